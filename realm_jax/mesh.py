@@ -4,7 +4,7 @@ Axes `data`, `fsdp`, `model`; their type is always Auto, because Linen's shardin
 `RULES` is the one table from logical axis names (models, batches, corpus rows) to mesh axes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,13 @@ def _arrange(sizes: list[int], devices: list[jax.Device], slices: int) -> NDArra
 def logical_sharding(mesh: Mesh, *names: str | None) -> NamedSharding:
     """Sharding of an array whose dimensions have these logical names, e.g. ('batch',) or ('rows', None)."""
     return NamedSharding(mesh, PartitionSpec(*(nn.logical_to_mesh_axes(names, RULES) or ())))
+
+
+def addressable_parts(mesh: Mesh, name: str, size: int) -> Iterator[tuple[jax.Device, slice]]:
+    """Each device of this process, and what it holds of a dimension of `size` with a logical name: start and stop."""
+    for device, index in logical_sharding(mesh, name).addressable_devices_indices_map((size,)).items():
+        assert index is not None, "devices of this process have a part"
+        yield device, slice(*index[0].indices(size)[:2])
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -127,6 +127,11 @@ def any_process(fact: bool) -> bool:
     return bool(allgather_flags(fact).any())
 
 
+def same_on_all_processes(value: int) -> bool:
+    """Whether all processes have the same value, below 2**31. Collective: all processes must call it."""
+    return bool(allgather_flags(broadcast_from_process_0(value) == value).all())
+
+
 def broadcast_from_process_0(value: int) -> int:
     """Process 0's value, on every process. Collective: all processes must call it."""
     if jax.process_count() == 1:

@@ -5,7 +5,7 @@ learned in it, `train/loop.py` for how, `eval/prediction.py` for how it answers.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,17 @@ from numpy.typing import NDArray
 
 from realm_jax.data.examples import Bm25Hits, Bm25Lookup, Example, Lengths
 from realm_jax.data.sources import Sources
+from realm_jax.data.store import PassageStore
+from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.forward import Index, StepContext, bm25_list_length, search_depth
-from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings
+from realm_jax.mesh import addressable_parts, logical_sharding, make_mesh, parameter_shardings
 from realm_jax.models.attention import select_attention
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Params, Realm
 from realm_jax.retrieval.bm25 import Bm25, check_has_terms, load_or_build
-from realm_jax.retrieval.embed import EMBED_BATCH, CorpusRows, embed_corpus, in_groups
+from realm_jax.retrieval.embed import EMBED_BATCH, CorpusRows, embed_corpus, filled_up, in_groups
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.fusion import FUSION_DEPTH
 from realm_jax.retrieval.scann import BUDGET, ScannConfig
@@ -103,7 +105,7 @@ class Run(BaseRun):
     @cached_property
     def documents(self) -> Documents:
         """The corpus on the devices, sharded by rows."""
-        return Documents(*(self._by_rows(part) for part in self.corpus))
+        return self._documents(self.sources.passages, self.sources.tokenizer)
 
     @cached_property
     def reader_documents(self) -> Documents | None:
@@ -112,12 +114,20 @@ class Run(BaseRun):
             return None
         reader = self.sources.reader
         assert reader is not None
-        parts = reader.passages.document_matrix(self.config.data.document_length, reader.tokenizer.special)
-        return Documents(*(self._by_rows(part) for part in parts))
+        return self._documents(reader.passages, reader.tokenizer)
+
+    def _documents(self, store: PassageStore, tokenizer: Tokenizer) -> Documents:
+        length, special = self.config.data.document_length, tokenizer.special
+        return Documents(*self._by_rows(store.document_matrix(length, special, rows) for rows in self.own_rows))
 
     def index(self, vectors: NDArray) -> Index:
         """An index of host vectors [rows, projection], stored as `model.dtype` and sharded by rows."""
-        stored = self._by_rows(vectors.astype(self.config.model.dtype, copy=False))
+        return self.index_of_parts(vectors[rows] for rows in self.own_rows)
+
+    def index_of_parts(self, parts: Iterable[NDArray]) -> Index:
+        """`index` of the vectors of `own_rows` alone, part by part."""
+        dtype = self.config.model.dtype
+        (stored,) = self._by_rows([part.astype(dtype, copy=False)] for part in parts)
         return self.index_without_vectors._replace(vectors=stored)
 
     def words(self) -> Bm25:
@@ -166,11 +176,30 @@ class Run(BaseRun):
         budget = max(BUDGET, c.realm.candidates)
         return ScannConfig(budget, c.scann.leaves_searched) if c.retrieval.backend == "scann" else None
 
-    def _by_rows(self, array: NDArray) -> jax.Array:
-        missing = padded_rows(len(array), self.mesh.size) - len(array)
-        padded = np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)]) if missing else array
-        places = logical_sharding(self.mesh, "rows", *[None] * (array.ndim - 1))
-        return jax.make_array_from_callback(padded.shape, places, lambda part: padded[part])
+    @property
+    def own_rows(self) -> list[slice]:
+        """The passages that each device of this process holds, adjacent ones: start and stop."""
+        rows = self.context.rows
+        parts = addressable_parts(self.mesh, "rows", padded_rows(rows, self.mesh.size))
+        return [slice(min(part.start, rows), min(part.stop, rows)) for _, part in parts]
+
+    def _by_rows(self, own: Iterable[Sequence[NDArray]]) -> list[jax.Array]:
+        """Arrays over all passages, spread by rows over all devices and filled up with zeros: [padded_rows, …] each.
+
+        own: what the arrays have for each of `own_rows`. It is taken one by one, so what is made on the way need not be
+        on the host all at once.
+        """
+        size = padded_rows(self.context.rows, self.mesh.size)
+        found: list[list[jax.Array]] = []
+        for (device, part), values in zip(addressable_parts(self.mesh, "rows", size), own, strict=True):
+            found.append([jax.device_put(filled_up(array, part.stop - part.start), device) for array in values])
+
+        def whole(shards: Sequence[jax.Array]) -> jax.Array:
+            shape = (size, *shards[0].shape[1:])
+            places = logical_sharding(self.mesh, "rows", *[None] * (len(shape) - 1))
+            return jax.make_array_from_single_device_arrays(shape, places, list(shards))
+
+        return [whole(shards) for shards in zip(*found, strict=True)]
 
     def embed(
         self, params: Params, progress: Callable[[int], None] | None = None, rows: CorpusRows | None = None
@@ -264,8 +293,9 @@ def put_batch(mesh: Mesh, batch: Any) -> Any:
 
 def local_rows(mesh: Mesh, batch_size: int) -> NDArray[np.int64]:
     """Rows of a global batch that devices of this process hold, in order."""
-    places = logical_sharding(mesh, "batch").addressable_devices_indices_map((batch_size,))
-    return np.unique(np.concatenate([np.arange(batch_size)[part] for part in places.values()]))
+    return np.unique(
+        np.concatenate([np.arange(batch_size)[part] for _, part in addressable_parts(mesh, "batch", batch_size)])
+    )
 
 
 def make_global_batch(mesh: Mesh, batch: Any, rows: NDArray[np.int64], batch_size: int) -> Any:

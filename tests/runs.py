@@ -187,7 +187,7 @@ def builder(run, process=0, processes=1):
 def spoil(folder, manifest, fault):
     name = manifest.chunks[0].file.name
     if fault == "manifest":
-        folder.write(f"index/{manifest.generation}/MANIFEST.json", b'{"format_version": 2, "generation')
+        folder.write(f"index/{manifest.generation}/MANIFEST.json", b'{"format_version": 3, "generation')
     elif fault == "nan":
         data = np.full((6, manifest.width), np.nan, np.float32).tobytes()
         text = folder.read(f"index/{manifest.generation}/MANIFEST.json").decode()

@@ -15,9 +15,11 @@ from realm_jax.refresh.generations import (
     current_name,
     export_steps,
     generation_names,
+    load_parts,
     load_vectors,
     read_export,
     read_manifest,
+    read_queries,
     read_towers,
     reject,
     rejection,
@@ -89,9 +91,10 @@ def killed_at(call):
 
 def test_an_export_is_read_as_it_was_written(folder, export):
     assert read_export(folder, 10) == export
-    towers, queries = read_towers(folder, export)
+    towers = read_towers(folder, export)
+    assert towers.keys() == {"document_embedder/kernel"}
     np.testing.assert_array_equal(towers["document_embedder/kernel"], np.ones((2, 2)))
-    assert queries.shape == (3, WIDTH)
+    np.testing.assert_array_equal(read_queries(folder, export), QUERIES)
     assert export_steps(folder) == [10]
 
 
@@ -111,7 +114,10 @@ def test_a_damaged_export_is_named(folder, export):
     folder.write(export.file.name, b"x" * export.file.bytes)
     with pytest.raises(Damaged, match=r"exports/10/.*safetensors is damaged"):
         read_towers(folder, export)
-    folder.write("exports/10/EXPORT.json", b'{"format_version": 2, "step"')
+    folder.write(export.queries.name, b"x" * export.queries.bytes)
+    with pytest.raises(Damaged, match=r"exports/10/.*queries.safetensors is damaged"):
+        read_queries(folder, export)
+    folder.write("exports/10/EXPORT.json", b'{"format_version": 3, "step"')
     with pytest.raises(Damaged, match="EXPORT.json is not readable JSON"):
         read_export(folder, 10)
 
@@ -152,6 +158,27 @@ def test_chunks_are_read_side_by_side_and_a_damaged_one_is_named(folder, export,
     np.testing.assert_array_equal(load_vectors(folder, manifest, 0, 13), ALL[:13])
     with pytest.raises(Damaged, match=re.escape(broken.name)):
         load_vectors(folder, manifest)
+
+
+def test_files_are_read_once_and_only_if_a_part_needs_them(folder, export, monkeypatch):
+    """A process loads the rows of its own devices, which meet in a file and leave others out."""
+    manifest, names, read = builder(folder).build(export, embed, QUERIES), [], PosixFolder.read_verified
+
+    def counted(self, file):
+        names.append(file.name)
+        return read(self, file)
+
+    monkeypatch.setattr(PosixFolder, "read_verified", counted)
+    parts = [slice(2, 6), slice(6, 9), slice(17, 20), slice(20, 20)]
+    for part, found in zip(parts, load_parts(folder, manifest, parts), strict=True):
+        np.testing.assert_array_equal(found, ALL[part])
+    ends = np.cumsum([chunk.last - chunk.first for chunk in manifest.chunks]).tolist()
+    needed = [
+        chunk.file.name
+        for chunk, end in zip(manifest.chunks, ends, strict=True)
+        if any(part.start < end and end - (chunk.last - chunk.first) < part.stop for part in parts[:3])
+    ]
+    assert sorted(names) == sorted(needed) and len(needed) < len(manifest.chunks)
 
 
 def test_bfloat16_comes_back_as_bfloat16(folder, export):
@@ -309,7 +336,7 @@ def test_a_manifest_that_was_cut_or_is_of_another_version_is_named(folder, publi
     with pytest.raises(Damaged, match="MANIFEST.json is not readable JSON"):
         read_manifest(folder, published.generation)
     folder.write_json(name, json.loads(text) | {"format_version": 9})
-    with pytest.raises(Damaged, match="format version 9, not 2"):
+    with pytest.raises(Damaged, match="format version 9, not 3"):
         read_manifest(folder, published.generation)
     folder.write_json(name, {key: value for key, value in json.loads(text).items() if key != "rows"})
     with pytest.raises(Damaged, match="it has no 'rows'"):

@@ -33,10 +33,12 @@ from realm_jax.refresh.generations import (
     EXPORT,
     MANIFEST,
     IncompatibleIndex,
+    current_name,
     export_step,
     generation_names,
     read_export,
     read_manifest,
+    reject,
     remove_generation,
 )  # fmt: skip
 from realm_jax.refresh.status import Status, StatusWriter, read_status
@@ -305,16 +307,34 @@ def test_a_generation_is_damaged(people, sturdy, tmp_path, monkeypatch, watch, l
     assert f"generation {damaged[0]} is refused: " in log.text
 
 
-def test_a_generation_is_removed_while_it_is_loaded(people, sturdy, tmp_path, monkeypatch, watch, log):
-    run, load, removed = open_tiny(people, tmp_path), watcher.load_vectors, []
+def test_another_process_finds_rows_damaged(copied):
+    """Each process loads the rows of its own devices, so one may have ready what another refuses: it is dropped, and
+    what the builder makes in its place is loaded."""
+    folder = PosixFolder(copied.workdir)
+    own = generation_names(folder)[-1]
+    status = StatusWriter(folder, "trainer", Status("one"))
+    with BuiltIndex(make_task("realm", copied), copied.config.realm.steps, {}, 1, status, lambda: False) as adoption:
+        adoption._watcher.want(export_step(own), export_step(own), exactly=True)
+        assert adoption._watcher.wait(10, lambda: False).generation == own
+        reject(folder, own, "one of its files is damaged", again=True)
+        until(lambda: adoption._watcher.wait(0, lambda: False) is None, 20)
+        again = current_name(folder, read_export(folder, export_step(own)), copied.sources.passages.fingerprint)
+        assert again != own
+        manifest = folder.read_json(f"index/{own}/{MANIFEST}")
+        folder.write_json(f"index/{again}/{MANIFEST}", manifest | {"generation": again})
+        assert adoption._watcher.wait(20, lambda: False).generation == again
 
-    def gone(folder, manifest):
+
+def test_a_generation_is_removed_while_it_is_loaded(people, sturdy, tmp_path, monkeypatch, watch, log):
+    run, load, removed = open_tiny(people, tmp_path), watcher.load_parts, []
+
+    def gone(folder, manifest, parts):
         if manifest.step == 2 and not removed:
             removed.append(manifest.generation)
             remove_generation(folder, manifest.generation)
-        return load(folder, manifest)
+        return load(folder, manifest, parts)
 
-    monkeypatch.setattr(watcher, "load_vectors", gone)
+    monkeypatch.setattr(watcher, "load_parts", gone)
     with builder(run):
         assert_same(train(run), sturdy.final)
     watch.check(run)

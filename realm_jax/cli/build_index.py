@@ -40,6 +40,7 @@ from realm_jax.refresh.generations import (
     generation_names,
     read_export,
     read_manifest,
+    read_queries,
     read_towers,
     rejection,
     remove_generation,
@@ -248,7 +249,7 @@ class Job:
     def _build(self, export: Export, stop: Stop) -> None:
         self._status.update(wait=True, stage="building", step=export.step)  # so that the trainer keeps it
         try:
-            arrays, queries = read_towers(self._folder, export)
+            arrays, queries = read_towers(self._folder, export), read_queries(self._folder, export)
         except Damaged:
             self._damaged.add(export.step)
             raise

@@ -106,6 +106,16 @@ class PassageStore:
         """The rows of this version of an array over all stored rows."""
         return stored if self._kept is None else stored[self._kept]
 
+    def stored_part(self, rows: slice) -> tuple[slice, slice | NDArray[np.int64]]:
+        """Adjacent stored rows among which some adjacent rows of this version are, and which of them those are."""
+        start, stop, step = rows.indices(len(self))
+        if step != 1:
+            raise ValueError(f"rows must be adjacent, not a slice with step {step}")
+        if self._kept is None or stop <= start:
+            return slice(start, max(start, stop)), slice(None)
+        wanted = self._kept[start:stop]
+        return slice(int(wanted[0]), int(wanted[-1]) + 1), wanted - wanted[0]
+
     def places(self) -> NDArray[np.int32] | None:
         """The row of each stored row, −1 for one that the version leaves out; None if it leaves out nothing."""
         if self._kept is None:
@@ -223,15 +233,9 @@ class PassageStore:
         [rows, length], lengths uint16 [rows] (specials counted) and title lengths uint16 [rows] (after the cut).
         Large corpora go through in slices of rows. Raises UserError for a token beyond the vocabulary.
         """
-        start, stop, step = rows.indices(len(self))
-        if step != 1:
-            raise ValueError(f"rows must be adjacent, not a slice with step {step}")
-        if self._kept is None or stop <= start:
-            return self.stored_matrix(length, special, start, max(start, stop))
-        wanted = self._kept[start:stop]
-        first = int(wanted[0])
-        ids, lengths, title_lengths = self.stored_matrix(length, special, first, int(wanted[-1]) + 1)
-        return ids[wanted - first], lengths[wanted - first], title_lengths[wanted - first]
+        stored, kept = self.stored_part(rows)
+        ids, lengths, title_lengths = self.stored_matrix(length, special, stored.start, stored.stop)
+        return ids[kept], lengths[kept], title_lengths[kept]
 
     def stored_matrix(
         self, length: int, special: SpecialTokens, start: int, stop: int

@@ -1,6 +1,7 @@
 """Exports and generations: the protocol between trainer and index builder, as files in a shared folder.
 
-    exports/<step>/<fingerprint>.safetensors        both towers of that step and sample query vectors, float32
+    exports/<step>/<fingerprint>.safetensors        both towers of that step, float32
+    exports/<step>/<fingerprint>-queries.safetensors   vectors of sample queries by them, float32
     exports/<step>/EXPORT.json                      put last; without it the export does not exist
     index/<step>-<nonce>/<first>-<last>-<sha>.bin   vectors of the rows first … last − 1, by the checksum of their bytes
     index/<step>-<nonce>/scann-…/                   searchers of the hosts, if any: `searchers.py`
@@ -16,7 +17,7 @@ import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypeVar
 
 import ml_dtypes
@@ -30,11 +31,11 @@ from realm_jax.storage import Damaged, FileEntry, Folder, digest, side_by_side
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 CHUNK_ROWS = 65_536  # passages in a file of vectors: what a killed builder loses at most; every builder's the same
 KEPT = 3  # newest generations that stay, beside those in use or in checkpoints
 EXPORT, MANIFEST, REFUSED = "EXPORT.json", "MANIFEST.json", ".refused"
-QUERIES = "queries"  # name of the sample query vectors among the arrays of an export
+QUERIES = "queries"  # the one array in the file of the sample query vectors
 Arrays = dict[str, NDArray]
 
 
@@ -87,7 +88,7 @@ def _entry(found: Any) -> FileEntry:
 @dataclasses.dataclass(frozen=True)
 class Export(_Record):
     """What EXPORT.json says. parameters: fingerprint of the towers; towers: the config section they are made from;
-    index: how the run wants its vectors stored and searched."""
+    index: how the run wants its vectors stored and searched; file: of the towers; queries: of the sample queries."""
 
     step: int
     parameters: str
@@ -96,10 +97,11 @@ class Export(_Record):
     towers: dict[str, Any]
     index: dict[str, Any]
     file: FileEntry
+    queries: FileEntry
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        return cls(**fields | {"file": _entry(fields["file"])})
+        return cls(**fields | {name: _entry(fields[name]) for name in ("file", "queries")})
 
 
 def export_steps(folder: Folder) -> list[int]:
@@ -112,15 +114,22 @@ def read_export(folder: Folder, step: int) -> Export | None:
     return _read_record(folder, f"exports/{step}/{EXPORT}", Export)
 
 
-def read_towers(folder: Folder, export: Export) -> tuple[Arrays, NDArray[np.float32]]:
-    """The towers' parameters by path ('document_embedder/bert/…') and the sample queries [count, width]. Raises
-    Damaged."""
-    data = folder.read_verified(export.file)
+def read_towers(folder: Folder, export: Export) -> Arrays:
+    """The towers' parameters by path ('document_embedder/bert/…'). Raises Damaged."""
+    return _read_arrays(folder, export.file)
+
+
+def read_queries(folder: Folder, export: Export) -> NDArray[np.float32]:
+    """The vectors of an export's sample queries [count, width]. Raises Damaged."""
+    return _read_arrays(folder, export.queries)[QUERIES]
+
+
+def _read_arrays(folder: Folder, file: FileEntry) -> Arrays:
+    data = folder.read_verified(file)
     try:
-        arrays = load(data)
-        return arrays, arrays.pop(QUERIES)
-    except (SafetensorError, KeyError) as fault:
-        raise Damaged(f"{folder.path(export.file.name)} is damaged: {fault}") from None
+        return load(data)
+    except SafetensorError as fault:
+        raise Damaged(f"{folder.path(file.name)} is damaged: {fault}") from None
 
 
 def intact_export(folder: Folder, step: int) -> Export | None:
@@ -129,6 +138,7 @@ def intact_export(folder: Folder, step: int) -> Export | None:
         export = read_export(folder, step)
         if export is not None:
             read_towers(folder, export)
+            read_queries(folder, export)
         return export
     except Damaged as fault:
         logger.warning("%s", fault)
@@ -144,9 +154,11 @@ def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, quer
     earlier = intact_export(folder, step)
     if earlier is not None and earlier.parameters == fingerprint:
         return earlier
-    arrays = {name: np.ascontiguousarray(value) for name, value in [*sorted(towers.items()), (QUERIES, queries)]}
-    file = folder.put(f"exports/{step}/{fingerprint[:16]}.safetensors", save(arrays))
-    made = Export(parameters=fingerprint, file=file, **export)
+    name = f"exports/{step}/{fingerprint[:16]}"
+    arrays = {path: np.ascontiguousarray(value) for path, value in sorted(towers.items())}
+    file = folder.put(f"{name}.safetensors", save(arrays))
+    sample = folder.put(f"{name}-queries.safetensors", save({QUERIES: np.ascontiguousarray(queries)}))
+    made = Export(parameters=fingerprint, file=file, queries=sample, **export)
     folder.write_json(f"exports/{step}/{EXPORT}", made.to_json())
     return made
 
@@ -245,20 +257,28 @@ def load_vectors(
 
     Raises Damaged, naming the file.
     """
-    last = manifest.rows if last is None else last
+    return load_parts(folder, manifest, [slice(first, manifest.rows if last is None else last)], dtype)[0]
+
+
+def load_parts(folder: Folder, manifest: Manifest, parts: Sequence[slice], dtype: Any = None) -> list[NDArray]:
+    """`load_vectors` of several parts, rows start … stop − 1 each: a file is read once, and only if a part needs it."""
     ends = np.cumsum([chunk.last - chunk.first for chunk in manifest.chunks], dtype=np.int64).tolist()
     if (ends or [0])[-1] != manifest.rows:
         raise Damaged(f"{folder.path('index/' + manifest.generation)}: its chunks hold other rows than it says")
-    vectors = np.empty((last - first, manifest.width), dtype or numpy_dtype(manifest.dtype))
+    kind = dtype or numpy_dtype(manifest.dtype)
+    found = [np.empty((part.stop - part.start, manifest.width), kind) for part in parts]
 
     def read(chunk: ChunkFile, stop: int) -> None:
         start = stop - (chunk.last - chunk.first)
-        low, high = max(start, first), min(stop, last)
-        if low < high:
-            vectors[low - first : high - first] = read_chunk(folder, manifest, chunk)[low - start : high - start]
+        common = [(max(start, part.start), min(stop, part.stop)) for part in parts]
+        if any(low < high for low, high in common):
+            vectors = read_chunk(folder, manifest, chunk)
+            for one, part, (low, high) in zip(found, parts, common, strict=True):
+                if low < high:
+                    one[low - part.start : high - part.start] = vectors[low - start : high - start]
 
     side_by_side(read, manifest.chunks, ends)
-    return vectors
+    return found
 
 
 def read_chunk(folder: Folder, manifest: Manifest, chunk: ChunkFile) -> NDArray:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.forward import LoadedIndex
+from realm_jax.forward import Index, LoadedIndex
 from realm_jax.mesh import put_with_sharding
 from realm_jax.models.realm import Params
 from realm_jax.refresh.exporter import to_params
@@ -28,9 +28,11 @@ from realm_jax.refresh.generations import (
     export_of,
     export_step,
     generation_names,
+    load_parts,
     load_vectors,
     read_export,
     read_manifest,
+    read_queries,
     read_towers,
     reject,
     rejection,
@@ -98,13 +100,12 @@ class IndexWatcher:
                 raise IncompatibleIndex(
                     f"{self._folder.path('index/' + generation)}: its {name} is {found}, not {value}"
                 )
-        towers, queries = self._exported(manifest)
-        tower = self._query_tower(towers, generation)
+        tower, queries = self._exported(manifest)
+        if self._run.scann_config is None:
+            index = generation_index(self._run, self._folder, manifest)._replace(tower=tower)
+            return LoadedIndex(index, None, manifest.step, generation, queries=queries)
         passages, stored = self._run.sources.passages, load_vectors(self._folder, manifest)
         vectors = passages.kept(stored)
-        if self._run.scann_config is None:
-            index = self._run.index(vectors)._replace(tower=tower)
-            return LoadedIndex(index, None, manifest.step, generation, queries=queries)
         try:
             searcher = load_searcher(self._folder, manifest, stored, passages.places())
         finally:  # loaded, it needs no room on this machine's disk
@@ -112,23 +113,24 @@ class IndexWatcher:
         index = self._run.index_without_vectors._replace(tower=tower)
         return LoadedIndex(index, vectors, manifest.step, generation, searcher, queries)
 
-    def _exported(self, manifest: Manifest) -> tuple[Arrays, NDArray[np.float32] | None]:
-        """Towers and sample queries of a generation's export, if it is still there."""
+    def _exported(self, manifest: Manifest) -> tuple[Params | None, NDArray[np.float32] | None]:
+        """What the trainer takes of a generation's export: the query embedder, where `retrieval.query_params` says that
+        it searches, and the sample queries, if they are still there."""
+        needs_tower = self._run.config.retrieval.query_params == "generation"
         try:
             export = export_of(self._folder, manifest)
-            return ({}, None) if export is None else read_towers(self._folder, export)
+            if export is not None:
+                towers = read_towers(self._folder, export) if needs_tower else None
+                return None if towers is None else self._query_tower(towers), read_queries(self._folder, export)
         except Damaged as fault:
             self._log_once(f"{fault}; generation {manifest.generation} is used without its export")
-            return {}, None
-
-    def _query_tower(self, towers: Arrays, generation: str) -> Params | None:
-        """The query embedder of a generation's export, where `retrieval.query_params` says that it searches."""
-        if self._run.config.retrieval.query_params == "current":
-            return None
-        if not towers:
+        if needs_tower:
             raise IncompatibleIndex(
-                f"the export of generation {generation} is gone, with the query tower that searches it"
+                f"the export of generation {manifest.generation} is gone, with the query tower that searches it"
             )
+        return None, None
+
+    def _query_tower(self, towers: Arrays) -> Params:
         name = self._run.model.embedder_names[0]
         return jax.tree.map(put_with_sharding, to_params(towers)[name], self._run.param_shardings[name])
 
@@ -144,6 +146,8 @@ class IndexWatcher:
             self._wake.clear()
 
     def _look(self) -> None:
+        if (ready := self.ready) is not None and rejection(self._folder, ready.generation) is not None:
+            self._drop(ready)
         with self._lock:
             wanted, exactly, have = self._wanted, self._exactly, self._ready.step if self._ready else -1
         names = [name for name in generation_names(self._folder) if export_step(name) in wanted]
@@ -157,6 +161,13 @@ class IndexWatcher:
                     if loaded.step in self._wanted:
                         self._ready = loaded
                 return
+
+    def _drop(self, refused: LoadedIndex) -> None:
+        """Give up what is ready: another process, which loads other rows of it, found them damaged."""
+        self._log_once(f"generation {refused.generation} was refused by another process; another is looked for")
+        with self._lock:
+            if self._ready is refused:
+                self._ready = None
 
     def _try(self, name: str) -> LoadedIndex | None:
         """A generation if it is valid and of parameters that this run has had."""
@@ -195,3 +206,11 @@ class IndexWatcher:
         if message not in self._logged:
             self._logged.add(message)
             logger.warning(message)
+
+
+def generation_index(run: Run, folder: Folder, manifest: Manifest) -> Index:
+    """The index of a generation for exact search, from the rows that devices of this process hold, verified. Raises
+    Damaged."""
+    parts = [run.sources.passages.stored_part(rows) for rows in run.own_rows]
+    vectors = load_parts(folder, manifest, [stored for stored, _ in parts])
+    return run.index_of_parts(part[kept] for part, (_, kept) in zip(vectors, parts, strict=True))

@@ -92,7 +92,7 @@ def embed_corpus(
 
     for rows, width in batches(corpus, batch_size):
         batch = CorpusRows(corpus.ids[rows, :width], corpus.lengths[rows], corpus.title_lengths[rows])
-        batch = CorpusRows(*(_filled(part, batch_size) for part in batch))
+        batch = CorpusRows(*(filled_up(part, batch_size) for part in batch))
         pending.append((rows, embed(batch)))  # dispatched; the one before is fetched while this one runs
         if len(pending) > 1:
             collect(pending.pop(0))
@@ -106,9 +106,10 @@ def embed_corpus(
     return vectors
 
 
-def _filled(part: NDArray, rows: int) -> NDArray:
+def filled_up(part: NDArray, rows: int) -> NDArray:
     """So many rows: zeros after those that there are."""
-    return np.concatenate([part, np.zeros((rows - len(part), *part.shape[1:]), part.dtype)])
+    missing = rows - len(part)
+    return np.concatenate([part, np.zeros((missing, *part.shape[1:]), part.dtype)]) if missing else part
 
 
 # --- Kept from run to run ---------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from realm_jax.errors import UserError
 from realm_jax.forward import LoadedIndex, StepContext
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
-from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0
+from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0, same_on_all_processes
 from realm_jax.refresh.exporter import Exporter, index_settings
 from realm_jax.refresh.generations import (
     EXPORT,
@@ -184,25 +184,32 @@ class BuiltIndex(IndexSource):
             f"waiting for {what}; `realm build-index` with the same config and --workdir makes it",
             f"{self._folder.path('index')}: {what} did not come within config.refresh.wait_seconds="
             f"{self._options.wait_seconds:g}; start `realm build-index`, then run the command again",
+            lambda found: _ready_control(found)[0],
         )
 
-    def _wait_on_all_processes(self, look: Callable[[float], _T | None], seconds: float, waiting: str, late: str) -> _T:
-        """What `look(seconds)` gives, as soon as it gives something in every process.
+    def _wait_on_all_processes(
+        self, look: Callable[[float], _T | None], seconds: float, waiting: str, late: str,
+        mark: Callable[[_T], int] = lambda _: 0,
+    ) -> _T:  # fmt: skip
+        """What `look(seconds)` gives, as soon as it gives something in every process, of the same `mark`.
 
         Processes see a file, a signal or a timeout at different times, so they agree first: otherwise one would enter a
-        program that another never runs. Raises UserError(late) after `refresh.wait_seconds`, Interrupted.
+        program that another never runs. What one has it may lose again, where another finds it damaged, so each looks
+        anew every time. Raises UserError(late) after `refresh.wait_seconds`, Interrupted.
         """
         began, found, said = time.monotonic(), None, False
         while True:
-            found = look(seconds) if found is None else found
+            found = look(seconds if found is None else 0.0)
             patience = self._options.wait_seconds - (time.monotonic() - began)
             here, asked, tired = allgather_flags(found is not None, self._should_stop(), patience < 0).T
-            if found is not None and here.all():
+            if found is not None and here.all() and same_on_all_processes(mark(found)):
                 return found
             if asked.any():
                 raise Interrupted
             if tired.any():
                 raise UserError(late)
+            if here.all():  # soon all see which of them is refused
+                time.sleep(self._folder.poll_seconds)
             if not said:
                 logger.info("%s", waiting)
             self._update_status()

@@ -28,7 +28,7 @@ from realm_jax.errors import UserError
 from realm_jax.forward import Index, LoadedIndex
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
-from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0
+from realm_jax.processes import is_process_0, same_on_all_processes
 from realm_jax.refresh.exporter import tower_settings
 from realm_jax.refresh.generations import numpy_dtype
 from realm_jax.retrieval.embed import BUCKET, GROUP, CorpusRows, VectorCache, row_keys
@@ -250,8 +250,7 @@ def _row_counter(shown: StageProgress | None, before: int, on_progress: Callable
 
 def _on_all_processes(known: NDArray[np.bool_]) -> bool:
     """Whether every process has vectors of the same rows: they have to embed the same ones together."""
-    mark = zlib.crc32(np.packbits(known).tobytes()) >> 1
-    return bool(allgather_flags(broadcast_from_process_0(mark) == mark).all())
+    return same_on_all_processes(zlib.crc32(np.packbits(known).tobytes()) >> 1)
 
 
 def encoder_digest(run: Run, params: Params) -> str:

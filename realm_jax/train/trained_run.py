@@ -28,12 +28,12 @@ from realm_jax.refresh.generations import (
     Manifest,
     export_of,
     generation_names,
-    load_vectors,
     manifests,
     read_manifest,
     read_towers,
     rejection,
 )
+from realm_jax.refresh.watcher import generation_index
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.storage import Damaged, read_json
@@ -334,11 +334,11 @@ def _generations(run: Run) -> Iterator[Manifest]:
 def _exported_towers(run: Run, manifest: Manifest) -> dict[str, NDArray] | None:
     """The towers that a generation was built with; None if their export is gone."""
     export = export_of(shared_folder(run), manifest)
-    return None if export is None else read_towers(shared_folder(run), export)[0]
+    return None if export is None else read_towers(shared_folder(run), export)
 
 
 def _stored_index(run: Run, manifest: Manifest) -> Index:
-    return run.index(run.sources.passages.kept(load_vectors(shared_folder(run), manifest)))
+    return generation_index(run, shared_folder(run), manifest)
 
 
 def latest_checkpoint(run: Run, task: str | None = None) -> tuple[str, SavedCheckpoint]:
