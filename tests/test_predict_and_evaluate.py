@@ -517,7 +517,7 @@ def test_bm25_is_no_baseline_of_a_corpus_that_is_too_large_for_it(trained, tmp_p
     evaluator = Evaluator(run, run.sources.questions["dev"])
     for largest in (len(run.sources.passages) - 1, len(run.sources.passages)):
         monkeypatch.setattr(results, "LARGEST", largest)
-        results.measure_baselines(run, evaluator, run.initial_params())
+        results.measure_baselines(run, evaluator)
         found.append(read_json(tmp_path / "baselines.json"))
         (tmp_path / "baselines.json").unlink()
         assert (tmp_path / "words").exists() == ("bm25" in found[-1])

@@ -68,7 +68,7 @@ class Exporter:
         if not is_process_0():
             return
         if self.flush(0):
-            self._pending = self._pool.submit(self._write, step, copies, queries, needed)
+            self._pending = self._pool.submit(self._write, step, [copies], queries, needed)
         else:
             logger.warning("the export of step %d is left out: an earlier one is still being written", step)
 
@@ -80,9 +80,9 @@ class Exporter:
             self._pending.result(seconds)
         return self._pending.done()
 
-    def _write(self, step: int, towers: Params, queries: jax.Array, needed: set[int]) -> None:
+    def _write(self, step: int, towers: list[Params], queries: jax.Array, needed: set[int]) -> None:
         record = export_record(self._run, step)
-        arrays = to_arrays(towers)
+        arrays = to_arrays(towers.pop())  # out of the caller's hands: devices hold no copy while storage is slow
         while True:
             try:
                 write_export(self._folder, record, arrays, np.asarray(queries, np.float32))

@@ -52,10 +52,11 @@ def train_task(
 ) -> Params:
     """Train a task to its last step, resuming from its newest checkpoint; returns all parameters.
 
-    params: where a fresh task starts; it donates them. measure: called with parameters and an index (None without one)
-    at every new index and, its last argument true, every `task.evaluate_every` steps and at the end. folder: name of a
-    control's folder under the run folder, None for the task's own; a control hands on its last parameters. status: for
-    a task whose index a builder makes. Raises Preempted after SIGTERM, once the state is saved.
+    params: where a fresh task starts; it donates them. Their shapes are enough where there is a checkpoint. measure:
+    called with parameters and an index (None without one) at every new index and, its last argument true, every
+    `task.evaluate_every` steps and at the end. folder: name of a control's folder under the run folder, None for the
+    task's own; a control hands on its last parameters. status: for a task whose index a builder makes. Raises Preempted
+    after SIGTERM, once the state is saved.
 
     The order of a step: adopt an index, evaluate, batch, step, log, save.
 

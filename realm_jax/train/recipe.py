@@ -164,7 +164,7 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
                 return 0
             status.update(stage="baselines")
             evaluator = Evaluator(run, questions)
-            measure_baselines(run, evaluator, run.initial_params())
+            measure_baselines(run, evaluator)
             params = train(run, status)
             if controls:
                 status.update(stage="controls")
@@ -233,14 +233,14 @@ def train(run: Run, status: StatusWriter | None = None) -> Params:
 
 
 def starting_params(run: Run) -> Params:
-    """Fresh parameters, or those that `init_from` and `reader_from` name, until the first checkpoint is there.
+    """Fresh parameters, or those that `init_from` and `reader_from` name; their shapes alone, without numbers, once the
+    first checkpoint is there.
 
-    A projection that would be fresh then may start as principal components of the corpus.
+    A projection that would be fresh may start as principal components of the corpus.
     """
-    params = run.initial_params()
     if has_checkpoint(run.config, run.workdir):
-        return params
-    params = init_from_sources(run, params)
+        return run.abstract_params
+    params = init_from_sources(run, run.initial_params())
     record_start(run, params)
     return with_principal_components(run, params) if starts_with_pca(run) else params
 

@@ -67,7 +67,7 @@ def majority_exact_match(train: Sequence[Question], dev: Sequence[Question], by:
     return float(np.mean(right)) if right else 0.0
 
 
-def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
+def measure_baselines(run: Run, evaluator: Evaluator) -> None:
     """Recall of BM25 and of fresh parameters, kept in `baselines.json` so that a resumed run has them too.
 
     BM25 by the first process alone, and of LARGEST passages at most: its index takes hours and all memory of a host
@@ -84,6 +84,7 @@ def measure_baselines(run: Run, evaluator: Evaluator, params: Params) -> None:
         save_bm25_index(run)
         found["bm25"] = evaluator.recall_of(bm25_question_rows(run, evaluator))
     if not run.config.init_from:  # else the first measurement of the first task says where the run began
+        params = run.initial_params()
         found["untrained"] = evaluator.recall(params, run.index(embed_with_cache(run, params)))
     found["seconds"] = time.monotonic() - began
     if is_process_0():
