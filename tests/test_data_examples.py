@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +14,12 @@ from hypothesis import strategies as st
 
 from realm_jax.cli.prepare import prepare
 from realm_jax.data import examples as data
-from realm_jax.data import layouts
+from realm_jax.data import layouts, recurring
 from realm_jax.data.examples import Examples, Lengths, batches, dataset, lengths_from
 from realm_jax.data.questions import Question
+from realm_jax.data.recurring import recurring_spans
 from realm_jax.data.sources import Sources, open_sources
+from realm_jax.data.store import PassageStore, remove_documents
 from realm_jax.errors import UserError
 from realm_jax.models.inputs import contains_phrase
 from realm_jax.tasks import ict, mlm, qa_examples, realm
@@ -158,70 +162,106 @@ def test_predictions_are_sized_to_the_masking():
 # --- spans that recur -------------------------------------------------------------------------------------------------
 
 
-class Pieces:
-    """A store of one passage, made of sentences of pieces, with every run of one or two pieces as a span."""
-
-    def __init__(self, sentences: list[list[int]]):
-        ends = np.cumsum([len(sentence) for sentence in sentences])
-        self._sentences = np.stack([ends - [len(sentence) for sentence in sentences], ends], axis=1).astype(np.int32)
-        self._body = np.array(list(itertools.chain(*sentences)), np.uint16)
-        spans = [(i, i + n, 0) for a, b in self._sentences.tolist() for n in (1, 2) for i in range(a, b - n + 1)]
-        self._spans = np.array(sorted(spans), np.int32).reshape(-1, 3)
-
-    def __len__(self):
-        return 1
-
-    def sentences(self, row):
-        return self._sentences
-
-    def spans(self, row):
-        return self._spans
-
-    def body_tokens(self, row):
-        return self._body
+Sentences = list[list[int]]
 
 
-def recurring_by_loops(store, query_length: int) -> list[tuple[int, int, int, int]]:
-    found = []
-    for row in range(len(store)):
-        sentences, body = store.sentences(row).tolist(), store.body_tokens(row).tolist()
-        for place, (start, end, _) in enumerate(store.spans(row).tolist()):
-            (number,) = (i for i, (a, b) in enumerate(sentences) if a <= start and end <= b)
-            others = [
-                i
-                for i, (a, b) in enumerate(sentences)
-                if i != number
-                and any(body[j : j + end - start] == body[start:end] for j in range(a, b - end + start + 1))
-            ]
-            if others and end - sentences[number][0] <= query_length - 2:
-                found.append((row, number, place, others[0]))
+def segment_of(passages: list[Sentences]) -> SimpleNamespace:
+    """The columns of passages made of sentences of pieces, each with a title of the same pieces before it."""
+    bodies = [list(itertools.chain(*sentences)) for sentences in passages]
+    spans = [[span for _, span in runs_of(sentences)] for sentences in passages]
+    return SimpleNamespace(
+        rows=len(passages),
+        values={
+            "tokens": np.array([piece for body in bodies for piece in body[:2] + body], np.uint16),
+            "sentences": np.array([pair for one in passages for pair in ranges_of(one)], np.int32).reshape(-1, 2),
+            "spans": np.array([(*span, 0) for own in spans for span in own], np.int32).reshape(-1, 3),
+        },
+        offsets={
+            name: np.cumsum([0, *counts])
+            for name, counts in {
+                "tokens": [len(body[:2] + body) for body in bodies],
+                "sentences": [len(one) for one in passages],
+                "spans": [len(own) for own in spans],
+            }.items()
+        },
+        fixed={"title_lengths": np.array([len(body[:2]) for body in bodies], np.uint16)},
+    )
+
+
+def ranges_of(sentences: Sentences) -> list[tuple[int, int]]:
+    ends = np.cumsum([len(sentence) for sentence in sentences]).tolist()
+    return [(end - len(sentence), end) for sentence, end in zip(sentences, ends, strict=True)]
+
+
+def runs_of(sentences: Sentences) -> list[tuple[int, tuple[int, int]]]:
+    """Every run of one to five pieces within a sentence: the sentence's number, and start and end."""
+    runs = [
+        (number, (start, start + length))
+        for number, (first, end) in enumerate(ranges_of(sentences))
+        for length in range(1, 6)
+        for start in range(first, end - length + 1)
+    ]
+    return sorted(runs, key=lambda run: run[1])
+
+
+def recurring_by_loops(row: int, sentences: Sentences, spans: list[tuple[int, tuple[int, int]]], room: int):
+    body, ranges, found = list(itertools.chain(*sentences)), ranges_of(sentences), []
+    for place, (number, (start, end)) in enumerate(spans):
+        run = body[start:end]
+        others = [
+            i
+            for i, (first, last) in enumerate(ranges)
+            if i != number and any(body[j : j + len(run)] == run for j in range(first, last - len(run) + 1))
+        ]
+        if others and end - ranges[number][0] <= room:
+            found.append([row, number, place, others[0]])
     return found
 
 
-# Pieces whose bytes occur across the bounds of one another: 0x0102 in the middle of 0x02__ 0x__01.
+# Few pieces, so that runs recur; their bytes occur across the bounds of one another: 0x0102 in 0x02__ 0x__01.
 pieces = st.sampled_from([0x0101, 0x0102, 0x0201, 0x0202])
+sentences_of_pieces = st.lists(st.lists(pieces, min_size=1, max_size=6), min_size=1, max_size=4)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.lists(pieces, min_size=1, max_size=4), min_size=1, max_size=4), st.integers(3, 8))
-def test_recurring_spans_are_those_of_plain_loops(sentences, query_length):
-    """Found in another sentence, wholly inside it; not across two, nor across the bytes of two pieces."""
-    store = Pieces(sentences)
-    assert mlm.recurring_spans(store, query_length).tolist() == [
-        list(entry) for entry in recurring_by_loops(store, query_length)
-    ]
+@given(st.lists(sentences_of_pieces, max_size=4), st.integers(1, 6))
+def test_recurring_spans_are_those_of_plain_loops(passages, room):
+    """Found in another sentence of the same passage, wholly inside it; not across two, nor in a title."""
+    expected = [recurring_by_loops(row, one, runs_of(one), room) for row, one in enumerate(passages)]
+    assert recurring_spans(segment_of(passages), room).tolist() == list(itertools.chain(*expected))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(sentences_of_pieces, max_size=4))
+def test_hashes_of_different_runs_may_be_equal(passages):
+    """What they propose is compared, so that nothing depends on them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recurring, "_BASE", np.uint64(0))
+        found = recurring_spans(segment_of(passages), 6)
+    np.testing.assert_array_equal(found, recurring_spans(segment_of(passages), 6))
 
 
 def test_recurring_spans_of_a_prepared_folder(sources):
     """Of each article the name and the place, in both of their sentences; the year stands in one only."""
-    spans = mlm.recurring_spans(sources.passages, 64)
-    assert spans.tolist() == [list(entry) for entry in recurring_by_loops(sources.passages, 64)]
-    texts = Counter()
-    for row, number, place, other in spans.tolist():
-        start, end, _ = sources.passages.spans(row)[place]
-        texts[sources.tokenizer.decode(sources.passages.body_tokens(row)[start:end].tolist())] += 1
-        assert other != number
+    store, texts = sources.passages, Counter()
+    for row, number, place, other in store.recurring_spans(62).tolist():
+        start, end, _ = store.spans(row)[place]
+        run, (first, last) = store.body_tokens(row)[start:end].tolist(), store.sentences(row)[other].tolist()
+        texts[sources.tokenizer.decode(run)] += 1
+        assert other != number and store.sentences(row)[number][0] <= start < store.sentences(row)[number][1]
+        assert holds(store.body_tokens(row)[first:last].tolist(), run)
     assert texts["london"] == 2 and texts["ada lovelace"] == 2 and texts["1800"] == 0
+
+
+def test_recurring_spans_of_a_version_are_those_of_the_documents_that_are_left(prepared, tmp_path):
+    """Rows are numbered anew."""
+    folder = Path(shutil.copytree(prepared, tmp_path / "data")) / "passages"
+    before = PassageStore.open(folder).recurring_spans(62)
+    store = remove_documents(folder, ["article-2"])
+    gone = PassageStore.open(prepared / "passages").rows_of("article-2")
+    left = before[~np.isin(before[:, 0], gone)]
+    left[:, 0] -= np.where(left[:, 0] > gone.start, len(gone), 0)
+    np.testing.assert_array_equal(store.recurring_spans(62), left)
 
 
 def test_salient_sentences_are_those_with_a_span_in_reach(sources):
@@ -255,7 +295,7 @@ def holds(body: list[int], phrase: list[int]) -> bool:
 
 def test_the_warm_up_reads_the_masked_span_off_its_passage(sources):
     examples = warmup(sources, 0.0, 0.0)
-    assert examples.total == len(mlm.recurring_spans(sources.passages, LENGTHS.query))
+    assert examples.total == len(sources.passages.recurring_spans(LENGTHS.query - 2))
     for index, rng in itertools.product(range(0, examples.total, 3), rngs(5)):
         example = examples.make(index, rng)
         answer = answer_of(example)
@@ -266,7 +306,7 @@ def test_the_warm_up_reads_the_masked_span_off_its_passage(sources):
 
 def test_the_warm_up_s_excerpts_vary_and_keep_the_order_of_sentences(sources):
     examples, store = warmup(sources, 0.0, 0.0), sources.passages
-    row = int(mlm.recurring_spans(store, LENGTHS.query)[0, 0])
+    row = int(store.recurring_spans(LENGTHS.query - 2)[0, 0])
     sentences = [store.body_tokens(row)[start:end].tolist() for start, end in store.sentences(row)]
     possible = {tuple(itertools.chain(*chosen)) for n in range(1, 7) for chosen in itertools.combinations(sentences, n)}
     bodies = {tuple(body_of(examples.make(0, rng))) for rng in rngs(40)}

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.data.layouts import SpecialTokens
+from realm_jax.data.recurring import recurring_spans
 from realm_jax.data.segments import Segment, SegmentWriter
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
@@ -223,6 +224,19 @@ class PassageStore:
             rows, numbers = segment.salient_sentences(room)
             rows = rows + start if places is None else places[rows + start].astype(np.int64)
             yield rows[rows >= 0], numbers[rows >= 0]
+
+    def recurring_spans(self, room: int) -> NDArray[np.int32]:
+        """Salient spans that end within `room` pieces of their sentence's start and occur again in another sentence of
+        their passage, in order: int32 [n, 4].
+
+        A row is (passage, sentence, place of the span among the passage's, the first other sentence that holds it).
+        """
+        found, places = [], self.places()
+        for start, segment in zip(self._starts, self.segments, strict=False):
+            spans = recurring_spans(segment, room)
+            spans[:, 0] = spans[:, 0] + start if places is None else places[spans[:, 0] + start]
+            found.append(spans[spans[:, 0] >= 0].astype(np.int32))
+        return np.concatenate(found)
 
     def document_matrix(
         self, length: int, special: SpecialTokens, rows: slice = slice(None)

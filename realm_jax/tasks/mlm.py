@@ -113,7 +113,7 @@ def warmup_examples(
 
     kept: rows of passages and of pre-training text that may be trained on, bool [rows]; None for all.
     """
-    spans = recurring_spans(passages, lengths.query)
+    spans = passages.recurring_spans(lengths.query - 2)
     spans = spans if kept[0] is None else spans[kept[0][spans[:, 0]]]
     require_passages(len(spans), passages, "a name or date that it mentions in two sentences", "the warm-up", kept[0])
     sentences = salient_sentences(pretraining, lengths.query)
@@ -160,34 +160,3 @@ def _excerpt_example(
     kept[other] = True
     excerpt = np.concatenate([body[first:last] for first, last in sentences[kept]])
     return arrays | document_arrays(store.title_tokens(row), excerpt, lengths.document, tokenizer)
-
-
-def recurring_spans(store: PassageStore, query_length: int) -> NDArray[np.int32]:
-    """Salient spans that occur again in another sentence of their passage: int32 [n, 4].
-
-    A row is (passage, sentence, place of the span among the passage's, that other sentence).
-
-    Only such a span can be read off the rest of its passage; in a text that repeats its facts they are common.
-    """
-    found = []
-    for row in range(len(store)):
-        sentences, spans, body = store.sentences(row), store.spans(row), store.body_tokens(row)
-        for place, (start, end, _) in enumerate(spans):
-            number = int(np.searchsorted(sentences[:, 0], start, side="right")) - 1
-            if end - sentences[number, 0] <= query_length - 2:
-                other = _recurs(body, sentences, number, body[start:end])
-                found += [] if other is None else [(row, number, place, other)]
-    return np.array(found, np.int32).reshape(-1, 4)
-
-
-def _recurs(body: NDArray, sentences: NDArray[np.int32], number: int, span: NDArray) -> int | None:
-    """The first sentence but `number` in which the pieces of `span` occur."""
-    text, wanted = body.tobytes(), span.tobytes()
-    place = text.find(wanted)
-    while place >= 0:
-        piece, aligned = place // body.itemsize, place % body.itemsize == 0
-        other = int(np.searchsorted(sentences[:, 0], piece, side="right")) - 1
-        if aligned and other != number and piece + len(span) <= sentences[other, 1]:
-            return other
-        place = text.find(wanted, place + 1)
-    return None
