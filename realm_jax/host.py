@@ -1,4 +1,4 @@
-"""Host tuning: malloc, Python's garbage collection, and signals. No JAX.
+"""Host tuning: malloc, open files, Python's garbage collection, and signals. No JAX.
 
 XLA allocates and frees hundreds of megabytes per step, and gigabytes with larger models. glibc returns such blocks to
 the system and gets them anew, with a page fault and a zeroed page each: a third of a step of the tiny recipe
@@ -13,16 +13,17 @@ Signals: SIGTERM is a notice that the machine goes away (`Stop`), SIGUSR1 asks f
 Ctrl-C must not be lost (`CtrlC`).
 """
 
+import contextlib
 import ctypes
 import gc
 import importlib.util
 import os
 import platform
+import resource
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
@@ -33,6 +34,7 @@ PREEMPTED = 75  # exit code: the state is saved, restart at any time
 M_ARENA_MAX, M_MMAP_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -4, -3, -1  # of glibc's malloc.h
 LARGE = 32 << 20  # bytes of a block that is mapped apart: the most that glibc takes
 BLOCKS = 1 << 16  # that may be mapped at a time: glibc's own limit
+MANY_FILES = 1 << 20  # open at a time, where the system has no limit
 WIDE = 256  # hidden size from which a model's large blocks are returned
 
 _keeps_memory = False  # whether `keep_freed_memory` has set anything
@@ -75,13 +77,26 @@ def free_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def allow_open_files() -> None:
+    """Let this process, and those that it starts, open as many files as the system permits.
+
+    A memory-mapped file stays open. A passage store has fourteen a segment, so the largest needs seven thousand, and
+    many systems begin with 1,024 although they permit a million.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(ValueError, OSError):  # macOS permits fewer than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def _set(*options: tuple[int, int]) -> None:
     libc = ctypes.CDLL(None)
     for option, value in options:
         libc.mallopt(option, value)
 
 
-@contextmanager
+@contextlib.contextmanager
 def gc_disabled() -> Iterator[None]:
     """Disable the garbage collector while modules are imported, and freeze what they made.
 
@@ -117,7 +132,7 @@ def is_cpu_only() -> bool:
 # --- Signals ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
+@contextlib.contextmanager
 def signal_handler(number: int, handler: Callable[..., Any] | signal.Handlers) -> Iterator[None]:
     """Handle a signal until the block ends; has no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
@@ -200,7 +215,7 @@ class CtrlC:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.unraisablehook = self._otherwise
 
-    @contextmanager
+    @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Wait with it: modules in C that are interrupted while they are imported crash or say something else."""
         self._held = True

@@ -1,7 +1,9 @@
 """The passage store: what is written comes back, in any number of segments, and damage is named."""
 
 import json
+import os
 import pickle
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -163,6 +165,18 @@ def test_verify_names_a_file_with_a_flipped_bit(tmp_path, name):
     path.write_bytes(content)
     with pytest.raises(UserError, match=f"{name} is damaged"):
         PassageStore.open(folder).verify()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files as Linux lists them")
+def test_a_store_of_more_files_than_may_be_open_says_so(tmp_path):
+    write(tmp_path / "store", passage("one"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 7, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"too many open files; it has 1 segment\(s\) with 14 each: raise"):
+            PassageStore.open(tmp_path / "store")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path):

@@ -45,3 +45,13 @@ def test_without_a_wish_the_plugins_that_are_installed_decide(monkeypatch):
     for installed in ((), ("jax_plugins",), ("libtpu",)):
         monkeypatch.setattr(host.importlib.util, "find_spec", lambda name, some=installed: name in some or None)
         assert host.is_cpu_only() == (not installed)
+
+
+def test_as_many_files_may_be_open_as_the_system_permits():
+    """Of a new process, since a limit that was lowered cannot be raised again."""
+    program = (
+        "import resource; from realm_jax import host; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 300)); "
+        "host.allow_open_files(); print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert found.stdout.strip() == "(300, 300)", found.stderr

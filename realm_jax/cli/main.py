@@ -21,7 +21,7 @@ from types import ModuleType
 
 import realm_jax
 from realm_jax.errors import USER_ERROR, UserError
-from realm_jax.host import PREEMPTED, CtrlC, Preempted, gc_disabled, keep_freed_memory
+from realm_jax.host import PREEMPTED, CtrlC, Preempted, allow_open_files, gc_disabled, keep_freed_memory
 
 OVERRIDES = {"config": "overrides", "spec": "spec_overrides"}  # --config.key=value → args.overrides
 
@@ -139,6 +139,7 @@ def module_of(name: str) -> str:
 def _import_job(name: str) -> ModuleType:
     module = module_of(name)
     keep_freed_memory()
+    allow_open_files()
     if module in sys.modules:
         return sys.modules[module]
     try:

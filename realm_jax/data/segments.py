@@ -35,6 +35,7 @@ TOKENS = np.dtype(np.uint16)  # of ids, unless a vocabulary is too large for it
 _UTF8 = ("texts", "titles", "document_ids")
 # Columns with one value a row. A document's key is a hash of its id: ids are found without reading all of them.
 FIXED: dict[str, type[np.generic]] = {"title_lengths": np.uint16, "document_keys": np.uint64}
+FILES = 2 * len(RAGGED) + len(FIXED)  # of a segment, which stay open while it is mapped
 _LONGEST_TITLE = np.iinfo(np.uint16).max
 
 

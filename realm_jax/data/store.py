@@ -10,6 +10,7 @@ for, so that a store of millions of passages opens at once. Not for making passa
 `realm_jax.corpora.build`. Read `PassageStore` next, then `append_segment`; the files are `realm_jax.data.segments`.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from realm_jax.data.layouts import SpecialTokens
 from realm_jax.data.recurring import recurring_spans
-from realm_jax.data.segments import Segment, SegmentWriter
+from realm_jax.data.segments import FILES, Segment, SegmentWriter
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.storage import digest, read_json, write_json_atomic
@@ -83,6 +84,13 @@ class PassageStore:
             return cls(folder, manifest, vocabulary_size, version)
         except (KeyError, TypeError) as fault:
             raise UserError(f"{folder / MANIFEST} is damaged (at {fault}); prepare the data again") from None
+        except OSError as fault:
+            if fault.errno != errno.EMFILE:
+                raise
+            raise UserError(
+                f"{folder}: too many open files; it has {len(manifest['segments']):,} segment(s) with {FILES} each: "
+                "raise `ulimit -n`"
+            ) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the files itself: pickling memory maps would copy the whole corpus."""
