@@ -30,7 +30,7 @@ from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Params, Realm
 from realm_jax.retrieval.bm25 import Bm25, check_has_terms, load_or_build
-from realm_jax.retrieval.embed import EMBED_BATCH, CorpusRows, embed_corpus, filled_up, in_groups
+from realm_jax.retrieval.embed import EMBED_BATCH, GROUPS, CorpusRows, embed_corpus, filled_up, in_groups
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.fusion import FUSION_DEPTH
 from realm_jax.retrieval.scann import BUDGET, ScannConfig
@@ -229,13 +229,19 @@ class Run(BaseRun):
 @partial(jax.jit, static_argnums=(0, 1))
 def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents) -> jax.Array:
     """A batch of passages, spread over the mesh, to their vectors: [batch, projection] float32."""
-    if mesh.devices.flat[0].platform != "cpu":
+    platform = mesh.devices.flat[0].platform
+    if platform not in GROUPS:
         return model.embed_documents(params, documents)
-    model = model.with_bert(attention="cpu", hidden=None)
+    model = model.with_bert(hidden=None, **{"attention": "cpu"} if platform == "cpu" else {})
     rows = logical_sharding(mesh, "batch").spec  # every device takes its own in turn
 
     def embed(params: Params, documents: Documents) -> jax.Array:
-        return in_groups(lambda group: model.embed_documents(params, group), documents)
+        return in_groups(
+            lambda group: model.embed_documents(params, group),
+            documents,
+            GROUPS[platform],
+            skip_empty=platform == "cpu",
+        )
 
     # Unchecked: each device may skip other groups, and nothing is shared that the checker would have to follow.
     spread = jax.shard_map(embed, mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=rows, check_vma=False)

@@ -1,6 +1,7 @@
 """The corpus as vectors: what they may not depend on, which shapes are compiled, and what is refused."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,10 @@ from tiny import document_rows, random_words, tiny_realm
 from realm_jax.errors import UserError
 from realm_jax.mesh import make_mesh
 from realm_jax.models.inputs import Documents
-from realm_jax.retrieval.embed import BUCKET, GROUP, CorpusRows, batches, embed_corpus, in_groups
+from realm_jax.retrieval.embed import BUCKET, GROUPS, CorpusRows, batches, embed_corpus, in_groups
 from realm_jax.run import put_batch
 
-LONGEST, ROWS = 100, 30
+LONGEST, ROWS, GROUP = 100, 30, GROUPS["cpu"]
 MODEL = tiny_realm(layers=1, max_length=LONGEST)
 
 
@@ -76,6 +77,17 @@ def some_corpus(lengths: list[int], longest: int) -> CorpusRows:
     return CorpusRows(ids, np.array(lengths, np.uint16), np.zeros(len(lengths), np.uint16))
 
 
+@pytest.mark.parametrize("group, skip_empty", [(8, True), (16, False), (7, False)])
+def test_groups_have_the_vectors_of_a_whole_batch(corpus, group, skip_empty):
+    """Of thirty-two passages; seven do not divide them, so that they are one group."""
+    documents = Documents(*(jnp.asarray(np.concatenate([part, part[:2]])) for part in corpus))
+    params = MODEL.init(jax.random.key(0))
+    whole = jax.jit(MODEL.embed_documents)(params, documents)
+    embed = partial(MODEL.embed_documents, params)
+    found = jax.jit(lambda rows: in_groups(embed, rows, group, skip_empty))(documents)
+    np.testing.assert_allclose(found, whole, atol=2e-6)
+
+
 def test_groups_that_only_fill_up_a_batch_are_not_embedded():
     embedded = []
 
@@ -84,7 +96,7 @@ def test_groups_that_only_fill_up_a_batch_are_not_embedded():
         return group.ids[:, :1] + 1.0
 
     corpus = some_corpus([5] * (GROUP + 1), 16)
-    program = jax.jit(lambda rows: in_groups(embed, Documents(*rows)))
+    program = jax.jit(lambda rows: in_groups(embed, Documents(*rows), GROUP))
     vectors = embed_corpus(lambda rows: program(CorpusRows(*map(jnp.asarray, rows))), corpus, 4 * GROUP)
     jax.effects_barrier()
     assert len(embedded) == 2

@@ -120,22 +120,27 @@ def speed(run: Run, mfu: float) -> float:
 
 def plan_of_builder(builder: Run, mfu: float, builders: int) -> dict[str, Any]:
     """An index builder's program: memory, and the time in which all builders embed every passage."""
-    length, size = builder.config.data.document_length, EMBED_BATCH * builder.mesh.size
-    documents = abstract_documents(builder, size, "batch")
-    whole = replicated(builder.mesh)
-    params = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
-        builder.abstract_params,
-    )
-    tower = {name: params[name] for name in builder.model.embedder_names}
-    sizes = compiled_needs(embed_program.lower(builder.model, builder.mesh, tower, documents), device_kind(builder))
-    devices, work = builder.mesh.size * builders, embedding_flops(builder.config, length) * builder.context.rows
+    sizes = compiled_needs(lower_builder(builder), device_kind(builder))
+    each = embedding_flops(builder.config, builder.config.data.document_length)
+    devices, work = builder.mesh.size * builders, each * builder.context.rows
     return {
         "builder": sizes,
         "builder_device": device_kind(builder),
         "builder_devices": devices,
         "refresh_seconds": work / (devices * speed(builder, mfu)),
     }
+
+
+def lower_builder(builder: Run) -> jax.stages.Lowered:
+    """An index builder's program, for a batch of passages of full length."""
+    documents = abstract_documents(builder, EMBED_BATCH * builder.mesh.size, "batch")
+    whole = replicated(builder.mesh)
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+        builder.abstract_params,
+    )
+    tower = {name: params[name] for name in builder.model.embedder_names}
+    return embed_program.lower(builder.model, builder.mesh, tower, documents)
 
 
 def device_kind(run: Run) -> str:

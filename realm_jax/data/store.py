@@ -67,6 +67,7 @@ class PassageStore:
         """[first, last): the stored rows of each document that the version leaves out."""
         self._starts = np.cumsum([0] + [segment.rows for segment in self.segments]).tolist()
         self._kept = _kept_rows(self._starts[-1], self.removed)
+        self._salient_rows: dict[int, NDArray[np.int64]] = {}
 
     @classmethod
     def open(
@@ -232,6 +233,13 @@ class PassageStore:
             rows, numbers = segment.salient_sentences(room)
             rows = rows + start if places is None else places[rows + start].astype(np.int64)
             yield rows[rows >= 0], numbers[rows >= 0]
+
+    def salient_rows(self, room: int) -> NDArray[np.int64]:
+        """The rows of `salient_sentences`, in order. Listed once: a task's examples and its exports both want them."""
+        if room not in self._salient_rows:
+            rows = [np.unique(rows) for rows, _ in self.salient_sentences(room)]
+            self._salient_rows[room] = np.concatenate(rows)
+        return self._salient_rows[room]
 
     def recurring_spans(self, room: int) -> NDArray[np.int32]:
         """Salient spans that end within `room` pieces of their sentence's start and occur again in another sentence of

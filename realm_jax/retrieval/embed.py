@@ -25,7 +25,8 @@ from realm_jax.storage import Damaged, digest
 logger = logging.getLogger(__name__)
 
 EMBED_BATCH = 256  # passages that a device embeds at a time; more are no faster, and take memory
-GROUP = 8  # passages that a CPU embeds at a time
+# Passages that a device embeds before the next, by platform. A GPU, whose attention writes no scores, takes a batch.
+GROUPS = {"cpu": 8, "tpu": 16}
 BUCKET = 32  # padded lengths are multiples of this, up to the document length
 
 
@@ -41,20 +42,24 @@ class CorpusRows(NamedTuple):
         return CorpusRows(*(part[rows] for part in self))
 
 
-def in_groups(embed: Callable[[Documents], jax.Array], documents: Documents) -> jax.Array:
-    """`embed` of a batch, a few passages after another: what a layer makes of them then stays in a CPU's cache.
+def in_groups(
+    embed: Callable[[Documents], jax.Array], documents: Documents, group: int, skip_empty: bool = True
+) -> jax.Array:
+    """`embed` of a batch, `group` passages after another: what a layer makes of them, the scores of attention above
+    all, then stays in a CPU's cache, or in a TPU's vector memory.
 
-    Groups that only fill up a batch (`embed_corpus` gives them the length 0) cost nothing; their vectors are zero.
+    skip_empty: groups that only fill up a batch (`embed_corpus` gives them the length 0) cost nothing, and their
+    vectors are zero. On a TPU the choice costs more than it saves: it casts the parameters anew for every group.
     """
     rows = documents.ids.shape[0]
-    size = GROUP if rows % GROUP == 0 else rows
+    size = group if rows % group == 0 else rows
     groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), documents)
     nothing = jax.eval_shape(embed, jax.tree.map(lambda x: x[0], groups))
 
     def one(group: Documents) -> jax.Array:
         return jax.lax.cond(group.lengths.max() > 0, embed, lambda _: jnp.zeros(nothing.shape, nothing.dtype), group)
 
-    return jax.lax.map(one, groups).reshape(rows, -1)
+    return jax.lax.map(one if skip_empty else embed, groups).reshape(rows, -1)
 
 
 EmbedBatch = Callable[[CorpusRows], jax.Array]

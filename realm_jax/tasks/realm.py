@@ -376,7 +376,7 @@ def _maskable(store: PassageStore, lengths: Lengths, kind: str) -> tuple[NDArray
         return numbers, [spans_of(store, row, int(number)) for number in numbers]
 
     if kind == "salient":
-        return np.concatenate([np.unique(rows) for rows, _ in store.salient_sentences(room)]), sentences_of
+        return store.salient_rows(room), sentences_of
     return np.flatnonzero(store.sentence_counts()), sentences_of
 
 

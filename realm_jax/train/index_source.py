@@ -31,7 +31,7 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import is_process_0, same_on_all_processes
 from realm_jax.refresh.exporter import tower_settings
 from realm_jax.refresh.generations import numpy_dtype
-from realm_jax.retrieval.embed import BUCKET, GROUP, CorpusRows, VectorCache, row_keys
+from realm_jax.retrieval.embed import BUCKET, EMBED_BATCH, GROUPS, CorpusRows, VectorCache, row_keys
 from realm_jax.retrieval.scann import Searcher
 from realm_jax.run import Run
 from realm_jax.storage import Folder, open_folder
@@ -265,9 +265,9 @@ def _encoder_dependencies(run: Run) -> dict[str, Any]:
 
     How many devices and processes share the work is not part of it, see `Run.embed`.
     """
-    around = environment()
+    around, group = environment(), GROUPS.get(run.mesh.devices.flat[0].platform, EMBED_BATCH)
     return tower_settings(run) | {
-        "program": [BUCKET, GROUP, run.model.bert.scan, run.mesh.shape["fsdp"], run.mesh.shape["model"]],
+        "program": [BUCKET, group, run.model.bert.scan, run.mesh.shape["fsdp"], run.mesh.shape["model"]],
         "tokenizer": run.sources.tokenizer.fingerprint,  # of the tokens around a passage
         "environment": {name: around[name] for name in BITS},
         "compiler": [jax.config.values[f"jax_{name}"] for name in COMPILER],
