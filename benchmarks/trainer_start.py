@@ -129,12 +129,12 @@ def adopt(args: argparse.Namespace) -> None:
 
 def list_sentences(args: argparse.Namespace) -> None:
     store = open_store(args)
-    measured("sentences with a name", 1, len(store), lambda: list(store.salient_sentences(QUERY - 2)))
+    measured("sentences with a salient span", 1, len(store), lambda: list(store.salient_sentences(QUERY - 2)))
 
 
 def list_recurring(args: argparse.Namespace) -> None:
     store = open_store(args)
-    measured("names that occur twice", 1, len(store), lambda: store.recurring_spans(QUERY - 2))
+    measured("spans that recur", 1, len(store), lambda: store.recurring_spans(QUERY - 2))
 
 
 def measured(phase: str, hosts: int, rows: int, act: Callable[[], object]) -> None:
