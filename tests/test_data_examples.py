@@ -169,12 +169,14 @@ def segment_of(passages: list[Sentences]) -> SimpleNamespace:
     """The columns of passages made of sentences of pieces, each with a title of the same pieces before it."""
     bodies = [list(itertools.chain(*sentences)) for sentences in passages]
     spans = [[span for _, span in runs_of(sentences)] for sentences in passages]
+    rows = np.repeat(np.arange(len(passages)), [len(own) for own in spans])
+    every = np.array([(*span, 0) for own in spans for span in own], np.int32).reshape(-1, 3)
     return SimpleNamespace(
         rows=len(passages),
+        all_spans=lambda: (rows, every),
         values={
             "tokens": np.array([piece for body in bodies for piece in body[:2] + body], np.uint16),
             "sentences": np.array([pair for one in passages for pair in ranges_of(one)], np.int32).reshape(-1, 2),
-            "spans": np.array([(*span, 0) for own in spans for span in own], np.int32).reshape(-1, 3),
         },
         offsets={
             name: np.cumsum([0, *counts])
@@ -243,8 +245,15 @@ def test_hashes_of_different_runs_may_be_equal(passages):
 
 def test_recurring_spans_of_a_prepared_folder(sources):
     """Of each article the name and the place, in both of their sentences; the year stands in one only."""
-    store, texts = sources.passages, Counter()
-    for row, number, place, other in store.recurring_spans(62).tolist():
+    store, texts, expected = sources.passages, Counter(), []
+    for row in range(len(store)):
+        ranges, body = store.sentences(row).tolist(), store.body_tokens(row).tolist()
+        spans = [(start, end) for start, end, _ in store.spans(row).tolist()]
+        owners = [next(i for i, (a, b) in enumerate(ranges) if a <= start and end <= b) for start, end in spans]
+        sentences, owned = [body[a:b] for a, b in ranges], list(zip(owners, spans, strict=True))
+        expected += recurring_by_loops(row, sentences, owned, 62)
+    assert store.recurring_spans(62).tolist() == expected
+    for row, number, place, other in expected:
         start, end, _ = store.spans(row)[place]
         run, (first, last) = store.body_tokens(row)[start:end].tolist(), store.sentences(row)[other].tolist()
         texts[sources.tokenizer.decode(run)] += 1

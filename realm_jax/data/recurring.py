@@ -21,9 +21,8 @@ def recurring_spans(segment: Segment, room: int) -> NDArray[np.int64]:
     A row is (passage, sentence, place of the span among the passage's, the first other sentence that holds it). Spans
     and sentences are counted in their passage.
     """
-    tokens, spans = segment.values["tokens"], segment.values["spans"].astype(np.int64)
+    tokens, (span_rows, spans) = segment.values["tokens"], segment.all_spans()
     bodies = segment.offsets["tokens"][:-1] + segment.fixed["title_lengths"]
-    span_rows = np.repeat(np.arange(segment.rows), np.diff(segment.offsets["spans"]))
     sentences = _Sentences(segment, bodies)
     starts, lengths = bodies[span_rows] + spans[:, 0], spans[:, 1] - spans[:, 0]
     own = sentences.at(starts)

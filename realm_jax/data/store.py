@@ -231,7 +231,7 @@ class PassageStore:
         places = self.places()
         for start, segment in zip(self._starts, self.segments, strict=False):
             rows, numbers = segment.salient_sentences(room)
-            rows = rows + start if places is None else places[rows + start].astype(np.int64)
+            rows = _rows_of_version(rows + start, places)
             yield rows[rows >= 0], numbers[rows >= 0]
 
     def salient_rows(self, room: int) -> NDArray[np.int64]:
@@ -250,7 +250,7 @@ class PassageStore:
         found, places = [], self.places()
         for start, segment in zip(self._starts, self.segments, strict=False):
             spans = recurring_spans(segment, room)
-            spans[:, 0] = spans[:, 0] + start if places is None else places[spans[:, 0] + start]
+            spans[:, 0] = _rows_of_version(spans[:, 0] + start, places)
             found.append(spans[spans[:, 0] >= 0].astype(np.int32))
         return np.concatenate(found)
 
@@ -437,6 +437,11 @@ def _versions(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """All versions, oldest first; a store that was never edited has one."""
     only = {"fingerprint": manifest["fingerprint"], "segments": len(manifest["segments"]), "removed": []}
     return manifest.get("versions") or [only]
+
+
+def _rows_of_version(stored: NDArray[np.int64], places: NDArray[np.int32] | None) -> NDArray[np.int64]:
+    """The rows of stored rows, −1 for what a version leaves out. places: of the version, as `PassageStore.places`."""
+    return stored if places is None else places[stored].astype(np.int64)
 
 
 def _kept_rows(stored: int, removed: list[list[int]]) -> NDArray[np.int64] | None:

@@ -58,8 +58,6 @@ def train_task(
     task's own; a control hands on its last parameters. status: for a task whose index a builder makes. Raises Preempted
     after SIGTERM, once the state is saved.
 
-    The order of a step: adopt an index, evaluate, batch, step, log, save.
-
     Exact resume: a batch follows from the seed, the task and the step. A save holds the state, the index in use (its
     vectors, or the name of its generation), the query tower that searches, and searches under way. The save after s
     steps comes before the index and the evaluation of step s, so a run that resumes from it makes both again; the
@@ -144,7 +142,10 @@ class Loop:
 
 
 def run_steps(loop: Loop) -> None:
-    """Take the steps that are left. Raises Interrupted at the step before which the processes agreed to stop."""
+    """Take the steps that are left. The order of a step: adopt an index, evaluate, batch, step, log, save.
+
+    Raises Interrupted at the step before which the processes agreed to stop.
+    """
     task = loop.task
     step_function = make_step(task)
     compiles = CompileGuard(step_function, loop.programs)
