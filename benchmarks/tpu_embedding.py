@@ -11,7 +11,6 @@ that of the products at the peak.
 
 import argparse
 import os
-import re
 from pathlib import Path
 
 import jax
@@ -21,11 +20,12 @@ from realm_jax import run as runs
 from realm_jax.assemble import abstract_run
 from realm_jax.cli.build_index import for_embedding
 from realm_jax.cli.plan import SINGLE_HOST_ENVIRONMENT, device_kind, lower_builder
-from realm_jax.flops import embedding_flops, peak
+from realm_jax.compiled_cost import program_cycles
+from realm_jax.flops import CLOCKS, embedding_flops, peak
 from realm_jax.recipes import paper
 from realm_jax.retrieval.embed import EMBED_BATCH, GROUPS
 
-CHIPS, CLOCK = "v5e:2x4", 1.5e9  # and cycles a second of its TensorCores
+CHIPS = "v5e:2x4"
 PASSAGES, VOCABULARY = 13_353_718, 30_522
 
 
@@ -47,37 +47,10 @@ def main() -> None:
         jax.clear_caches()
         runs.GROUPS = {} if group == EMBED_BATCH else {"tpu": group}
         compiled = lower_builder(builder).compile()
-        repeats = {"u16": EMBED_BATCH // group, "": builder.config.model.layers - 1}
-        seconds = cycles(compiled.as_text(), repeats) / CLOCK
+        seconds = program_cycles(compiled.as_text()) / CLOCKS[device_kind(builder)]
         kept = compiled.memory_analysis().temp_size_in_bytes / 1e6
         own = " (ours)" if group == GROUPS["tpu"] else ""
         print(f"| {group}{own} | {seconds * 1e3:.0f} | {least / seconds:.0%} | {kept:,.0f} |", flush=True)
-
-
-def cycles(program: str, repeats: dict[str, int]) -> int:
-    """The cycles of a program's operations, each as often as it runs.
-
-    repeats: how often a loop runs, by a type among what it carries; '' for any other. The groups carry tokens (u16),
-    the layers, of which the last one stands alone, do not.
-    """
-    own: dict[str, int] = {}
-    loops: dict[str, list[tuple[str, int]]] = {}
-    name = entry = ""
-    for line in program.splitlines():
-        if (head := re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)) is not None:
-            name = head[2]
-            entry = name if head[1] else entry
-            own[name], loops[name] = 0, []
-        elif (found := re.search(r'"estimated_cycles":"(\d+)"', line)) is not None:
-            own[name] += int(found[1])
-        if (loop := re.search(r"while\(.*body=%?([\w.\-]+)", line)) is not None:
-            count = next(count for kind, count in repeats.items() if f"{kind}[" in line or not kind)
-            loops[name].append((loop[1], count))
-
-    def total(name: str) -> int:
-        return own[name] + sum(count * total(body) for body, count in loops[name])
-
-    return total(entry)
 
 
 if __name__ == "__main__":

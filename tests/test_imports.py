@@ -11,7 +11,7 @@ ROOT = Path(realm_jax.__file__).parent
 # The lowest first. A module or package imports from those before it alone; configs/ are users' files.
 LAYERS = (
     *("errors", "storage", "schema", "processes", "mesh", "console", "checksums", "cache", "host"),
-    *("data", "sections", "corpora", "models", "retrieval", "forward", "run", "flops", "eval"),
+    *("data", "sections", "corpora", "models", "retrieval", "forward", "run", "flops", "compiled_cost", "eval"),
     *("tasks", "assemble", "config", "recipes", "refresh", "train", "launch", "cli"),
 )
 

@@ -302,23 +302,23 @@ def test_norm_scale_sets_the_length_of_fresh_vectors():
 
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-6), (jnp.bfloat16, 2e-2)])
 def test_attending_in_turn_gives_what_attending_at_once_gives(dtype, tolerance):
-    parts = jax.random.normal(jax.random.key(0), (3, 4, 20, 2, 8), dtype)
+    parts = jax.random.normal(jax.random.key(0), (3, 4, 20, 16), dtype)
     mask = jnp.arange(20) < jnp.array([20, 7, 1, 13])[:, None]
-    at_once, in_turn = (np.asarray(way(*parts, mask), np.float32) for way in WAYS)
+    at_once, in_turn = (np.asarray(way(*parts, mask, 2), np.float32) for way in WAYS)
     np.testing.assert_allclose(in_turn, at_once, atol=tolerance)
-    few = np.asarray(per_sequence_attention(parts[0][:, :1], parts[1], parts[2], mask), np.float32)
+    few = np.asarray(per_sequence_attention(parts[0][:, :1], parts[1], parts[2], mask, 2), np.float32)
     np.testing.assert_allclose(few, at_once[:, :1], atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 0.05)])
 def test_attending_in_turn_has_the_gradient_of_attending_at_once(dtype, tolerance):
     """Its backward pass is written by hand. Queries may be fewer than keys."""
-    parts = jax.random.normal(jax.random.key(0), (4, 3, 20, 2, 8), dtype)
+    parts = jax.random.normal(jax.random.key(0), (4, 3, 20, 16), dtype)
     mask = jnp.arange(20) < jnp.array([20, 7, 1])[:, None]
 
     @functools.partial(jax.jit, static_argnums=0)
     def gradients(way, query, key, value, cotangent):
-        return jax.vjp(lambda *parts: way(*parts, mask), query, key, value)[1](cotangent)
+        return jax.vjp(lambda *parts: way(*parts, mask, 2), query, key, value)[1](cotangent)
 
     for positions in (20, 3):
         arrays = (parts[0][:, :positions], parts[1], parts[2], parts[3][:, :positions])
@@ -331,13 +331,13 @@ def test_attending_in_turn_has_the_gradient_of_attending_at_once(dtype, toleranc
 def test_a_fused_kernel_is_told_of_lengths_and_scale(monkeypatch, dtype, tolerance):
     """XLA's own version of the kernel, since cuDNN's is for GPUs; a passage without a word disturbs no other."""
     monkeypatch.setattr(attention, "FUSED", "xla")
-    parts = jax.random.normal(jax.random.key(0), (3, 4, 20, 2, 8), dtype)
+    parts = jax.random.normal(jax.random.key(0), (3, 4, 20, 16), dtype)
     mask = jnp.arange(20) < jnp.array([20, 7, 1, 0])[:, None]
     for positions in (20, 3):
         arrays = parts[0][:, :positions], parts[1], parts[2]
 
         def total(way, *arrays):
-            return (way(*arrays, mask)[:3].astype(jnp.float32) ** 2).sum()
+            return (way(*arrays, mask, 2)[:3].astype(jnp.float32) ** 2).sum()
 
         both = dot_product_attention, attention.cudnn_attention
         ways = [jax.value_and_grad(functools.partial(total, way), (0, 1, 2))(*arrays) for way in both]
@@ -352,7 +352,7 @@ def test_a_fused_kernel_is_told_of_lengths_and_scale(monkeypatch, dtype, toleran
         ("gpu", 8, jnp.bfloat16, "cudnn"),
         ("gpu 7.5", 8, jnp.bfloat16, "xla"),
         ("gpu", 8, jnp.float32, "xla"),
-        ("tpu", 8, jnp.bfloat16, "xla"),
+        ("tpu", 8, jnp.bfloat16, "tpu"),
     ],
 )
 def test_layers_attend_in_the_way_that_suits_the_devices(platform, devices, dtype, wanted):

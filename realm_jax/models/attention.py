@@ -1,8 +1,10 @@
-"""Softmax attention in four implementations that give the same numbers, which of them suits the devices, and one that
+"""Softmax attention in five implementations that give the same numbers, which of them suits the devices, and one that
 looks back alone.
 
-query [batch, positions, heads, size], key and value [batch, length, heads, size], mask [batch, length] bool → [batch,
-positions, heads, size] in the dtype of `value`; the softmax is float32. Read next: `bert.py`, whose layers call them.
+query [batch, positions, width], key and value [batch, length, width], each of so many heads side by side, mask [batch,
+length] bool, dropout of the weights or None → [batch, positions, width] in the dtype of `value`; the softmax is
+float32.
+Read next: `bert.py`, whose layers call them.
 """
 
 from collections.abc import Callable
@@ -12,52 +14,91 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from realm_jax.models.attention_dropout import AttentionDropout, kept
+from realm_jax.models.tpu_attention import fits, fused_attention
+
 Array = jax.Array
+Dropout = AttentionDropout | None
 MASKED_BIAS = -1e9  # added to scores of places that may not be attended to; finite, so that gradients stay finite
 LONG = 2**18  # scores of a sequence from which on it is worth attending in it alone
 HEAD_SIZE, CAPABILITY = 128, 8.0  # largest head, and least compute capability, that cuDNN's kernel takes everywhere
 FUSED: Literal["cudnn", "xla"] = "cudnn"  # what `jax.nn.dot_product_attention` calls the kernel
 
 
-def dot_product_attention(query: Array, key: Array, value: Array, mask: Array) -> Array:
+def dot_product_attention(
+    query: Array, key: Array, value: Array, mask: Array, heads: int, dropout: Dropout = None
+) -> Array:
     """Softmax attention over key positions where `mask` is true."""
-    return _attend_where(mask[:, None, None, :], query, key, value)
+    return _attend_where(mask[:, None, None, :], query, key, value, heads, dropout)
 
 
-def causal_attention(query: Array, key: Array, value: Array, mask: Array) -> Array:
+def causal_attention(query: Array, key: Array, value: Array, mask: Array, heads: int, dropout: Dropout = None) -> Array:
     """`dot_product_attention` of each position over itself and those before it, of as many queries as keys."""
     before = jnp.tril(jnp.ones((query.shape[1], key.shape[1]), bool))
-    return _attend_where(mask[:, None, None, :] & before, query, key, value)
+    return _attend_where(mask[:, None, None, :] & before, query, key, value, heads, dropout)
 
 
-def _attend_where(allowed: Array, query: Array, key: Array, value: Array) -> Array:
+def _attend_where(allowed: Array, query: Array, key: Array, value: Array, heads: int, dropout: Dropout) -> Array:
     """allowed: like scores, [batch, heads, positions, length], or 1 for an axis where all are alike."""
-    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key, preferred_element_type=jnp.float32)
+    q, k, v = (_split(x, heads) for x in (query, key, value))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)
     bias = jnp.where(allowed, 0.0, MASKED_BIAS).astype(jnp.float32)
-    weights = jax.nn.softmax(scores * query.shape[-1] ** -0.5 + bias, axis=-1).astype(value.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+    weights = jax.nn.softmax(scores * q.shape[-1] ** -0.5 + bias, axis=-1)
+    if dropout:
+        keep = kept(dropout.seeds[:, :, None, None], weights.shape, dropout.rate)
+        weights = jnp.where(keep, weights / (1 - dropout.rate), 0.0)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights.astype(value.dtype), v).reshape(query.shape)
 
 
-def cudnn_attention(query: Array, key: Array, value: Array, mask: Array) -> Array:
+def _split(states: Array, heads: int) -> Array:
+    """[batch, length, width] → [batch, length, heads, size]."""
+    return states.reshape(*states.shape[:2], heads, states.shape[2] // heads)
+
+
+def cudnn_attention(query: Array, key: Array, value: Array, mask: Array, heads: int, dropout: Dropout = None) -> Array:
     """`dot_product_attention` as one kernel of cuDNN that keeps no scores: for NVIDIA GPUs, in bfloat16.
 
-    A mask has to be a length. The few queries of a last layer have few scores; they are attended to as a whole.
+    A mask has to be a length. The few queries of a last layer have few scores; they are attended to as a whole, and so
+    is where weights drop out, as the kernel would draw others.
     """
-    if query.shape[1] != key.shape[1] or query.shape[-1] > HEAD_SIZE or query.shape[-1] % 8:
-        return dot_product_attention(query, key, value, mask)
+    size = query.shape[-1] // heads
+    if dropout or query.shape[1] != key.shape[1] or size > HEAD_SIZE or size % 8:
+        return dot_product_attention(query, key, value, mask, heads, dropout)
     lengths = jnp.maximum(mask.sum(axis=-1), 1)
-    return jax.nn.dot_product_attention(query, key, value, key_value_seq_lengths=lengths, implementation=FUSED)
+    parts = (_split(x, heads) for x in (query, key, value))
+    attended = jax.nn.dot_product_attention(*parts, key_value_seq_lengths=lengths, implementation=FUSED)
+    return attended.reshape(query.shape)
 
 
-def cpu_attention(query: Array, key: Array, value: Array, mask: Array) -> Array:
+def tpu_attention(
+    query: Array, key: Array, value: Array, mask: Array, heads: int, dropout: Dropout = None, mesh: Mesh | None = None
+) -> Array:
+    """`dot_product_attention` as one kernel that keeps scores in vector memory, where its shapes allow. mesh: the
+    devices that the arrays are spread over; None: they are on one."""
+    if not fits(query, key, heads, mesh):
+        return dot_product_attention(query, key, value, mask, heads, dropout)
+    bias = jnp.where(mask, 0.0, MASKED_BIAS).astype(jnp.float32)[:, None, :]
+    seeds = dropout.seeds if dropout else jnp.zeros((len(query), heads), jnp.uint32)
+    return fused_attention(query, key, value, bias, seeds, heads, dropout.rate if dropout else 0.0, mesh)
+
+
+def cpu_attention(query: Array, key: Array, value: Array, mask: Array, heads: int, dropout: Dropout = None) -> Array:
     """`per_sequence_attention` where a sequence has many scores, else `dot_product_attention`: for one CPU device."""
-    long = query.shape[1] * query.shape[2] * key.shape[1] >= LONG
-    return (per_sequence_attention if long else dot_product_attention)(query, key, value, mask)
+    long = query.shape[1] * heads * key.shape[1] >= LONG
+    if dropout or not long:
+        return dot_product_attention(query, key, value, mask, heads, dropout)
+    return per_sequence_attention(query, key, value, mask, heads)
+
+
+def per_sequence_attention(query: Array, key: Array, value: Array, mask: Array, heads: int) -> Array:
+    """`dot_product_attention`, sequence after sequence, so that scores stay in the cache."""
+    parts = (_split(x, heads) for x in (query, key, value))
+    return _attend_in_turn(*parts, mask).reshape(query.shape)
 
 
 @jax.custom_vjp
-def per_sequence_attention(query: Array, key: Array, value: Array, mask: Array) -> Array:
-    """`dot_product_attention`, sequence after sequence, so that scores stay in the cache.
+def _attend_in_turn(query: Array, key: Array, value: Array, mask: Array) -> Array:
+    """query, key, value [batch, positions or length, heads, size], mask [batch, length].
 
     The backward pass computes them again. What a loop collects is float32: to add a bfloat16 row to the others, XLA
     converts them all to float32 and back on a CPU, which took as long as the rest (measured: `benchmarks/README.md`).
@@ -107,21 +148,22 @@ def _attend_backward(kept: tuple[Array, ...], cotangent: Array) -> tuple[Array, 
     return *(gradient.astype(like.dtype) for gradient, like in zip(gradients, kept[:3], strict=True)), None
 
 
-per_sequence_attention.defvjp(_attend_forward, _attend_backward)
+_attend_in_turn.defvjp(_attend_forward, _attend_backward)
 
 
-ATTENTION: dict[str, Callable[[Array, Array, Array, Array], Array]] = {
+ATTENTION: dict[str, Callable[..., Array]] = {
     "xla": dot_product_attention,
     "cpu": cpu_attention,
     "cudnn": cudnn_attention,
+    "tpu": tpu_attention,
 }
 
 
 def select_attention(mesh: Mesh, dtype: Any) -> str:
-    """The key of ATTENTION that suits the devices. Several CPU devices share a batch, which a loop over it would undo;
-    TPUs attend as written. dtype: of the matrix products."""
+    """The key of ATTENTION that suits the devices. Several CPU devices share a batch, which a loop over it would undo.
+    dtype: of the matrix products."""
     platform = mesh.devices.flat[0].platform
-    if platform == "cpu" and mesh.size == 1:
-        return "cpu"
+    if platform == "tpu" or (platform == "cpu" and mesh.size == 1):
+        return str(platform)
     fused = platform == "gpu" and dtype == jnp.bfloat16
     return "cudnn" if fused and float(mesh.devices.flat[0].compute_capability) >= CAPABILITY else "xla"

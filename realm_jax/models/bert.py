@@ -20,11 +20,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from realm_jax.models.attention import ATTENTION, causal_attention
+from realm_jax.models.attention_dropout import AttentionDropout, dropout_seeds
 
 Array = jax.Array
 Params = dict[str, Any]
 LAYER_NORM_EPSILON = 1e-12  # as in google-research/bert and every checkpoint descended from it
 BASE_WIDTH, BASE_STDDEV = 768, 0.02  # BERT-base and its initialiser
+TILE = 16  # rows of a tile of bfloat16 in a TPU's memory
 
 
 def initializer(width: int) -> nn.initializers.Initializer:
@@ -47,14 +49,14 @@ class BertConfig:
     """Sizes of one tower.
 
     vocabulary_size: tokens. max_length: longest sequence with a position embedding. dropout: probability, on
-    embeddings, attention and both residual branches. dtype: of the matrix products ('float32' or 'bfloat16');
-    parameters, LayerNorm and softmax are float32 always. attention: a key of `attention.ATTENTION`. causal: whether a
-    token attends to itself and those before it alone, as in a decoder; then hidden states are of all positions. remat:
-    'none' keeps all that the backward pass needs, 'dots' of a layer the results of products with parameters, 'layer'
-    nothing of it. scan: layers but for the last are one compiled loop over their stacked parameters; the tree of
-    parameters stays as it is. hidden_act: the activation function of the feed-forward layers (a key of
-    ACTIVATIONS). hidden: the sharding of hidden states [batch, length, width]; without it the compiler may shard them
-    like parameters, and keep whole batches on every device.
+    embeddings, weights of attention and both residual branches. dtype: of the matrix products ('float32' or
+    'bfloat16'); parameters, LayerNorm and softmax are float32 always. attention: a key of `attention.ATTENTION`.
+    causal: whether a token attends to itself and those before it alone, as in a decoder; then hidden states are of all
+    positions. remat: 'none' keeps all that the backward pass needs, 'dots' of a layer the results of products with
+    parameters, 'layer' nothing of it. scan: layers but for the last are one compiled loop over their stacked
+    parameters; the tree of parameters stays as it is. hidden_act: the activation function of the feed-forward layers (a
+    key of ACTIVATIONS). hidden: the sharding of hidden states [batch, length, width]; without it the compiler may shard
+    them like parameters, and keep whole batches on every device.
     """
 
     vocabulary_size: int
@@ -71,6 +73,15 @@ class BertConfig:
     hidden_act: str = "gelu_new"
     hidden: NamedSharding | None = None
     causal: bool = False
+
+    @property
+    def attend(self) -> Callable[..., Array]:
+        """Attention as its layers do it: a function of `attention.py`."""
+        if self.causal:
+            return causal_attention
+        if self.attention == "tpu":  # a kernel, which has to be told where its parts are
+            return partial(ATTENTION["tpu"], mesh=self.hidden.mesh if self.hidden else None)
+        return ATTENTION[self.attention]
 
 
 REMAT = {  # what is kept of a layer for the backward pass, beside what it was given; the rest is computed again
@@ -176,17 +187,13 @@ class Layer(nn.Module):
         """queries [batch, positions, width], keys [batch, length, width], mask [batch, length] → like queries."""
         c = self.config
 
-        def split_heads(x: Array) -> Array:
-            return x.reshape(*x.shape[:2], c.heads, c.width // c.heads)
-
         def undo_value(*_: Any) -> Array:
             return nn.unbox(self.get_variable("params", "value"))["kernel"].T
 
-        query = split_heads(dense(c.width, ("embed", "heads"), c, "query")(queries))
-        key = split_heads(dense(c.width, ("embed", "heads"), c, "key")(keys))
-        value = split_heads(dense(c.width, ("embed", "heads"), c, "value", nn.initializers.orthogonal())(keys))
-        attend = causal_attention if c.causal else ATTENTION[c.attention]
-        attended = attend(query, key, value, mask).reshape(queries.shape)
+        query = dense(c.width, ("embed", "heads"), c, "query")(queries)
+        key = dense(c.width, ("embed", "heads"), c, "key")(keys)
+        value = dense(c.width, ("embed", "heads"), c, "value", nn.initializers.orthogonal())(keys)
+        attended = c.attend(query, key, value, mask, c.heads, self._weight_dropout(len(keys), deterministic))
         attended = dense(c.width, ("heads", "embed"), c, "attention_output", undo_value)(attended)
         attended = nn.Dropout(c.dropout)(attended, deterministic=deterministic)
         x = layer_norm("attention_norm")(queries + attended).astype(c.dtype)
@@ -194,6 +201,12 @@ class Layer(nn.Module):
         hidden = dense(c.width, ("mlp", "embed"), c, "output")(ACTIVATIONS[c.hidden_act](hidden))
         hidden = nn.Dropout(c.dropout)(hidden, deterministic=deterministic)
         return layer_norm("output_norm")(x + hidden).astype(c.dtype)
+
+    def _weight_dropout(self, batch: int, deterministic: bool) -> AttentionDropout | None:
+        c = self.config
+        if deterministic or not c.dropout:
+            return None
+        return AttentionDropout(c.dropout, dropout_seeds(self.make_rng("dropout"), batch, c.heads))
 
 
 class Bert(nn.Module):
@@ -224,14 +237,23 @@ class Bert(nn.Module):
         c = self.config
         x = self.words(ids) + self.segments(segments) + self.positions(jnp.arange(ids.shape[1]))[None]
         x = x if features is None else x + features
-        x = self._constrain(self.dropout(self.norm(x), deterministic=deterministic).astype(c.dtype))
+        x = self.dropout(self.norm(x), deterministic=deterministic).astype(c.dtype)
+        x, mask = self._whole_tiles(x), self._whole_tiles(mask)
+        x = self._constrain(x)
         if c.scan and len(self.blocks) > 2 and not self.is_initializing():
             x = self._scan(x, mask, deterministic)
         else:
             for block in self.blocks[:-1]:
                 x = self._constrain(block(x, x, mask, deterministic))
         queries = x if positions is None else jnp.take_along_axis(x, positions[:, :, None], axis=1)
-        return self.blocks[-1](queries, x, mask, deterministic)
+        states = self.blocks[-1](queries, x, mask, deterministic)
+        return states[:, : ids.shape[1]] if positions is None else states
+
+    def _whole_tiles(self, x: Array) -> Array:
+        """x [batch, length, …] with zeros up to whole tiles where a kernel attends: the compiler would arrange hidden
+        states of another length otherwise than the kernel takes them, and copy them at every layer."""
+        missing = -x.shape[1] % TILE if self.config.attention == "tpu" else 0
+        return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2))) if missing else x
 
     def _constrain(self, x: Array) -> Array:
         """Constrain the sharding of hidden states, if there are several devices and they divide the batch."""

@@ -1,0 +1,102 @@
+"""How long attention takes on TPUs, forward and backward: plain against the kernel, by their compiler.
+
+No TPU is needed. Plain attention is what XLA makes of it: the `estimated_cycles` of its operations. The kernel's are
+the instruction words of its schedule for one block (a sequence and 128 features), times the blocks, a word a cycle; the
+compiler writes that schedule into a folder if it is asked to. Neither knows of waiting for memory. A v5p's two cores
+share a kernel's blocks.
+
+    pip install -e '.[tpu]'
+    python benchmarks/tpu_attention.py [--chips v5e:2x2 …] [--lengths 288 384]
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from realm_jax.cli.plan import SINGLE_HOST_ENVIRONMENT
+from realm_jax.compiled_cost import program_cycles
+from realm_jax.flops import CLOCKS
+from realm_jax.models.attention import ATTENTION
+from realm_jax.models.attention_dropout import AttentionDropout
+from realm_jax.models.tpu_attention import LANES
+
+CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
+SEQUENCES, WIDTH, HEADS = 56, 768, 12  # a chip's joints in a step of `realm_wiki` on 64 of them
+CORES = {"TPU v5": 2}
+DUMPED = "*schedule-analysis_final_bundles.txt"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chips", nargs="+", default=CHIPS)
+    parser.add_argument("--lengths", nargs="+", type=int, default=[288, 384])
+    parser.add_argument("--rate", type=float, default=0.1, help="of dropout")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # in a process of its own
+    args = parser.parse_args()
+    if args.one:
+        compare(args.chips[0], args.lengths[0], args.rate)
+        return
+    print(f"{SEQUENCES} sequences, {HEADS} heads of {WIDTH // HEADS}, bfloat16, dropout {args.rate}; one layer")
+    print(
+        "| chip | length | plain, ms | kernel: forward | backward | together, ms |\n|---|---|---|---|---|---|",
+        flush=True,
+    )
+    for chips in args.chips:
+        for length in args.lengths:  # the compiler reads where to write when it is loaded
+            with tempfile.TemporaryDirectory() as folder:
+                environment = os.environ | SINGLE_HOST_ENVIRONMENT | {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder}"}
+                command = [sys.executable, __file__, "--one", "--chips", chips, "--lengths", str(length)]
+                subprocess.run([*command, "--rate", str(args.rate)], env=environment, check=True)
+
+
+def compare(chips: str, length: int, rate: float) -> None:
+    """Print one row."""
+    device = topologies.get_topology_desc(platform="tpu", topology_name=chips).devices[0]
+    place, clock = NamedSharding(Mesh([device], ("one",)), PartitionSpec()), CLOCKS[device.device_kind]
+    folder = Path(os.environ["LIBTPU_INIT_ARGS"].partition("=")[2])
+    plain = program_cycles(compiled("xla", place, length, rate)) / clock
+    for file in folder.iterdir():
+        file.unlink()
+    compiled("tpu", place, length, rate)
+    blocks = SEQUENCES * WIDTH // LANES / CORES.get(device.device_kind, 1)
+    forward, backward = (blocks * words(folder, kernel) / clock for kernel in ("attend", "differentiate"))
+    cells = [f"{1e3 * seconds:.2f}" for seconds in (plain, forward, backward, forward + backward)]
+    print(f"| {chips} | {length} | " + " | ".join(cells) + " |", flush=True)
+
+
+def compiled(way: str, place: NamedSharding, length: int, rate: float) -> str:
+    """The program of one layer's attention with its gradients."""
+    states = jax.ShapeDtypeStruct((SEQUENCES, length, WIDTH), jnp.bfloat16, sharding=place)
+    mask = jax.ShapeDtypeStruct((SEQUENCES, length), bool, sharding=place)
+    seeds = jax.ShapeDtypeStruct((SEQUENCES, HEADS), jnp.uint32, sharding=place)
+
+    def both(query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array, *others: jax.Array) -> object:
+        mask, seeds = others
+        dropout = AttentionDropout(rate, seeds) if rate else None
+        attend = partial(ATTENTION[way], mask=mask, heads=HEADS, dropout=dropout)
+        attended, back = jax.vjp(lambda *parts: attend(*parts), query, key, value)
+        return attended, back(cotangent)
+
+    return str(jax.jit(both).lower(states, states, states, states, mask, seeds).compile().as_text())
+
+
+def words(folder: Path, kernel: str) -> int:
+    """Instruction words of a kernel's schedule."""
+    file = next(file for file in folder.glob(DUMPED) if kernel in file.name)
+    found = re.search(r"total scheduled bundles:\s*(\d+)", file.read_text())
+    assert found is not None, f"{file.name} has no count"
+    return int(found[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The kernel that TPUs attend with, interpreted on a CPU: the numbers of plain attention, its gradients, and the same
+weights dropped on every mesh. Ahead of time it is compiled for three chips where their compiler is installed."""
+
+import dataclasses
+import importlib.util
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+
+from realm_jax.cli.plan import SINGLE_HOST_ENVIRONMENT
+from realm_jax.mesh import logical_sharding, make_mesh
+from realm_jax.models.attention import (
+    causal_attention,
+    cpu_attention,
+    cudnn_attention,
+    dot_product_attention,
+    tpu_attention,
+)
+from realm_jax.models.attention_dropout import AttentionDropout, dropout_seeds, kept
+from realm_jax.models.bert import Bert, BertConfig
+from realm_jax.models.tpu_attention import fits
+
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
+
+
+def arrays(batch: int, length: int, width: int, dtype=jnp.float32):
+    """Query, key, value and cotangent; a mask with sequences of every kind, one of them empty."""
+    parts = jax.random.normal(jax.random.key(0), (4, batch, length, width), dtype)
+    lengths = jnp.array([length, 1, 0, length // 2])[jnp.arange(batch) % 4]
+    return parts, jnp.arange(length) < lengths[:, None]
+
+
+def with_gradients(attend, parts, mask, heads, dropout):
+    """What is attended to and the three gradients, of sequences that have a word."""
+
+    @jax.jit
+    def both(query, key, value, cotangent):
+        attended, back = jax.vjp(lambda *parts: attend(*parts, mask, heads, dropout), query, key, value)
+        return attended, *back(jnp.where(mask.any(1)[:, None, None], cotangent, 0))
+
+    return [np.asarray(array[mask.any(1)], np.float32) for array in both(*parts)]
+
+
+@pytest.mark.parametrize("dtype, rate", [(jnp.float32, 0.25), (jnp.bfloat16, 0.0)])
+@pytest.mark.parametrize("length, width, heads", [(24, 128, 2), (19, 256, 8), (16, 256, 2)])
+def test_the_kernel_gives_what_plain_attention_gives(length, width, heads, dtype, rate):
+    """Heads of 64, of 32 and of 128; a length that fills no tile."""
+    parts, mask = arrays(4, length, width, dtype)
+    dropout = AttentionDropout(rate, dropout_seeds(jax.random.key(1), 4, heads)) if rate else None
+    plain = with_gradients(dot_product_attention, parts, mask, heads, dropout)
+    with pltpu.force_tpu_interpret_mode():
+        kernel = with_gradients(tpu_attention, parts, mask, heads, dropout)
+    for wanted, found in zip(plain, kernel, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=TOLERANCE[dtype] * max(1, np.abs(wanted).max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_kernel_at_the_length_of_the_paper(dtype):
+    parts, mask = arrays(4, 384, 768, dtype)
+    dropout = AttentionDropout(0.1, dropout_seeds(jax.random.key(1), 4, 12))
+    plain = with_gradients(dot_product_attention, parts, mask, 12, dropout)
+    with pltpu.force_tpu_interpret_mode():
+        kernel = with_gradients(tpu_attention, parts, mask, 12, dropout)
+    for wanted, found in zip(plain, kernel, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=TOLERANCE[dtype] * max(1, np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "model": 2}])
+def test_each_device_attends_to_its_own_part_and_drops_the_same_weights(sizes):
+    parts, mask = arrays(8, 16, 256)
+    dropout = AttentionDropout(0.25, dropout_seeds(jax.random.key(1), 8, 4))
+    with pltpu.force_tpu_interpret_mode():
+        alone = with_gradients(tpu_attention, parts, mask, 4, dropout)
+        mesh = make_mesh(**sizes)
+        spread = [jax.device_put(part, logical_sharding(mesh, "batch", None, "heads")) for part in parts]
+        together = with_gradients(partial(tpu_attention, mesh=mesh), spread, mask, 4, dropout)
+    for wanted, found in zip(alone, together, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "positions, length, width, heads, sizes, wanted",
+    [
+        (384, 384, 768, 12, None, True),
+        (384, 384, 768, 12, {}, True),
+        (1, 384, 768, 12, None, False),  # the last layer of a retriever
+        (16, 16, 64, 2, None, False),  # no whole group of features
+        (16, 16, 384, 4, None, False),  # heads of 96
+        (513, 513, 768, 12, None, False),
+        (16, 16, 384, 12, {"model": 2}, False),  # half of three groups
+        (16, 16, 256, 4, {"model": 2}, True),
+    ],
+)
+def test_what_the_kernel_takes(positions, length, width, heads, sizes, wanted):
+    mesh = None if sizes is None else make_mesh(**sizes)
+    query, key = (jax.ShapeDtypeStruct((8, size, width), jnp.float32) for size in (positions, length))
+    assert fits(query, key, heads, mesh) == wanted
+    assert not fits(query, jax.ShapeDtypeStruct((7, length, width), jnp.float32), heads, make_mesh())
+
+
+def test_weights_drop_out_at_their_rate_and_independently():
+    seeds = dropout_seeds(jax.random.key(0), 64, 8)
+    keep = np.asarray(kept(seeds[:, :, None, None], (64, 8, 40, 40), 0.1), np.float64)
+    count = keep.size
+    assert abs(keep.mean() - 0.9) < 4 * (0.09 / count) ** 0.5
+    for other in (np.roll(keep, 1, 3), np.roll(keep, 1, 2), np.roll(keep, 1, 1), np.roll(keep, 1, 0)):
+        correlation = ((keep - 0.9) * (other - 0.9)).mean() / 0.09
+        assert abs(correlation) < 4 / count**0.5
+
+
+@pytest.mark.parametrize("way", [dot_product_attention, cpu_attention, cudnn_attention, causal_attention])
+def test_weights_drop_out_in_every_way_of_attending(way):
+    """With one-hot values the output is the weights: those that stay are divided by the rate at which they do."""
+    query, mask = jnp.zeros((2, 8, 16)), jnp.ones((2, 8), bool)
+    value = jnp.tile(jnp.eye(8), (2, 1, 2))
+    dropout = AttentionDropout(0.5, dropout_seeds(jax.random.key(0), 2, 2))
+    weights = np.asarray(way(query, query, value, mask, 2, dropout)).reshape(2, 8, 2, 8).transpose(0, 2, 1, 3)
+    keep = np.asarray(kept(dropout.seeds[:, :, None, None], (2, 2, 8, 8), 0.5))
+    whole = np.tril(np.ones((8, 8))) if way is causal_attention else np.ones((8, 8))
+    np.testing.assert_allclose(weights, 2 * keep * whole / whole.sum(1, keepdims=True), atol=1e-6)
+
+
+@pytest.mark.parametrize("remat", ["none", "layer"])
+def test_a_tower_draws_other_weights_in_each_layer_and_step(remat):
+    config = BertConfig(30, width=128, layers=3, heads=2, feed_forward=16, max_length=16, dropout=0.5)
+    config = dataclasses.replace(config, remat=remat, scan=remat != "none")
+    ids = jnp.ones((2, 16), jnp.int32)
+    tower = Bert(config)
+    params = tower.init(jax.random.key(0), ids, ids * 0, ids > 0)
+
+    def states(way, key):
+        bert = Bert(dataclasses.replace(config, attention=way))
+        return np.asarray(bert.apply(params, ids, ids * 0, ids > 0, deterministic=False, rngs={"dropout": key}))
+
+    first, second = (states("xla", jax.random.key(seed)) for seed in (1, 2))
+    assert not np.allclose(first, second)
+    np.testing.assert_array_equal(first, states("xla", jax.random.key(1)))
+    with pltpu.force_tpu_interpret_mode():
+        np.testing.assert_allclose(states("tpu", jax.random.key(1)), first, atol=1e-5)
+
+
+@pytest.mark.parametrize("asked", [None, [[0, 5], [3, 1]]])
+def test_a_length_that_fills_no_tile_is_padded_in_between(asked):
+    config = BertConfig(30, width=128, layers=2, heads=2, feed_forward=16, max_length=11, dropout=0.0)
+    ids, mask = jnp.arange(22).reshape(2, 11), jnp.arange(11) < jnp.array([11, 4])[:, None]
+    params = Bert(config).init(jax.random.key(0), ids, ids * 0, mask)
+    positions = None if asked is None else jnp.array(asked)
+    wanted = Bert(config).apply(params, ids, ids * 0, mask, positions)
+    with pltpu.force_tpu_interpret_mode():
+        found = Bert(dataclasses.replace(config, attention="tpu")).apply(params, ids, ids * 0, mask, positions)
+    assert found.shape == wanted.shape
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+COMPILER = importlib.util.find_spec("libtpu") is not None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPILER, reason="the TPU compiler is not installed")
+@pytest.mark.parametrize("chips", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_kernel_compiles_for(chips, dtype, monkeypatch):
+    """With its gradient and dropout, at the length of the paper's joints and over a mesh."""
+    for name, value in SINGLE_HOST_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    mesh = make_mesh(devices=list(topologies.get_topology_desc(platform="tpu", topology_name=chips).devices))
+    batch, length, width, heads = 8, 384, 768, 12
+
+    def abstract(shape, dtype, *names):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=logical_sharding(mesh, *names))
+
+    states = abstract((batch, length, width), dtype, "batch", None, "heads")
+    mask, seeds = abstract((batch, length), bool, "batch"), abstract((batch, heads), jnp.uint32, "batch")
+
+    def both(query, key, value, cotangent, mask, seeds):
+        dropout = AttentionDropout(0.1, seeds)
+        attend = partial(tpu_attention, mask=mask, heads=heads, dropout=dropout, mesh=mesh)
+        attended, back = jax.vjp(lambda *parts: attend(*parts), query, key, value)
+        return attended, back(cotangent)
+
+    text = jax.jit(both).lower(*[states] * 4, mask, seeds).compile().as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 2
