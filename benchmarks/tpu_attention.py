@@ -24,7 +24,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from realm_jax.cli.plan import SINGLE_HOST_ENVIRONMENT
-from realm_jax.compiled_cost import program_cycles
+from realm_jax.compiled_cost import program_cost
 from realm_jax.flops import CLOCKS
 from realm_jax.models.attention import ATTENTION
 from realm_jax.models.attention_dropout import AttentionDropout
@@ -64,7 +64,7 @@ def compare(chips: str, length: int, rate: float) -> None:
     device = topologies.get_topology_desc(platform="tpu", topology_name=chips).devices[0]
     place, clock = NamedSharding(Mesh([device], ("one",)), PartitionSpec()), CLOCKS[device.device_kind]
     folder = Path(os.environ["LIBTPU_INIT_ARGS"].partition("=")[2])
-    plain = program_cycles(compiled("xla", place, length, rate)) / clock
+    plain = program_cost(compiled("xla", place, length, rate)).cycles / clock
     for file in folder.iterdir():
         file.unlink()
     compiled("tpu", place, length, rate)

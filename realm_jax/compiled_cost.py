@@ -5,27 +5,45 @@ collectives have none. A loop's body counts as often as the loop's condition say
 """
 
 import re
+from collections import Counter
+from typing import NamedTuple
 
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 
 
-def program_cycles(text: str) -> int:
-    """The cycles of a program on each device. Raises ValueError for a loop whose length it does not say."""
-    entry, bodies = _computations(text)
-    found: dict[str, int] = {}
+class Cost(NamedTuple):
+    """cycles: of a program on each device, without its kernels; kernels: how often each of them runs, by name."""
 
-    def cycles(name: str) -> int:
+    cycles: int
+    kernels: Counter[str]
+
+
+def program_cost(text: str) -> Cost:
+    """The cost of a compiled program. Raises ValueError for a loop whose length it does not say."""
+    entry, bodies = _computations(text)
+    found: dict[str, Cost] = {}
+
+    def cost(name: str) -> Cost:
         if name not in found:
-            found[name] = sum(_own(line) + _inner(line) for line in bodies[name])
+            lines = bodies[name]
+            found[name] = _sum([(1, _own(line)) for line in lines] + [part for line in lines for part in called(line)])
         return found[name]
 
-    def _inner(line: str) -> int:
+    def called(line: str) -> list[tuple[int, Cost]]:
         if (loop := re.search(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)", line)) is not None:
-            return _trips(loop[1], bodies[loop[1]]) * cycles(loop[2])
-        called = re.search(r" call\(.*to_apply=%?([\w.\-]+)", line)
-        return cycles(called[1]) if called else 0
+            return [(_trips(loop[1], bodies[loop[1]]), cost(loop[2]))]
+        call = re.search(r" call\(.*to_apply=%?([\w.\-]+)", line)
+        return [(1, cost(call[1]))] if call else []
 
-    return cycles(entry)
+    return cost(entry)
+
+
+def _sum(parts: list[tuple[int, Cost]]) -> Cost:
+    """Of costs, each so many times."""
+    kernels: Counter[str] = Counter()
+    for times, part in parts:
+        kernels.update({name: times * count for name, count in part.kernels.items()})
+    return Cost(sum(times * part.cycles for times, part in parts), kernels)
 
 
 def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
@@ -41,9 +59,11 @@ def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
     return entry, bodies
 
 
-def _own(line: str) -> int:
+def _own(line: str) -> Cost:
+    """Of one operation."""
     annotated = re.search(r'"estimated_cycles":"(\d+)"', line)
-    return int(annotated[1]) if annotated else 0
+    kernel = re.search(r'custom_call_target="tpu_custom_call".*op_name="[^"]*?(\w+)\)*/pallas_call', line)
+    return Cost(int(annotated[1]) if annotated else 0, Counter([kernel[1]] if kernel else []))
 
 
 def _trips(loop: str, lines: list[str]) -> int:

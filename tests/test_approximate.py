@@ -12,7 +12,7 @@ pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
 
 from realm_jax.refresh import searchers
 from realm_jax.refresh.builder import Builder, Corpus, Rejected
-from realm_jax.refresh.generations import clear_rejections, load_vectors, read_manifest, rejection, write_export
+from realm_jax.refresh.generations import clear_rejections, load_vectors, read_manifest, reject, rejection, write_export
 from realm_jax.refresh.searchers import load_searcher
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.retrieval.scann import ScannConfig, Searcher, exact_rows, recall, shard_ranges
@@ -82,15 +82,21 @@ def test_recall_counts_what_was_found_in_any_order():
 # --- As files
 
 
-def make(folder, settings, min_recall=0.0):
+def make(folder, settings, min_recall=0.0, step=1, vectors=VECTORS, asked=ASKED):
     corpus = Corpus(
-        "corpus", "tokenizer", (("one", len(VECTORS)),),
+        "corpus", "tokenizer", (("one", len(vectors)),),
         lambda first, last: CorpusRows(np.arange(first, last)[:, None], *[np.ones(last - first)] * 2),
     )  # fmt: skip
-    record = {"step": 1, "tokenizer": "tokenizer", "corpus": "corpus", "towers": {}, "index": {}}
-    export = write_export(folder, record, {"a": np.ones(1, np.float32)}, ASKED)
+    record = {"step": step, "tokenizer": "tokenizer", "corpus": "corpus", "towers": {}, "index": {}}
+    export = write_export(folder, record, {"a": np.full(1, step, np.float32)}, asked)
     builder = Builder(folder, corpus, "float32", 3000, searches=settings, min_recall=min_recall)
-    return builder.build(export, lambda rows: VECTORS[rows.ids[:, 0]], ASKED)
+    return builder.build(export, lambda rows: vectors[rows.ids[:, 0]], asked)
+
+
+def learnt(folder, manifest):
+    """The bytes of every shard's centroids and codebook."""
+    names = [name for shard in manifest.searcher["shards"] for name, *_ in shard["files"]]
+    return [folder.read(name) for name in names if name.endswith(("serialized_partitioner.pb", "ah_codebook.pb"))]
 
 
 def test_a_generation_carries_its_searcher_and_its_recall(tmp_path):
@@ -102,6 +108,60 @@ def test_a_generation_carries_its_searcher_and_its_recall(tmp_path):
     vectors = load_vectors(folder, manifest)
     found = load_searcher(folder, manifest, vectors).search(ASKED, 8)
     assert recall(found, exact_rows(ASKED, vectors, 8)) == manifest.recall["recall@8"]
+
+
+MOVED, ASKED_OF_MOVED = (rows + 0.05 * np.sin(40 * rows[:, ::-1]) for rows in (VECTORS, ASKED))
+
+
+def test_a_generation_takes_what_the_one_before_has_learnt(tmp_path):
+    """Codes are of the new vectors, centroids and codebooks of the first generation, also in the third."""
+    folder = PosixFolder(tmp_path)
+    first = make(folder, TREES)
+    second = make(folder, TREES, step=2, vectors=MOVED, asked=ASKED_OF_MOVED)
+    third = make(folder, TREES, step=3)
+    assert learnt(folder, first) == learnt(folder, second) == learnt(folder, third)
+    assert first.searcher["trained"] is None
+    assert second.searcher["trained"] == third.searcher["trained"]
+    assert third.searcher["trained"] == {"generation": first.generation, "recall": first.recall}
+    vectors = load_vectors(folder, second)
+    found = load_searcher(folder, second, vectors).search(ASKED_OF_MOVED, 8)
+    measured = recall(found, exact_rows(ASKED_OF_MOVED, vectors, 8))
+    assert measured == second.recall["recall@8"] >= first.recall["recall@8"] - searchers.LOSS
+
+
+def test_what_no_longer_suits_is_learnt_anew(tmp_path, caplog):
+    """The rows of all clusters change places, and the axes as well."""
+    folder = PosixFolder(tmp_path)
+    few = dataclasses.replace(TREES, leaves=200, searched=10)
+    first = make(folder, few)
+    turn = np.linalg.qr(np.random.default_rng(1).normal(size=(32, 32)))[0].astype(np.float32)
+    with caplog.at_level("INFO"):
+        second = make(folder, few, step=2, vectors=VECTORS[::-1] @ turn, asked=ASKED @ turn)
+    assert "no longer suit: recall@8" in caplog.text
+    assert second.searcher["trained"] is None and learnt(folder, first) != learnt(folder, second)
+    assert second.recall["recall@8"] > 0.9
+
+
+def test_what_cannot_be_taken_is_learnt(tmp_path, caplog):
+    """Of other settings or another size, refused, or with damaged files."""
+    folder = PosixFolder(tmp_path)
+    first = make(folder, TREES)
+    other = make(folder, dataclasses.replace(TREES, leaves=50), step=2, vectors=MOVED)
+    larger = make(folder, TREES, step=3, vectors=np.concatenate([VECTORS, MOVED[:9]]))
+    assert other.searcher["trained"] is larger.searcher["trained"] is None
+    file = first.searcher["shards"][1]["files"][0][0]
+    folder.write(file, folder.read(file)[:-1])
+    again = make(folder, TREES, step=4, vectors=MOVED, asked=ASKED_OF_MOVED)
+    assert "the shard learns its centroids anew" in caplog.text
+    assert [a == b for a, b in zip(learnt(folder, first), learnt(folder, again), strict=True)].count(False) == 2
+    for made in (first, again):
+        reject(folder, made.generation, "of this test", again=False)
+    assert make(folder, TREES, step=5).searcher["trained"] is None
+
+
+def test_small_shards_have_nothing_to_take(tmp_path):
+    folder = PosixFolder(tmp_path)
+    assert make(folder, SETTINGS).searcher["trained"] is make(folder, SETTINGS, step=2).searcher["trained"] is None
 
 
 def test_too_low_a_recall_is_refused(tmp_path):
@@ -130,8 +190,8 @@ def test_a_damaged_searcher_is_named(tmp_path):
 def test_a_shard_that_goes_bad_before_publication_is_built_again(tmp_path, monkeypatch):
     build, spoiled = searchers._build, []
 
-    def spoil(folder, manifest, settings, rows, name):
-        build(folder, manifest, settings, rows, name)
+    def spoil(folder, manifest, settings, rows, name, before):
+        build(folder, manifest, settings, rows, name, before)
         if not spoiled:
             spoiled.append(next((tmp_path / name).glob("scann_config.pb")))
             spoiled[0].write_bytes(spoiled[0].read_bytes()[:-1])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from realm_jax.compiled_cost import program_cycles
+from realm_jax.compiled_cost import program_cost
 
 PROGRAM = """HloModule jit_step, entry_computation_layout={()->f32[]}
 
@@ -12,6 +12,7 @@ PROGRAM = """HloModule jit_step, entry_computation_layout={()->f32[]}
 }
 
 %leaf (q: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %kernel.1 = f32[8]{0} custom-call(%q), custom_call_target="tpu_custom_call", KERNEL
   ROOT %copy = f32[8]{0} copy(%q), backend_config={"window_config":{},"estimated_cycles":"5"}
 }
 
@@ -26,6 +27,7 @@ PROGRAM = """HloModule jit_step, entry_computation_layout={()->f32[]}
 }
 
 %once (q: f32[8]) -> f32[8] {
+  %kernel.2 = f32[8]{0} custom-call(%q), custom_call_target="tpu_custom_call", KERNEL
   ROOT %add = f32[8]{0} add(%q, %q), backend_config={"estimated_cycles":"3"}
 }
 
@@ -34,14 +36,14 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   %called = f32[8]{0} call(%dot), to_apply=%once
   ROOT %loop = (s32[], f32[8]) while(%called), condition=%long, body=%body
 }
-"""
+""".replace("KERNEL", 'metadata={op_name="jit(f)/jvp(attend)/pallas_call" stack_frame_id=6}, backend_config={}')
 
 
 def test_a_loop_counts_as_often_as_it_runs():
-    assert program_cycles(PROGRAM) == 1000 + 3 + 11 * (7 + 2 * 5)
+    assert program_cost(PROGRAM) == (1000 + 3 + 11 * (7 + 2 * 5), {"attend": 1 + 11 * 2})
 
 
 @pytest.mark.parametrize("limit", ["%limit = s32[]{:T(128)} parameter(0)", "%limit = s64[] constant(2)"])
 def test_a_loop_without_a_known_end_is_an_error(limit):
     with pytest.raises(ValueError, match="does not say how often its loop short runs"):
-        program_cycles(PROGRAM.replace("%limit = s32[]{:T(128)} constant(2)", limit))
+        program_cost(PROGRAM.replace("%limit = s32[]{:T(128)} constant(2)", limit))

@@ -36,7 +36,7 @@ from realm_jax.refresh.generations import (
     rejection,
     rows_name,
 )  # fmt: skip
-from realm_jax.refresh.searchers import build_searchers, measure
+from realm_jax.refresh.searchers import LOSS, build_searchers, earlier_searcher, measure, trained_on
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.retrieval.scann import ScannConfig
 from realm_jax.storage import Damaged, FileEntry, Folder, digest
@@ -167,15 +167,29 @@ class Builder:
         """The manifest with the searcher's files and recall, where hosts search."""
         if self.searches is None:
             return manifest
-        built = build_searchers(self.folder, manifest, self.searches, self.share.order, self.check)
-        manifest = dataclasses.replace(manifest, searcher=built)
-        found = measure(self.folder, manifest, queries)
-        name, value = next(iter(found.items()))
+        trained = earlier_searcher(self.folder, manifest, self.searches)
+        if trained is not None:
+            found = self._measured(manifest, queries, trained)
+            (name, value), wanted = next(iter(found.recall.items())), trained_on(trained)["recall"]
+            if value >= max(self.min_recall, wanted.get(name, 1.0) - LOSS):
+                return found
+            where = "the centroids of generation %s no longer suit: %s %.3f after %.3f; they are learnt anew"
+            logger.info(where, trained.generation, name, value, wanted.get(name, 1.0))
+        found = self._measured(manifest, queries, None)
+        name, value = next(iter(found.recall.items()))
         if value < self.min_recall:
             reason = f"{name} of its searcher is {value:.3f}, below config.scann.min_recall={self.min_recall:g}"
             reject(self.folder, manifest.generation, reason, again=False)
             raise Rejected(f"generation {manifest.generation} is not published: {reason}; raise scann.leaves_searched")
-        return dataclasses.replace(manifest, recall=found)
+        return found
+
+    def _measured(self, manifest: Manifest, queries: NDArray[np.float32], trained: Manifest | None) -> Manifest:
+        """The manifest with a searcher, whose centroids and codebooks are those of another generation's or learnt, and
+        its recall."""
+        assert self.searches is not None
+        built = build_searchers(self.folder, manifest, self.searches, self.share.order, self.check, trained)
+        manifest = dataclasses.replace(manifest, searcher=built)
+        return dataclasses.replace(manifest, recall=measure(self.folder, manifest, queries))
 
     def _shared(self, export: Export, width: int) -> dict[tuple[str, int, int], FileEntry]:
         """Chunks that a published generation of the same towers has: what an edit of the corpus left as it was."""

@@ -92,13 +92,30 @@ def build_shard(vectors: NDArray[np.float32], settings: ScannConfig, folder: Pat
     return {"leaves": leaves, "leaves_searched": searched}
 
 
+def renew_shard(vectors: NDArray[np.float32], trained: Path, folder: Path) -> None:
+    """Write the searcher of a shard whose vectors have changed into `folder`, with the tree and the codebook of its
+    earlier searcher in `trained`: every row finds its leaf and its code anew, but nothing is learnt.
+
+    vectors [rows, width], as many as before.
+    """
+    searcher = _load(trained).searcher
+    with _quiet():
+        for start in range(0, len(vectors), BLOCK):
+            rows = range(start, min(start + BLOCK, len(vectors)))
+            searcher.upsert(list(rows), vectors[rows.start : rows.stop], len(rows))
+        searcher.serialize(str(folder), True)
+
+
 def load_shard(folder: Path, first: int, last: int) -> Shard:
     """A shard's searcher from its files, which the caller has verified. Nothing is unpickled."""
+    return Shard(first, last, _load(folder))
+
+
+def _load(folder: Path) -> Any:
     pybind = _scann()
     assets = (folder / "scann_assets.pbtxt").read_text()
     with _quiet():
-        found = pybind.ScannSearcher(pybind.scann_pybind.ScannNumpy(str(folder), assets))
-    return Shard(first, last, found)
+        return pybind.ScannSearcher(pybind.scann_pybind.ScannNumpy(str(folder), assets))
 
 
 @dataclasses.dataclass(frozen=True)
