@@ -53,12 +53,12 @@ def test_the_loss_is_that_of_reading_each_beginning_of_the_text(trained):
 
 def test_causal_attention_is_that_over_each_beginning():
     rng = np.random.default_rng(0)
-    query, key, value = (jnp.asarray(rng.normal(size=(2, 5, 2, 4)), jnp.float32) for _ in range(3))
+    query, key, value = (jnp.asarray(rng.normal(size=(2, 5, 8)), jnp.float32) for _ in range(3))
     mask = jnp.array([[True] * 5, [True] * 3 + [False] * 2])
-    found = causal_attention(query, key, value, mask)
+    found = causal_attention(query, key, value, mask, 2)
     for place in range(5):
         part = query[:, place : place + 1], key[:, : place + 1], value[:, : place + 1], mask[:, : place + 1]
-        np.testing.assert_allclose(found[:, place], dot_product_attention(*part)[:, 0], atol=1e-6)
+        np.testing.assert_allclose(found[:, place], dot_product_attention(*part, 2)[:, 0], atol=1e-6)
 
 
 def test_most_tokens_are_deleted_and_order_is_kept():
