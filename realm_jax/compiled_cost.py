@@ -19,7 +19,8 @@ class Cost(NamedTuple):
 
 
 def program_cost(text: str) -> Cost:
-    """The cost of a compiled program. Raises ValueError for a loop whose length it does not say."""
+    """The cost of a compiled program. Raises ValueError for a loop whose length it does not say, and for a condition,
+    of which it does not say which branch runs."""
     entry, bodies = _computations(text)
     found: dict[str, Cost] = {}
 
@@ -32,6 +33,8 @@ def program_cost(text: str) -> Cost:
     def called(line: str) -> list[tuple[int, Cost]]:
         if (loop := re.search(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)", line)) is not None:
             return [(_trips(loop[1], bodies[loop[1]]), cost(loop[2]))]
+        if " conditional(" in line:
+            raise ValueError("the compiled program has a condition; how often its branches run is not known")
         call = re.search(r" call\(.*to_apply=%?([\w.\-]+)", line)
         return [(1, cost(call[1]))] if call else []
 
@@ -67,7 +70,7 @@ def _own(line: str) -> Cost:
 
 
 def _trips(loop: str, lines: list[str]) -> int:
-    """How often a loop runs whose condition is that a counter, which starts at 0, lies below a constant."""
+    """How often a loop runs whose condition is that a counter lies below a constant; JAX's loops count from 0 by 1."""
     text = "\n".join(lines)
     constants = dict(re.findall(r"%([\w.\-]+) = s32\[\]\S* constant\((\d+)\)", text))
     compared = re.search(r"ROOT .*compare\((.*?)\), direction=[LG]T", text)

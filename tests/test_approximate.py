@@ -7,6 +7,7 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
 
@@ -16,7 +17,7 @@ from realm_jax.refresh.generations import clear_rejections, load_vectors, read_m
 from realm_jax.refresh.searchers import load_searcher
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.retrieval.scann import ScannConfig, Searcher, exact_rows, recall, shard_ranges
-from realm_jax.storage import Damaged, PosixFolder
+from realm_jax.storage import Bucket, Damaged, PosixFolder
 
 SETTINGS = ScannConfig(shard_rows=3000, budget=50, tree_from=10_000)
 TREES = dataclasses.replace(SETTINGS, tree_from=0, budget=200)
@@ -159,6 +160,27 @@ def test_what_cannot_be_taken_is_learnt(tmp_path, caplog):
     assert make(folder, TREES, step=5).searcher["trained"] is None
 
 
+@pytest.mark.parametrize("fault", [RuntimeError("of another version"), FileNotFoundError("gone")])
+def test_what_cannot_be_loaded_is_learnt(tmp_path, monkeypatch, caplog, fault):
+    def fail(vectors, trained, folder):
+        (folder / "half.npy").write_bytes(b"half")
+        raise fault
+
+    monkeypatch.setattr(searchers, "renew_shard", fail)
+    folder, one = PosixFolder(tmp_path), dataclasses.replace(TREES, shard_rows=10_000)
+    first, second = make(folder, one), make(folder, one, step=2, vectors=MOVED, asked=ASKED_OF_MOVED)
+    assert f"{fault}; the shard learns its centroids anew" in caplog.text
+    assert learnt(folder, first) != learnt(folder, second) and not list(tmp_path.rglob("half.npy"))
+    load_searcher(folder, second, load_vectors(folder, second))
+
+
+def test_a_bucket_s_generation_takes_what_the_one_before_has_learnt(monkeypatch, tmp_path):
+    monkeypatch.setenv("REALM_STAGING", str(tmp_path / "staged"))
+    folder = Bucket(f"file://{tmp_path}/bucket", LocalFileSystem(auto_mkdir=True))
+    first, second = make(folder, TREES), make(folder, TREES, step=2, vectors=MOVED, asked=ASKED_OF_MOVED)
+    assert learnt(folder, first) == learnt(folder, second)
+
+
 def test_small_shards_have_nothing_to_take(tmp_path):
     folder = PosixFolder(tmp_path)
     assert make(folder, SETTINGS).searcher["trained"] is make(folder, SETTINGS, step=2).searcher["trained"] is None
@@ -190,10 +212,10 @@ def test_a_damaged_searcher_is_named(tmp_path):
 def test_a_shard_that_goes_bad_before_publication_is_built_again(tmp_path, monkeypatch):
     build, spoiled = searchers._build, []
 
-    def spoil(folder, manifest, settings, rows, name, before):
-        build(folder, manifest, settings, rows, name, before)
+    def spoil(folder, manifest, settings, work):
+        build(folder, manifest, settings, work)
         if not spoiled:
-            spoiled.append(next((tmp_path / name).glob("scann_config.pb")))
+            spoiled.append(next((tmp_path / work.name).glob("scann_config.pb")))
             spoiled[0].write_bytes(spoiled[0].read_bytes()[:-1])
 
     monkeypatch.setattr(searchers, "_build", spoil)

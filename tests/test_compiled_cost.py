@@ -43,6 +43,11 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert program_cost(PROGRAM) == (1000 + 3 + 11 * (7 + 2 * 5), {"attend": 1 + 11 * 2})
 
 
+def test_a_condition_is_an_error():
+    with pytest.raises(ValueError, match="has a condition"):
+        program_cost(PROGRAM.replace(" call(%dot), to_apply=%once", " conditional(%dot), branch_computations={%once}"))
+
+
 @pytest.mark.parametrize("limit", ["%limit = s32[]{:T(128)} parameter(0)", "%limit = s64[] constant(2)"])
 def test_a_loop_without_a_known_end_is_an_error(limit):
     with pytest.raises(ValueError, match="does not say how often its loop short runs"):

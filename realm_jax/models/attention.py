@@ -1,7 +1,7 @@
 """Softmax attention in five implementations that give the same numbers, which of them suits the devices, and one that
 looks back alone.
 
-query [batch, positions, width], key and value [batch, length, width], each of so many heads side by side, mask [batch,
+query [batch, positions, width], key and value [batch, length, width], where width = heads · head size, mask [batch,
 length] bool, dropout of the weights or None → [batch, positions, width] in the dtype of `value`; the softmax is
 float32.
 Read next: `bert.py`, whose layers call them.

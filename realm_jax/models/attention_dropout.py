@@ -30,11 +30,12 @@ def dropout_seeds(key: Array, batch: int, heads: int) -> Array:
 def kept(seed: Array, shape: tuple[int, ...], rate: float) -> Array:
     """Which weights stay, bool [..., positions, length]; seed: uint32, a scalar or one that broadcasts to the shape.
 
-    The hash is MurmurHash3's finalizer: two products and three shifts, which a TPU's vector unit has.
+    A place is 65,536 · row + column, whatever the shape, so that padding changes no draw. The hash is MurmurHash3's
+    finalizer, into which the seed is mixed: products and shifts, which a TPU's vector unit has.
     """
     rows = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 2)
     columns = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
-    bits = (rows * jnp.uint32(shape[-1]) + columns) * jnp.uint32(0x9E3779B9) + seed
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = ((rows << 16) | columns) * jnp.uint32(0x9E3779B9)
+    bits = (bits ^ (bits >> 16) ^ seed) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
     return bits ^ (bits >> 16) >= jnp.uint32(round(rate * UNITS))

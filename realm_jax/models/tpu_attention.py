@@ -3,7 +3,7 @@
 It reads and writes hidden states as layers have them, [batch, length, width]: nothing is split into heads, padded or
 transposed before it. A block of work is one sequence and the heads that share 128 features, a register's lanes. For a
 product the lanes of the other heads are set to 0, which costs no more than a narrower product would, as the matrix unit
-is 128 wide. The backward pass computes the weights again, from the log-sum-exp of every row of scores.
+is 128 wide. The backward pass computes the weights again, and needs nothing but what the forward pass was given.
 
 Read next: `attention.py`, whose other functions give the same numbers.
 """
@@ -26,7 +26,7 @@ Residuals = tuple[Array, ...]
 LANES = 128
 LONGEST = 512  # tokens whose scores and gradients fit into a kernel's 16 MiB of vector memory in float32
 # Logical names of the dimensions of what a kernel takes and gives.
-SEEDS, STATES, BIAS, SUMS = ("batch", "heads"), ("batch", None, "heads"), ("batch",), ("batch", "heads")
+SEEDS, STATES, BIAS = ("batch", "heads"), ("batch", None, "heads"), ("batch",)
 
 
 def fits(query: Array, key: Array, heads: int, mesh: Mesh | None) -> bool:
@@ -54,36 +54,29 @@ def fused_attention(
 def _forward(
     query: Array, key: Array, value: Array, bias: Array, seeds: Array, heads: int, rate: float, mesh: Mesh | None
 ) -> tuple[Array, Residuals]:
-    size = query.shape[-1] // heads
-
     def call(*arrays: Array) -> Any:
-        batch, length, width = arrays[1].shape
-        sums = jax.ShapeDtypeStruct((batch, width // LANES, length, LANES // size), jnp.float32)
-        return _call(_attend, size, rate, arrays, [_like(value, arrays[3]), sums])
+        return _call(_attend, query.shape[-1] // heads, rate, arrays, arrays[3:4])
 
-    spread = _on_every_device(call, mesh, (SEEDS, STATES, STATES, STATES, BIAS), (STATES, SUMS))
-    attended, sums = spread(seeds, query, key, value, bias)
-    return attended, (query, key, value, bias, seeds, sums)
+    (attended,) = _on_every_device(call, mesh, (SEEDS, STATES, STATES, STATES, BIAS), (STATES,))(
+        seeds, query, key, value, bias
+    )
+    return attended, (query, key, value, bias, seeds)
 
 
 def _backward(
     heads: int, rate: float, mesh: Mesh | None, residuals: Residuals, cotangent: Array
 ) -> tuple[Array | None, ...]:
-    query, key, value, bias, seeds, sums = residuals
+    query, key, value, bias, seeds = residuals
 
     def call(*arrays: Array) -> Any:
-        return _call(_differentiate, query.shape[-1] // heads, rate, arrays, [_like(x, x) for x in arrays[1:4]])
+        return _call(_differentiate, query.shape[-1] // heads, rate, arrays, arrays[1:4])
 
-    taken = (SEEDS, STATES, STATES, STATES, BIAS, SUMS, STATES)
+    taken = (SEEDS, STATES, STATES, STATES, BIAS, STATES)
     spread = _on_every_device(call, mesh, taken, (STATES, STATES, STATES))
-    return *spread(seeds, query, key, value, bias, sums, cotangent), None, None
+    return *spread(seeds, query, key, value, bias, cotangent), None, None
 
 
 fused_attention.defvjp(_forward, _backward)
-
-
-def _like(typed: Array, shaped: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shaped.shape, typed.dtype)
 
 
 def _on_every_device(call: Callable[..., Any], mesh: Mesh | None, taken: Any, given: Any) -> Callable[..., Any]:
@@ -96,52 +89,41 @@ def _on_every_device(call: Callable[..., Any], mesh: Mesh | None, taken: Any, gi
 
 
 def _call(
-    kernel: Callable[..., None], size: int, rate: float, arrays: tuple[Array, ...], given: list[jax.ShapeDtypeStruct]
+    kernel: Callable[..., None], size: int, rate: float, arrays: tuple[Array, ...], like: tuple[Array, ...]
 ) -> Any:
-    """Run a kernel for every sequence and group of heads. arrays: seeds, then others, whose blocks follow from their
-    shapes; size: of a head."""
-    batch, length, width = arrays[1].shape
-
-    def block(array: Any) -> pl.BlockSpec:
-        if array.ndim == 4:  # sums of the heads of each group
-            return pl.BlockSpec((None, None, length, LANES // size), lambda i, j: (i, j, 0, 0))
-        if array.shape[1] == 1:  # what is added to scores
-            return pl.BlockSpec((None, 1, length), lambda i, j: (i, 0, 0))
-        return pl.BlockSpec((None, length, LANES), lambda i, j: (i, 0, j))
-
+    """Run a kernel for every sequence and group of heads. size: of a head; arrays: seeds, then states [batch, length,
+    width] and what is added to scores; like: of which shapes and dtypes the results are."""
+    seeds, (batch, length, width) = arrays[0], arrays[1].shape
+    groups = width // LANES
+    states = pl.BlockSpec((None, length, LANES), lambda i, j: (i, 0, j))
+    added = pl.BlockSpec((None, 1, length), lambda i, j: (i, 0, 0))
+    own = pl.BlockSpec((None, None, 1, LANES // size), lambda i, j: (i, j, 0, 0), memory_space=pltpu.SMEM)
     return pl.pallas_call(
         partial(kernel, size=size, rate=rate),
-        grid=(batch, width // LANES),
-        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), *map(block, arrays[1:])],
-        out_specs=tuple(map(block, given)),
-        out_shape=tuple(given),
+        grid=(batch, groups),
+        in_specs=[own, *(added if array.shape[1] == 1 else states for array in arrays[1:])],
+        out_specs=(states,) * len(like),
+        out_shape=tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in like),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         name=kernel.__name__.strip("_"),
-    )(*arrays)
+    )(seeds.reshape(batch, groups, 1, -1), *arrays[1:])
 
 
 # --- the kernels: references to a block of each array; all of one sequence and group of heads -------------------------
 
 
-def _attend(
-    seeds: Any, query: Any, key: Any, value: Any, bias: Any, attended: Any, sums: Any, *, size: int, rate: float
-) -> None:
-    """attended: softmax(query keyᵀ / √size + bias) value; sums: log-sum-exp of each row of scores, a column a head."""
+def _attend(seeds: Any, query: Any, key: Any, value: Any, bias: Any, attended: Any, *, size: int, rate: float) -> None:
+    """attended: softmax(query keyᵀ / √size + bias) value."""
     total = jnp.zeros(query.shape, jnp.float32)
     for head in range(LANES // size):
-        scores = _scores(_of_head(query[...], head, size), key[...], bias[...], size)
-        largest = scores.max(axis=-1, keepdims=True)
-        weights = jnp.exp(scores - largest)
-        row = weights.sum(axis=-1, keepdims=True)
-        sums[:, head : head + 1] = largest + jnp.log(row)
-        if rate:
-            weights = jnp.where(_kept(seeds, head, size, weights.shape, rate), weights, 0.0)
+        weights, row = _exponentials(_of_head(query[...], head, size), key[...], bias[...], size)
+        weights = _left(weights, seeds, head, rate)
         total += _product(weights.astype(value.dtype), 1, _of_head(value[...], head, size), 0) / (row * (1 - rate))
     attended[...] = total.astype(attended.dtype)
 
 
 def _differentiate(
-    seeds: Any, query: Any, key: Any, value: Any, bias: Any, sums: Any, cotangent: Any,
+    seeds: Any, query: Any, key: Any, value: Any, bias: Any, cotangent: Any,
     of_query: Any, of_key: Any, of_value: Any, *, size: int, rate: float,
 ) -> None:  # fmt: skip
     """The gradients of `_attend`. That of a softmax s of scores is s · (g − Σ s g), where g is what dropout leaves of
@@ -150,8 +132,9 @@ def _differentiate(
     totals = [jnp.zeros(query.shape, jnp.float32)] * 3
     for head in range(LANES // size):
         q, g = _of_head(query[...], head, size), _of_head(cotangent[...], head, size)
-        weights = jnp.exp(_scores(q, key[...], bias[...], size) - sums[:, head : head + 1])
-        used = jnp.where(_kept(seeds, head, size, weights.shape, rate), weights, 0.0) if rate else weights
+        weights, row = _exponentials(q, key[...], bias[...], size)
+        weights = weights * (1 / row)
+        used = _left(weights, seeds, head, rate)
         of_weights = used * _product(g, 1, value[...], 1)
         of_scores = of_weights - weights * of_weights.sum(axis=-1, keepdims=True)
         of_scores = (of_scores * (size**-0.5 / (1 - rate))).astype(query.dtype)
@@ -165,13 +148,16 @@ def _differentiate(
         reference[...] = total.astype(reference.dtype)
 
 
-def _scores(query: Array, key: Array, bias: Array, size: int) -> Array:
-    return _product(query, 1, key, 1) * size**-0.5 + bias
+def _exponentials(query: Array, key: Array, bias: Array, size: int) -> tuple[Array, Array]:
+    """A softmax before it is divided, [positions, length] float32, and the sum of each row."""
+    scores = _product(query, 1, key, 1) * size**-0.5 + bias
+    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights, weights.sum(axis=-1, keepdims=True)
 
 
-def _kept(seeds: Any, head: int, size: int, shape: tuple[int, ...], rate: float) -> Array:
-    sequence, group = pl.program_id(0), pl.program_id(1)
-    return kept(seeds[sequence, group * (LANES // size) + head], shape, rate)
+def _left(weights: Array, seeds: Any, head: int, rate: float) -> Array:
+    """Weights with zeros for those that drop out; the others as they are."""
+    return jnp.where(kept(seeds[0, head], weights.shape, rate), weights, 0.0) if rate else weights
 
 
 def _of_head(states: Array, head: int, size: int) -> Array:

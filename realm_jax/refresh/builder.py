@@ -173,8 +173,8 @@ class Builder:
             (name, value), wanted = next(iter(found.recall.items())), trained_on(trained)["recall"]
             if value >= max(self.min_recall, wanted.get(name, 1.0) - LOSS):
                 return found
-            where = "the centroids of generation %s no longer suit: %s %.3f after %.3f; they are learnt anew"
-            logger.info(where, trained.generation, name, value, wanted.get(name, 1.0))
+            message = "the centroids of generation %s no longer suit: %s %.3f after %.3f; they are learnt anew"
+            logger.info(message, trained.generation, name, value, wanted.get(name, 1.0))
         found = self._measured(manifest, queries, None)
         name, value = next(iter(found.recall.items()))
         if value < self.min_recall:

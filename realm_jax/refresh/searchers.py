@@ -14,13 +14,15 @@ import json
 import logging
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.corpora.pool import ordered_parallel_map
 from realm_jax.refresh.generations import (
     IncompatibleIndex,
     Manifest,
@@ -42,6 +44,7 @@ from realm_jax.retrieval.scann import (
     recall,
     renew_shard,
     shard_ranges,
+    usable_cores,
 )
 from realm_jax.storage import Damaged, FileEntry, Folder, StorageError, digest
 
@@ -50,7 +53,16 @@ logger = logging.getLogger(__name__)
 DONE = ".done"
 MEASURED_QUERIES = 256
 MEASURED_DEPTH = 8  # K of the paper
-LOSS = 0.005  # of recall, against the generation that centroids and codebooks were learnt from, before they are anew
+LOSS = 0.01  # of recall that kept centroids and codebooks may cost; twice the standard error of 2,048 hits at .95
+RENEWED_AT_A_TIME = 8  # shards, each with 2 GB of its own where it has the most rows
+
+
+class ShardWork(NamedTuple):
+    """A shard to be built: its rows, where its files go, and the done mark of the shard whose centroids it takes."""
+
+    rows: tuple[int, int]
+    name: str
+    before: dict[str, Any] | None
 
 
 def build_searchers(
@@ -64,18 +76,23 @@ def build_searchers(
     """Build every shard that has no done mark; the manifest's entry of the searcher. order: of this process's work;
     trained: the generation whose centroids and codebooks to use (None: to be learnt)."""
     ranges, chosen = shard_ranges(manifest.rows, settings.shard_rows), dataclasses.asdict(settings)
-    source = None if trained is None else trained_on(trained)
-    settled = json.dumps([chosen, trained and trained.generation], sort_keys=True)
-    key = digest(settled.encode())[:6]  # builders with other settings do not meet
-    home = f"index/{manifest.generation}/scann-{key}"
-    for number in order(len(ranges)):
-        check()
-        name = rows_name(*ranges[number])
-        if name not in by_rows(folder, home, DONE):
-            before = None if trained is None or trained.searcher is None else trained.searcher["shards"][number]
-            _build(folder, manifest, settings, ranges[number], f"{home}/{name}-{uuid.uuid4().hex[:8]}", before)
-    if trained is not None:
-        folder.unstage(f"index/{trained.generation}")
+    key = digest(json.dumps([chosen, trained and trained.generation], sort_keys=True).encode())[:6]
+    home = f"index/{manifest.generation}/scann-{key}"  # builders with other settings do not meet
+
+    def missing() -> Iterator[ShardWork]:
+        for number in order(len(ranges)):
+            check()
+            name = rows_name(*ranges[number])
+            if name not in by_rows(folder, home, DONE):
+                before = trained.searcher["shards"][number] if trained and trained.searcher else None
+                yield ShardWork(ranges[number], f"{home}/{name}-{uuid.uuid4().hex[:8]}", before)
+
+    # ScaNN learns with all cores, but encodes the rows of a searcher that it has with one.
+    workers = 1 if trained is None else min(len(ranges), usable_cores(), RENEWED_AT_A_TIME)
+    build = partial(_build, folder, manifest, settings)
+    for failure in ordered_parallel_map(build, missing(), workers, few=2):
+        if failure:
+            logger.warning("%s; the shard learns its centroids anew", failure)
     marks, shards = by_rows(folder, home, DONE), []
     for first, last in ranges:
         path = f"{home}/{marks.get(rows_name(first, last))}"
@@ -86,7 +103,7 @@ def build_searchers(
         except Damaged:
             folder.remove(path)
             raise
-    return {"settings": chosen, "shards": shards, "trained": source}
+    return {"settings": chosen, "shards": shards, "trained": None if trained is None else trained_on(trained)}
 
 
 def trained_on(manifest: Manifest) -> dict[str, Any]:
@@ -154,27 +171,37 @@ def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) ->
     return {f"recall@{depth}": recall(searcher.search(asked, depth), exact_rows(asked, vectors, depth))}
 
 
-def _build(
-    folder: Folder, manifest: Manifest, settings: ScannConfig, rows: tuple[int, int], name: str,
-    before: dict[str, Any] | None,
-) -> None:  # fmt: skip
-    """Build one shard. before: what the done mark of the shard says whose centroids and codebook it takes."""
-    vectors = load_vectors(folder, manifest, *rows, np.float32)
+def _build(folder: Folder, manifest: Manifest, settings: ScannConfig, work: ShardWork) -> str:
+    """Build one shard; why it could not be with what an earlier one has learnt, '' if it was or was not meant to."""
+    vectors = load_vectors(folder, manifest, *work.rows, np.float32)
     with tempfile.TemporaryDirectory(prefix="realm-scann-") as scratch:
-        trained = None if before is None else _files_of(folder, before)
-        if trained is None:
-            chosen = build_shard(vectors, settings, Path(scratch))
-        else:
-            renew_shard(vectors, trained, Path(scratch))
-            chosen = {key: before[key] for key in ("leaves", "leaves_searched")}  # type: ignore[index]
-        files = [folder.put(f"{name}/{path.name}", path.read_bytes()) for path in sorted(Path(scratch).iterdir())]
-    folder.write_json(f"{name}{DONE}", chosen | {"files": files})
+        made, chosen, failure = Path(scratch, "renewed"), None, ""
+        made.mkdir()
+        if work.before is not None:
+            try:
+                chosen = _renew(folder, vectors, work.before, made)
+            except (
+                Damaged,
+                StorageError,
+                FileNotFoundError,
+                RuntimeError,
+                ValueError,
+            ) as fault:  # also of another ScaNN
+                failure = str(fault)
+        if chosen is None:
+            made = Path(scratch, "learnt")
+            made.mkdir()
+            chosen = build_shard(vectors, settings, made)
+        files = [folder.put(f"{work.name}/{path.name}", path.read_bytes()) for path in sorted(made.iterdir())]
+    folder.write_json(f"{work.name}{DONE}", chosen | {"files": files})
+    return failure
 
 
-def _files_of(folder: Folder, shard: dict[str, Any]) -> Path | None:
-    """The folder of a shard's verified files; None, with a log line, if they cannot be had."""
-    try:
-        return [folder.local(FileEntry(*file)) for file in shard["files"]][0].parent
-    except (Damaged, StorageError, FileNotFoundError) as fault:
-        logger.warning("%s; the shard learns its centroids anew", fault)
-        return None
+def _renew(folder: Folder, vectors: NDArray[np.float32], before: dict[str, Any], made: Path) -> dict[str, Any]:
+    """Write the files of a shard with the centroids and the codebook of an earlier one into `made`; what was chosen."""
+    with tempfile.TemporaryDirectory(prefix="realm-scann-") as copied:  # others may remove the files meanwhile
+        for file in before["files"]:
+            entry = FileEntry(*file)
+            Path(copied, Path(entry.name).name).write_bytes(folder.read_verified(entry))
+        renew_shard(vectors, Path(copied), made)
+    return {key: before[key] for key in ("leaves", "leaves_searched")}

@@ -79,7 +79,7 @@ def build_shard(vectors: NDArray[np.float32], settings: ScannConfig, folder: Pat
     pybind = _scann()
     rows = len(vectors)
     leaves, searched = settings.of_shard(rows)
-    builder = pybind.builder(vectors, min(settings.budget, rows), "dot_product").set_n_training_threads(_cores())
+    builder = pybind.builder(vectors, min(settings.budget, rows), "dot_product").set_n_training_threads(usable_cores())
     if leaves:
         sample = min(rows, TRAINING_ROWS)
         builder = builder.tree(leaves, searched, training_sample_size=sample).score_ah(
@@ -215,7 +215,8 @@ def check_scann() -> None:
     _scann()
 
 
-def _cores() -> int:
+def usable_cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
