@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 from functools import partial
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,6 +151,31 @@ def test_a_tower_draws_other_weights_in_each_layer_and_step(remat):
         np.testing.assert_allclose(states("tpu", jax.random.key(1)), first, atol=1e-5)
 
 
+def test_a_tower_over_a_mesh_has_the_gradients_of_plain_attention():
+    """Layers in one loop, features over two devices. (What is computed again cannot be interpreted.)"""
+    mesh = make_mesh(fsdp=2, model=2)
+    config = BertConfig(
+        30, width=256, layers=3, heads=4, feed_forward=32, max_length=16, dropout=0.25, scan=True,
+        hidden=logical_sharding(mesh, "batch", None, None),
+    )  # fmt: skip
+    ids = jax.device_put(jnp.arange(64).reshape(4, 16) % 30, logical_sharding(mesh, "batch"))
+    params = nn.unbox(Bert(config).init(jax.random.key(0), ids, ids * 0, ids >= 0))
+
+    def gradients(way):
+        bert = Bert(dataclasses.replace(config, attention=way))
+
+        def loss(params):
+            rngs = {"dropout": jax.random.key(1)}
+            return (bert.apply(params, ids, ids * 0, ids >= 0, deterministic=False, rngs=rngs) ** 2).sum()
+
+        return jax.jit(jax.grad(loss))(params)
+
+    with pltpu.force_tpu_interpret_mode():
+        found = gradients("tpu")
+    for one, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(gradients("xla")), strict=True):
+        np.testing.assert_allclose(one, wanted, atol=1e-4 * max(1, np.abs(wanted).max()))
+
+
 @pytest.mark.parametrize("asked", [None, [[0, 5], [3, 1]]])
 def test_a_length_that_fills_no_tile_is_padded_in_between(asked):
     config = BertConfig(30, width=128, layers=2, heads=2, feed_forward=16, max_length=11, dropout=0.0)
@@ -169,13 +195,20 @@ COMPILER = importlib.util.find_spec("libtpu") is not None
 @pytest.mark.slow
 @pytest.mark.skipif(not COMPILER, reason="the TPU compiler is not installed")
 @pytest.mark.parametrize("chips", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_kernel_compiles_for(chips, dtype, monkeypatch):
-    """With its gradient and dropout, at the length of the paper's joints and over a mesh."""
+@pytest.mark.parametrize(
+    "batch, length, width, heads, dtype",
+    [
+        (8, 384, 768, 12, jnp.bfloat16),  # the paper's joints
+        (8, 384, 768, 12, jnp.float32),
+        (8, 512, 256, 8, jnp.float32),  # the longest, and heads of 32
+        (16384, 64, 128, 2, jnp.bfloat16),  # many short queries
+    ],
+)
+def test_the_kernel_compiles_for(chips, batch, length, width, heads, dtype, monkeypatch):
+    """With its gradient and dropout, over a mesh."""
     for name, value in SINGLE_HOST_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     mesh = make_mesh(devices=list(topologies.get_topology_desc(platform="tpu", topology_name=chips).devices))
-    batch, length, width, heads = 8, 384, 768, 12
 
     def abstract(shape, dtype, *names):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=logical_sharding(mesh, *names))
