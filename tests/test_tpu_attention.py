@@ -93,7 +93,7 @@ def test_each_device_attends_to_its_own_part_and_drops_the_same_weights(sizes):
         (1, 384, 768, 12, None, False),  # the last layer of a retriever
         (16, 16, 64, 2, None, False),  # no whole group of features
         (16, 16, 384, 4, None, False),  # heads of 96
-        (513, 513, 768, 12, None, False),
+        (449, 449, 768, 12, None, False),
         (16, 16, 384, 12, {"model": 2}, False),  # half of three groups
         (16, 16, 256, 4, {"model": 2}, True),
     ],
@@ -166,7 +166,8 @@ def test_a_tower_over_a_mesh_has_the_gradients_of_plain_attention():
 
         def loss(params):
             rngs = {"dropout": jax.random.key(1)}
-            return (bert.apply(params, ids, ids * 0, ids >= 0, deterministic=False, rngs=rngs) ** 2).sum()
+            states = bert.apply(params, ids, ids * 0, ids >= 0, deterministic=False, rngs=rngs)
+            return (states * jax.random.normal(jax.random.key(2), states.shape)).sum()
 
         return jax.jit(jax.grad(loss))(params)
 
@@ -200,7 +201,7 @@ COMPILER = importlib.util.find_spec("libtpu") is not None
     [
         (8, 384, 768, 12, jnp.bfloat16),  # the paper's joints
         (8, 384, 768, 12, jnp.float32),
-        (8, 512, 256, 8, jnp.float32),  # the longest, and heads of 32
+        (8, 448, 256, 8, jnp.float32),  # the longest, and heads of 32
         (16384, 64, 128, 2, jnp.bfloat16),  # many short queries
     ],
 )

@@ -24,7 +24,7 @@ from realm_jax.models.attention_dropout import kept
 Array = jax.Array
 Residuals = tuple[Array, ...]
 LANES = 128
-LONGEST = 512  # tokens whose scores and gradients fit into a kernel's 16 MiB of vector memory in float32
+LONGEST = 448  # tokens whose scores and gradients fit into a kernel's 16 MiB of vector memory in float32
 # Logical names of the dimensions of what a kernel takes and gives.
 SEEDS, STATES, BIAS = ("batch", "heads"), ("batch", None, "heads"), ("batch",)
 
