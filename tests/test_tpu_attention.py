@@ -134,7 +134,9 @@ def test_weights_drop_out_in_every_way_of_attending(way):
 
 @pytest.mark.parametrize("remat", ["none", "layer"])
 def test_a_tower_draws_other_weights_in_each_layer_and_step(remat):
-    config = BertConfig(30, width=128, layers=3, heads=2, feed_forward=16, max_length=16, dropout=0.5)
+    config = BertConfig(
+        30, width=128, layers=3, heads=2, feed_forward=16, max_length=16, dropout=0.0, attention_dropout=0.5
+    )
     config = dataclasses.replace(config, remat=remat, scan=remat != "none")
     ids = jnp.ones((2, 16), jnp.int32)
     tower = Bert(config)
@@ -155,7 +157,7 @@ def test_a_tower_over_a_mesh_has_the_gradients_of_plain_attention():
     """Layers in one loop, features over two devices. (What is computed again cannot be interpreted.)"""
     mesh = make_mesh(fsdp=2, model=2)
     config = BertConfig(
-        30, width=256, layers=3, heads=4, feed_forward=32, max_length=16, dropout=0.25, scan=True,
+        30, width=256, layers=3, heads=4, feed_forward=32, max_length=16, attention_dropout=0.25, scan=True,
         hidden=logical_sharding(mesh, "batch", None, None),
     )  # fmt: skip
     ids = jax.device_put(jnp.arange(64).reshape(4, 16) % 30, logical_sharding(mesh, "batch"))

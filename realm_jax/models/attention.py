@@ -160,10 +160,10 @@ ATTENTION: dict[str, Callable[..., Array]] = {
 
 
 def select_attention(mesh: Mesh, dtype: Any) -> str:
-    """The key of ATTENTION that suits the devices. Several CPU devices share a batch, which a loop over it would undo.
-    dtype: of the matrix products."""
+    """The key of ATTENTION that suits the devices. Several CPU devices share a batch, which a loop over it would undo;
+    TPUs attend as written until a whole step with the kernel is known to compile. dtype: of the matrix products."""
     platform = mesh.devices.flat[0].platform
-    if platform == "tpu" or (platform == "cpu" and mesh.size == 1):
-        return str(platform)
+    if platform == "cpu" and mesh.size == 1:
+        return "cpu"
     fused = platform == "gpu" and dtype == jnp.bfloat16
     return "cudnn" if fused and float(mesh.devices.flat[0].compute_capability) >= CAPABILITY else "xla"

@@ -48,15 +48,15 @@ def initializer_stddev(width: int) -> float:
 class BertConfig:
     """Sizes of one tower.
 
-    vocabulary_size: tokens. max_length: longest sequence with a position embedding. dropout: probability, on
-    embeddings, weights of attention and both residual branches. dtype: of the matrix products ('float32' or
-    'bfloat16'); parameters, LayerNorm and softmax are float32 always. attention: a key of `attention.ATTENTION`.
-    causal: whether a token attends to itself and those before it alone, as in a decoder; then hidden states are of all
-    positions. remat: 'none' keeps all that the backward pass needs, 'dots' of a layer the results of products with
-    parameters, 'layer' nothing of it. scan: layers but for the last are one compiled loop over their stacked
-    parameters; the tree of parameters stays as it is. hidden_act: the activation function of the feed-forward layers (a
-    key of ACTIVATIONS). hidden: the sharding of hidden states [batch, length, width]; without it the compiler may shard
-    them like parameters, and keep whole batches on every device.
+    vocabulary_size: tokens. max_length: longest sequence with a position embedding. dropout: probability, on embeddings
+    and both residual branches; attention_dropout: on the weights of attention, which no config sets yet. dtype: of the
+    matrix products ('float32' or 'bfloat16'); parameters, LayerNorm and softmax are float32 always. attention: a key of
+    `attention.ATTENTION`. causal: whether a token attends to itself and those before it alone, as in a decoder; then
+    hidden states are of all positions. remat: 'none' keeps all that the backward pass needs, 'dots' of a layer the
+    results of products with parameters, 'layer' nothing of it. scan: layers but for the last are one compiled loop over
+    their stacked parameters; the tree of parameters stays as it is. hidden_act: the activation function of the feed-
+    forward layers (a key of ACTIVATIONS). hidden: the sharding of hidden states [batch, length, width]; without it the
+    compiler may shard them like parameters, and keep whole batches on every device.
     """
 
     vocabulary_size: int
@@ -66,6 +66,7 @@ class BertConfig:
     feed_forward: int = 3072
     max_length: int = 512
     dropout: float = 0.1
+    attention_dropout: float = 0.0
     dtype: Any = jnp.float32
     attention: str = "xla"
     remat: str = "none"
@@ -204,9 +205,9 @@ class Layer(nn.Module):
 
     def _weight_dropout(self, batch: int, deterministic: bool) -> AttentionDropout | None:
         c = self.config
-        if deterministic or not c.dropout:
+        if deterministic or not c.attention_dropout:
             return None
-        return AttentionDropout(c.dropout, dropout_seeds(self.make_rng("dropout"), batch, c.heads))
+        return AttentionDropout(c.attention_dropout, dropout_seeds(self.make_rng("dropout"), batch, c.heads))
 
 
 class Bert(nn.Module):
