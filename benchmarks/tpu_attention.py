@@ -20,10 +20,9 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from realm_jax.cli.plan import SINGLE_HOST_ENVIRONMENT
+from realm_jax.cli.plan import devices_to_compile_for
 from realm_jax.compiled_cost import program_cost
 from realm_jax.flops import CLOCKS
 from realm_jax.models.attention import ATTENTION
@@ -47,21 +46,19 @@ def main() -> None:
         compare(args.chips[0], args.lengths[0], args.rate)
         return
     print(f"{SEQUENCES} sequences, {HEADS} heads of {WIDTH // HEADS}, bfloat16, dropout {args.rate}; one layer")
-    print(
-        "| chip | length | plain, ms | kernel: forward | backward | together, ms |\n|---|---|---|---|---|---|",
-        flush=True,
-    )
+    print("| chip | length | plain, ms | kernel: forward | backward | together, ms |")
+    print("|---|---|---|---|---|---|", flush=True)
     for chips in args.chips:
         for length in args.lengths:  # the compiler reads where to write when it is loaded
             with tempfile.TemporaryDirectory() as folder:
-                environment = os.environ | SINGLE_HOST_ENVIRONMENT | {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder}"}
+                environment = os.environ | {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder}"}
                 command = [sys.executable, __file__, "--one", "--chips", chips, "--lengths", str(length)]
                 subprocess.run([*command, "--rate", str(args.rate)], env=environment, check=True)
 
 
 def compare(chips: str, length: int, rate: float) -> None:
     """Print one row."""
-    device = topologies.get_topology_desc(platform="tpu", topology_name=chips).devices[0]
+    device = devices_to_compile_for(chips)[0]
     place, clock = NamedSharding(Mesh([device], ("one",)), PartitionSpec()), CLOCKS[device.device_kind]
     folder = Path(os.environ["LIBTPU_INIT_ARGS"].partition("=")[2])
     plain = program_cost(compiled("xla", place, length, rate)).cycles / clock

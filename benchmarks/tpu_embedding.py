@@ -10,16 +10,14 @@ chip's peak with it. The least time is that of the products at the peak.
 """
 
 import argparse
-import os
 from pathlib import Path
 
 import jax
-from jax.experimental import topologies
 
 from realm_jax import run as runs
 from realm_jax.assemble import abstract_run
 from realm_jax.cli.build_index import for_embedding
-from realm_jax.cli.plan import SINGLE_HOST_ENVIRONMENT, device_kind, lower_builder
+from realm_jax.cli.plan import device_kind, devices_to_compile_for, lower_builder
 from realm_jax.compiled_cost import program_cost
 from realm_jax.flops import CLOCKS, embedding_flops, peak
 from realm_jax.models.tpu_attention import LANES
@@ -35,9 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", nargs="+", type=int, default=[256, 32, 16, 8, 4])
     args = parser.parse_args()
-    for name, value in SINGLE_HOST_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    devices = list(topologies.get_topology_desc(platform="tpu", topology_name=CHIPS).devices)
+    devices = devices_to_compile_for(CHIPS)
     config = paper("realm")
     config.data.path = "-"
     builder = abstract_run(for_embedding(config, len(devices)), Path("."), PASSAGES, VOCABULARY, devices)

@@ -236,3 +236,8 @@ class CtrlC:
             threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
         else:
             self._otherwise(lost)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

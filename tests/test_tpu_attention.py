@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 
-from realm_jax.cli.plan import SINGLE_HOST_ENVIRONMENT
+from realm_jax.cli.plan import devices_to_compile_for
 from realm_jax.mesh import logical_sharding, make_mesh
 from realm_jax.models.attention import (
     causal_attention,
@@ -51,23 +50,21 @@ def with_gradients(attend, parts, mask, heads, dropout):
 @pytest.mark.parametrize("length, width, heads", [(24, 128, 2), (19, 256, 8), (16, 256, 2)])
 def test_the_kernel_gives_what_plain_attention_gives(length, width, heads, dtype, rate):
     """Heads of 64, of 32 and of 128; a length that fills no tile."""
-    parts, mask = arrays(4, length, width, dtype)
-    dropout = AttentionDropout(rate, dropout_seeds(jax.random.key(1), 4, heads)) if rate else None
-    plain = with_gradients(dot_product_attention, parts, mask, heads, dropout)
-    with pltpu.force_tpu_interpret_mode():
-        kernel = with_gradients(tpu_attention, parts, mask, heads, dropout)
-    for wanted, found in zip(plain, kernel, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=TOLERANCE[dtype] * max(1, np.abs(wanted).max()))
+    assert_like_plain_attention(length, width, heads, dtype, rate)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_kernel_at_the_length_of_the_paper(dtype):
-    parts, mask = arrays(4, 384, 768, dtype)
-    dropout = AttentionDropout(0.1, dropout_seeds(jax.random.key(1), 4, 12))
-    plain = with_gradients(dot_product_attention, parts, mask, 12, dropout)
+    assert_like_plain_attention(384, 768, 12, dtype, 0.1)
+
+
+def assert_like_plain_attention(length, width, heads, dtype, rate):
+    parts, mask = arrays(4, length, width, dtype)
+    dropout = AttentionDropout(rate, dropout_seeds(jax.random.key(1), 4, heads)) if rate else None
+    plain = with_gradients(dot_product_attention, parts, mask, heads, dropout)
     with pltpu.force_tpu_interpret_mode():
-        kernel = with_gradients(tpu_attention, parts, mask, 12, dropout)
+        kernel = with_gradients(tpu_attention, parts, mask, heads, dropout)
     for wanted, found in zip(plain, kernel, strict=True):
         np.testing.assert_allclose(found, wanted, atol=TOLERANCE[dtype] * max(1, np.abs(wanted).max()))
 
@@ -207,11 +204,9 @@ COMPILER = importlib.util.find_spec("libtpu") is not None
         (16384, 64, 128, 2, jnp.bfloat16),  # many short queries
     ],
 )
-def test_the_kernel_compiles_for(chips, batch, length, width, heads, dtype, monkeypatch):
+def test_the_kernel_compiles_for(chips, batch, length, width, heads, dtype):
     """With its gradient and dropout, over a mesh."""
-    for name, value in SINGLE_HOST_ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    mesh = make_mesh(devices=list(topologies.get_topology_desc(platform="tpu", topology_name=chips).devices))
+    mesh = make_mesh(devices=devices_to_compile_for(chips))
 
     def abstract(shape, dtype, *names):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=logical_sharding(mesh, *names))

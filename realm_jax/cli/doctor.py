@@ -21,7 +21,7 @@ from rich.console import Console
 
 import realm_jax
 from realm_jax.errors import USER_ERROR
-from realm_jax.host import multiplies_bfloat16
+from realm_jax.host import multiplies_bfloat16, usable_cores
 
 GIB = 2**30
 LOW_MEMORY = 4 * GIB  # rules of thumb for small runs, with room for compiling and for a few checkpoints;
@@ -147,7 +147,7 @@ def inspect_machine() -> Section:
     """Cores, memory and disk, within the limits of this process and its control group."""
     memory, limit, folder = psutil.virtual_memory(), _container_memory_limit(), Path.cwd()
     return {
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": usable_cores(),
         "memory_total": min(memory.total, limit),
         "memory_free": min(memory.available, limit),
         "disk_free": shutil.disk_usage(folder).free,

@@ -77,17 +77,22 @@ def plan_launch(launch: Launch, args: argparse.Namespace) -> int:
 
 def tpu_devices(launch: Launch, job: str, slices: int) -> list[jax.Device]:
     """The devices of so many slices of a job, for compiling only. Raises UserError."""
-    from jax.experimental import topologies  # here, since it starts the TPU compiler
-
-    for name, value in SINGLE_HOST_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     chips = str(launch.slice(job))
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=chips, num_slices=slices).devices)
+        return devices_to_compile_for(chips, slices)
     except Exception as fault:  # RuntimeError, ValueError or XLA's own, by version
         reason = " ".join(str(fault).split())[:200]
         advice = "the compiler comes with `pip install 'realm_jax[tpu]'`"
         raise UserError(f"spec.{job}.slice={chips}: {reason}; {advice}") from None
+
+
+def devices_to_compile_for(chips: str, slices: int = 1) -> list[jax.Device]:
+    """The devices of slices such as 'v5e:2x4', which need not be there. Raises what the TPU compiler raises."""
+    from jax.experimental import topologies  # here, since it starts the compiler
+
+    for name, value in SINGLE_HOST_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=chips, num_slices=slices).devices)
 
 
 def plan(

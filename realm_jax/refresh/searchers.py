@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.corpora.pool import ordered_parallel_map
+from realm_jax.host import usable_cores
 from realm_jax.refresh.generations import (
     IncompatibleIndex,
     Manifest,
@@ -44,7 +45,6 @@ from realm_jax.retrieval.scann import (
     recall,
     renew_shard,
     shard_ranges,
-    usable_cores,
 )
 from realm_jax.storage import Damaged, FileEntry, Folder, StorageError, digest
 
@@ -54,6 +54,7 @@ DONE = ".done"
 MEASURED_QUERIES = 256
 MEASURED_DEPTH = 8  # K of the paper
 LOSS = 0.01  # of recall that kept centroids and codebooks may cost; twice the standard error of 2,048 hits at .95
+UNUSABLE = (Damaged, StorageError, FileNotFoundError, RuntimeError, ValueError)  # files: damaged, gone, another ScaNN's
 RENEWED_AT_A_TIME = 8  # shards, each with 2 GB of its own where it has the most rows
 
 
@@ -180,13 +181,7 @@ def _build(folder: Folder, manifest: Manifest, settings: ScannConfig, work: Shar
         if work.before is not None:
             try:
                 chosen = _renew(folder, vectors, work.before, made)
-            except (
-                Damaged,
-                StorageError,
-                FileNotFoundError,
-                RuntimeError,
-                ValueError,
-            ) as fault:  # also of another ScaNN
+            except UNUSABLE as fault:
                 failure = str(fault)
         if chosen is None:
             made = Path(scratch, "learnt")

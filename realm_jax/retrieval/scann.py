@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
+from realm_jax.host import usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -213,11 +214,6 @@ def round_to_dtype(queries: NDArray, dtype: Any) -> NDArray[np.float32]:
 def check_scann() -> None:
     """Raise UserError if ScaNN cannot be loaded."""
     _scann()
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _scann() -> Any:

@@ -31,7 +31,7 @@ from orbax.checkpoint import v1 as ocp
 import realm_jax
 from realm_jax.checksums import checksums, mismatched, named_arrays
 from realm_jax.errors import UserError
-from realm_jax.host import free_heap, releases_memory
+from realm_jax.host import free_heap, releases_memory, usable_cores
 from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.storage import StorageError, check_files, list_files, read_json, record_digest, write_json_atomic
 
@@ -375,7 +375,7 @@ def environment() -> dict[str, Any]:
         "device": device.device_kind,
         "devices": jax.device_count(),
         "processes": jax.process_count(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
     }
 

@@ -5,7 +5,6 @@ be made again at any time. How the page looks is `realm_jax/eval/report.py`.
 """
 
 import logging
-import os
 import platform
 import time
 from collections import Counter, defaultdict
@@ -27,6 +26,7 @@ from realm_jax.eval.prediction import GROUPED_BY, Evaluator, Prediction
 from realm_jax.eval.report import write_report
 from realm_jax.eval.retrieval import is_retrieval_measure
 from realm_jax.forward import Index, read_masked, reader_query
+from realm_jax.host import usable_cores
 from realm_jax.mesh import to_host
 from realm_jax.models.likelihood import masked_word_marginal
 from realm_jax.models.realm import Params
@@ -346,5 +346,5 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
 def hardware() -> str:
     """One line about this machine."""
     device = jax.devices()[0]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_cores()
     return f"{jax.device_count()} × {device.device_kind} ({device.platform}), {cores} cores, {platform.machine()}"
