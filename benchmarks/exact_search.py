@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from realm_jax.mesh import make_mesh
 from realm_jax.retrieval.exact import padded_rows, search
 
-BLOCKS = (4_096, 16_384, 65_536, 262_144)
+BLOCKS = (4_096, 16_384, 65_536, 262_144, 1_048_576)
 QUERIES = (512, 64, 1)
 REPEATS = 7
 

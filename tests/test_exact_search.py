@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realm_jax.mesh import logical_sharding, make_mesh
+from realm_jax.retrieval import exact
 from realm_jax.retrieval.exact import GROUP, Neighbours, padded_rows, search
 
 ONE = make_mesh(1, 1, 1, jax.devices()[:1])
@@ -110,6 +111,24 @@ def test_float32_products_are_not_rounded_on_accelerators():
     queries, vectors = whole_numbers(70, seed=0)
     program = str(jax.make_jaxpr(lambda q, v: search(ONE, q, v, 70, 5))(queries, place(ONE, vectors, 70)))
     assert "precision=(Precision.HIGHEST, Precision.HIGHEST)" in program
+
+
+def test_as_many_rows_are_scored_at_a_time_as_memory_is_given_for(monkeypatch):
+    """All at once, or in blocks, after which queries score their best groups again, three and one: the same rows."""
+    queries, vectors = whole_numbers(1000, seed=2, queries=7)
+    wanted = by_sorting(queries, vectors, 4)
+    programs = set()
+    for kept, gathered in ((exact.KEPT, exact.GATHERED), (0, exact.GATHERED), (0, 3 * 4 * GROUP * SIZE * 4), (0, 0)):
+        monkeypatch.setattr(exact, "KEPT", kept)
+        monkeypatch.setattr(exact, "BLOCK", 384)
+        monkeypatch.setattr(exact, "GATHERED", gathered)
+        find = jax.jit(lambda q, v: search(ONE, q, v, 1000, 4))
+        placed = place(ONE, vectors, 1000)
+        found = find(queries, placed)
+        np.testing.assert_array_equal(found.rows, wanted[1])
+        np.testing.assert_array_equal(found.scores, wanted[0])
+        programs.add(find.lower(queries, placed).as_text())
+    assert len(programs) == 4
 
 
 def test_no_gradient_flows_through_a_search():

@@ -1,12 +1,13 @@
 """Exact maximum inner product search over vectors that are sharded by rows over every device of a mesh.
 
 Exact means exact over the stored vectors: they may be bfloat16, and queries are rounded to the same dtype; products are
-accumulated in float32. Ties go to the lower row. No full score matrix exists: each device scans its rows in blocks with
-a running top-k, then one global top-k is taken over the gathered candidates. Pure and jittable; gradients do not flow
+accumulated in float32. Ties go to the lower row. Each device compares groups of 32 rows by their largest score, then
+the rows of the k best groups; one global top-k is taken over the candidates of all devices. Where all scores would take
+much memory, rows are scored in blocks and those of the best groups once more. Pure and jittable; gradients do not flow
 through a search.
 """
 
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 Array = jax.Array
 EXACT = jax.lax.Precision.HIGHEST  # the default would round float32 to 10 bits on GPUs and to 8 on TPUs
-GROUP = 32  # rows whose maximum is compared before a top-k over single rows: 2-3 times faster on CPUs
+GROUP = 32  # rows whose maximum is compared before a top-k over single rows
+SUBLANES = 8  # rows of a TPU's register, whose maximum costs more than that of as many registers
+KEPT = 2**27  # bytes of scores that are kept on a device while its best groups are found
+BLOCK = 16_384  # rows scored at a time where all would be more: of 512 queries, what fits a TPU's vector memory
+GATHERED = 2**26  # bytes of vectors that are gathered at a time
 
 
 class Neighbours(NamedTuple):
@@ -31,15 +36,17 @@ def padded_rows(rows: int, devices: int) -> int:
     return -(-rows // multiple) * multiple
 
 
-def search(mesh: Mesh, queries: Array, vectors: Array, rows: int, k: int, block: int = 65_536) -> Neighbours:
+def search(mesh: Mesh, queries: Array, vectors: Array, rows: int, k: int, block: int | None = None) -> Neighbours:
     """The k rows of largest inner product for every query.
 
     queries [q, d] float32, rounded to the dtype of the vectors; vectors [padded_rows(rows, devices), d], sharded by
     rows over all axes of `mesh`; rows beyond `rows` are padding and never returned. k ≤ rows. block: rows scored at a
-    time on each device.
+    time on each device; None: all of them where that takes KEPT bytes at most, or BLOCK.
     """
     every_axis = tuple(mesh.axis_names)
     per_device = vectors.shape[0] // mesh.size
+    if block is None:
+        block = per_device if 4 * len(queries) * per_device <= KEPT else BLOCK
     local = partial(_search_shard, rows=rows, k=k, block=min(block, per_device), axes=every_axis)
     sharded = jax.shard_map(
         local,
@@ -53,46 +60,68 @@ def search(mesh: Mesh, queries: Array, vectors: Array, rows: int, k: int, block:
 
 
 def _search_shard(queries: Array, vectors: Array, *, rows: int, k: int, block: int, axes: tuple) -> tuple[Array, Array]:
-    """Top-k of this device's rows, then of all devices' candidates (gathered in row order, so ties stay low)."""
+    """Top-k of this device's rows, then of all devices' candidates (gathered in row order, so ties stay low).
+
+    A row of the true top-k lies in one of the k groups whose maxima are largest: each better group would hold a better
+    row. Groups are kept in row order, so that of equal scores the lower row stays first.
+    """
     first = jax.lax.axis_index(axes) * vectors.shape[0]
-    best = (jnp.full((queries.shape[0], k), -jnp.inf, jnp.float32), jnp.full((queries.shape[0], k), -1, jnp.int32))
-    blocks = vectors.shape[0] // block
-
-    def scan(best: tuple[Array, Array], start: Array) -> tuple[tuple[Array, Array], None]:
-        part = jax.lax.dynamic_slice_in_dim(vectors, start, block)
-        return _merge(best, _search_block(queries, part, first + start, rows, k), k), None
-
-    best, _ = jax.lax.scan(scan, best, jnp.arange(blocks, dtype=jnp.int32) * block)
-    rest = vectors.shape[0] - blocks * block
-    if rest:
-        part = vectors[blocks * block :]
-        best = _merge(best, _search_block(queries, part, first + blocks * block, rows, k), k)
+    all_scores = _scores(queries, vectors, rows - first) if block == vectors.shape[0] else None
+    maxima = _maxima_by_block(queries, vectors, rows - first, block) if all_scores is None else _maxima(all_scores)
+    _, groups = jax.lax.top_k(maxima.T, min(k, len(maxima)))
+    groups = jnp.sort(groups, axis=-1)
+    if all_scores is None:
+        scores = _scored_again(queries, vectors, groups)
+    else:
+        grouped = all_scores.reshape(-1, GROUP, len(queries))
+        scores = jnp.take_along_axis(grouped, groups.T[:, None, :], axis=0).reshape(-1, len(queries)).T
+    ids = first + (groups[:, :, None] * GROUP + jnp.arange(GROUP, dtype=jnp.int32)).reshape(len(queries), -1)
+    scores = jnp.where(ids < rows, scores, -jnp.inf)
+    best = _top(scores, ids, min(k, scores.shape[1]))
     scores, ids = (jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in best)
     return _top(scores, ids, k)
 
 
-def _search_block(queries: Array, vectors: Array, first: Array, rows: int, k: int) -> tuple[Array, Array]:
-    """Top min(k, block) of one block: groups by their maximum first, then the rows of the k best groups.
-
-    A row of the true top-k lies in one of the k best groups: each better group would hold a better row.
-    """
-    scores = jnp.einsum("qd,nd->qn", queries, vectors, precision=EXACT, preferred_element_type=jnp.float32)
-    ids = first + jnp.arange(vectors.shape[0], dtype=jnp.int32)
-    scores = jnp.where(ids < rows, scores, -jnp.inf)
-    groups = vectors.shape[0] // GROUP
-    if groups <= k:
-        return _top(scores, jnp.broadcast_to(ids, scores.shape), min(k, vectors.shape[0]))
-    grouped = scores.reshape(scores.shape[0], groups, GROUP)
-    _, chosen = jax.lax.top_k(grouped.max(axis=-1), k)
-    chosen = jnp.sort(chosen, axis=-1)  # row order again, so that ties stay with the lower row
-    kept = jnp.take_along_axis(grouped, chosen[:, :, None], axis=1).reshape(scores.shape[0], -1)
-    kept_ids = (first + chosen[:, :, None] * GROUP + jnp.arange(GROUP, dtype=jnp.int32)).reshape(kept.shape)
-    return _top(kept, kept_ids, k)
+def _scores(queries: Array, vectors: Array, rows: Array) -> Array:
+    """[n, queries] of all vectors, of which the first `rows` are no padding. Queries come last: TPUs compare whole
+    registers then, and keep a block of scores in vector memory."""
+    scores = jnp.einsum("nd,qd->nq", vectors, queries, precision=EXACT, preferred_element_type=jnp.float32)
+    return jnp.where((jnp.arange(len(vectors), dtype=jnp.int32) < rows)[:, None], scores, -jnp.inf)
 
 
-def _merge(best: tuple[Array, Array], more: tuple[Array, Array], k: int) -> tuple[Array, Array]:
-    scores, ids = (jnp.concatenate(pair, axis=1) for pair in zip(best, more, strict=True))
-    return _top(scores, ids, k)
+def _maxima(scores: Array) -> Array:
+    """The largest score in each group of rows, [groups, queries]."""
+    registers = scores.reshape(-1, GROUP // SUBLANES, SUBLANES, scores.shape[1])
+    return reduce(jnp.maximum, jnp.unstack(registers, axis=1)).max(axis=1)
+
+
+def _maxima_by_block(queries: Array, vectors: Array, rows: Array, block: int) -> Array:
+    """As `_maxima`, of scores that are not kept."""
+
+    def scan(_: None, start: Array) -> tuple[None, Array]:
+        part = jax.lax.dynamic_slice_in_dim(vectors, start, block)
+        return None, _maxima(_scores(queries, part, rows - start))
+
+    blocks = len(vectors) // block
+    _, maxima = jax.lax.scan(scan, None, jnp.arange(blocks, dtype=jnp.int32) * block)
+    rest = _maxima(_scores(queries, vectors[blocks * block :], rows - blocks * block))
+    return jnp.concatenate([maxima.reshape(-1, len(queries)), rest])
+
+
+def _scored_again(queries: Array, vectors: Array, groups: Array) -> Array:
+    """Scores [queries, groups × GROUP] of the rows of each query's own groups, as many queries at a time as GATHERED
+    bytes allow. The vectors of a group lie in one piece of memory, which their scores did not."""
+    grouped = vectors.reshape(-1, GROUP * vectors.shape[1])
+
+    def of_query(asked: tuple[Array, Array]) -> Array:
+        query, own = asked
+        gathered = grouped[own].reshape(-1, vectors.shape[1])
+        return jnp.einsum("d,nd->n", query, gathered, precision=EXACT, preferred_element_type=jnp.float32)
+
+    each = groups.shape[1] * GROUP * vectors.shape[1] * vectors.dtype.itemsize
+    at_a_time = min(len(queries), max(1, GATHERED // each))
+    scores: Array = jax.lax.map(of_query, (queries, groups), batch_size=at_a_time)
+    return scores
 
 
 def _top(scores: Array, ids: Array, k: int) -> tuple[Array, Array]:

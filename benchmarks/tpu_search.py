@@ -1,0 +1,51 @@
+"""How long the exact search of a step takes on TPU slices, by their compiler's own cost model.
+
+No TPU is needed: the search of `realm_wiki` (512 queries, 13,353,718 vectors of 128 in bfloat16, k = 8) is compiled
+ahead of time. The `estimated_cycles` of its operations are added up, a loop as often as it runs; the model has no
+number for top-k (how many there are is printed) and for collectives.
+
+    pip install -e '.[tpu]'
+    python benchmarks/tpu_search.py [--slices v5e:8x8 …]
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from realm_jax.assemble import abstract_run
+from realm_jax.cli.plan import abstract_sharded, device_kind, devices_to_compile_for
+from realm_jax.compiled_cost import program_cost
+from realm_jax.flops import CLOCKS
+from realm_jax.recipes import paper
+from realm_jax.retrieval.exact import padded_rows, search
+
+SLICES = ("v5e:8x8", "v5e:4x4", "v5p:4x4x4", "v6e:8x8")
+PASSAGES, VOCABULARY = 13_353_718, 30_522
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slices", nargs="+", default=SLICES)
+    args = parser.parse_args()
+    config = paper("realm")
+    config.data.path = "-"
+    print("| slice | rows a chip | ms | MB of temporaries | top-k |\n|---|---|---|---|---|")
+    for chips in args.slices:
+        run = abstract_run(config, Path("."), PASSAGES, VOCABULARY, devices_to_compile_for(chips))
+        rows, size = padded_rows(PASSAGES, run.mesh.size), config.encoder.projection
+        queries = abstract_sharded(run, (config.realm.batch_size, size), jnp.float32, "batch")
+        vectors = abstract_sharded(run, (rows, size), jnp.bfloat16, "rows")
+        find = jax.jit(partial(search, run.mesh, rows=PASSAGES, k=config.realm.candidates))
+        compiled = find.lower(queries, vectors).compile()
+        text = compiled.as_text()
+        milliseconds = program_cost(text).cycles / CLOCKS[device_kind(run)] * 1e3
+        kept = compiled.memory_analysis().temp_size_in_bytes / 1e6
+        largest = text.count('custom_call_target="TopK"')
+        print(f"| {chips} | {rows // run.mesh.size:,} | {milliseconds:.2f} | {kept:.1f} | {largest} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
