@@ -34,6 +34,7 @@ SLICES = {  # name of a plan → overrides of the spec
 }
 WANTED = {  # config: its plans
     "realm_wiki": ["v5e:8x8", "v5p:4x4x4", "v6e:8x8", "v5e:8x8 --num-slices=2"],
+    "realm_wiki_scann": ["v5e:8x8"],
     "realm_ccnews": ["v5e:8x8"],
     "ict_wiki": ["v5e:8x8"],
     "qa_wiki": ["v5e:4x4"],

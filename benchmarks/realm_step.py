@@ -35,9 +35,9 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.assemble import abstract_run
+from realm_jax.chips import peak
 from realm_jax.config import default
 from realm_jax.data.sources import open_sources
-from realm_jax.flops import peak
 from realm_jax.host import keep_freed_memory
 from realm_jax.models.inputs import Documents
 from realm_jax.retrieval.embed import CorpusRows

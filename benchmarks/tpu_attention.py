@@ -3,7 +3,7 @@
 No TPU is needed. Plain attention is what XLA makes of it: the `estimated_cycles` of its operations. The kernel's are
 the instruction words of its schedule for one block (a sequence and 128 features), times the blocks, a word a cycle; the
 compiler writes that schedule into a folder if it is asked to. Neither knows of waiting for memory. A v5p's two cores
-share a kernel's blocks.
+share a kernel's blocks. The last column, words for each score of 128 features, is what `compiled_time.py` counts with.
 
     pip install -e '.[tpu]'
     python benchmarks/tpu_attention.py [--chips v5e:2x2 …] [--lengths 288 384]
@@ -22,16 +22,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from realm_jax.chips import chip
 from realm_jax.cli.plan import devices_to_compile_for
 from realm_jax.compiled_cost import program_cost
-from realm_jax.flops import CLOCKS
 from realm_jax.models.attention import ATTENTION
-from realm_jax.models.attention_dropout import AttentionDropout
+from realm_jax.models.dropout import AttentionDropout
 from realm_jax.models.tpu_attention import LANES
 
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 SEQUENCES, WIDTH, HEADS = 56, 768, 12  # a chip's joints in a step of `realm_wiki` on 64 of them
-CORES = {"TPU v5": 2}
 DUMPED = "*schedule-analysis_final_bundles.txt"
 
 
@@ -41,34 +40,39 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[288, 384])
     parser.add_argument("--rate", type=float, default=0.1, help="of dropout")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # where the compiler writes schedules
     args = parser.parse_args()
     if args.one:
-        compare(args.chips[0], args.lengths[0], args.rate)
+        compare(args.chips[0], args.lengths[0], args.rate, args.folder)
         return
     print(f"{SEQUENCES} sequences, {HEADS} heads of {WIDTH // HEADS}, bfloat16, dropout {args.rate}; one layer")
-    print("| chip | length | plain, ms | kernel: forward | backward | together, ms |")
-    print("|---|---|---|---|---|---|", flush=True)
+    print("| chip | length | plain, ms | kernel: forward | backward | together, ms | words a score |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     for chips in args.chips:
         for length in args.lengths:  # the compiler reads where to write when it is loaded
             with tempfile.TemporaryDirectory() as folder:
                 environment = os.environ | {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder}"}
                 command = [sys.executable, __file__, "--one", "--chips", chips, "--lengths", str(length)]
-                subprocess.run([*command, "--rate", str(args.rate)], env=environment, check=True)
+                command += ["--rate", str(args.rate), "--folder", folder]
+                subprocess.run(command, env=environment, check=True)
 
 
-def compare(chips: str, length: int, rate: float) -> None:
+def compare(chips: str, length: int, rate: float, folder: Path) -> None:
     """Print one row."""
     device = devices_to_compile_for(chips)[0]
-    place, clock = NamedSharding(Mesh([device], ("one",)), PartitionSpec()), CLOCKS[device.device_kind]
-    folder = Path(os.environ["LIBTPU_INIT_ARGS"].partition("=")[2])
-    plain = program_cost(compiled("xla", place, length, rate)).cycles / clock
+    place, known = NamedSharding(Mesh([device], ("one",)), PartitionSpec()), chip(device.device_kind)
+    assert known is not None
+    plain = program_cost(compiled("xla", place, length, rate)).cycles / known.clock
     for file in folder.iterdir():
         file.unlink()
     compiled("tpu", place, length, rate)
-    blocks = SEQUENCES * WIDTH // LANES / CORES.get(device.device_kind, 1)
-    forward, backward = (blocks * words(folder, kernel) / clock for kernel in ("attend", "differentiate"))
+    blocks = SEQUENCES * WIDTH // LANES
+    scores = length * -(-length // LANES) * LANES
+    counts = [words(folder, kernel) for kernel in ("attend", "differentiate")]
+    forward, backward = (blocks * count / known.cores / known.clock for count in counts)
     cells = [f"{1e3 * seconds:.2f}" for seconds in (plain, forward, backward, forward + backward)]
-    print(f"| {chips} | {length} | " + " | ".join(cells) + " |", flush=True)
+    each = ", ".join(f"{count / scores:.5f}" for count in counts)
+    print(f"| {chips} | {length} | " + " | ".join(cells) + f" | {each} |", flush=True)
 
 
 def compiled(way: str, place: NamedSharding, length: int, rate: float) -> str:

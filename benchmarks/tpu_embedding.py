@@ -17,15 +17,14 @@ import jax
 from realm_jax import run as runs
 from realm_jax.assemble import abstract_run
 from realm_jax.cli.build_index import for_embedding
-from realm_jax.cli.plan import device_kind, devices_to_compile_for, lower_builder
+from realm_jax.cli.plan import devices_to_compile_for, known_chip, lower_builder
 from realm_jax.compiled_cost import program_cost
-from realm_jax.flops import CLOCKS, embedding_flops, peak
-from realm_jax.models.tpu_attention import LANES
+from realm_jax.compiled_time import program_time
+from realm_jax.flops import embedding_flops
 from realm_jax.recipes import paper
 from realm_jax.retrieval.embed import EMBED_BATCH, GROUPS
 
 CHIPS = "v5e:2x4"
-WORDS = 1367  # of the kernel that attends, for a passage and 128 features: benchmarks/tpu_attention.py, without dropout
 PASSAGES, VOCABULARY = 13_353_718, 30_522
 
 
@@ -38,16 +37,14 @@ def main() -> None:
     config.data.path = "-"
     builder = abstract_run(for_embedding(config, len(devices)), Path("."), PASSAGES, VOCABULARY, devices)
     operations = EMBED_BATCH * embedding_flops(builder.config, config.data.document_length)
-    least = operations / (peak(device_kind(builder)) or float("nan"))
+    least = operations / known_chip(builder).peak
     print(f"{EMBED_BATCH} passages of {config.data.document_length}: at least {least * 1e3:.0f} ms")
     print("| passages at a time | ms | share of peak | MB of temporaries |\n|---|---|---|---|")
     for group in args.groups:
         jax.clear_caches()
         runs.GROUPS = {} if group == EMBED_BATCH else {"tpu": group}
         compiled = lower_builder(builder).compile()
-        cost = program_cost(compiled.as_text())
-        attention = cost.kernels["attend"] * group * builder.config.model.width // LANES * WORDS
-        seconds = (cost.cycles + attention) / CLOCKS[device_kind(builder)]
+        seconds = program_time(program_cost(compiled.as_text()), known_chip(builder), [0] * len(devices)).low
         kept = compiled.memory_analysis().temp_size_in_bytes / 1e6
         own = " (ours)" if group == GROUPS["tpu"] else ""
         print(f"| {group}{own} | {seconds * 1e3:.0f} | {least / seconds:.0%} | {kept:,.0f} |", flush=True)

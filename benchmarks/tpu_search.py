@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from realm_jax.assemble import abstract_run
-from realm_jax.cli.plan import abstract_sharded, device_kind, devices_to_compile_for
+from realm_jax.cli.plan import abstract_sharded, devices_to_compile_for, known_chip
 from realm_jax.compiled_cost import program_cost
-from realm_jax.flops import CLOCKS
 from realm_jax.recipes import paper
 from realm_jax.retrieval.exact import padded_rows, search
 
@@ -40,11 +39,11 @@ def main() -> None:
         vectors = abstract_sharded(run, (rows, size), jnp.bfloat16, "rows")
         find = jax.jit(partial(search, run.mesh, rows=PASSAGES, k=config.realm.candidates))
         compiled = find.lower(queries, vectors).compile()
-        text = compiled.as_text()
-        milliseconds = program_cost(text).cycles / CLOCKS[device_kind(run)] * 1e3
+        cost = program_cost(compiled.as_text())
+        milliseconds = cost.cycles / known_chip(run).clock * 1e3
         kept = compiled.memory_analysis().temp_size_in_bytes / 1e6
-        largest = text.count('custom_call_target="TopK"')
-        print(f"| {chips} | {rows // run.mesh.size:,} | {milliseconds:.2f} | {kept:.1f} | {largest} |", flush=True)
+        cells = f"{rows // run.mesh.size:,} | {milliseconds:.2f} | {kept:.1f} | {cost.top_k.total()}"
+        print(f"| {chips} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

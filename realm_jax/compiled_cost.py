@@ -1,52 +1,83 @@
-"""What the TPU compiler's own cost model says of a compiled program: cycles, read from its text.
+"""What the TPU compiler's own cost model says of a compiled program, read from its text, and what the model leaves out.
 
 The compiler annotates operations with `estimated_cycles`; kernels (Pallas), the largest of many numbers (TopK) and
-collectives have none. A loop's body counts as often as the loop's condition says.
+collectives have none, and are listed. What a loop does counts as often as the loop's condition says.
+
+Read next: `compiled_time.py`, which makes seconds of it.
 """
 
+import math
 import re
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
 
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
+COLLECTIVE = re.compile(
+    r" = (.*) (all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute)(-start)?\("
+)
+DTYPES = {"pred": "bool", "bf16": "bfloat16", "f": "float", "s": "int", "u": "uint"}
+
+
+One = TypeVar("One")
+# What runs another computation, whose name is the first or the second group.
+CALL = re.compile(r" call\(.*to_apply=%?([\w.\-]+)| (?:fusion|async-start)\(.*calls=%?([\w.\-]+)")
+
+
+class Kernel(NamedTuple):
+    """A Pallas kernel by its name, and the shape of the first array that it gives."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class Collective(NamedTuple):
+    """kind: 'all-reduce', …; size: bytes on a device of the larger of what it takes and gives; group: places in the
+    program's order of devices, of those that one group of it joins."""
+
+    kind: str
+    size: int
+    group: tuple[int, ...]
+
+
+class TopK(NamedTuple):
+    """The largest of many numbers. size: bytes that it reads; wanted: numbers of each row."""
+
+    size: int
+    wanted: int
 
 
 class Cost(NamedTuple):
-    """cycles: of a program on each device, without its kernels; kernels: how often each of them runs, by name."""
+    """Of a program, on each device: cycles, without all that follows, of which it says how often each runs."""
 
     cycles: int
-    kernels: Counter[str]
+    kernels: Counter[Kernel]
+    top_k: Counter[TopK]
+    collectives: Counter[Collective]
 
 
 def program_cost(text: str) -> Cost:
-    """The cost of a compiled program. Raises ValueError for a loop whose length it does not say, and for a condition,
-    of which it does not say which branch runs."""
+    """The cost of a compiled program. Raises ValueError for a loop whose length it does not say, for a condition, of
+    which it does not say which branch runs, and for groups of devices in an unknown notation."""
     entry, bodies = _computations(text)
-    found: dict[str, Cost] = {}
-
-    def cost(name: str) -> Cost:
-        if name not in found:
-            lines = bodies[name]
-            found[name] = _sum([(1, _own(line)) for line in lines] + [part for line in lines for part in called(line)])
-        return found[name]
-
-    def called(line: str) -> list[tuple[int, Cost]]:
-        if (loop := re.search(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)", line)) is not None:
-            return [(_trips(loop[1], bodies[loop[1]]), cost(loop[2]))]
-        if " conditional(" in line:
-            raise ValueError("the compiled program has a condition; how often its branches run is not known")
-        call = re.search(r" call\(.*to_apply=%?([\w.\-]+)", line)
-        return [(1, cost(call[1]))] if call else []
-
-    return cost(entry)
+    runs = _runs(entry, bodies)
+    lines = [(runs[name], line) for name in runs for line in bodies[name]]
+    cycles = sum(times * _cycles(line) for times, line in lines)
+    kernels = _counted((times, _kernel(line)) for times, line in lines)
+    top_k = _counted((times, _top_k(line, text)) for times, line in lines)
+    return Cost(cycles, kernels, top_k, _counted(_collectives(lines)))
 
 
-def _sum(parts: list[tuple[int, Cost]]) -> Cost:
-    """Of costs, each so many times."""
-    kernels: Counter[str] = Counter()
-    for times, part in parts:
-        kernels.update({name: times * count for name, count in part.kernels.items()})
-    return Cost(sum(times * part.cycles for times, part in parts), kernels)
+def _counted(found: Iterable[tuple[int, One | None]]) -> Counter[One]:
+    counts: Counter[One] = Counter()
+    for times, one in found:
+        if one is not None:
+            counts[one] += times
+    return counts
 
 
 def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
@@ -62,11 +93,28 @@ def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
     return entry, bodies
 
 
-def _own(line: str) -> Cost:
-    """Of one operation."""
-    annotated = re.search(r'"estimated_cycles":"(\d+)"', line)
-    kernel = re.search(r'custom_call_target="tpu_custom_call".*op_name="[^"]*?(\w+)\)*/pallas_call', line)
-    return Cost(int(annotated[1]) if annotated else 0, Counter([kernel[1]] if kernel else []))
+def _runs(entry: str, bodies: dict[str, list[str]]) -> Counter[str]:
+    """How often each computation runs."""
+    runs: Counter[str] = Counter()
+
+    def visit(name: str, times: int) -> None:
+        runs[name] += times
+        for line in bodies[name]:
+            for called, inner in _called(line, bodies):
+                visit(called, times * inner)
+
+    visit(entry, 1)
+    return runs
+
+
+def _called(line: str, bodies: dict[str, list[str]]) -> Iterator[tuple[str, int]]:
+    """The computations that an operation runs, and how often."""
+    if (loop := re.search(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)", line)) is not None:
+        yield loop[2], _trips(loop[1], bodies[loop[1]])
+    elif " conditional(" in line:
+        raise ValueError("the compiled program has a condition; how often its branches run is not known")
+    elif (call := CALL.search(line)) is not None and (name := call[1] or call[2]) in bodies:
+        yield name, 1
 
 
 def _trips(loop: str, lines: list[str]) -> int:
@@ -79,3 +127,90 @@ def _trips(loop: str, lines: list[str]) -> int:
     if len(limits) != 1:
         raise ValueError(f"the compiled program does not say how often its loop {loop} runs")
     return int(limits[0])
+
+
+def _cycles(line: str) -> int:
+    annotated = re.search(r'"estimated_cycles":"(\d+)"', line)
+    return int(annotated[1]) if annotated else 0
+
+
+def _kernel(line: str) -> Kernel | None:
+    found = re.search(r'custom_call_target="tpu_custom_call".*op_name="[^"]*?(\w+)\)*/pallas_call', line)
+    return Kernel(found[1], _shapes(line.partition("custom-call(")[0])[0][1]) if found else None
+
+
+def _top_k(line: str, text: str) -> TopK | None:
+    if 'custom_call_target="TopK"' not in line:
+        return None
+    given, _, taken = line.partition("custom-call(%")
+    name = re.escape(re.split(r"[,)]", taken)[0])
+    compared = re.search(rf"%{name} = ([^(]*)", text)
+    if compared is None:
+        raise ValueError(f"the compiled program does not say what it compares: {line.strip()[:300]}")
+    return TopK(_together(compared[1]), _shapes(given)[0][1][-1])
+
+
+def _collectives(lines: list[tuple[int, str]]) -> Iterable[tuple[int, Collective]]:
+    """Each channel once: a collective that goes on beside other work stands in several computations."""
+    channels: dict[str, tuple[int, Collective]] = {}
+    for times, line in lines:
+        if (found := COLLECTIVE.search(line)) is None:
+            continue
+        channel = re.search(r"channel_id=(\d+)", line)
+        group = _group(line)
+        in_and_out = found[3] and found[2] != "all-reduce"  # what has started names both
+        size = (_largest if in_and_out else _together)(found[1]) * (len(group) if found[2] == "reduce-scatter" else 1)
+        one = times, Collective(found[2], size, group)
+        key = channel[0] if channel else line
+        channels[key] = max(channels.get(key, one), one)
+    return channels.values()
+
+
+def _group(line: str) -> tuple[int, ...]:
+    """The first group of devices of a collective; of pairs, the first that are two devices."""
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
+        both = [tuple(int(place) for place in pair) for pair in re.findall(r"\{(\d+),(\d+)", pairs[1] + "}")]
+        return next((pair for pair in both if pair[0] != pair[1]), both[0])
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return tuple(int(place) for place in listed[1].split(","))
+    if tiled := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        places = _places(tiled[2], tiled[3]).reshape(_numbers(tiled[1]))
+        return tuple(places.reshape(-1, places.shape[-1])[0].tolist())
+    order = r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+    if named := re.search(r"replica_groups=mesh\[(.*?)\]" + order + r" \{(.*?)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"('\w+')=(\d+)", named[1])}
+        joined = re.findall(r"'\w+'", named[4])
+        whole = named[2] or str(math.prod(sizes.values()))
+        if re.fullmatch(r"[\w',]*", named[4]):
+            places = _places(whole, named[3]).reshape(tuple(sizes.values()))
+            return tuple(places[tuple(slice(None) if name in joined else 0 for name in sizes)].reshape(-1).tolist())
+    raise ValueError(f"the compiled program has groups of devices in an unknown notation: {line.strip()[:300]}")
+
+
+def _places(dimensions: str, order: str | None) -> np.ndarray:
+    places = np.arange(math.prod(_numbers(dimensions))).reshape(_numbers(dimensions))
+    return places.transpose(_numbers(order)) if order else places
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number)
+
+
+def _shapes(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Dtype and dimensions of each array that a text names."""
+    return [(found[1], _numbers(found[2])) for found in SHAPE.finditer(re.sub(r"\{[^}]*\}", "", text))]
+
+
+def _largest(text: str) -> int:
+    """Bytes of the largest array that a text names."""
+    return max(math.prod(shape) * _width(dtype) for dtype, shape in _shapes(text))
+
+
+def _together(text: str) -> int:
+    """Bytes of all arrays that a text names."""
+    return sum(math.prod(shape) * _width(dtype) for dtype, shape in _shapes(text))
+
+
+def _width(dtype: str) -> int:
+    letter, bits = re.fullmatch(r"([a-z]+)(.*)", dtype).groups()  # type: ignore[union-attr]
+    return jnp.dtype(DTYPES.get(dtype) or DTYPES[letter] + bits).itemsize

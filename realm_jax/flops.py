@@ -14,50 +14,6 @@ from ml_collections import ConfigDict
 from realm_jax.run import Run
 from realm_jax.sections import reader_section
 
-# Dense bfloat16 operations a second of one JAX device, by `device_kind` (vendors' data sheets).
-PEAKS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v5e": 197e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-}
-
-# Cycles a second of a TPU's cores: what makes the peak of its matrix units (128 × 128, of v6e 256 × 256) the data
-# sheet's. By the compiler's cost model a product of 4,096³ then reaches .97, .96 and .87 of the peak.
-CLOCKS = {"TPU v5 lite": 1.5e9, "TPU v5": 1.75e9, "TPU v6 lite": 1.75e9}
-
-# Bytes of memory that a program can have on one of them, as the TPU compiler says.
-MEMORY = {
-    "TPU v4": 31.75 * 2**30,
-    "TPU v5 lite": 15.75 * 2**30,
-    "TPU v5": 95.74 * 2**30,
-    "TPU v5p": 95.74 * 2**30,
-    "TPU v5e": 15.75 * 2**30,
-    "TPU v6 lite": 31.25 * 2**30,
-    "TPU v6e": 31.25 * 2**30,
-}
-
-
-def memory(device_kind: str) -> float | None:
-    """Bytes of a device's memory; None if it is not known."""
-    return _by_name(MEMORY, device_kind)
-
-
-def peak(device_kind: str) -> float | None:
-    """Peak bfloat16 operations a second of a device; None if it is not known."""
-    return _by_name(PEAKS, device_kind)
-
-
-def _by_name(table: dict[str, float], device_kind: str) -> float | None:
-    names = [name for name in table if device_kind.startswith(name)]
-    return table[max(names, key=len)] if names else None
-
 
 @dataclasses.dataclass(frozen=True)
 class Tower:

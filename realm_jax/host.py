@@ -1,4 +1,4 @@
-"""Host tuning: malloc, open files, Python's garbage collection, and signals. No JAX.
+"""Host tuning: malloc, open files, stacks, Python's garbage collection, and signals. No JAX.
 
 XLA allocates and frees hundreds of megabytes per step, and gigabytes with larger models. glibc returns such blocks to
 the system and gets them anew, with a page fault and a zeroed page each: a third of a step of the tiny recipe
@@ -35,6 +35,7 @@ M_ARENA_MAX, M_MMAP_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -4, -3, -1  # 
 LARGE = 32 << 20  # bytes of a block that is mapped apart: the most that glibc takes
 BLOCKS = 1 << 16  # that may be mapped at a time: glibc's own limit
 MANY_FILES = 1 << 20  # open at a time, where the system has no limit
+STACK_FLAG, COMPILER_STACK = "fibers_default_thread_stack_size", 1 << 20  # of libtpu; bytes
 WIDE = 256  # hidden size from which a model's large blocks are returned
 
 _keeps_memory = False  # whether `keep_freed_memory` has set anything
@@ -88,6 +89,18 @@ def allow_open_files() -> None:
     if soft != resource.RLIM_INFINITY and soft < most:
         with contextlib.suppress(ValueError, OSError):  # macOS permits fewer than it says
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def enlarge_compiler_stacks() -> None:
+    """Give the threads of the TPU compiler, where it is not loaded yet, stacks that hold what they do.
+
+    64 kB are their default. To estimate the cost of a matrix product that is fused with others the compiler calls
+    itself for each of these, with 10 kB a call; the step of BERT-base ended it with an overflow. A flag of the
+    environment's own wins.
+    """
+    given = os.environ.get("LIBTPU_INIT_ARGS", "")
+    if STACK_FLAG not in given:
+        os.environ["LIBTPU_INIT_ARGS"] = f"{given} --{STACK_FLAG}={COMPILER_STACK}".strip()
 
 
 def _set(*options: tuple[int, int]) -> None:

@@ -79,7 +79,7 @@ class Bert:
     width: int = key(768, "size of a hidden state", POSITIVE, inherit=0)
     heads: int = key(12, "attention heads, which must divide the width", POSITIVE, inherit=0)
     feed_forward: int = key(3072, "size of the feed-forward layers", POSITIVE, inherit=0)
-    dropout: float = key(0.1, "dropout probability", BELOW_ONE)
+    dropout: float = key(0.1, "dropout probability, also of attention's weights", BELOW_ONE)
     dtype: str = key(
         "float32",
         "of matrix products and stored vectors; LayerNorm, softmax, loss stay float32",

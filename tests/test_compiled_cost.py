@@ -1,8 +1,10 @@
-"""Cycles of a compiled program: its own, and those of loops as often as they run."""
+"""What a compiled program costs, loops as often as they run, and how long it takes by that."""
 
 import pytest
 
-from realm_jax.compiled_cost import program_cost
+from realm_jax.chips import V5E, V5P, chip, peak
+from realm_jax.compiled_cost import Collective, Cost, Kernel, TopK, program_cost
+from realm_jax.compiled_time import CYCLES, kernel_cycles, program_time, sent
 
 PROGRAM = """HloModule jit_step, entry_computation_layout={()->f32[]}
 
@@ -40,7 +42,120 @@ ENTRY %main (a: f32[8]) -> f32[8] {
 
 
 def test_a_loop_counts_as_often_as_it_runs():
-    assert program_cost(PROGRAM) == (1000 + 3 + 11 * (7 + 2 * 5), {"attend": 1 + 11 * 2})
+    found = program_cost(PROGRAM)
+    assert found.cycles == 1000 + 3 + 11 * (7 + 2 * 5)
+    assert found.kernels == {Kernel("attend", (8,)): 1 + 11 * 2}
+
+
+JOINED = """HloModule jit_step
+
+%async (p: bf16[8,4]) -> bf16[64,4] {
+  %all-gather.1 = bf16[64,4]{1,0:T(8,128)(2,1)S(1)} all-gather(%p), channel_id=3, GATHERED, dimensions={0}
+}
+
+%async.clone (p: bf16[8,4]) -> bf16[64,4] {
+  %all-gather.1 = bf16[64,4]{1,0:T(8,128)(2,1)S(1)} all-gather(%p), channel_id=3, GATHERED, dimensions={0}
+}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %start = bf16[64,4]{1,0} fusion(%p), kind=kCustom, calls=%async
+  %go-on = bf16[64,4]{1,0} fusion(%start), kind=kCustom, calls=%async.clone
+  ROOT %next = (s32[], f32[8]) tuple(%p, %go-on)
+}
+
+%condition (q: (s32[], f32[8])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(11)
+  ROOT %less = pred[]{:T(512)} compare(%i, %limit), direction=LT
+}
+
+ENTRY %main (a: f32[8]) -> f32[8] {
+  %loop = (s32[], f32[8]) while(%a), condition=%condition, body=%body
+  %both = (f32[16]{0}, f32[16,2]{1,0}) all-reduce-start(%a, %b), channel_id=4, replica_groups={{0,2},{1,3}}
+  %shares = f32[5]{0} reduce-scatter(%a), channel_id=5, replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}
+  %moved = f32[5]{0} collective-permute(%a), channel_id=6, source_target_pairs={{0,0},{1,2},{2,1}}
+  %scores = f32[512,100]{1,0:T(8,128)} fusion(%a), kind=kLoop, calls=%outside
+  ROOT %top_k.1 = (f32[512,8]{0,1}, s32[512,8]{0,1}) custom-call(%scores), custom_call_target="TopK"
+}
+"""
+NOTATIONS = (
+    ("replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_0'}", (0, 1, 2, 3), 4),
+    ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0','axis_1'}", (0, 1, 2, 3, 4, 5, 6, 7), 8),
+    ("replica_groups=[4,2]<=[2,4]T(1,0)", (0, 4), 2),
+    ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3), 4),
+    ("replica_groups={{0,3},{1,2}}", (0, 3), 2),
+)
+
+
+@pytest.mark.parametrize("notation, group, size", NOTATIONS)
+def test_a_collective_counts_once_a_channel_and_joins_its_group(notation, group, size):
+    """In whatever notation the compiler has its groups; what goes on beside other work is in the text twice."""
+    found = program_cost(JOINED.replace("GATHERED", notation))
+    assert len(group) == size
+    assert found.collectives == {
+        Collective("all-gather", 64 * 4 * 2, group): 11,
+        Collective("all-reduce", 16 * 4 + 32 * 4, (0, 2)): 1,
+        Collective("reduce-scatter", 5 * 4 * 2, (0, 2)): 1,
+        Collective("collective-permute", 5 * 4, (1, 2)): 1,
+    }
+    assert found.top_k == {TopK(512 * 100 * 4, 8): 1}
+
+
+def test_groups_in_an_unknown_notation_are_an_error():
+    with pytest.raises(ValueError, match="unknown notation: %all-gather.1"):
+        program_cost(JOINED.replace("GATHERED", "replica_groups=somehow"))
+
+
+def test_bytes_that_a_collective_sends():
+    """Eight devices in one slice, and in two slices, of which each has four of them."""
+    group, one, two = tuple(range(8)), [0] * 8, [0] * 4 + [1] * 4
+    assert sent(Collective("all-gather", 800, group), one) == (700, 0)
+    assert sent(Collective("all-reduce", 800, group), one) == (1400, 0)
+    assert sent(Collective("all-gather", 800, group), two) == (600, 100)
+    assert sent(Collective("all-reduce", 800, group), two) == (1200, 200)
+    assert sent(Collective("all-reduce", 800, (0, 4)), two) == (0, 800)
+    assert sent(Collective("all-to-all", 800, group), two) == (300, 400)
+    assert sent(Collective("collective-permute", 800, (0, 1)), two) == (800, 0)
+    assert sent(Collective("collective-permute", 800, (0, 4)), two) == (0, 800)
+    assert sent(Collective("all-reduce", 800, (3,)), one) == (0, 0)
+
+
+def test_time_is_a_range_with_all_its_parts():
+    cost = Cost(
+        cycles=1_500_000,
+        kernels={Kernel("attend", (2, 100, 256)): 3},
+        top_k={TopK(819_000, 8): 1},
+        collectives={Collective("all-reduce", 8_000_000, (0, 1)): 1, Collective("all-gather", 6_250, (0, 2)): 1},
+    )
+    kernels = 3 * 2 * 2 * 100 * 128 * CYCLES["attend"][V5E] / 1.5e9
+    found = program_time(cost, V5E, [0, 0, 1, 1])
+    assert found.parts == pytest.approx(
+        {
+            "operations": 1e-3,
+            "attention kernels": kernels,
+            "top-k": 1e-6,
+            "collectives in a slice": 4e-5,
+            "collectives between slices": 1e-6,
+        }
+    )
+    assert found.low == pytest.approx(1e-3 + kernels + 1e-6)
+    assert found.high == pytest.approx(1e-3 + kernels + 8e-6 + 2 * 4e-5 + 1e-6)
+
+
+def test_what_takes_longest_is_the_least_time():
+    slow = Cost(1, {}, {}, {Collective("all-reduce", 10**9, (0, 1)): 1})
+    assert program_time(slow, V5E, [0, 1]).low == pytest.approx(1e9 / 3.125e9)
+
+
+def test_two_cores_share_a_kernel():
+    one, two = (kernel_cycles(Kernel("differentiate", (1, 384, 128)), chip) for chip in (V5E, V5P))
+    assert one == 384 * 384 * CYCLES["differentiate"][V5E]
+    assert two == 384 * 384 * CYCLES["differentiate"][V5P] / 2
+
+
+def test_chips_are_found_by_the_device_s_name():
+    assert peak("TPU v5 lite") == 197e12 and peak("TPU v5p") == 459e12 and peak("NVIDIA H100 80GB HBM3") == 989e12
+    assert chip("TPU v5 lite") is V5E and chip("TPU v5") is V5P
+    assert chip("cpu") is None and peak("cpu") is None
 
 
 def test_a_condition_is_an_error():

@@ -1,9 +1,12 @@
 """Gradients of a batch part by part against all at once: the same, up to the order of sums."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from tiny import (
     document_rows,
     embed_corpus,
@@ -18,6 +21,7 @@ from tiny import (
     tiny_realm,
 )
 
+from realm_jax.models.bert import Bert, BertConfig
 from realm_jax.train.step import gradients, loss_and_metrics, split
 
 ROWS, BATCH = 20, 8
@@ -110,6 +114,26 @@ def test_what_is_computed_again_gives_the_same_gradient(params, remat, dropout):
         kept.append(sum(x.size for x in jax.tree.leaves(back)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *found)
     assert kept[1] < 0.9 * kept[0]
+
+
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("attention", ["xla", "tpu"])
+def test_what_products_give_is_kept_where_dots_are(attention, scan):
+    """Of every layer the six products and what it attends to: the policy has to see them inside of custom gradients."""
+    config = BertConfig(30, width=128, layers=3, heads=2, feed_forward=256, max_length=16, attention=attention)
+    ids = jnp.zeros((2, 16), jnp.int32)
+    params = jax.eval_shape(lambda: nn.unbox(Bert(config).init(jax.random.key(0), ids, ids, ids == 0)))
+
+    def kept(remat):
+        bert = Bert(dataclasses.replace(config, remat=remat, scan=scan))
+        rngs = {"dropout": jax.random.key(1)}
+        run = lambda params: bert.apply(params, ids, ids, ids == 0, deterministic=False, rngs=rngs)  # noqa: E731
+        back = jax.eval_shape(lambda params: jax.vjp(run, params)[1], params)
+        return sum(leaf.size for leaf in jax.tree.leaves(back))
+
+    layer, dots, whole = (kept(remat) for remat in ("layer", "dots", "none"))
+    assert dots - layer == config.layers * ids.size * (6 * config.width + config.feed_forward)
+    assert dots < whole
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Memory settings: taken where they help, and left alone where a user or a device decides."""
 
+import os
 import subprocess
 import sys
 
@@ -55,3 +56,11 @@ def test_as_many_files_may_be_open_as_the_system_permits():
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert found.stdout.strip() == "(300, 300)", found.stderr
+
+
+@pytest.mark.parametrize("given, wanted", [("", "--{}=1048576"), ("--a=b", "--a=b --{}=1048576"), ("--{}=7", "--{}=7")])
+def test_the_tpu_compiler_gets_larger_stacks_unless_the_environment_says_how_large(monkeypatch, given, wanted):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", given.format(host.STACK_FLAG))
+    for _ in range(2):
+        host.enlarge_compiler_stacks()
+        assert os.environ["LIBTPU_INIT_ARGS"] == wanted.format(host.STACK_FLAG)

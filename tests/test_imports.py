@@ -10,9 +10,9 @@ import realm_jax
 ROOT = Path(realm_jax.__file__).parent
 # The lowest first. A module or package imports from those before it alone; configs/ are users' files.
 LAYERS = (
-    *("errors", "storage", "schema", "processes", "mesh", "console", "checksums", "cache", "host"),
-    *("data", "sections", "corpora", "models", "retrieval", "forward", "run", "flops", "compiled_cost", "eval"),
-    *("tasks", "assemble", "config", "recipes", "refresh", "train", "launch", "cli"),
+    *("errors", "storage", "schema", "processes", "mesh", "console", "checksums", "cache", "host", "chips"),
+    *("data", "sections", "corpora", "models", "retrieval", "forward", "run", "flops", "compiled_cost"),
+    *("compiled_time", "eval", "tasks", "assemble", "config", "recipes", "refresh", "train", "launch", "cli"),
 )
 
 

@@ -352,7 +352,7 @@ def test_a_fused_kernel_is_told_of_lengths_and_scale(monkeypatch, dtype, toleran
         ("gpu", 8, jnp.bfloat16, "cudnn"),
         ("gpu 7.5", 8, jnp.bfloat16, "xla"),
         ("gpu", 8, jnp.float32, "xla"),
-        ("tpu", 8, jnp.bfloat16, "xla"),
+        ("tpu", 8, jnp.bfloat16, "tpu"),
     ],
 )
 def test_layers_attend_in_the_way_that_suits_the_devices(platform, devices, dtype, wanted):

@@ -21,8 +21,8 @@ from realm_jax.models.attention import (
     dot_product_attention,
     tpu_attention,
 )
-from realm_jax.models.attention_dropout import AttentionDropout, dropout_seeds, kept
 from realm_jax.models.bert import Bert, BertConfig
+from realm_jax.models.dropout import AttentionDropout, Dropout, dropout_seeds, kept
 from realm_jax.models.tpu_attention import fits
 
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
@@ -131,9 +131,7 @@ def test_weights_drop_out_in_every_way_of_attending(way):
 
 @pytest.mark.parametrize("remat", ["none", "layer"])
 def test_a_tower_draws_other_weights_in_each_layer_and_step(remat):
-    config = BertConfig(
-        30, width=128, layers=3, heads=2, feed_forward=16, max_length=16, dropout=0.0, attention_dropout=0.5
-    )
+    config = BertConfig(30, width=128, layers=3, heads=2, feed_forward=16, max_length=16, dropout=0.5)
     config = dataclasses.replace(config, remat=remat, scan=remat != "none")
     ids = jnp.ones((2, 16), jnp.int32)
     tower = Bert(config)
@@ -154,7 +152,7 @@ def test_a_tower_over_a_mesh_has_the_gradients_of_plain_attention():
     """Layers in one loop, features over two devices. (What is computed again cannot be interpreted.)"""
     mesh = make_mesh(fsdp=2, model=2)
     config = BertConfig(
-        30, width=256, layers=3, heads=4, feed_forward=32, max_length=16, attention_dropout=0.25, scan=True,
+        30, width=256, layers=3, heads=4, feed_forward=32, max_length=16, dropout=0.25, scan=True,
         hidden=logical_sharding(mesh, "batch", None, None),
     )  # fmt: skip
     ids = jax.device_put(jnp.arange(64).reshape(4, 16) % 30, logical_sharding(mesh, "batch"))
@@ -222,3 +220,20 @@ def test_the_kernel_compiles_for(chips, batch, length, width, heads, dtype):
 
     text = jax.jit(both).lower(*[states] * 4, mask, seeds).compile().as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 2
+
+
+def test_hidden_states_that_drop_out_do_not_depend_on_padding():
+    """Rate and scale, other draws for every sequence and key, and none where nothing is asked for."""
+    states = jnp.ones((4, 64, 128))
+
+    def drop(states, seed=0, deterministic=False):
+        return np.asarray(Dropout(0.25).apply({}, states, deterministic, rngs={"dropout": jax.random.key(seed)}))
+
+    found = drop(states)
+    assert set(np.unique(found)) == {0.0, np.float32(1 / 0.75)}
+    assert (found == 0).mean() == pytest.approx(0.25, abs=0.01)
+    assert not np.array_equal(found[0], found[1]) and not np.array_equal(found, drop(states, seed=1))
+    np.testing.assert_array_equal(drop(jnp.pad(states, ((0, 0), (0, 16), (0, 0))))[:, :64], found)
+    np.testing.assert_array_equal(drop(states, deterministic=True), states)
+    assert drop(states.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    assert drop(states[:, 0]).shape == (4, 128)

@@ -99,7 +99,6 @@ def _add_flags(parser: argparse.ArgumentParser, act: Action) -> None:
             metavar="N",
             help=f"word pieces (default: {VOCABULARY:,})",
         )
-        add("--mfu", type=float, default=0.4, help="share of peak that steps and embedding reach (default: 0.4)")
         add("--price-per-chip-hour", type=float, default=None, metavar="X", help="for the cost, in any currency")
     if act is logs:
         add("--job", metavar="NAME", default=TRAINER, help="such as builder-0 (default: trainer)")

@@ -21,7 +21,15 @@ from types import ModuleType
 
 import realm_jax
 from realm_jax.errors import USER_ERROR, UserError
-from realm_jax.host import PREEMPTED, CtrlC, Preempted, allow_open_files, gc_disabled, keep_freed_memory
+from realm_jax.host import (
+    PREEMPTED,
+    CtrlC,
+    Preempted,
+    allow_open_files,
+    enlarge_compiler_stacks,
+    gc_disabled,
+    keep_freed_memory,
+)
 
 OVERRIDES = {"config": "overrides", "spec": "spec_overrides"}  # --config.key=value → args.overrides
 
@@ -140,6 +148,7 @@ def _import_job(name: str) -> ModuleType:
     module = module_of(name)
     keep_freed_memory()
     allow_open_files()
+    enlarge_compiler_stacks()
     if module in sys.modules:
         return sys.modules[module]
     try:

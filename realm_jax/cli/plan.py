@@ -1,8 +1,9 @@
 """`realm launch plan`: estimate what a run needs and costs before it is started: memory, traffic, time, money.
 
 The real step and the real embedding program are compiled ahead of time for the slices of the spec; no TPU is needed,
-only its compiler (`pip install 'realm_jax[tpu]'`). Memory and collectives are the compiler's; times are arithmetic:
-operations (`flops.py`) over devices × peak × MFU, with the MFU that is given, not measured.
+only its compiler (`pip install 'realm_jax[tpu]'`). Memory and collectives are the compiler's; times are ranges, of its
+own estimate and of stated arithmetic (`compiled_time.py`), not measured. What reads storage or waits for hosts is not
+among them.
 """
 
 import argparse
@@ -11,6 +12,8 @@ import math
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,17 @@ from rich.console import Console
 from rich.table import Table
 
 from realm_jax.assemble import abstract_run
+from realm_jax.chips import Chip, chip
 from realm_jax.cli.build_index import for_embedding
 from realm_jax.cli.config_flags import load_config
+from realm_jax.compiled_cost import Cost, program_cost
+from realm_jax.compiled_time import program_time, sent
 from realm_jax.config import default, task_names, validate
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
-from realm_jax.flops import embedding_flops, memory, peak
+from realm_jax.flops import embedding_flops
 from realm_jax.forward import Index
+from realm_jax.host import enlarge_compiler_stacks
 from realm_jax.launch.spec import Launch
 from realm_jax.mesh import logical_sharding, replicated
 from realm_jax.models.inputs import Documents
@@ -45,7 +52,10 @@ SINGLE_HOST_ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
 }
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+COMPILER = ("jax", "jaxlib", "libtpu")
+# Core-seconds of ScaNN, of 128 numbers a vector, measured on two cores over 13,353,718 of them
+# (`benchmarks/README.md`): to learn, build and measure the searchers, a vector; to search them, a query and vector.
+SCANN_BUILD, SCANN_SEARCH = 2 * 368 / 13_353_718, 2 * 0.944 / 512 / 13_353_718
 
 
 def plan_launch(launch: Launch, args: argparse.Namespace) -> int:
@@ -58,8 +68,6 @@ def plan_launch(launch: Launch, args: argparse.Namespace) -> int:
     task = args.task or next((name for name in names if TASKS[name].follows_builder), names[-1])
     if task not in names:
         raise UserError(f"--task={task}: the recipe has {', '.join(names)}")
-    if not 0 < args.mfu <= 1:
-        raise UserError(f"--mfu={args.mfu}: must lie above 0 and be at most 1")
     sizes, builders = (args.passages, args.vocabulary), launch.spec.builder.slices if TASKS[task].follows_builder else 0
     chips = tpu_devices(launch, TRAINER, launch.spec.trainer.slices)
     trainer = abstract_run(config, Path("."), *sizes, chips)
@@ -67,7 +75,7 @@ def plan_launch(launch: Launch, args: argparse.Namespace) -> int:
     if builders:
         chips = tpu_devices(launch, BUILDER, 1)  # every builder is a program of its own
         builder = abstract_run(for_embedding(config, len(chips)), Path("."), *sizes, chips)
-    found = plan(trainer, builder, task, args.mfu, args.price_per_chip_hour, builders)
+    found = plan(trainer, builder, task, args.price_per_chip_hour, builders)
     if args.json:
         print(json.dumps(found, indent=1))
     else:
@@ -88,6 +96,7 @@ def tpu_devices(launch: Launch, job: str, slices: int) -> list[jax.Device]:
 
 def devices_to_compile_for(chips: str, slices: int = 1) -> list[jax.Device]:
     """The devices of slices such as 'v5e:2x4', which need not be there. Raises what the TPU compiler raises."""
+    enlarge_compiler_stacks()
     from jax.experimental import topologies  # here, since it starts the compiler
 
     for name, value in SINGLE_HOST_ENVIRONMENT.items():
@@ -95,45 +104,58 @@ def devices_to_compile_for(chips: str, slices: int = 1) -> list[jax.Device]:
     return list(topologies.get_topology_desc(platform="tpu", topology_name=chips, num_slices=slices).devices)
 
 
-def plan(
-    trainer: Run, builder: Run | None, task: str, mfu: float, price: float | None, builders: int = 1
-) -> dict[str, Any]:
-    """Everything that is known of a task: memory, collectives, FLOPs, and what follows by arithmetic.
+def plan(trainer: Run, builder: Run | None, task: str, price: float | None = None, builders: int = 1) -> dict[str, Any]:
+    """Everything that is known of a task: memory, collectives, FLOPs, times as [low, high], and what follows.
 
     builder: an index builder's run on its own devices, for the task that has one; builders: how many share the work.
     """
     config, chips = trainer.config, trainer.mesh.size
     found: dict[str, Any] = {"task": task, "device": device_kind(trainer), "devices": chips}
+    found["compiler"] = {name: version(name) for name in COMPILER}
     found |= step_needs(trainer, task)
     operations = make_task(task, trainer).flops()
-    found["flops"] = sum(operations.values())
-    found["flops_by_part"] = operations
-    found["step_seconds"] = found["flops"] / (chips * speed(trainer, mfu))
-    found["hours"] = found["step_seconds"] * config[task].steps / 3600
+    found["flops"], found["flops_by_part"] = sum(operations.values()), operations
     if builder is not None:
-        found |= plan_of_builder(builder, mfu, builders)
-        found["steps_per_refresh"] = found["refresh_seconds"] / found["step_seconds"]
+        found |= plan_of_builder(builder, builders)
+    if not (found["fits"] and found.get("builder", found)["fits"]):
+        return found
+    low, high = found["seconds"]
+    found["mfu"] = [found["flops"] / (chips * known_chip(trainer).peak * seconds) for seconds in (high, low)]
+    found["hours"] = [seconds * config[task].steps / 3600 for seconds in (low, high)]
+    if trainer.scann_config is not None:
+        found["scann"] = host_search(trainer, task)
+    if builder is not None:
+        first, last = found["refresh_seconds"]
+        found["steps_per_refresh"] = [first / high, last / low]
     if price is not None:
-        found["cost"] = found["hours"] * (chips + found.get("builder_devices", 0)) * price
+        found["cost"] = [hours * (chips + found.get("builder_devices", 0)) * price for hours in found["hours"]]
     return found
 
 
-def speed(run: Run, mfu: float) -> float:
-    """Operations a second of one of its devices. The peak of every slice that a spec can name is known."""
-    return (peak(device_kind(run)) or math.nan) * mfu
-
-
-def plan_of_builder(builder: Run, mfu: float, builders: int) -> dict[str, Any]:
-    """An index builder's program: memory, and the time in which all builders embed every passage."""
-    sizes = compiled_needs(lower_builder(builder), device_kind(builder))
-    each = embedding_flops(builder.config, builder.config.data.document_length)
-    devices, work = builder.mesh.size * builders, each * builder.context.rows
+def host_search(trainer: Run, task: str) -> dict[str, float]:
+    """What ScaNN takes of the trainer's hosts in a step, and of all builders' hosts for a generation that learns anew,
+    in proportion to the corpus: seconds of one core."""
+    hosts = len({device.process_index for device in trainer.mesh.devices.flat})
+    queries, rows = trainer.config[task].batch_size / hosts, trainer.context.rows
     return {
-        "builder": sizes,
-        "builder_device": device_kind(builder),
-        "builder_devices": devices,
-        "refresh_seconds": work / (devices * speed(builder, mfu)),
+        "queries_a_host": queries,
+        "search_core_seconds": queries * rows * SCANN_SEARCH,
+        "build_core_seconds": rows * SCANN_BUILD,
     }
+
+
+def plan_of_builder(builder: Run, builders: int) -> dict[str, Any]:
+    """An index builder's program, and the time in which all builders embed every passage with it."""
+    needs = compiled_needs(lower_builder(builder), builder)
+    devices, rows = builder.mesh.size * builders, builder.context.rows
+    found: dict[str, Any] = {"builder": needs, "builder_device": device_kind(builder), "builder_devices": devices}
+    if needs["fits"]:
+        batches = math.ceil(rows / (EMBED_BATCH * devices))
+        least = rows * embedding_flops(builder.config, builder.config.data.document_length)
+        found["refresh_seconds"] = [seconds * batches for seconds in needs["seconds"]]
+        full = devices * known_chip(builder).peak
+        found["refresh_mfu"] = [least / (full * seconds) for seconds in reversed(found["refresh_seconds"])]
+    return found
 
 
 def lower_builder(builder: Run) -> jax.stages.Lowered:
@@ -153,15 +175,22 @@ def device_kind(run: Run) -> str:
     return str(run.mesh.devices.flat[0].device_kind)
 
 
+def known_chip(run: Run) -> Chip:
+    """What the devices of a run can do: everything is known of those that a spec can name."""
+    known = chip(device_kind(run))
+    assert known is not None and known.memory is not None
+    return known
+
+
 def step_needs(trainer: Run, task: str) -> dict[str, Any]:
     """Peak bytes a device and collectives of a task's step, as the compiler has them; or that it does not fit."""
     state, batch, index, control = abstract_arguments(trainer, task)
     step = make_step(make_task(task, trainer))
     second = sum(shard_bytes(leaf) for leaf in jax.tree.leaves(index.vectors)) if index is not None else 0
-    return compiled_needs(step.lower(state, batch, index, control), device_kind(trainer), second)  # type: ignore[attr-defined]
+    return compiled_needs(step.lower(state, batch, index, control), trainer, second)  # type: ignore[attr-defined]
 
 
-def compiled_needs(lowered: jax.stages.Lowered, kind: str, second: int = 0) -> dict[str, Any]:
+def compiled_needs(lowered: jax.stages.Lowered, run: Run, second: int = 0) -> dict[str, Any]:
     """What a program needs of each device. second: bytes beside it, of the generation that is being loaded."""
     try:
         compiled: Any = lowered.compile()
@@ -178,10 +207,12 @@ def compiled_needs(lowered: jax.stages.Lowered, kind: str, second: int = 0) -> d
         - sizes.alias_size_in_bytes
         + sizes.generated_code_size_in_bytes
     )
-    words = re.findall(rf"\s({'|'.join(COLLECTIVES)})(?:-start)?\(", compiled.as_text())
-    capacity = memory(kind) or math.inf
-    if peak_bytes + second > capacity:
-        return {"fits": False, "needs": _gib(peak_bytes + second), "has": _gib(capacity)}
+    known = known_chip(run)
+    if peak_bytes + second > (known.memory or math.inf):
+        return {"fits": False, "needs": _gib(peak_bytes + second), "has": _gib(known.memory or math.inf)}
+    cost = program_cost(compiled.as_text())
+    slices = [getattr(device, "slice_index", 0) for device in run.mesh.devices.flat]
+    time = program_time(cost, known, slices)
     return {
         "fits": True,
         "bytes": {
@@ -190,8 +221,26 @@ def compiled_needs(lowered: jax.stages.Lowered, kind: str, second: int = 0) -> d
             "second_generation": second,
             "peak": peak_bytes + second,
         },
-        "collectives": dict(Counter(words)),
+        "seconds": [time.low, time.high],
+        "seconds_by_part": time.parts,
+        "cycles": cost.cycles,
+        "collectives": collectives(cost, slices),
     }
+
+
+def collectives(cost: Cost, slices: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Of each kind and number of devices, with the number of slices where it is more than one: how often it runs, and
+    the bytes that a device sends."""
+    found: dict[str, Counter[str]] = {}
+    for one, times in cost.collectives.items():
+        apart = len({slices[place] for place in one.group})
+        over = f" over {apart} slices" if apart > 1 else ""
+        inside, between = sent(one, slices)
+        entry = found.setdefault(f"{one.kind} of {len(one.group)}{over}", Counter())
+        entry.update({"times": times, "bytes": round(times * (inside + between))})
+        if apart > 1:
+            entry.update({"bytes_between_slices": round(times * between)})
+    return {name: dict(found[name]) for name in sorted(found)}
 
 
 def _gib(size: float) -> str:
@@ -252,29 +301,47 @@ def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
     else:
         for name, size in found["bytes"].items():
             table.add_row(f"memory a device: {name.replace('_', ' ')}", f"{size / 2**30:.2f} GiB")
-        together = ", ".join(f"{count} × {name}" for name, count in sorted(found["collectives"].items()))
-        table.add_row("collectives in the program", together or "none")
+        for name, entry in found["collectives"].items():
+            between = f", {entry['bytes_between_slices'] / 1e6:,.1f} between" if "bytes_between_slices" in entry else ""
+            table.add_row(f"{entry['times']} × {name}", f"{entry['bytes'] / 1e6:,.1f} MB sent by a device{between}")
     table.add_row("operations a step", f"{found['flops'] / 1e12:,.1f} T")
     for name, value in found["flops_by_part"].items():
         table.add_row(f"  {name}", f"{value / 1e12:,.1f} T")
-    table.add_row(f"a step at {args.mfu:.0%} MFU", f"{found['step_seconds'] * 1e3:,.0f} ms")
-    table.add_row("all steps", f"{found['hours']:,.1f} hours")
-    if "builder" in found:
-        sizes = found["builder"]
-        needs = (
-            f"{sizes['bytes']['peak'] / 2**30:.2f} GiB"
-            if sizes["fits"]
-            else "does NOT fit: set config.model.dtype=bfloat16"
-        )
-        table.add_row("the builder's memory a device", needs)
-        table.add_row(
-            f"embedding {args.passages:,} passages on {found['builder_devices']} devices",
-            f"{found['refresh_seconds'] / 60:,.1f} minutes",
-        )
-        table.add_row("steps between two generations", f"{found['steps_per_refresh']:,.0f}")
-    if "cost" in found:
-        table.add_row("cost", f"{found['cost']:,.0f}")
+    if "hours" in found:
+        add_times(table, found, args.passages)
+    if not found.get("builder", found)["fits"]:
+        table.add_row("the builder's memory a device", "does NOT fit: set config.model.dtype=bfloat16")
     Console(highlight=False).print(table)
+
+
+def add_times(table: Table, found: dict[str, Any], passages: int) -> None:
+    """What is known where everything fits."""
+    for name, seconds in found["seconds_by_part"].items():
+        table.add_row(f"a step's {name}, by itself", f"{seconds * 1e3:,.1f} ms")
+    table.add_row("a step (estimated, not measured)", between(found["seconds"], 1e3, " ms"))
+    table.add_row("MFU", between(found["mfu"], 100, " %"))
+    table.add_row("all steps", between(found["hours"], 1, " hours", 1))
+    if "builder" in found:
+        table.add_row("the builder's memory a device", f"{found['builder']['bytes']['peak'] / 2**30:.2f} GiB")
+        devices = f"embedding {passages:,} passages on {found['builder_devices']} devices"
+        table.add_row(devices, between(found["refresh_seconds"], 1 / 60, " minutes", 1))
+        table.add_row("MFU of embedding", between(found["refresh_mfu"], 100, " %"))
+        table.add_row("steps between two generations", between(found["steps_per_refresh"]))
+    if "scann" in found:
+        work = found["scann"]
+        table.add_row("a host's search for a step", f"{work['search_core_seconds'] * 1e3:,.0f} ms of one core")
+        table.add_row(
+            "learning and building all searchers", f"{work['build_core_seconds'] / 60:,.0f} minutes of one core"
+        )
+    if "cost" in found:
+        table.add_row("cost", between(found["cost"]))
+    table.add_row("compiled with", ", ".join(f"{name} {number}" for name, number in found["compiler"].items()))
+
+
+def between(values: Sequence[float], times: float = 1, unit: str = "", digits: int = 0) -> str:
+    """A range, as one number where both ends are printed alike."""
+    low, high = (f"{value * times:,.{digits}f}" for value in values)
+    return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
 
 
 def advice() -> str:

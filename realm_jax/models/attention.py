@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from realm_jax.models.attention_dropout import AttentionDropout, kept
+from realm_jax.models.dropout import AttentionDropout, kept
 from realm_jax.models.tpu_attention import fits, fused_attention
 
 Array = jax.Array
@@ -160,9 +160,11 @@ ATTENTION: dict[str, Callable[..., Array]] = {
 
 
 def select_attention(mesh: Mesh, dtype: Any) -> str:
-    """The key of ATTENTION that suits the devices. Several CPU devices share a batch, which a loop over it would undo;
-    TPUs attend as written until a whole step with the kernel is known to compile. dtype: of the matrix products."""
+    """The key of ATTENTION that suits the devices. Several CPU devices share a batch, which a loop over it would undo.
+    dtype: of the matrix products."""
     platform = mesh.devices.flat[0].platform
+    if platform == "tpu":
+        return "tpu"
     if platform == "cpu" and mesh.size == 1:
         return "cpu"
     fused = platform == "gpu" and dtype == jnp.bfloat16

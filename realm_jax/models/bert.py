@@ -17,10 +17,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from realm_jax.models.attention import ATTENTION, causal_attention
-from realm_jax.models.attention_dropout import AttentionDropout, dropout_seeds
+from realm_jax.models.dropout import AttentionDropout, Dropout, dropout_seeds
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -48,9 +49,9 @@ def initializer_stddev(width: int) -> float:
 class BertConfig:
     """Sizes of one tower.
 
-    vocabulary_size: tokens. max_length: longest sequence with a position embedding. dropout: probability, on embeddings
-    and both residual branches; attention_dropout: on the weights of attention, which no config sets yet. dtype: of the
-    matrix products ('float32' or 'bfloat16'); parameters, LayerNorm and softmax are float32 always. attention: a key of
+    vocabulary_size: tokens. max_length: longest sequence with a position embedding. dropout: probability, on
+    embeddings, on the weights of attention and on both residual branches, as BERT has it. dtype: of the matrix products
+    ('float32' or 'bfloat16'); parameters, LayerNorm and softmax are float32 always. attention: a key of
     `attention.ATTENTION`. causal: whether a token attends to itself and those before it alone, as in a decoder; then
     hidden states are of all positions. remat: 'none' keeps all that the backward pass needs, 'dots' of a layer the
     results of products with parameters, 'layer' nothing of it. scan: layers but for the last are one compiled loop over
@@ -66,7 +67,6 @@ class BertConfig:
     feed_forward: int = 3072
     max_length: int = 512
     dropout: float = 0.1
-    attention_dropout: float = 0.0
     dtype: Any = jnp.float32
     attention: str = "xla"
     remat: str = "none"
@@ -85,9 +85,10 @@ class BertConfig:
         return ATTENTION[self.attention]
 
 
+PRODUCT, ATTENDED = "product", "attended"  # names of what a policy may keep: it does not see inside of custom gradients
 REMAT = {  # what is kept of a layer for the backward pass, beside what it was given; the rest is computed again
     "none": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENDED),
     "layer": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -131,7 +132,7 @@ def _sum_in_float32(left: Array, right: Array, contracted: tuple[tuple[int, ...]
 
 def dense_product(x: Array, kernel: Array, *_: Any, **__: Any) -> Array:
     """`matrix_product` as the `dot_general` of `nn.Dense`, which contracts the last axis with the first always."""
-    return matrix_product(x, kernel)
+    return checkpoint_name(matrix_product(x, kernel), PRODUCT)
 
 
 def dense(
@@ -195,19 +196,20 @@ class Layer(nn.Module):
         key = dense(c.width, ("embed", "heads"), c, "key")(keys)
         value = dense(c.width, ("embed", "heads"), c, "value", nn.initializers.orthogonal())(keys)
         attended = c.attend(query, key, value, mask, c.heads, self._weight_dropout(len(keys), deterministic))
+        attended = checkpoint_name(attended, ATTENDED)
         attended = dense(c.width, ("heads", "embed"), c, "attention_output", undo_value)(attended)
-        attended = nn.Dropout(c.dropout)(attended, deterministic=deterministic)
+        attended = Dropout(c.dropout)(attended, deterministic=deterministic)
         x = layer_norm("attention_norm")(queries + attended).astype(c.dtype)
         hidden = dense(c.feed_forward, ("embed", "mlp"), c, "intermediate")(x)
         hidden = dense(c.width, ("mlp", "embed"), c, "output")(ACTIVATIONS[c.hidden_act](hidden))
-        hidden = nn.Dropout(c.dropout)(hidden, deterministic=deterministic)
+        hidden = Dropout(c.dropout)(hidden, deterministic=deterministic)
         return layer_norm("output_norm")(x + hidden).astype(c.dtype)
 
     def _weight_dropout(self, batch: int, deterministic: bool) -> AttentionDropout | None:
         c = self.config
-        if deterministic or not c.attention_dropout:
+        if deterministic or not c.dropout:
             return None
-        return AttentionDropout(c.attention_dropout, dropout_seeds(self.make_rng("dropout"), batch, c.heads))
+        return AttentionDropout(c.dropout, dropout_seeds(self.make_rng("dropout"), batch, c.heads))
 
 
 class Bert(nn.Module):
@@ -221,7 +223,7 @@ class Bert(nn.Module):
         self.positions = embedding(c.max_length, c.width, None, "positions")
         self.segments = embedding(2, c.width, None, "segments")
         self.norm = layer_norm("embedding_norm")
-        self.dropout = nn.Dropout(c.dropout)
+        self.dropout = Dropout(c.dropout)
         layer = Layer if c.remat == "none" else nn.remat(Layer, static_argnums=(4,), policy=REMAT[c.remat])
         self.blocks = [layer(c, name=f"layer_{i}") for i in range(c.layers)]
 

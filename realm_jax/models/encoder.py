@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from realm_jax.models.bert import Bert, BertConfig, Params, apply, dense, layer_norm
+from realm_jax.models.dropout import Dropout
 from realm_jax.models.inputs import Documents, EncoderInput, document_sequences, query_sequences
 from realm_jax.models.prompts import Template
 
@@ -61,7 +62,7 @@ class Embedder(nn.Module):
         if self.normalization == "none":
             return vector
         vector = layer_norm("projection_norm", self.norm_epsilon, self.norm_scale)(vector)
-        return nn.Dropout(self.config.dropout)(vector, deterministic=deterministic)
+        return Dropout(self.config.dropout)(vector, deterministic=deterministic)
 
     def _place(self, mask: Array) -> Array:
         """The position of the one hidden state that a vector is made of, [batch, 1] int32."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from realm_jax.data.tags import OUTSIDE, SHAPES
 from realm_jax.models.bert import Bert, BertConfig, initializer
+from realm_jax.models.dropout import Dropout
 from realm_jax.models.inputs import token_mask
 
 Array = jax.Array
@@ -46,7 +47,7 @@ class TaggerNetwork(nn.Module):
             features = table(own) + table(SHAPES + before) + table(2 * SHAPES + after)
         segments = jnp.zeros_like(ids)
         hidden = Bert(c, name="bert")(ids, segments, mask, deterministic=deterministic, features=features)
-        hidden = nn.Dropout(c.dropout)(hidden, deterministic=deterministic)
+        hidden = Dropout(c.dropout)(hidden, deterministic=deterministic)
         scores = nn.Dense(
             self.labels,
             dtype=jnp.float32,

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
 from realm_jax.mesh import logical_sharding
-from realm_jax.models.attention_dropout import kept
+from realm_jax.models.dropout import kept
 
 Array = jax.Array
 Residuals = tuple[Array, ...]
@@ -105,7 +105,7 @@ def _call(
         out_specs=(states,) * len(like),
         out_shape=tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in like),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
-        name=kernel.__name__.strip("_"),
+        name=kernel.__name__.strip("_") + ("_and_drop" if rate else ""),
     )(seeds.reshape(batch, groups, 1, -1), *arrays[1:])
 
 

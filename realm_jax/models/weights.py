@@ -376,7 +376,7 @@ def write_json(path: Path, value: Any) -> None:
 def bert_settings(c: BertConfig) -> dict[str, Any]:
     """What the config.json of any network says of its BERT."""
     return {key: getattr(c, name) for name, key in BERT_SETTINGS.items()} | {
-        "attention_probs_dropout_prob": c.attention_dropout,
+        "attention_probs_dropout_prob": c.dropout,
         "type_vocab_size": 2,
         "initializer_range": initializer_stddev(c.width),
         "layer_norm_eps": LAYER_NORM_EPSILON,

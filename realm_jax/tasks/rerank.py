@@ -28,6 +28,7 @@ from realm_jax.forward import (
     scores_by_place,
 )
 from realm_jax.models.bert import Bert, BertConfig, apply, dense
+from realm_jax.models.dropout import Dropout
 from realm_jax.models.inputs import Documents, ReaderInput, reader_inputs
 from realm_jax.models.likelihood import Mean, log_sum_selected
 from realm_jax.models.realm import Network, Params, Realm, flatten_passages
@@ -146,7 +147,7 @@ class CrossEncoderNetwork(nn.Module):
         cls = jnp.zeros((ids.shape[0], 1), jnp.int32)
         hidden = Bert(c, name="bert")(ids, segments, mask, positions=cls, deterministic=deterministic)[:, 0]
         pooled = jnp.tanh(dense(c.width, ("embed", "embed_out"), c, "pooler")(hidden))
-        pooled = nn.Dropout(c.dropout)(pooled, deterministic=deterministic)
+        pooled = Dropout(c.dropout)(pooled, deterministic=deterministic)
         return dense(1, ("embed", None), c, "score", nn.initializers.zeros_init(), jnp.float32)(pooled)[..., 0]
 
 
