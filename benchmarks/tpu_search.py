@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from realm_jax.assemble import abstract_run
 from realm_jax.cli.plan import abstract_sharded, devices_to_compile_for, known_chip
 from realm_jax.compiled_cost import program_cost
+from realm_jax.mesh import corpus_devices
 from realm_jax.recipes import paper
 from realm_jax.retrieval.exact import padded_rows, search
 
@@ -34,7 +35,7 @@ def main() -> None:
     print("| slice | rows a chip | ms | MB of temporaries | top-k |\n|---|---|---|---|---|")
     for chips in args.slices:
         run = abstract_run(config, Path("."), PASSAGES, VOCABULARY, devices_to_compile_for(chips))
-        rows, size = padded_rows(PASSAGES, run.mesh.size), config.encoder.projection
+        rows, size = padded_rows(PASSAGES, corpus_devices(run.mesh)), config.encoder.projection
         queries = abstract_sharded(run, (config.realm.batch_size, size), jnp.float32, "batch")
         vectors = abstract_sharded(run, (rows, size), jnp.bfloat16, "rows")
         find = jax.jit(partial(search, run.mesh, rows=PASSAGES, k=config.realm.candidates))

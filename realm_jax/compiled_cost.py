@@ -44,6 +44,14 @@ class Collective(NamedTuple):
     group: tuple[int, ...]
 
 
+class Transfer(NamedTuple):
+    """What devices of the same place in every slice do together, over the hosts' network: as `Collective`, of what a
+    device hands to its host."""
+
+    kind: str
+    size: int
+
+
 class TopK(NamedTuple):
     """The largest of many numbers. size: bytes that it reads; wanted: numbers of each row."""
 
@@ -58,6 +66,7 @@ class Cost(NamedTuple):
     kernels: Counter[Kernel]
     top_k: Counter[TopK]
     collectives: Counter[Collective]
+    transfers: Counter[Transfer]
 
 
 def program_cost(text: str) -> Cost:
@@ -69,7 +78,8 @@ def program_cost(text: str) -> Cost:
     cycles = sum(times * _cycles(line) for times, line in lines)
     kernels = _counted((times, _kernel(line)) for times, line in lines)
     top_k = _counted((times, _top_k(line, text)) for times, line in lines)
-    return Cost(cycles, kernels, top_k, _counted(_collectives(lines)))
+    transfers = _counted((times, _transfer(line)) for times, line in lines)
+    return Cost(cycles, kernels, top_k, _counted(_collectives(lines)), transfers)
 
 
 def _counted(found: Iterable[tuple[int, One | None]]) -> Counter[One]:
@@ -164,6 +174,11 @@ def _collectives(lines: list[tuple[int, str]]) -> Iterable[tuple[int, Collective
         key = channel[0] if channel else line
         channels[key] = max(channels.get(key, one), one)
     return channels.values()
+
+
+def _transfer(line: str) -> Transfer | None:
+    found = re.search(r" = \((.*?), .*\) send\(.*_xla_megascale_transfer_type=\"(\w+)\"", line)
+    return Transfer(found[2].lower().replace("_", "-"), _together(found[1])) if found else None
 
 
 def _group(line: str) -> tuple[int, ...]:

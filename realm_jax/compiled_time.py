@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from realm_jax.chips import V5E, V5P, V6E, Chip
-from realm_jax.compiled_cost import Collective, Cost, Kernel
+from realm_jax.compiled_cost import Collective, Cost, Kernel, Transfer
 from realm_jax.models.tpu_attention import LANES
 
 # Cycles for a score of 128 features, of sequences of 384.
@@ -44,7 +44,9 @@ def program_time(cost: Cost, chip: Chip, slices: Sequence[int]) -> Time:
     top_k = sum(times * one.size for one, times in cost.top_k.items()) / chip.bandwidth
     a_pass_each = sum(times * one.size * one.wanted for one, times in cost.top_k.items()) / chip.bandwidth
     inside = sum(times * sent(one, slices)[0] for one, times in cost.collectives.items()) / chip.ici
-    between = sum(times * sent(one, slices)[1] for one, times in cost.collectives.items()) / chip.dcn
+    between = sum(times * sent(one, slices)[1] for one, times in cost.collectives.items())
+    between += sum(times * transferred(one, len(set(slices))) for one, times in cost.transfers.items())
+    between /= chip.dcn
     low = max(operations + kernels + top_k, inside, between)
     high = operations + kernels + a_pass_each + inside * chip.axes + between
     parts = {
@@ -76,3 +78,10 @@ def sent(collective: Collective, slices: Sequence[int]) -> tuple[float, float]:
         return size * (here - 1) / members, size * (members - here) / members
     both_ways = 2 if collective.kind == "all-reduce" else 1
     return both_ways * size * (here - 1) / here, both_ways * size * (apart - 1) / members
+
+
+def transferred(transfer: Transfer, slices: int) -> float:
+    """Bytes that a device sends to other slices."""
+    if transfer.kind == "all-gather":
+        return transfer.size * (slices - 1)
+    return transfer.size * (slices - 1) / slices * (2 if transfer.kind == "all-reduce" else 1)

@@ -1,7 +1,7 @@
 """The device mesh and where every array lives on it.
 
-Axes `data`, `fsdp`, `model`; their type is always Auto, because Linen's sharding constraints are requests there.
-`RULES` is the one table from logical axis names (models, batches, corpus rows) to mesh axes.
+Axes `slices`, `data`, `fsdp`, `model`; their type is always Auto, because Linen's sharding constraints are requests
+there. `RULES` is the one table from logical axis names (models, batches, corpus rows) to mesh axes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from realm_jax.errors import UserError
 
 MAX_REPLICATED = 0.1  # share of what the rules spread that may stay whole on every device
-AXES = ("data", "fsdp", "model")
+SIZES = ("data", "fsdp", "model")  # what a mesh is made of
+AXES = ("slices", *SIZES)
+ROWS = SIZES  # corpus passages: vectors and tokens are spread over every device of a slice
 RULES = (
-    ("batch", ("data", "fsdp")),
-    ("rows", AXES),  # corpus passages: vectors and tokens are spread over every device
+    ("batch", ("slices", "data", "fsdp")),
+    ("rows", ROWS),
     ("vocab", "model"),
     ("heads", "model"),
     ("mlp", "model"),
@@ -36,19 +38,21 @@ RULES = (
 def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
     """A mesh of axis sizes (data, fsdp, model); one of them may be −1 and takes the devices that are left.
 
-    Of several TPU slices each gets its own part of `data`, so that only gradients travel between them. Raises UserError
-    when the sizes do not multiply to the number of devices, or slices do not divide `data`.
+    Of several TPU slices each gets its own part of `data`, and a corpus of its own, so that only gradients, and words
+    that control the run, travel between them. Raises UserError when the sizes do not multiply to the number of devices,
+    or slices do not divide `data`.
     """
     devices = jax.devices() if devices is None else devices
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     sizes = mesh_sizes(data, fsdp, model, len(devices), slices)
-    return Mesh(_arrange(sizes, devices, slices), AXES, axis_types=(AxisType.Auto,) * 3)
+    arranged = _arrange(sizes, devices, slices).reshape(slices, sizes[0] // slices, *sizes[1:])
+    return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def mesh_sizes(data: int, fsdp: int, model: int, devices: int, slices: int = 1) -> list[int]:
     """Sizes of the axes on so many devices of so many slices. Raises UserError as `make_mesh`; touches no device."""
     sizes = [data, fsdp, model]
-    for name, size in zip(AXES, sizes, strict=True):
+    for name, size in zip(SIZES, sizes, strict=True):
         if size < 1 and size != -1:
             raise UserError(f"config.mesh.{name}: must be positive, or -1 for the devices that are left, not {size}")
     if sizes.count(-1) > 1:
@@ -56,7 +60,7 @@ def mesh_sizes(data: int, fsdp: int, model: int, devices: int, slices: int = 1) 
     known = int(np.prod([s for s in sizes if s != -1]))
     sizes = [devices // known if s == -1 else s for s in sizes]
     if int(np.prod(sizes)) != devices:
-        wanted = " x ".join(f"{name}={size}" for name, size in zip(AXES, (data, fsdp, model), strict=True))
+        wanted = " x ".join(f"{name}={size}" for name, size in zip(SIZES, (data, fsdp, model), strict=True))
         advice = "set one axis to -1" if -1 not in (data, fsdp, model) else f"choose sizes that divide {devices}"
         raise UserError(f"config.mesh: {wanted} does not fit {devices} devices; {advice}")
     if sizes[0] % slices:
@@ -74,6 +78,16 @@ def _arrange(sizes: list[int], devices: list[jax.Device], slices: int) -> NDArra
     if devices[0].platform == "tpu":
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     return np.asarray(devices).reshape(sizes)
+
+
+def batch_parts(mesh: Mesh) -> int:
+    """Into how many parts a batch is cut."""
+    return _ways(mesh, [axes for name, axes in RULES if name == "batch"])
+
+
+def corpus_devices(mesh: Mesh) -> int:
+    """How many devices share a copy of the corpus."""
+    return _ways(mesh, ROWS)
 
 
 def logical_sharding(mesh: Mesh, *names: str | None) -> NamedSharding:

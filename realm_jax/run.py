@@ -24,7 +24,14 @@ from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.forward import Index, StepContext, bm25_list_length, search_depth
-from realm_jax.mesh import addressable_parts, logical_sharding, make_mesh, parameter_shardings
+from realm_jax.mesh import (
+    addressable_parts,
+    batch_parts,
+    corpus_devices,
+    logical_sharding,
+    make_mesh,
+    parameter_shardings,
+)
 from realm_jax.models.attention import select_attention
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
@@ -180,16 +187,16 @@ class Run(BaseRun):
     def own_rows(self) -> list[slice]:
         """The passages that each device of this process holds, adjacent ones: start and stop."""
         rows = self.context.rows
-        parts = addressable_parts(self.mesh, "rows", padded_rows(rows, self.mesh.size))
+        parts = addressable_parts(self.mesh, "rows", padded_rows(rows, corpus_devices(self.mesh)))
         return [slice(min(part.start, rows), min(part.stop, rows)) for _, part in parts]
 
     def _by_rows(self, own: Iterable[Sequence[NDArray]]) -> list[jax.Array]:
-        """Arrays over all passages, spread by rows over all devices and filled up with zeros: [padded_rows, …] each.
+        """Arrays over all passages, spread over the devices of a slice and filled up with zeros: [padded_rows, …] each.
 
         own: what the arrays have for each of `own_rows`. It is taken one by one, so what is made on the way need not be
         on the host all at once.
         """
-        size = padded_rows(self.context.rows, self.mesh.size)
+        size = padded_rows(self.context.rows, corpus_devices(self.mesh))
         found: list[list[jax.Array]] = []
         for (device, part), values in zip(addressable_parts(self.mesh, "rows", size), own, strict=True):
             found.append([jax.device_put(filled_up(array, part.stop - part.start), device) for array in values])
@@ -251,7 +258,7 @@ def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents
 def mesh_for(config: ConfigDict, devices: list[jax.Device] | None = None) -> Mesh:
     """The mesh of a config. Raises UserError if a task's batch cannot be shared out on it."""
     mesh = make_mesh(-1, config.mesh.fsdp, config.mesh.model, devices)
-    check_batches(config, mesh.shape["data"] * mesh.shape["fsdp"])
+    check_batches(config, batch_parts(mesh))
     return mesh
 
 

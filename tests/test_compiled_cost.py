@@ -3,8 +3,8 @@
 import pytest
 
 from realm_jax.chips import V5E, V5P, chip, peak
-from realm_jax.compiled_cost import Collective, Cost, Kernel, TopK, program_cost
-from realm_jax.compiled_time import CYCLES, kernel_cycles, program_time, sent
+from realm_jax.compiled_cost import Collective, Cost, Kernel, TopK, Transfer, program_cost
+from realm_jax.compiled_time import CYCLES, kernel_cycles, program_time, sent, transferred
 
 PROGRAM = """HloModule jit_step, entry_computation_layout={()->f32[]}
 
@@ -73,10 +73,11 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   %both = (f32[16]{0}, f32[16,2]{1,0}) all-reduce-start(%a, %b), channel_id=4, replica_groups={{0,2},{1,3}}
   %shares = f32[5]{0} reduce-scatter(%a), channel_id=5, replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}
   %moved = f32[5]{0} collective-permute(%a), channel_id=6, source_target_pairs={{0,0},{1,2},{2,1}}
+  %send = (f32[4,8]{1,0:T(8,128)}, u32[], token[]) send(%a, %t), channel_id=7, frontend_attributes={TRANSFER}
   %scores = f32[512,100]{1,0:T(8,128)} fusion(%a), kind=kLoop, calls=%outside
   ROOT %top_k.1 = (f32[512,8]{0,1}, s32[512,8]{0,1}) custom-call(%scores), custom_call_target="TopK"
 }
-"""
+""".replace("TRANSFER", '_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_REDUCE"')
 NOTATIONS = (
     ("replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_0'}", (0, 1, 2, 3), 4),
     ("replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0','axis_1'}", (0, 1, 2, 3, 4, 5, 6, 7), 8),
@@ -98,6 +99,7 @@ def test_a_collective_counts_once_a_channel_and_joins_its_group(notation, group,
         Collective("collective-permute", 5 * 4, (1, 2)): 1,
     }
     assert found.top_k == {TopK(512 * 100 * 4, 8): 1}
+    assert found.transfers == {Transfer("all-reduce", 4 * 8 * 4): 1}
 
 
 def test_groups_in_an_unknown_notation_are_an_error():
@@ -119,12 +121,18 @@ def test_bytes_that_a_collective_sends():
     assert sent(Collective("all-reduce", 800, (3,)), one) == (0, 0)
 
 
+@pytest.mark.parametrize("kind, moved", [("all-reduce", 80), ("all-gather", 120), ("reduce-scatter", 40)])
+def test_bytes_that_are_sent_to_two_other_slices(kind, moved):
+    assert transferred(Transfer(kind, 60), 3) == moved
+
+
 def test_time_is_a_range_with_all_its_parts():
     cost = Cost(
         cycles=1_500_000,
         kernels={Kernel("attend", (2, 100, 256)): 3},
         top_k={TopK(819_000, 8): 1},
         collectives={Collective("all-reduce", 8_000_000, (0, 1)): 1, Collective("all-gather", 6_250, (0, 2)): 1},
+        transfers={Transfer("all-reduce", 6_250): 2},
     )
     kernels = 3 * 2 * 2 * 100 * 128 * CYCLES["attend"][V5E] / 1.5e9
     found = program_time(cost, V5E, [0, 0, 1, 1])
@@ -134,15 +142,15 @@ def test_time_is_a_range_with_all_its_parts():
             "attention kernels": kernels,
             "top-k": 1e-6,
             "collectives in a slice": 4e-5,
-            "collectives between slices": 1e-6,
+            "collectives between slices": 5e-6,
         }
     )
     assert found.low == pytest.approx(1e-3 + kernels + 1e-6)
-    assert found.high == pytest.approx(1e-3 + kernels + 8e-6 + 2 * 4e-5 + 1e-6)
+    assert found.high == pytest.approx(1e-3 + kernels + 8e-6 + 2 * 4e-5 + 5e-6)
 
 
 def test_what_takes_longest_is_the_least_time():
-    slow = Cost(1, {}, {}, {Collective("all-reduce", 10**9, (0, 1)): 1})
+    slow = Cost(1, {}, {}, {Collective("all-reduce", 10**9, (0, 1)): 1}, {})
     assert program_time(slow, V5E, [0, 1]).low == pytest.approx(1e9 / 3.125e9)
 
 

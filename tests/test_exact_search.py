@@ -1,5 +1,6 @@
 """Exact search against NumPy's sort, on one device and on eight, with ties everywhere."""
 
+import re
 from functools import partial
 
 import jax
@@ -8,19 +9,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh
 
-from realm_jax.mesh import logical_sharding, make_mesh
+from realm_jax.mesh import AXES, corpus_devices, logical_sharding, make_mesh
 from realm_jax.retrieval import exact
 from realm_jax.retrieval.exact import GROUP, Neighbours, padded_rows, search
 
 ONE = make_mesh(1, 1, 1, jax.devices()[:1])
 EIGHT = make_mesh(2, 2, 2)
+SLICES = Mesh(np.array(jax.devices()).reshape(2, 2, 2, 1), AXES, axis_types=(AxisType.Auto,) * 4)  # a copy of rows each
 SIZE = 6
 
 
 def place(mesh, vectors: np.ndarray, rows: int, dtype=jnp.float32):
     """Vectors on the mesh; the padding rows would win every search if they were looked at."""
-    padded = np.full((padded_rows(rows, mesh.size), vectors.shape[1]), 1e6, np.float32)
+    padded = np.full((padded_rows(rows, corpus_devices(mesh)), vectors.shape[1]), 1e6, np.float32)
     padded[:rows] = vectors
     return jax.device_put(jnp.asarray(padded, dtype), logical_sharding(mesh, "rows", None))
 
@@ -47,7 +50,7 @@ def whole_numbers(rows: int, seed: int, queries: int = 3) -> tuple[np.ndarray, n
 SIZES = ((3, 2, 32), (70, 5, 32), (333, 4, 96), (1000, 3, 512), (1000, 40, 64), (5, 5, 65_536))
 
 
-@pytest.mark.parametrize("mesh", [ONE, EIGHT], ids=["one device", "eight devices"])
+@pytest.mark.parametrize("mesh", [ONE, EIGHT, SLICES], ids=["one device", "eight devices", "two slices"])
 @settings(max_examples=25, deadline=None)
 @given(size=st.sampled_from(SIZES), seed=st.integers(0, 1000))
 def test_rows_are_those_of_a_stable_sort(mesh, size, seed):
@@ -72,6 +75,17 @@ def test_equal_vectors_everywhere_give_the_first_rows():
     for mesh in (ONE, EIGHT):
         found = compiled(mesh, vectors[:2], place(mesh, vectors, rows), rows, 7, 64)
         assert found.rows.tolist() == [list(range(7))] * 2
+
+
+def test_slices_search_for_their_own_queries_alone():
+    """Nothing of them, nor of what is found, travels between slices."""
+    queries, vectors = whole_numbers(300, seed=3, queries=6)
+    placed = place(SLICES, vectors, 300)
+    program = compiled.lower(SLICES, queries, placed, 300, 4, 64).compile().as_text()
+    groups = re.findall(r" (?:all-\w+|collective-\w+)\(.*?replica_groups=(\S+),", program)
+    assert groups and set(groups) == {"{{0,1,2,3},{4,5,6,7}}"}
+    found = compiled(SLICES, queries, placed, 300, 4, 64)
+    np.testing.assert_array_equal(found.rows, by_sorting(queries, vectors, 4)[1])
 
 
 def test_negative_scores_do_not_bring_padding_in():

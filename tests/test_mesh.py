@@ -7,7 +7,15 @@ from jax.sharding import PartitionSpec
 from tiny import tiny_realm
 
 from realm_jax.errors import UserError
-from realm_jax.mesh import _arrange, logical_sharding, make_mesh, parameter_shardings, replicated
+from realm_jax.mesh import (
+    _arrange,
+    batch_parts,
+    corpus_devices,
+    logical_sharding,
+    make_mesh,
+    parameter_shardings,
+    replicated,
+)
 
 
 @pytest.mark.parametrize(
@@ -15,8 +23,8 @@ from realm_jax.mesh import _arrange, logical_sharding, make_mesh, parameter_shar
 )
 def test_one_axis_takes_the_devices_that_are_left(sizes, wanted):
     mesh = make_mesh(*sizes)
-    assert mesh.axis_names == ("data", "fsdp", "model")
-    assert mesh.devices.shape == wanted
+    assert mesh.axis_names == ("slices", "data", "fsdp", "model")
+    assert mesh.devices.shape == (1, *wanted)
 
 
 def test_a_mesh_of_some_devices():
@@ -41,7 +49,7 @@ def test_sizes_that_cannot_be_are_named(sizes, named):
 
 def test_batches_go_over_data_and_fsdp_and_corpus_rows_over_everything():
     mesh = make_mesh(2, 2, 2)
-    assert logical_sharding(mesh, "batch").spec == PartitionSpec(("data", "fsdp"))
+    assert logical_sharding(mesh, "batch").spec == PartitionSpec(("slices", "data", "fsdp"))
     assert logical_sharding(mesh, "rows", None).spec == PartitionSpec(("data", "fsdp", "model"), None)
     batch = jax.device_put(np.arange(8), logical_sharding(mesh, "batch"))
     assert {shard.data.shape for shard in batch.addressable_shards} == {(2,)}
@@ -104,6 +112,9 @@ def test_slices_share_the_data_axis():
     assert [[chip.slice_index for chip in row] for row in _arrange([4, 2, 1], chips, 2)[:, :, 0]] == [[0, 0]] * 2 + [
         [1, 1]
     ] * 2
+    mesh = make_mesh(4, 2, 1, chips)
+    assert mesh.devices.shape == (2, 2, 2, 1) and (batch_parts(mesh), corpus_devices(mesh)) == (8, 4)
+    assert [{chip.slice_index for chip in part.flat} for part in mesh.devices] == [{0}, {1}]
     with pytest.raises(UserError, match="config.mesh: leaves 1 for data, which 2 slices share"):
         make_mesh(1, 8, 1, chips)
 

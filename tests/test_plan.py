@@ -134,6 +134,8 @@ def test_trainer_and_builders_have_slices_of_their_own(capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["devices"], found["device"]) == (16, "TPU v5 lite")
     assert (found["builder_devices"], found["builder_device"]) == (2 * 4, "TPU v6 lite")
+    apart = [name for name, entry in found["collectives"].items() if "bytes_between_slices" in entry]
+    assert apart == ["all-reduce between slices"], "each slice has the corpus: gradients travel, and the run's votes"
     assert found["builder"]["fits"] and found["cost"] == pytest.approx(
         [hours * (16 + 8) * 2 for hours in found["hours"]]
     )

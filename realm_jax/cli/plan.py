@@ -27,7 +27,7 @@ from realm_jax.chips import Chip, chip
 from realm_jax.cli.build_index import for_embedding
 from realm_jax.cli.config_flags import load_config
 from realm_jax.compiled_cost import Cost, program_cost
-from realm_jax.compiled_time import program_time, sent
+from realm_jax.compiled_time import program_time, sent, transferred
 from realm_jax.config import default, task_names, validate
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
@@ -35,7 +35,7 @@ from realm_jax.flops import embedding_flops
 from realm_jax.forward import Index
 from realm_jax.host import enlarge_compiler_stacks
 from realm_jax.launch.spec import Launch
-from realm_jax.mesh import logical_sharding, replicated
+from realm_jax.mesh import corpus_devices, logical_sharding, replicated
 from realm_jax.models.inputs import Documents
 from realm_jax.refresh.status import BUILDER, TRAINER
 from realm_jax.retrieval.embed import EMBED_BATCH
@@ -240,6 +240,10 @@ def collectives(cost: Cost, slices: Sequence[int]) -> dict[str, dict[str, float]
         entry.update({"times": times, "bytes": round(times * (inside + between))})
         if apart > 1:
             entry.update({"bytes_between_slices": round(times * between)})
+    for transfer, times in cost.transfers.items():
+        moved = round(times * transferred(transfer, len(set(slices))))
+        entry = found.setdefault(f"{transfer.kind} between slices", Counter())
+        entry.update({"times": times, "bytes": moved, "bytes_between_slices": moved})
     return {name: dict(found[name]) for name in sorted(found)}
 
 
@@ -265,7 +269,7 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
     batch = {name: abstract_sharded(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes}
     index = None
     if made.retrieves:
-        rows = padded_rows(trainer.context.rows, mesh.size)
+        rows = padded_rows(trainer.context.rows, corpus_devices(mesh))
         on_hosts = made.host_search and trainer.scann_config is not None
         if on_hosts:
             batch["retrieved_rows"] = abstract_sharded(trainer, (size, config.realm.candidates), jnp.int32, "batch")

@@ -1,4 +1,4 @@
-"""Exact maximum inner product search over vectors that are sharded by rows over every device of a mesh.
+"""Exact maximum inner product search over vectors that are sharded by rows over every device of a slice.
 
 Exact means exact over the stored vectors: they may be bfloat16, and queries are rounded to the same dtype; products are
 accumulated in float32. Ties go to the lower row. Each device compares groups of 32 rows by their largest score, then
@@ -13,6 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
+
+from realm_jax.mesh import ROWS, corpus_devices
 
 Array = jax.Array
 EXACT = jax.lax.Precision.HIGHEST  # the default would round float32 to 10 bits on GPUs and to 8 on TPUs
@@ -31,7 +33,7 @@ class Neighbours(NamedTuple):
 
 
 def padded_rows(rows: int, devices: int) -> int:
-    """Rows of a device array that holds `rows` passages: the next multiple of GROUP × devices."""
+    """Rows of an array that holds `rows` passages on so many devices: the next multiple of GROUP × devices."""
     multiple = GROUP * devices
     return -(-rows // multiple) * multiple
 
@@ -39,24 +41,27 @@ def padded_rows(rows: int, devices: int) -> int:
 def search(mesh: Mesh, queries: Array, vectors: Array, rows: int, k: int, block: int | None = None) -> Neighbours:
     """The k rows of largest inner product for every query.
 
-    queries [q, d] float32, rounded to the dtype of the vectors; vectors [padded_rows(rows, devices), d], sharded by
-    rows over all axes of `mesh`; rows beyond `rows` are padding and never returned. k ≤ rows. block: rows scored at a
-    time on each device; None: all of them where that takes KEPT bytes at most, or BLOCK.
+    queries [q, d] float32, rounded to the dtype of the vectors; vectors [padded_rows(rows, corpus_devices(mesh)), d],
+    sharded as `rows`, so that every slice has all of them and searches for its own queries; rows beyond `rows` are
+    padding and never returned. k ≤ rows. block: rows scored at a time on each device; None: all of them where that
+    takes KEPT bytes at most, or BLOCK.
     """
-    every_axis = tuple(mesh.axis_names)
-    per_device = vectors.shape[0] // mesh.size
+    count, slices = len(queries), mesh.shape["slices"]
+    queries = jnp.pad(queries, ((0, -count % slices), (0, 0)))
+    per_device = vectors.shape[0] // corpus_devices(mesh)
     if block is None:
-        block = per_device if 4 * len(queries) * per_device <= KEPT else BLOCK
-    local = partial(_search_shard, rows=rows, k=k, block=min(block, per_device), axes=every_axis)
+        block = per_device if 4 * (len(queries) // slices) * per_device <= KEPT else BLOCK
+    local = partial(_search_shard, rows=rows, k=k, block=min(block, per_device), axes=ROWS)
     sharded = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(every_axis)),
-        out_specs=(PartitionSpec(), PartitionSpec()),
-        check_vma=False,  # every device ends with the same gathered top-k, which the checker cannot infer
+        in_specs=(PartitionSpec("slices"), PartitionSpec(ROWS)),
+        out_specs=(PartitionSpec("slices"), PartitionSpec("slices")),
+        check_vma=False,  # every device of a slice ends with the same gathered top-k, which the checker cannot infer
     )
     queries = jax.lax.stop_gradient(queries).astype(vectors.dtype)
-    return Neighbours(*sharded(queries, jax.lax.stop_gradient(vectors)))
+    scores, ids = sharded(queries, jax.lax.stop_gradient(vectors))
+    return Neighbours(scores[:count], ids[:count])
 
 
 def _search_shard(queries: Array, vectors: Array, *, rows: int, k: int, block: int, axes: tuple) -> tuple[Array, Array]:
