@@ -98,7 +98,6 @@ class StepContext:
     marginal: str = "example"
     ict_null_weight: float = 0.0  # weight of the null document in the inverse cloze task
     ict_from_index: bool = False  # its negatives are what the query retrieves, not the passages of the batch
-    search_block: int = 65_536  # vectors scored at a time on a device, a multiple of 32
     qa_objective: str = "marginal"
     qa_beam: int = 64  # passages that the retriever's term of fine-tuning, and the inverse cloze task, rank
     qa_passages: int = 5  # passages that are read
@@ -183,7 +182,7 @@ def search_passages(
         rows = batch["bm25_rows"][:, :depth]
         return FusedRanking(rows, stored_scores(queries, index, rows), ranks_of(how, jnp, rows))
     listed = depth if how == "vectors" else min(max(depth, FUSION_DEPTH + (own_row is not None)), context.rows)
-    rows = search(context.mesh, queries, index.vectors, context.rows, listed, context.search_block).rows
+    rows = search(context.mesh, queries, index.vectors, context.rows, listed).rows
     scores = stored_scores(queries, index, rows)
     if how == "vectors":
         return FusedRanking(rows, scores, ranks_of(how, jnp, rows))

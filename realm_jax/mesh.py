@@ -43,10 +43,15 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list[jax.D
     or slices do not divide `data`.
     """
     devices = jax.devices() if devices is None else devices
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    slices = len({slice_of(device) for device in devices})
     sizes = mesh_sizes(data, fsdp, model, len(devices), slices)
     arranged = _arrange(sizes, devices, slices).reshape(slices, sizes[0] // slices, *sizes[1:])
     return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def slice_of(device: jax.Device) -> int:
+    """The number of its TPU slice; 0 for other devices, whatever they call one."""
+    return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
 def mesh_sizes(data: int, fsdp: int, model: int, devices: int, slices: int = 1) -> list[int]:
@@ -82,7 +87,7 @@ def _arrange(sizes: list[int], devices: list[jax.Device], slices: int) -> NDArra
 
 def batch_parts(mesh: Mesh) -> int:
     """Into how many parts a batch is cut."""
-    return _ways(mesh, [axes for name, axes in RULES if name == "batch"])
+    return _ways(mesh, [dict(RULES)["batch"]])
 
 
 def corpus_devices(mesh: Mesh) -> int:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from realm_jax.config import default
 from realm_jax.data import layouts
 from realm_jax.forward import Index, StepContext
+from realm_jax.mesh import make_mesh
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Params, Reader, Realm
@@ -111,4 +112,4 @@ def loud_params(model: Realm, seed: int) -> Params:
 
 
 def one_device_mesh() -> Mesh:
-    return Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("data", "fsdp", "model"))
+    return make_mesh(1, 1, 1, jax.devices()[:1])

@@ -35,7 +35,7 @@ from realm_jax.flops import embedding_flops
 from realm_jax.forward import Index
 from realm_jax.host import enlarge_compiler_stacks
 from realm_jax.launch.spec import Launch
-from realm_jax.mesh import corpus_devices, logical_sharding, replicated
+from realm_jax.mesh import corpus_devices, logical_sharding, replicated, slice_of
 from realm_jax.models.inputs import Documents
 from realm_jax.refresh.status import BUILDER, TRAINER
 from realm_jax.retrieval.embed import EMBED_BATCH
@@ -122,7 +122,7 @@ def plan(trainer: Run, builder: Run | None, task: str, price: float | None = Non
     low, high = found["seconds"]
     found["mfu"] = [found["flops"] / (chips * known_chip(trainer).peak * seconds) for seconds in (high, low)]
     found["hours"] = [seconds * config[task].steps / 3600 for seconds in (low, high)]
-    if trainer.scann_config is not None:
+    if trainer.scann_config is not None and make_task(task, trainer).host_search:
         found["scann"] = host_search(trainer, task)
     if builder is not None:
         first, last = found["refresh_seconds"]
@@ -211,7 +211,7 @@ def compiled_needs(lowered: jax.stages.Lowered, run: Run, second: int = 0) -> di
     if peak_bytes + second > (known.memory or math.inf):
         return {"fits": False, "needs": _gib(peak_bytes + second), "has": _gib(known.memory or math.inf)}
     cost = program_cost(compiled.as_text())
-    slices = [getattr(device, "slice_index", 0) for device in run.mesh.devices.flat]
+    slices = [slice_of(device) for device in run.mesh.devices.flat]
     time = program_time(cost, known, slices)
     return {
         "fits": True,

@@ -192,7 +192,7 @@ def retrieved_ict_loss(context: StepContext, params: Params, batch: Batch, index
     """
     queries = context.model.embed_queries(params, batch["query"], batch["query_length"], key)
     depth = min(context.qa_beam, context.rows)
-    rows = search(context.mesh, queries, index.vectors, context.rows, depth, context.search_block).rows
+    rows = search(context.mesh, queries, index.vectors, context.rows, depth).rows
     own = batch["own_row"][:, None]
     scores = stored_scores(queries, index, jnp.concatenate([own, rows], axis=1))
     others = jnp.where(rows == own, likelihood.NEGATIVE, scores[:, 1:])

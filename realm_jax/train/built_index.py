@@ -324,5 +324,5 @@ def _ready_control(found: LoadedIndex) -> ControlWords:
 @partial(jax.jit, static_argnums=(0, 4))
 def _drift_scores(context: StepContext, queries: jax.Array, old: jax.Array, new: jax.Array, depth: int) -> jax.Array:
     """Scores of the new vectors for what the old ones find, best first by the old: float32 [queries, depth]."""
-    rows = search(context.mesh, queries, old, context.rows, depth, context.search_block).rows
+    rows = search(context.mesh, queries, old, context.rows, depth).rows
     return jnp.einsum("qd,qkd->qk", queries, new[rows].astype(jnp.float32))
