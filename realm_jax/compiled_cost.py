@@ -1,7 +1,8 @@
 """What the TPU compiler's own cost model says of a compiled program, read from its text, and what the model leaves out.
 
-The compiler annotates operations with `estimated_cycles`; kernels (Pallas), the largest of many numbers (TopK) and
-collectives have none, and are listed. What a loop does counts as often as the loop's condition says.
+The compiler annotates operations with `estimated_cycles`; kernels (Pallas), the largest of many numbers (TopK),
+gathers, scatters, sorts and collectives have none, and are listed. What a loop does counts as often as the loop's
+condition says.
 
 Read next: `compiled_time.py`, which makes seconds of it.
 """
@@ -12,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
-import jax.numpy as jnp
 import numpy as np
 
 HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -20,12 +20,12 @@ SHAPE = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
 COLLECTIVE = re.compile(
     r" = (.*) (all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute)(-start)?\("
 )
-DTYPES = {"pred": "bool", "bf16": "bfloat16", "f": "float", "s": "int", "u": "uint"}
-
-
-One = TypeVar("One")
-# What runs another computation, whose name is the first or the second group.
+# What runs another computation, whose name is the first or, of fused operations, the second group.
 CALL = re.compile(r" call\(.*to_apply=%?([\w.\-]+)| (?:fusion|async-start)\(.*calls=%?([\w.\-]+)")
+MOVES = re.compile(
+    r"%(?!all-)[\w.\-]*(?:gather|scatter)[\w.\-]* = (\S.*?) (?:fusion|gather|scatter)\(| = (\S.*?) sort\("
+)
+One = TypeVar("One")
 
 
 class Kernel(NamedTuple):
@@ -60,9 +60,11 @@ class TopK(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Of a program, on each device: cycles, without all that follows, of which it says how often each runs."""
+    """Of a program, on each device: cycles, without all that follows; bytes that gathers, scatters and sorts give; and
+    how often each of the others runs."""
 
     cycles: int
+    moved: int
     kernels: Counter[Kernel]
     top_k: Counter[TopK]
     collectives: Counter[Collective]
@@ -71,15 +73,18 @@ class Cost(NamedTuple):
 
 def program_cost(text: str) -> Cost:
     """The cost of a compiled program. Raises ValueError for a loop whose length it does not say, for a condition, of
-    which it does not say which branch runs, and for groups of devices in an unknown notation."""
+    which it does not say which branch runs, and for what it cannot read."""
     entry, bodies = _computations(text)
-    runs = _runs(entry, bodies)
+    outside = _runs(entry, bodies, fused=False)
+    runs = _runs(entry, bodies, fused=True)
     lines = [(runs[name], line) for name in runs for line in bodies[name]]
     cycles = sum(times * _cycles(line) for times, line in lines)
+    moved = sum(outside[name] * _moved(line) for name in outside for line in bodies[name])
     kernels = _counted((times, _kernel(line)) for times, line in lines)
     top_k = _counted((times, _top_k(line, text)) for times, line in lines)
     transfers = _counted((times, _transfer(line)) for times, line in lines)
-    return Cost(cycles, kernels, top_k, _counted(_collectives(lines)), transfers)
+    named = [(runs[name], name, line) for name in runs for line in bodies[name]]
+    return Cost(cycles, moved, kernels, top_k, _counted(_collectives(named)), transfers)
 
 
 def _counted(found: Iterable[tuple[int, One | None]]) -> Counter[One]:
@@ -103,28 +108,40 @@ def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
     return entry, bodies
 
 
-def _runs(entry: str, bodies: dict[str, list[str]]) -> Counter[str]:
-    """How often each computation runs."""
+def _runs(entry: str, bodies: dict[str, list[str]], fused: bool) -> Counter[str]:
+    """How often each computation runs. fused: with those of fused operations."""
     runs: Counter[str] = Counter()
 
     def visit(name: str, times: int) -> None:
         runs[name] += times
         for line in bodies[name]:
-            for called, inner in _called(line, bodies):
+            for called, inner in _called(line, bodies, fused):
                 visit(called, times * inner)
 
     visit(entry, 1)
     return runs
 
 
-def _called(line: str, bodies: dict[str, list[str]]) -> Iterator[tuple[str, int]]:
+def _called(line: str, bodies: dict[str, list[str]], fused: bool) -> Iterator[tuple[str, int]]:
     """The computations that an operation runs, and how often."""
-    if (loop := re.search(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)", line)) is not None:
-        yield loop[2], _trips(loop[1], bodies[loop[1]])
+    if " while(" in line:
+        condition, body = (_named(part, line) for part in ("condition", "body"))
+        yield body, _trips(condition, bodies[condition])
     elif " conditional(" in line:
         raise ValueError("the compiled program has a condition; how often its branches run is not known")
-    elif (call := CALL.search(line)) is not None and (name := call[1] or call[2]) in bodies:
+    elif (call := CALL.search(line)) is not None and (name := call[1] or call[2]) in bodies and (call[1] or fused):
         yield name, 1
+
+
+def _named(part: str, line: str) -> str:
+    found = re.search(rf"\b{part}=%?([\w.\-]+)", line)
+    if found is None:
+        raise _unknown(line)
+    return found[1]
+
+
+def _unknown(line: str) -> ValueError:
+    return ValueError(f"the compiled program has an operation that cannot be read: {line.strip()[:300]}")
 
 
 def _trips(loop: str, lines: list[str]) -> int:
@@ -144,9 +161,19 @@ def _cycles(line: str) -> int:
     return int(annotated[1]) if annotated else 0
 
 
+def _moved(line: str) -> int:
+    """Bytes that a gather, a scatter or a sort gives, where it is an operation of its own without an estimate."""
+    found = MOVES.search(line)
+    return _together(found[1] or found[2]) if found and not _cycles(line) else 0
+
+
 def _kernel(line: str) -> Kernel | None:
-    found = re.search(r'custom_call_target="tpu_custom_call".*op_name="[^"]*?(\w+)\)*/pallas_call', line)
-    return Kernel(found[1], _shapes(line.partition("custom-call(")[0])[0][1]) if found else None
+    if 'custom_call_target="tpu_custom_call"' not in line:
+        return None
+    name, shapes = re.search(r'op_name="[^"]*?(\w+)\)*/pallas_call', line), _shapes(line.partition("custom-call(")[0])
+    if name is None or not shapes:
+        raise _unknown(line)
+    return Kernel(name[1], shapes[0][1])
 
 
 def _top_k(line: str, text: str) -> TopK | None:
@@ -154,23 +181,25 @@ def _top_k(line: str, text: str) -> TopK | None:
         return None
     given, _, taken = line.partition("custom-call(%")
     name = re.escape(re.split(r"[,)]", taken)[0])
-    compared = re.search(rf"%{name} = ([^(]*)", text)
+    compared = re.search(rf"%{name} = ([^(]+)", text)
     if compared is None:
-        raise ValueError(f"the compiled program does not say what it compares: {line.strip()[:300]}")
+        raise _unknown(line)
     return TopK(_together(compared[1]), _shapes(given)[0][1][-1])
 
 
-def _collectives(lines: list[tuple[int, str]]) -> Iterable[tuple[int, Collective]]:
-    """Each channel once: a collective that goes on beside other work stands in several computations."""
+def _collectives(lines: list[tuple[int, str, str]]) -> Iterable[tuple[int, Collective]]:
+    """Each channel once: a collective that goes on beside other work stands in several computations. lines: how often
+    each runs, in which computation."""
     channels: dict[str, tuple[int, Collective]] = {}
-    for times, line in lines:
+    for times, computation, line in lines:
         if (found := COLLECTIVE.search(line)) is None:
             continue
-        channel = re.search(r"channel_id=(\d+)", line)
-        group = _group(line)
-        in_and_out = found[3] and found[2] != "all-reduce"  # what has started names both
-        size = (_largest if in_and_out else _together)(found[1]) * (len(group) if found[2] == "reduce-scatter" else 1)
-        one = times, Collective(found[2], size, group)
+        channel, group = re.search(r"channel_id=(\d+)", line), _group(line)
+        kind, in_and_out = found[2], found[3] and found[2] != "all-reduce"  # what has started names both
+        size = (_largest if in_and_out else _together)(found[1]) * (len(group) if kind == "reduce-scatter" else 1)
+        if computation.startswith("all-reduce-scatter"):  # a part of the sum is taken at once, so no more is sent
+            kind = "reduce-scatter"
+        one = times, Collective(kind, size, group)
         key = channel[0] if channel else line
         channels[key] = max(channels.get(key, one), one)
     return channels.values()
@@ -199,7 +228,7 @@ def _group(line: str) -> tuple[int, ...]:
         if re.fullmatch(r"[\w',]*", named[4]):
             places = _places(whole, named[3]).reshape(tuple(sizes.values()))
             return tuple(places[tuple(slice(None) if name in joined else 0 for name in sizes)].reshape(-1).tolist())
-    raise ValueError(f"the compiled program has groups of devices in an unknown notation: {line.strip()[:300]}")
+    raise _unknown(line)
 
 
 def _places(dimensions: str, order: str | None) -> np.ndarray:
@@ -227,5 +256,6 @@ def _together(text: str) -> int:
 
 
 def _width(dtype: str) -> int:
-    letter, bits = re.fullmatch(r"([a-z]+)(.*)", dtype).groups()  # type: ignore[union-attr]
-    return jnp.dtype(DTYPES.get(dtype) or DTYPES[letter] + bits).itemsize
+    """Bytes of a number; of less than eight bits, one."""
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1

@@ -3,8 +3,10 @@
 Nothing of it is measured on a TPU.
 
 * Operations: estimated cycles over the clock. They know of memory's bandwidth, not of launches or of waiting for hosts.
+* Gathers, scatters and sorts: twice the bytes that they give, over memory's bandwidth; they take longer, the more so
+  the smaller the pieces.
 * Kernels of attention: words of their schedule, a word a cycle (`benchmarks/tpu_attention.py`), in proportion to the
-  scores that registers hold.
+  scores that registers hold; of heads of 64.
 * TopK: between one reading of what it compares and one for each of the numbers wanted.
 * Collectives: bytes that a chip sends, over the bandwidth of all its links at best, and of one axis of the torus at
   worst; between slices, over its share of the hosts' network.
@@ -38,8 +40,9 @@ class Time(NamedTuple):
 
 def program_time(cost: Cost, chip: Chip, slices: Sequence[int]) -> Time:
     """The time of a program. slices: of each device in the program's order, the number of its slice. Raises KeyError
-    for a kernel that is not known."""
+    for a kernel, or a transfer between slices, that is not known."""
     operations = cost.cycles / chip.clock
+    moved = 2 * cost.moved / chip.bandwidth
     kernels = sum(times * kernel_cycles(kernel, chip) for kernel, times in cost.kernels.items()) / chip.clock
     top_k = sum(times * one.size for one, times in cost.top_k.items()) / chip.bandwidth
     a_pass_each = sum(times * one.size * one.wanted for one, times in cost.top_k.items()) / chip.bandwidth
@@ -47,10 +50,11 @@ def program_time(cost: Cost, chip: Chip, slices: Sequence[int]) -> Time:
     between = sum(times * sent(one, slices)[1] for one, times in cost.collectives.items())
     between += sum(times * transferred(one, len(set(slices))) for one, times in cost.transfers.items())
     between /= chip.dcn
-    low = max(operations + kernels + top_k, inside, between)
-    high = operations + kernels + a_pass_each + inside * chip.axes + between
+    low = max(operations + moved + kernels + top_k, inside, between)
+    high = operations + moved + kernels + a_pass_each + inside * chip.axes + between
     parts = {
         "operations": operations,
+        "gathers, scatters and sorts": moved,
         "attention kernels": kernels,
         "top-k": top_k,
         "collectives in a slice": inside,
@@ -82,6 +86,12 @@ def sent(collective: Collective, slices: Sequence[int]) -> tuple[float, float]:
 
 def transferred(transfer: Transfer, slices: int) -> float:
     """Bytes that a device sends to other slices."""
-    if transfer.kind == "all-gather":
-        return transfer.size * (slices - 1)
-    return transfer.size * (slices - 1) / slices * (2 if transfer.kind == "all-reduce" else 1)
+    others = slices - 1
+    shares = {
+        "all-reduce": 2 * others / slices,
+        "reduce-scatter": others / slices,
+        "all-to-all": others / slices,
+        "all-gather": others,
+        "one-to-one": 1,
+    }
+    return transfer.size * shares[transfer.kind]

@@ -35,7 +35,6 @@ M_ARENA_MAX, M_MMAP_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -4, -3, -1  # 
 LARGE = 32 << 20  # bytes of a block that is mapped apart: the most that glibc takes
 BLOCKS = 1 << 16  # that may be mapped at a time: glibc's own limit
 MANY_FILES = 1 << 20  # open at a time, where the system has no limit
-STACK_FLAG, COMPILER_STACK = "fibers_default_thread_stack_size", 1 << 20  # of libtpu; bytes
 WIDE = 256  # hidden size from which a model's large blocks are returned
 
 _keeps_memory = False  # whether `keep_freed_memory` has set anything
@@ -91,8 +90,11 @@ def allow_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+STACK_FLAG, COMPILER_STACK = "fibers_default_thread_stack_size", 1 << 20  # of libtpu; bytes
+
+
 def enlarge_compiler_stacks() -> None:
-    """Give the threads of the TPU compiler, where it is not loaded yet, stacks that hold what they do.
+    """Give the threads of the TPU compiler (libtpu 0.0.42), where it is not loaded yet, stacks that hold what they do.
 
     64 kB are their default. To estimate the cost of a matrix product that is fused with others the compiler calls
     itself for each of these, with 10 kB a call; the step of BERT-base ended it with an overflow. A flag of the

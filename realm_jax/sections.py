@@ -93,9 +93,9 @@ class Bert:
     )
     remat: str = key(
         "none",
-        "what the backward pass computes again, to save memory: 'dots': all but products with parameters; 'layer': all "
-        "but what each layer was given. Layers are then one compiled loop (minutes less to compile twelve, and other "
-        "dropout draws)",
+        "what the backward pass computes again, to save memory: 'dots': all but products with parameters and what is "
+        "attended to; 'layer': all but what each layer was given. Layers are then one compiled loop (minutes less to "
+        "compile twelve, and other dropout draws)",
         one_of("none", "dots", "layer"),
         operations=True,
     )

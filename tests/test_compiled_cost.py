@@ -1,10 +1,15 @@
 """What a compiled program costs, loops as often as they run, and how long it takes by that."""
 
+import re
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from realm_jax.chips import V5E, V5P, chip, peak
 from realm_jax.compiled_cost import Collective, Cost, Kernel, TopK, Transfer, program_cost
 from realm_jax.compiled_time import CYCLES, kernel_cycles, program_time, sent, transferred
+from realm_jax.models.tpu_attention import fused_attention
 
 PROGRAM = """HloModule jit_step, entry_computation_layout={()->f32[]}
 
@@ -57,6 +62,14 @@ JOINED = """HloModule jit_step
   %all-gather.1 = bf16[64,4]{1,0:T(8,128)(2,1)S(1)} all-gather(%p), channel_id=3, GATHERED, dimensions={0}
 }
 
+%all-reduce-scatter.1 (p: f32[8,4]) -> f32[2,4] {
+  %all-reduce.2 = f32[8,4]{1,0:T(8,128)} all-reduce(%p), channel_id=8, replica_groups={{0,1,2,3}}
+}
+
+%gathered (p: f32[8,4]) -> f32[2,4] {
+  %gather.2 = f32[1000,1000]{1,0} gather(%p), offset_dims={1}
+}
+
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
   %start = bf16[64,4]{1,0} fusion(%p), kind=kCustom, calls=%async
   %go-on = bf16[64,4]{1,0} fusion(%start), kind=kCustom, calls=%async.clone
@@ -74,6 +87,10 @@ ENTRY %main (a: f32[8]) -> f32[8] {
   %shares = f32[5]{0} reduce-scatter(%a), channel_id=5, replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}
   %moved = f32[5]{0} collective-permute(%a), channel_id=6, source_target_pairs={{0,0},{1,2},{2,1}}
   %send = (f32[4,8]{1,0:T(8,128)}, u32[], token[]) send(%a, %t), channel_id=7, frontend_attributes={TRANSFER}
+  %gather_fusion.9 = f32[6,100]{1,0} fusion(%a), kind=kCustom, calls=%gathered
+  %scatter_fusion.9 = f32[6,100]{1,0} fusion(%a), kind=kCustom, calls=%gathered, backend_config={"estimated_cycles":"2"}
+  %all-reduce-scatter.9 = f32[2,4]{1,0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.1
+  %sort.1 = (f32[7]{0}, s32[7]{0}) sort(%a, %b), dimensions={0}
   %scores = f32[512,100]{1,0:T(8,128)} fusion(%a), kind=kLoop, calls=%outside
   ROOT %top_k.1 = (f32[512,8]{0,1}, s32[512,8]{0,1}) custom-call(%scores), custom_call_target="TopK"
 }
@@ -97,14 +114,37 @@ def test_a_collective_counts_once_a_channel_and_joins_its_group(notation, group,
         Collective("all-reduce", 16 * 4 + 32 * 4, (0, 2)): 1,
         Collective("reduce-scatter", 5 * 4 * 2, (0, 2)): 1,
         Collective("collective-permute", 5 * 4, (1, 2)): 1,
+        Collective("reduce-scatter", 8 * 4 * 4, (0, 1, 2, 3)): 1,
     }
+    assert found.cycles == 2 and found.moved == 6 * 100 * 4 + 2 * 7 * 4
     assert found.top_k == {TopK(512 * 100 * 4, 8): 1}
     assert found.transfers == {Transfer("all-reduce", 4 * 8 * 4): 1}
 
 
-def test_groups_in_an_unknown_notation_are_an_error():
-    with pytest.raises(ValueError, match="unknown notation: %all-gather.1"):
-        program_cost(JOINED.replace("GATHERED", "replica_groups=somehow"))
+@pytest.mark.parametrize(
+    "known, other, named",
+    [
+        ("GATHERED", "replica_groups=somehow", "%all-gather.1"),
+        ("condition=%condition, body", "cond=%condition, body", "%loop"),
+        ("custom-call(%scores)", "custom-call(%others)", "%top_k.1"),
+        ('"TopK"', '"tpu_custom_call"', "%top_k.1"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error(known, other, named):
+    with pytest.raises(ValueError, match=f"cannot be read: (?:ROOT )?{named}"):
+        program_cost(JOINED.replace(known, other).replace("GATHERED", "replica_groups={{0,1}}"))
+
+
+def test_a_loop_may_name_its_parts_in_any_order():
+    other = JOINED.replace("condition=%condition, body=%body", "body=%body, condition=%condition")
+    other = other.replace("GATHERED", "replica_groups={{0,1}}")
+    assert program_cost(other).collectives[Collective("all-gather", 64 * 4 * 2, (0, 1))] == 11
+
+
+@pytest.mark.parametrize("dtype, width", [("pred", 1), ("bf16", 2), ("f8e4m3fn", 1), ("s4", 1), ("c64", 8)])
+def test_widths_of_numbers(dtype, width):
+    program = JOINED.replace("GATHERED", "replica_groups={{0,1}}").replace("%scores = f32", f"%scores = {dtype}")
+    assert program_cost(program).top_k == {TopK(512 * 100 * width, 8): 1}
 
 
 def test_bytes_that_a_collective_sends():
@@ -121,14 +161,30 @@ def test_bytes_that_a_collective_sends():
     assert sent(Collective("all-reduce", 800, (3,)), one) == (0, 0)
 
 
-@pytest.mark.parametrize("kind, moved", [("all-reduce", 80), ("all-gather", 120), ("reduce-scatter", 40)])
+@pytest.mark.parametrize(
+    "kind, moved", [("all-reduce", 80), ("all-gather", 120), ("reduce-scatter", 40), ("one-to-one", 60)]
+)
 def test_bytes_that_are_sent_to_two_other_slices(kind, moved):
     assert transferred(Transfer(kind, 60), 3) == moved
+
+
+def test_times_are_known_of_every_kernel():
+    """By the names that it has in a compiled program."""
+    names = {"attend", "differentiate"}
+    assert CYCLES.keys() == names | {f"{name}_and_drop" for name in names}
+    states, bias = jnp.zeros((1, 16, 128)), jnp.zeros((1, 1, 16))
+    seeds = jnp.zeros((1, 2), jnp.uint32)
+    for rate, ending in ((0.0, ""), (0.5, "_and_drop")):
+        run = lambda x, rate=rate: fused_attention(x, x, x, bias, seeds, 2, rate, None).sum()  # noqa: E731
+        program = str(jax.make_jaxpr(jax.grad(run))(states))
+        found = set(re.findall(r"\bname=((?:attend|differentiate)\w*)", program))
+        assert found == {f"{name}{ending}" for name in names}
 
 
 def test_time_is_a_range_with_all_its_parts():
     cost = Cost(
         cycles=1_500_000,
+        moved=819_000,
         kernels={Kernel("attend", (2, 100, 256)): 3},
         top_k={TopK(819_000, 8): 1},
         collectives={Collective("all-reduce", 8_000_000, (0, 1)): 1, Collective("all-gather", 6_250, (0, 2)): 1},
@@ -139,18 +195,19 @@ def test_time_is_a_range_with_all_its_parts():
     assert found.parts == pytest.approx(
         {
             "operations": 1e-3,
+            "gathers, scatters and sorts": 2e-6,
             "attention kernels": kernels,
             "top-k": 1e-6,
             "collectives in a slice": 4e-5,
             "collectives between slices": 5e-6,
         }
     )
-    assert found.low == pytest.approx(1e-3 + kernels + 1e-6)
-    assert found.high == pytest.approx(1e-3 + kernels + 8e-6 + 2 * 4e-5 + 5e-6)
+    assert found.low == pytest.approx(1e-3 + 2e-6 + kernels + 1e-6)
+    assert found.high == pytest.approx(1e-3 + 2e-6 + kernels + 8e-6 + 2 * 4e-5 + 5e-6)
 
 
 def test_what_takes_longest_is_the_least_time():
-    slow = Cost(1, {}, {}, {Collective("all-reduce", 10**9, (0, 1)): 1}, {})
+    slow = Cost(1, 0, {}, {}, {Collective("all-reduce", 10**9, (0, 1)): 1}, {})
     assert program_time(slow, V5E, [0, 1]).low == pytest.approx(1e9 / 3.125e9)
 
 

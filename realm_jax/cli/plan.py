@@ -117,7 +117,7 @@ def plan(trainer: Run, builder: Run | None, task: str, price: float | None = Non
     found["flops"], found["flops_by_part"] = sum(operations.values()), operations
     if builder is not None:
         found |= plan_of_builder(builder, builders)
-    if not (found["fits"] and found.get("builder", found)["fits"]):
+    if "seconds" not in found or "seconds" not in found.get("builder", found):
         return found
     low, high = found["seconds"]
     found["mfu"] = [found["flops"] / (chips * known_chip(trainer).peak * seconds) for seconds in (high, low)]
@@ -149,7 +149,7 @@ def plan_of_builder(builder: Run, builders: int) -> dict[str, Any]:
     needs = compiled_needs(lower_builder(builder), builder)
     devices, rows = builder.mesh.size * builders, builder.context.rows
     found: dict[str, Any] = {"builder": needs, "builder_device": device_kind(builder), "builder_devices": devices}
-    if needs["fits"]:
+    if "seconds" in needs:
         batches = math.ceil(rows / (EMBED_BATCH * devices))
         least = rows * embedding_flops(builder.config, builder.config.data.document_length)
         found["refresh_seconds"] = [seconds * batches for seconds in needs["seconds"]]
@@ -210,10 +210,7 @@ def compiled_needs(lowered: jax.stages.Lowered, run: Run, second: int = 0) -> di
     known = known_chip(run)
     if peak_bytes + second > (known.memory or math.inf):
         return {"fits": False, "needs": _gib(peak_bytes + second), "has": _gib(known.memory or math.inf)}
-    cost = program_cost(compiled.as_text())
-    slices = [slice_of(device) for device in run.mesh.devices.flat]
-    time = program_time(cost, known, slices)
-    return {
+    needs: dict[str, Any] = {
         "fits": True,
         "bytes": {
             "arguments": sizes.argument_size_in_bytes,
@@ -221,11 +218,15 @@ def compiled_needs(lowered: jax.stages.Lowered, run: Run, second: int = 0) -> di
             "second_generation": second,
             "peak": peak_bytes + second,
         },
-        "seconds": [time.low, time.high],
-        "seconds_by_part": time.parts,
-        "cycles": cost.cycles,
-        "collectives": collectives(cost, slices),
     }
+    slices = [slice_of(device) for device in run.mesh.devices.flat]
+    try:
+        cost = program_cost(compiled.as_text())
+        time = program_time(cost, known, slices)
+    except (ValueError, KeyError) as fault:  # of a compiler that writes its programs otherwise
+        return needs | {"time_unknown": f"{fault}"}
+    needs |= {"seconds": [time.low, time.high], "seconds_by_part": time.parts, "cycles": cost.cycles}
+    return needs | {"collectives": collectives(cost, slices)}
 
 
 def collectives(cost: Cost, slices: Sequence[int]) -> dict[str, dict[str, float]]:
@@ -235,11 +236,11 @@ def collectives(cost: Cost, slices: Sequence[int]) -> dict[str, dict[str, float]
     for one, times in cost.collectives.items():
         apart = len({slices[place] for place in one.group})
         over = f" over {apart} slices" if apart > 1 else ""
-        inside, between = sent(one, slices)
+        inside, outside = sent(one, slices)
         entry = found.setdefault(f"{one.kind} of {len(one.group)}{over}", Counter())
-        entry.update({"times": times, "bytes": round(times * (inside + between))})
+        entry.update({"times": times, "bytes": round(times * (inside + outside))})
         if apart > 1:
-            entry.update({"bytes_between_slices": round(times * between)})
+            entry.update({"bytes_between_slices": round(times * outside)})
     for transfer, times in cost.transfers.items():
         moved = round(times * transferred(transfer, len(set(slices))))
         entry = found.setdefault(f"{transfer.kind} between slices", Counter())
@@ -305,14 +306,17 @@ def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
     else:
         for name, size in found["bytes"].items():
             table.add_row(f"memory a device: {name.replace('_', ' ')}", f"{size / 2**30:.2f} GiB")
-        for name, entry in found["collectives"].items():
-            between = f", {entry['bytes_between_slices'] / 1e6:,.1f} between" if "bytes_between_slices" in entry else ""
-            table.add_row(f"{entry['times']} × {name}", f"{entry['bytes'] / 1e6:,.1f} MB sent by a device{between}")
+        for name, entry in found.get("collectives", {}).items():
+            apart = f", {entry['bytes_between_slices'] / 1e6:,.1f} between" if "bytes_between_slices" in entry else ""
+            table.add_row(f"{entry['times']} × {name}", f"{entry['bytes'] / 1e6:,.1f} MB sent by a device{apart}")
     table.add_row("operations a step", f"{found['flops'] / 1e12:,.1f} T")
     for name, value in found["flops_by_part"].items():
         table.add_row(f"  {name}", f"{value / 1e12:,.1f} T")
     if "hours" in found:
         add_times(table, found, args.passages)
+    for name, program in (("a step's time", found), ("time of embedding", found.get("builder", {}))):
+        if "time_unknown" in program:
+            table.add_row(name, f"not known: {program['time_unknown']}")
     if not found.get("builder", found)["fits"]:
         table.add_row("the builder's memory a device", "does NOT fit: set config.model.dtype=bfloat16")
     Console(highlight=False).print(table)

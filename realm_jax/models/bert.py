@@ -54,10 +54,10 @@ class BertConfig:
     ('float32' or 'bfloat16'); parameters, LayerNorm and softmax are float32 always. attention: a key of
     `attention.ATTENTION`. causal: whether a token attends to itself and those before it alone, as in a decoder; then
     hidden states are of all positions. remat: 'none' keeps all that the backward pass needs, 'dots' of a layer the
-    results of products with parameters, 'layer' nothing of it. scan: layers but for the last are one compiled loop over
-    their stacked parameters; the tree of parameters stays as it is. hidden_act: the activation function of the feed-
-    forward layers (a key of ACTIVATIONS). hidden: the sharding of hidden states [batch, length, width]; without it the
-    compiler may shard them like parameters, and keep whole batches on every device.
+    results of products with parameters and of attention, 'layer' nothing of it. scan: layers but for the last are one
+    compiled loop over their stacked parameters; the tree of parameters stays as it is. hidden_act: the activation
+    function of the feed- forward layers (a key of ACTIVATIONS). hidden: the sharding of hidden states [batch, length,
+    width]; without it the compiler may shard them like parameters, and keep whole batches on every device.
     """
 
     vocabulary_size: int

@@ -24,7 +24,7 @@ class AttentionDropout(NamedTuple):
 
 
 class Dropout(nn.Module):
-    """Dropout of hidden states [batch, …, width]; the rest is divided by 1 − rate."""
+    """Dropout of hidden states [batch, length, width] or vectors [batch, width]; the rest is divided by 1 − rate."""
 
     rate: float
 
