@@ -8,14 +8,16 @@
 a finished run of `configs/ict_wiki.py`.
 
 200,000 steps of 512 sentences at 3e-5, eight candidates each with the null document; 64 chips train and 16 embed, as in
-the paper. What `realm launch plan` says of it, by the TPU compiler (memory) and by arithmetic at 40 % MFU (times):
+the paper. What `realm launch plan` says of it: memory by the TPU compiler; times by its cost model and arithmetic, from
+all collectives beside other work to none, not measured on a TPU:
 
-    trainer        GiB a chip   a step    all steps   steps a refresh (16 × v5e embed in 8.5 minutes)
-    v5e 8×8            9.6      255 ms     14.2 h       2,006
-    2 × v5e 8×8        5.9      128 ms      7.1 h       4,013
-    v5p 4×4×4         12.5      110 ms      6.1 h       4,674
-    v6e 8×8           12.0       55 ms      3.0 h       9,349
+    trainer        GiB a chip   a step        all steps     steps a refresh (16 × v5e embed in 5.9 minutes)
+    v5e 8×8            9.4      269-318 ms    14.9-17.6 h   1,106-1,306
+    2 × v5e 8×8        7.1      152-231 ms     8.4-12.8 h   1,520-2,310
+    v5p 4×4×4         12.1      127-147 ms     7.1-8.2 h    2,393-2,766
+    v6e 8×8           12.0      132-150 ms     7.4-8.3 h    2,338-2,651
 
+A v6e has 4.7 times the operations of a v5e and twice its bandwidth, which these layers wait for.
 The paper refreshed every 500 steps or so: the faster the trainer, the more chips the builder should have. The records
 are `docs/results/plans.json`; with your prices: `realm launch plan --config=realm_wiki --price-per-chip-hour=…`.
 """
