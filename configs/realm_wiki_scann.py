@@ -5,7 +5,7 @@
 
 The search for a step starts one step before it, with the parameters of then, so candidates are one step older; recall
 of eight is .98 to .99 (`benchmarks/README.md`), and no vectors lie on the devices. At this size of the corpus exact
-search costs 1.5 ms of a v5e's step: what this is for is larger corpora, wider vectors, and hosts with many cores. A
+search costs 1.6 ms of a v5e's step: what this is for is larger corpora, wider vectors, and hosts with many cores. A
 builder takes centroids and codebooks of the generation before where its recall holds. `realm launch plan` says what
 it needs (`docs/results/plans.json`).
 """
