@@ -75,6 +75,8 @@ def program_cost(text: str) -> Cost:
     """The cost of a compiled program. Raises ValueError for a loop whose length it does not say, for a condition, of
     which it does not say which branch runs, and for what it cannot read."""
     entry, bodies = _computations(text)
+    if not entry:
+        raise ValueError("the compiled program has no entry")
     outside = _runs(entry, bodies, fused=False)
     runs = _runs(entry, bodies, fused=True)
     lines = [(runs[name], line) for name in runs for line in bodies[name]]

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import runpy
+import types
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from realm_jax.assemble import abstract_run, make_run
 from realm_jax.chips import chip
 from realm_jax.cli import main as cli
 from realm_jax.cli.config_flags import load_config
-from realm_jax.cli.plan import abstract_arguments
+from realm_jax.cli.plan import abstract_arguments, compiled_needs, show
 from realm_jax.config import default
 from realm_jax.data.sources import open_sources
 from realm_jax.flops import Tower, embedding_flops
@@ -157,6 +158,34 @@ def test_what_is_recorded_is_of_the_shipped_config(name):
         assert found["fits"] and found["bytes"]["peak"] < chip(found["device"]).memory, topology
         assert found.get("builder", found)["fits"], topology
         assert 0 < found["seconds"][0] <= found["seconds"][1] and found["compiler"].keys() >= {"jax", "libtpu"}
+
+
+@pytest.mark.parametrize("text, known", [("ENTRY %main (a: f32[8]) -> f32[8] {\n}", True), ("a program", False)])
+def test_memory_is_known_where_the_time_is_not(capsys, text, known):
+    """Of a compiler that writes its programs in another way."""
+    sizes = dict.fromkeys(("argument", "output", "temp", "alias", "generated_code"), 2**30)
+    compiled = types.SimpleNamespace(
+        memory_analysis=lambda: types.SimpleNamespace(
+            **{f"{name}_size_in_bytes": size for name, size in sizes.items()}
+        ),
+        as_text=lambda: text,
+    )
+    device = types.SimpleNamespace(device_kind="TPU v5 lite", platform="tpu", slice_index=0)
+    run = types.SimpleNamespace(mesh=types.SimpleNamespace(devices=np.array([device])))
+    found = compiled_needs(types.SimpleNamespace(compile=lambda: compiled), run)
+    assert found["fits"] and found["bytes"]["peak"] == 3 * 2**30
+    assert ("seconds" in found, "time_unknown" in found) == (known, not known)
+    found |= {"device": "TPU v5 lite", "devices": 1, "flops": 1.0, "flops_by_part": {}}
+    show(found, types.SimpleNamespace(passages=1), "realm")
+    assert ("not known" in capsys.readouterr().out) == (not known)
+
+
+def test_recorded_plans_are_shown_with_their_parts(capsys):
+    recorded = json.loads(RECORDED["GOLDEN"].read_text())["realm_wiki"]["plans"]
+    show(recorded["v5e:8x8 --num-slices=2"], types.SimpleNamespace(passages=13_353_718), "realm")
+    shown = capsys.readouterr().out
+    for part in ("all-reduce between slices", "collectives between slices, alone", "libtpu", "MFU of embedding"):
+        assert part in shown
 
 
 def test_a_task_that_the_recipe_does_not_have_is_named(capsys):

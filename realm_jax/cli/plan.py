@@ -307,8 +307,9 @@ def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
         for name, size in found["bytes"].items():
             table.add_row(f"memory a device: {name.replace('_', ' ')}", f"{size / 2**30:.2f} GiB")
         for name, entry in found.get("collectives", {}).items():
-            apart = f", {entry['bytes_between_slices'] / 1e6:,.1f} between" if "bytes_between_slices" in entry else ""
-            table.add_row(f"{entry['times']} × {name}", f"{entry['bytes'] / 1e6:,.1f} MB sent by a device{apart}")
+            apart = entry.get("bytes_between_slices", 0)
+            partly = f", {apart / 1e6:,.1f} of it to other slices" if 0 < apart < entry["bytes"] else ""
+            table.add_row(f"{entry['times']} × {name}", f"{entry['bytes'] / 1e6:,.1f} MB sent by a device{partly}")
     table.add_row("operations a step", f"{found['flops'] / 1e12:,.1f} T")
     for name, value in found["flops_by_part"].items():
         table.add_row(f"  {name}", f"{value / 1e12:,.1f} T")
@@ -324,9 +325,9 @@ def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
 
 def add_times(table: Table, found: dict[str, Any], passages: int) -> None:
     """What is known where everything fits."""
+    table.add_row("a step (estimated)", between(found["seconds"], 1e3, " ms"))
     for name, seconds in found["seconds_by_part"].items():
-        table.add_row(f"a step's {name}, by itself", f"{seconds * 1e3:,.1f} ms")
-    table.add_row("a step (estimated, not measured)", between(found["seconds"], 1e3, " ms"))
+        table.add_row(f"  {name}, alone", f"{seconds * 1e3:,.1f} ms at least")
     table.add_row("MFU", between(found["mfu"], 100, " %"))
     table.add_row("all steps", between(found["hours"], 1, " hours", 1))
     if "builder" in found:
