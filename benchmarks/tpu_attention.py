@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from realm_jax.chips import chip
 from realm_jax.cli.plan import devices_to_compile_for
 from realm_jax.compiled_cost import program_cost
+from realm_jax.compiled_time import scores_held
 from realm_jax.models.attention import ATTENTION
 from realm_jax.models.dropout import AttentionDropout
 from realm_jax.models.tpu_attention import LANES
@@ -67,11 +68,10 @@ def compare(chips: str, length: int, rate: float, folder: Path) -> None:
         file.unlink()
     compiled("tpu", place, length, rate)
     blocks = SEQUENCES * WIDTH // LANES
-    scores = length * -(-length // LANES) * LANES
     counts = [words(folder, kernel) for kernel in ("attend", "differentiate")]
     forward, backward = (blocks * count / known.cores / known.clock for count in counts)
     cells = [f"{1e3 * seconds:.2f}" for seconds in (plain, forward, backward, forward + backward)]
-    each = ", ".join(f"{count / scores:.5f}" for count in counts)
+    each = ", ".join(f"{count / scores_held(length):.5f}" for count in counts)
     print(f"| {chips} | {length} | " + " | ".join(cells) + f" | {each} |", flush=True)
 
 

@@ -17,6 +17,7 @@ import jax
 from realm_jax import run as runs
 from realm_jax.assemble import abstract_run
 from realm_jax.cli.build_index import for_embedding
+from realm_jax.cli.launch import ROWS, VOCABULARY
 from realm_jax.cli.plan import devices_to_compile_for, known_chip, lower_builder
 from realm_jax.compiled_cost import program_cost
 from realm_jax.compiled_time import program_time
@@ -25,7 +26,6 @@ from realm_jax.recipes import paper
 from realm_jax.retrieval.embed import EMBED_BATCH, GROUPS
 
 CHIPS = "v5e:2x4"
-PASSAGES, VOCABULARY = 13_353_718, 30_522
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     devices = devices_to_compile_for(CHIPS)
     config = paper("realm")
     config.data.path = "-"
-    builder = abstract_run(for_embedding(config, len(devices)), Path("."), PASSAGES, VOCABULARY, devices)
+    builder = abstract_run(for_embedding(config, len(devices)), Path("."), ROWS, VOCABULARY, devices)
     operations = EMBED_BATCH * embedding_flops(builder.config, config.data.document_length)
     least = operations / known_chip(builder).peak
     print(f"{EMBED_BATCH} passages of {config.data.document_length}: at least {least * 1e3:.0f} ms")

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from realm_jax.assemble import abstract_run
+from realm_jax.cli.launch import ROWS, VOCABULARY
 from realm_jax.cli.plan import abstract_sharded, devices_to_compile_for, known_chip
 from realm_jax.compiled_cost import program_cost
 from realm_jax.compiled_time import program_time
@@ -24,7 +25,6 @@ from realm_jax.recipes import paper
 from realm_jax.retrieval.exact import padded_rows, search
 
 SLICES = ("v5e:8x8", "v5e:4x4", "v5p:4x4x4", "v6e:8x8")
-PASSAGES, VOCABULARY = 13_353_718, 30_522
 
 
 def main() -> None:
@@ -35,11 +35,11 @@ def main() -> None:
     config.data.path = "-"
     print("| slice | rows a chip | ms | MB of temporaries | top-k |\n|---|---|---|---|---|")
     for chips in args.slices:
-        run = abstract_run(config, Path("."), PASSAGES, VOCABULARY, devices_to_compile_for(chips))
-        rows, size = padded_rows(PASSAGES, corpus_devices(run.mesh)), config.encoder.projection
+        run = abstract_run(config, Path("."), ROWS, VOCABULARY, devices_to_compile_for(chips))
+        rows, size = padded_rows(ROWS, corpus_devices(run.mesh)), config.encoder.projection
         queries = abstract_sharded(run, (config.realm.batch_size, size), jnp.float32, "batch")
         vectors = abstract_sharded(run, (rows, size), jnp.bfloat16, "rows")
-        find = jax.jit(partial(search, run.mesh, rows=PASSAGES, k=config.realm.candidates))
+        find = jax.jit(partial(search, run.mesh, rows=ROWS, k=config.realm.candidates))
         compiled = find.lower(queries, vectors).compile()
         cost = program_cost(compiled.as_text())
         parts = program_time(cost, known_chip(run), [0] * run.mesh.size).parts

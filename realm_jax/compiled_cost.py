@@ -77,16 +77,14 @@ def program_cost(text: str) -> Cost:
     entry, bodies = _computations(text)
     if not entry:
         raise ValueError("the compiled program has no entry")
-    outside = _runs(entry, bodies, fused=False)
-    runs = _runs(entry, bodies, fused=True)
-    lines = [(runs[name], line) for name in runs for line in bodies[name]]
-    cycles = sum(times * _cycles(line) for times, line in lines)
-    moved = sum(outside[name] * _moved(line) for name in outside for line in bodies[name])
-    kernels = _counted((times, _kernel(line)) for times, line in lines)
-    top_k = _counted((times, _top_k(line, text)) for times, line in lines)
-    transfers = _counted((times, _transfer(line)) for times, line in lines)
-    named = [(runs[name], name, line) for name in runs for line in bodies[name]]
-    return Cost(cycles, moved, kernels, top_k, _counted(_collectives(named)), transfers)
+    runs, fused = _runs(entry, bodies)
+    lines = [(runs[name], name, line) for name in runs for line in bodies[name]]
+    cycles = sum(times * _cycles(line) for times, _, line in lines)
+    moved = sum(times * _moved(line) for times, name, line in lines if name not in fused)
+    kernels = _counted((times, _kernel(line)) for times, _, line in lines)
+    top_k = _counted((times, _top_k(line, text)) for times, _, line in lines)
+    transfers = _counted((times, _transfer(line)) for times, _, line in lines)
+    return Cost(cycles, moved, kernels, top_k, _counted(_collectives(lines)), transfers)
 
 
 def _counted(found: Iterable[tuple[int, One | None]]) -> Counter[One]:
@@ -110,29 +108,31 @@ def _computations(text: str) -> tuple[str, dict[str, list[str]]]:
     return entry, bodies
 
 
-def _runs(entry: str, bodies: dict[str, list[str]], fused: bool) -> Counter[str]:
-    """How often each computation runs. fused: with those of fused operations."""
+def _runs(entry: str, bodies: dict[str, list[str]]) -> tuple[Counter[str], set[str]]:
+    """How often each computation runs, and which are parts of fused operations."""
     runs: Counter[str] = Counter()
+    fused: set[str] = set()
 
-    def visit(name: str, times: int) -> None:
+    def visit(name: str, times: int, within: bool) -> None:
         runs[name] += times
+        fused.update([name] if within else [])
         for line in bodies[name]:
-            for called, inner in _called(line, bodies, fused):
-                visit(called, times * inner)
+            for called, inner, joined in _called(line, bodies):
+                visit(called, times * inner, within or joined)
 
-    visit(entry, 1)
-    return runs
+    visit(entry, 1, False)
+    return runs, fused
 
 
-def _called(line: str, bodies: dict[str, list[str]], fused: bool) -> Iterator[tuple[str, int]]:
-    """The computations that an operation runs, and how often."""
+def _called(line: str, bodies: dict[str, list[str]]) -> Iterator[tuple[str, int, bool]]:
+    """The computations that an operation runs, how often, and whether it is them, fused."""
     if " while(" in line:
         condition, body = (_named(part, line) for part in ("condition", "body"))
-        yield body, _trips(condition, bodies[condition])
+        yield body, _trips(condition, bodies[condition]), False
     elif " conditional(" in line:
         raise ValueError("the compiled program has a condition; how often its branches run is not known")
-    elif (call := CALL.search(line)) is not None and (name := call[1] or call[2]) in bodies and (call[1] or fused):
-        yield name, 1
+    elif (call := CALL.search(line)) is not None and (name := call[1] or call[2]) in bodies:
+        yield name, 1, call[1] is None
 
 
 def _named(part: str, line: str) -> str:

@@ -64,10 +64,15 @@ def program_time(cost: Cost, chip: Chip, slices: Sequence[int]) -> Time:
 
 
 def kernel_cycles(kernel: Kernel, chip: Chip) -> float:
-    """Of one run over [batch, length, width]: keys fill whole registers of 128 lanes."""
+    """Of one run over [batch, length, width]."""
     batch, length, width = kernel.shape
-    scores = batch * (width // LANES) * length * -(-length // LANES) * LANES
+    scores = batch * (width // LANES) * scores_held(length)
     return scores * CYCLES[kernel.name][chip] / chip.cores
+
+
+def scores_held(length: int) -> int:
+    """Of a sequence: those that registers hold, whose lanes keys fill up."""
+    return length * -(-length // LANES) * LANES
 
 
 def sent(collective: Collective, slices: Sequence[int]) -> tuple[float, float]:

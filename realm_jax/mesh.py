@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
@@ -85,7 +85,7 @@ def _arrange(sizes: list[int], devices: list[jax.Device], slices: int) -> NDArra
     return np.asarray(devices).reshape(sizes)
 
 
-def batch_parts(mesh: Mesh) -> int:
+def batch_parts(mesh: Mesh | AbstractMesh) -> int:
     """Into how many parts a batch is cut."""
     return _ways(mesh, [dict(RULES)["batch"]])
 
@@ -161,7 +161,7 @@ def parameter_shardings(mesh: Mesh, abstract_boxed: Any) -> Any:
     return found
 
 
-def _ways(mesh: Mesh, axes: Sequence[str | tuple[str, ...] | None]) -> int:
+def _ways(mesh: Mesh | AbstractMesh, axes: Sequence[str | tuple[str, ...] | None]) -> int:
     """Into how many parts these mesh axes cut an array."""
     names = [name for axis in axes for name in ((axis,) if isinstance(axis, str) else (axis or ()))]
     return int(np.prod([mesh.shape[name] for name in names]))

@@ -7,11 +7,21 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh
-from tiny import Texts, document_rows, loud_params, masked_batch, random_corpus, task_of, tiny_context, tiny_realm
+from jax.sharding import Mesh
+from tiny import (
+    Texts,
+    document_rows,
+    loud_params,
+    masked_batch,
+    mesh_of_slices,
+    random_corpus,
+    task_of,
+    tiny_context,
+    tiny_realm,
+)
 
 from realm_jax.forward import Index, retrieve
-from realm_jax.mesh import AXES, logical_sharding, make_mesh, parameter_shardings, replicated
+from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings, replicated
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.train.optimizer import make_optimizer
 from realm_jax.train.step import loss_and_metrics
@@ -99,8 +109,7 @@ def test_ten_steps_with_a_refresh_are_the_same_on_eight_devices(on_one_device, s
     Tolerances, relative: 1e-5 for losses, 5e-5 for the norm of the difference of gradients and of parameters. (Among
     passages that score more nearly alike than that, rows may change places; parameters are chosen so that none do.)
     """
-    mesh = Mesh(np.array(jax.devices()).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * 4)
-    one, eight = on_one_device, train(mesh)
+    one, eight = on_one_device, train(mesh_of_slices(*sizes))
     loss = max(abs(a - b) / abs(a) for a, b in zip(one.losses, eight.losses, strict=True))
     gradient = max(distance(a, b) for a, b in zip(one.gradients, eight.gradients, strict=True))
     parameter = distance(one.params, eight.params)

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh
+from tiny import mesh_of_slices
 
-from realm_jax.mesh import AXES, corpus_devices, logical_sharding, make_mesh
+from realm_jax.mesh import corpus_devices, logical_sharding, make_mesh
 from realm_jax.retrieval import exact
 from realm_jax.retrieval.exact import GROUP, Neighbours, padded_rows, search
 
 ONE = make_mesh(1, 1, 1, jax.devices()[:1])
 EIGHT = make_mesh(2, 2, 2)
-SLICES = Mesh(np.array(jax.devices()).reshape(2, 2, 2, 1), AXES, axis_types=(AxisType.Auto,) * 4)  # a copy of rows each
+SLICES = mesh_of_slices(2, 2, 2, 1)  # a copy of rows each
 SIZE = 6
 
 

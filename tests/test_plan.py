@@ -136,7 +136,7 @@ def test_trainer_and_builders_have_slices_of_their_own(capsys):
     assert (found["devices"], found["device"]) == (16, "TPU v5 lite")
     assert (found["builder_devices"], found["builder_device"]) == (2 * 4, "TPU v6 lite")
     apart = [name for name, entry in found["collectives"].items() if "bytes_between_slices" in entry]
-    assert apart == ["all-reduce between slices"], "each slice has the corpus: gradients travel, and the run's votes"
+    assert apart == ["all-reduce between slices"], "each slice has the corpus: gradients travel, and control words"
     assert found["builder"]["fits"] and found["cost"] == pytest.approx(
         [hours * (16 + 8) * 2 for hours in found["hours"]]
     )

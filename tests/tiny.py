@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from realm_jax.config import default
 from realm_jax.data import layouts
 from realm_jax.forward import Index, StepContext
-from realm_jax.mesh import make_mesh
+from realm_jax.mesh import AXES, make_mesh
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
 from realm_jax.models.realm import Params, Reader, Realm
@@ -113,3 +113,8 @@ def loud_params(model: Realm, seed: int) -> Params:
 
 def one_device_mesh() -> Mesh:
     return make_mesh(1, 1, 1, jax.devices()[:1])
+
+
+def mesh_of_slices(*sizes: int) -> Mesh:
+    """A mesh of all devices with these sizes of (slices, data, fsdp, model), as if they were of several TPU slices."""
+    return Mesh(np.array(jax.devices()).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))

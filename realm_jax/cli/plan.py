@@ -113,7 +113,8 @@ def plan(trainer: Run, builder: Run | None, task: str, price: float | None = Non
     found: dict[str, Any] = {"task": task, "device": device_kind(trainer), "devices": chips}
     found["compiler"] = {name: version(name) for name in COMPILER}
     found |= step_needs(trainer, task)
-    operations = make_task(task, trainer).flops()
+    made = make_task(task, trainer)
+    operations = made.flops()
     found["flops"], found["flops_by_part"] = sum(operations.values()), operations
     if builder is not None:
         found |= plan_of_builder(builder, builders)
@@ -122,7 +123,7 @@ def plan(trainer: Run, builder: Run | None, task: str, price: float | None = Non
     low, high = found["seconds"]
     found["mfu"] = [found["flops"] / (chips * known_chip(trainer).peak * seconds) for seconds in (high, low)]
     found["hours"] = [seconds * config[task].steps / 3600 for seconds in (low, high)]
-    if trainer.scann_config is not None and make_task(task, trainer).host_search:
+    if trainer.scann_config is not None and made.host_search:
         found["scann"] = host_search(trainer, task)
     if builder is not None:
         first, last = found["refresh_seconds"]
@@ -176,9 +177,9 @@ def device_kind(run: Run) -> str:
 
 
 def known_chip(run: Run) -> Chip:
-    """What the devices of a run can do: everything is known of those that a spec can name."""
+    """What the devices of a run can do: it is known of those that a spec can name."""
     known = chip(device_kind(run))
-    assert known is not None and known.memory is not None
+    assert known is not None, device_kind(run)
     return known
 
 
@@ -208,8 +209,9 @@ def compiled_needs(lowered: jax.stages.Lowered, run: Run, second: int = 0) -> di
         + sizes.generated_code_size_in_bytes
     )
     known = known_chip(run)
-    if peak_bytes + second > (known.memory or math.inf):
-        return {"fits": False, "needs": _gib(peak_bytes + second), "has": _gib(known.memory or math.inf)}
+    capacity = known.memory or math.inf  # of every slice that a spec can name it is known
+    if peak_bytes + second > capacity:
+        return {"fits": False, "needs": _gib(peak_bytes + second), "has": _gib(capacity)}
     needs: dict[str, Any] = {
         "fits": True,
         "bytes": {

@@ -9,7 +9,6 @@ about 40 % less work in a two-layer model, and 7 % in a twelve-layer one.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
+from realm_jax.mesh import batch_parts
 from realm_jax.models.attention import ATTENTION, causal_attention
 from realm_jax.models.dropout import AttentionDropout, Dropout, dropout_seeds
 
@@ -263,7 +263,7 @@ class Bert(nn.Module):
         hidden = self.config.hidden
         if hidden is None or hidden.mesh.size == 1:
             return x
-        if x.shape[0] % math.prod(hidden.mesh.shape[axis] for axis in hidden.spec[0]):
+        if x.shape[0] % batch_parts(hidden.mesh):
             return x
         return jax.lax.with_sharding_constraint(x, hidden)
 

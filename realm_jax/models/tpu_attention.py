@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 
-from realm_jax.mesh import logical_sharding
+from realm_jax.mesh import batch_parts, logical_sharding
 from realm_jax.models.dropout import kept
 
 Array = jax.Array
@@ -33,8 +33,7 @@ def fits(query: Array, key: Array, heads: int, mesh: Mesh | None) -> bool:
     """Whether the kernel takes these [batch, positions or length, width]: as many queries as keys, of which every
     device has whole sequences and whole groups of 128 features."""
     batch, length, width = key.shape
-    parts = mesh.shape["model"] if mesh else 1
-    spread = mesh.size // parts if mesh else 1
+    parts, spread = (mesh.shape["model"], batch_parts(mesh)) if mesh else (1, 1)
     in_groups = LANES % (width // heads) == 0 and width % (LANES * parts) == 0
     return in_groups and batch % spread == 0 and query.shape[1] == length <= LONGEST
 
