@@ -22,6 +22,7 @@ from realm_jax.data.sources import Sources, open_sources
 from realm_jax.data.store import PassageStore, remove_documents
 from realm_jax.errors import UserError
 from realm_jax.models.inputs import contains_phrase
+from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.tasks import ict, mlm, qa_examples, realm
 
 NAMES = ("Ada Lovelace", "Karl Marx", "Marie Curie", "Alan Turing", "Emmy Noether", "Isaac Newton", "Niels Bohr")
@@ -280,6 +281,26 @@ def test_salient_sentences_are_those_with_a_span_in_reach(sources):
     for row, number in zip(*short, strict=True):
         _, spans = data.spans_of(sources.passages, int(row), int(number))
         assert spans[:, 1].min() <= 4
+
+
+def test_rows_with_a_span_in_reach_are_stored_and_those_of_older_stores_worked_out(sources, prepared, tmp_path):
+    """The column is no part of a store's fingerprint, and a store may lack it."""
+    older = tmp_path / "passages"
+    shutil.copytree(prepared / "passages", older)
+    manifest = read_json(older / "STORE.json")
+    for entry in manifest["segments"]:
+        (older / entry["folder"] / "salient_reach.npy").unlink()
+        del entry["files"]["salient_reach.npy"]
+    write_json_atomic(older / "STORE.json", manifest)
+    store = PassageStore.open(older)
+    assert store == sources.passages
+    for room in (0, 3, 4, 6, 62):
+        listed = [np.unique(rows) for rows, _ in sources.passages.salient_sentences(room)]
+        np.testing.assert_array_equal(sources.passages.salient_rows(room), np.concatenate(listed))
+        np.testing.assert_array_equal(store.salient_rows(room), np.concatenate(listed))
+    assert len(store.salient_rows(0)) == 0 and len(store.salient_rows(62)) == len(store)
+    left = remove_documents(older, ["article-2"])
+    assert left.salient_rows(62).tolist() == list(range(len(NAMES) - 1))
 
 
 # --- warm-up ----------------------------------------------------------------------------------------------------------

@@ -35,7 +35,11 @@ TOKENS = np.dtype(np.uint16)  # of ids, unless a vocabulary is too large for it
 _UTF8 = ("texts", "titles", "document_ids")
 # Columns with one value a row. A document's key is a hash of its id: ids are found without reading all of them.
 FIXED: dict[str, type[np.generic]] = {"title_lengths": np.uint16, "document_keys": np.uint64}
-FILES = 2 * len(RAGGED) + len(FIXED)  # of a segment, which stay open while it is mapped
+# What follows from the other columns, written so that no start has to work it out; not a part of the fingerprint, and
+# absent from stores of earlier releases.
+DERIVED: dict[str, type[np.generic]] = {"salient_reach": np.uint16}
+NO_SPAN = np.iinfo(np.uint16).max  # in `salient_reach`
+FILES = 2 * len(RAGGED) + len(FIXED) + len(DERIVED)  # of a segment, which stay open while it is mapped
 _LONGEST_TITLE = np.iinfo(np.uint16).max
 
 
@@ -69,7 +73,11 @@ class Segment:
             for name, (dtype, shape) in RAGGED.items()
         }
         self.offsets = {name: self._open(f"{name}.offsets", np.int64, (), self.rows + 1) for name in RAGGED}
-        self.fixed = {name: self._open(name, dtype, (), self.rows) for name, dtype in FIXED.items()}
+        self.fixed = {
+            name: self._open(name, dtype, (), self.rows)
+            for name, dtype in (FIXED | DERIVED).items()
+            if name in FIXED or file_name(name) in self._files
+        }
 
     def ragged(self, name: str, row: int) -> NDArray[Any]:
         """The values of one row of a ragged column."""
@@ -163,17 +171,33 @@ class Segment:
         """How often a token occurs, titles too, and how many pieces there are."""
         return int(np.count_nonzero(self.values["tokens"] == piece)), len(self.values["tokens"])
 
+    @cached_property
+    def salient_reach(self) -> NDArray[np.uint16]:
+        """How many pieces of a sentence of each row have to be seen for one of its salient spans to be among them: the
+        fewest of all its sentences, NO_SPAN in a row without spans, uint16 [rows]."""
+        if "salient_reach" in self.fixed:
+            return self.fixed["salient_reach"]
+        rows, spans = self.all_spans()
+        reach = np.full(self.rows, NO_SPAN, np.int64)
+        if len(spans):
+            np.minimum.at(reach, rows, spans[:, 1] - self.values["sentences"][self._span_owners(), 0])
+        return np.minimum(reach, NO_SPAN).astype(np.uint16)
+
+    def _span_owners(self) -> NDArray[np.int64]:
+        """The sentence that each salient span begins in, as a place among all sentences, [n]."""
+        rows, spans = self.all_spans()
+        sentence_rows = np.repeat(np.arange(self.rows), np.diff(self.offsets["sentences"]))
+        keys = (sentence_rows << 32) + self.values["sentences"][:, 0]
+        return np.searchsorted(keys, (rows << 32) + spans[:, 0], "right") - 1
+
     def salient_sentences(self, room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Sentences with a salient span that ends within `room` pieces of the sentence's start, in order.
 
         Rows, and numbers of the sentences in their rows, int64 [n] each.
         """
-        sentences, (span_rows, spans) = self.values["sentences"], self.all_spans()
-        sentence_rows = np.repeat(np.arange(self.rows), np.diff(self.offsets["sentences"]))
-        keys = (sentence_rows << 32) + sentences[:, 0]
-        owners = np.searchsorted(keys, (span_rows << 32) + spans[:, 0], "right") - 1
+        sentences, spans, owners = self.values["sentences"], self.values["spans"], self._span_owners()
         owners = np.unique(owners[spans[:, 1] - sentences[owners, 0] <= room])
-        rows = sentence_rows[owners]
+        rows = np.searchsorted(self.offsets["sentences"], owners, "right") - 1
         return rows, owners - self.offsets["sentences"][rows]
 
     def verify(self) -> None:
@@ -262,8 +286,8 @@ class SegmentWriter:
             if name != "spans":
                 self._sinks[name].write(segment.values[name])
                 self._sinks[f"{name}.offsets"].write(segment.offsets[name][1:])
-        for name, values in segment.fixed.items():
-            self._sinks[name].write(values)
+        for name in FIXED:
+            self._sinks[name].write(segment.fixed[name])
         coded = self._coded([(start, end, kinds[kind]) for start, end, kind in spans.tolist()])
         self._sinks["spans"].write(coded)
         self._sinks["spans.offsets"].write(np.cumsum(counts))
@@ -299,8 +323,7 @@ class SegmentWriter:
         """Complete all files."""
         files = {}
         for sink in self._sinks.values():
-            sink.close()
-            files[sink.path.name] = {"bytes": sink.path.stat().st_size, "sha256": sink.digest}
+            files[sink.path.name] = sink.close()
         digests = {name: value["sha256"] for name, value in sorted(files.items())}
         kinds = list(self._span_kinds)
         content = json.dumps({"tokenizer": self._tokenizer, "span_kinds": kinds, "files": digests}, sort_keys=True)
@@ -309,10 +332,16 @@ class SegmentWriter:
         return about | ({} if self._dtype == TOKENS else {"dtype": self._dtype.name}) | {"files": files}
 
     def _checked(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """The entry of a segment that is as it should be, with the columns that follow from the others."""
         segment = Segment(self.folder, entry | {"documents": 0})
         if (document := segment.repeated_document()) is not None:
             raise UserError(f"document {document!r} was written twice; give each document its own id")
-        return entry | {"documents": len(segment.document_starts)}
+        derived = {}
+        for name, dtype in DERIVED.items():
+            sink = Sink(self.folder / file_name(name), dtype, ())
+            sink.write(getattr(segment, name))
+            derived[sink.path.name] = sink.close()
+        return entry | {"files": entry["files"] | derived, "documents": len(segment.document_starts)}
 
 
 class Sink:
@@ -334,16 +363,14 @@ class Sink:
         self._stream.write(data)
         self.items += len(values)
 
-    def close(self) -> None:
-        """Complete the header and return once the file is on the disk; nothing can be written afterwards."""
+    def close(self) -> dict[str, Any]:
+        """Complete the header; returns, once the file is on the disk, what a segment's entry says of it. Nothing can be
+        written afterwards."""
         self._stream.seek(0)
         self._header()
         flush_to_disk(self._stream)
         self._stream.close()
-
-    @property
-    def digest(self) -> str:
-        return self._hash.hexdigest()
+        return {"bytes": self.path.stat().st_size, "sha256": self._hash.hexdigest()}
 
     def _header(self) -> None:
         """NumPy pads a header so that it keeps its size while the first axis grows, which lets us write it twice."""

@@ -67,7 +67,6 @@ class PassageStore:
         """[first, last): the stored rows of each document that the version leaves out."""
         self._starts = np.cumsum([0] + [segment.rows for segment in self.segments]).tolist()
         self._kept = _kept_rows(self._starts[-1], self.removed)
-        self._salient_rows: dict[int, NDArray[np.int64]] = {}
 
     @classmethod
     def open(
@@ -235,11 +234,11 @@ class PassageStore:
             yield rows[rows >= 0], numbers[rows >= 0]
 
     def salient_rows(self, room: int) -> NDArray[np.int64]:
-        """The rows of `salient_sentences`, in order. Listed once: a task's examples and its exports both want them."""
-        if room not in self._salient_rows:
-            rows = [np.unique(rows) for rows, _ in self.salient_sentences(room)]
-            self._salient_rows[room] = np.concatenate(rows)
-        return self._salient_rows[room]
+        """The rows of `salient_sentences`, in order."""
+        pairs = zip(self._starts, self.segments, strict=False)
+        stored = np.concatenate([start + np.flatnonzero(segment.salient_reach <= room) for start, segment in pairs])
+        rows = _rows_of_version(stored, self.places())
+        return rows[rows >= 0]
 
     def recurring_spans(self, room: int) -> NDArray[np.int32]:
         """Salient spans that end within `room` pieces of their sentence's start and occur again in another sentence of
