@@ -136,6 +136,18 @@ def test_what_products_give_is_kept_where_dots_are(attention, scan):
     assert dots < whole
 
 
+@pytest.mark.parametrize(
+    ("attention", "remat", "rolled"), [("tpu", "dots", False), ("tpu", "layer", True), ("xla", "dots", True)]
+)
+def test_layers_are_unrolled_on_tpus_where_products_are_kept(attention, remat, rolled):
+    config = BertConfig(30, width=128, layers=5, heads=2, feed_forward=256, max_length=16, attention=attention)
+    bert, ids = Bert(dataclasses.replace(config, remat=remat, scan=True)), jnp.zeros((2, 16), jnp.int32)
+    params = jax.eval_shape(lambda: nn.unbox(Bert(config).init(jax.random.key(0), ids, ids, ids == 0)))
+    traced = jax.make_jaxpr(lambda params: bert.apply(params, ids, ids, ids == 0))(params)
+    loops = [equation.params for equation in traced.eqns if equation.primitive.name == "scan"]
+    assert [loop["length"] > loop["unroll"] for loop in loops] == [rolled]
+
+
 @pytest.mark.slow
 def test_layers_in_a_loop_give_the_same_gradient(params):
     """And other dropout in every layer and step."""
