@@ -1,7 +1,8 @@
 """Trainer and builder at 13,353,718 passages on one machine: every phase of a first start, a kill and a second start.
 
 The programs are `realm train` and `realm build-index` with the config of `realm_wiki`, but for networks of one layer of
-32 and a batch of 32: what is real is all but their operations. The passages are those of a prepared folder, copied
+32 and a batch of 32: what is real is all but their operations. Vectors are 64 float32, as many bytes as the paper's 128
+in bfloat16, of which a CPU would make a copy in float32 to search them. The passages are those of a prepared folder, copied
 until there are enough. Storage is this machine's disk, or a bucket that answers 50 ms after every operation: data and
 what trainer and builder share then lie in it, through the same code as gs:// (the file system behind it is the disk).
 
@@ -38,8 +39,9 @@ from realm_jax.storage import read_json, write_json_atomic
 STEPS, SAVED = 12, 10  # steps of each start; a save every so many
 DELAY = 0.05  # seconds before the bucket answers
 TINY = (
-    "model.width=32", "model.layers=1", "model.heads=1", "model.feed_forward=64", "realm.batch_size=32", "mesh.fsdp=1",
-    "optimizer.microbatches=1", f"checkpoint.every={SAVED}", "log.every=1", "refresh.wait_seconds=100000",
+    "model.width=32", "model.layers=1", "model.heads=1", "model.feed_forward=64", "model.dtype=float32",
+    "encoder.projection=64", "realm.batch_size=32", "mesh.fsdp=1", "optimizer.microbatches=1",
+    f"checkpoint.every={SAVED}", "log.every=1", "refresh.wait_seconds=100000",
 )  # fmt: skip
 
 # name: the functions that are timed; of several calls the seconds are added up.
