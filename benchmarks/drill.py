@@ -2,9 +2,10 @@
 
 The programs are `realm train` and `realm build-index` with the config of `realm_wiki`, but for networks of one layer of
 32 and a batch of 32: what is real is all but their operations. Vectors are 64 float32, as many bytes as the paper's 128
-in bfloat16, of which a CPU would make a copy in float32 to search them. The passages are those of a prepared folder, copied
-until there are enough. Storage is this machine's disk, or a bucket that answers 50 ms after every operation: data and
-what trainer and builder share then lie in it, through the same code as gs:// (the file system behind it is the disk).
+in bfloat16, of which a CPU would make a copy in float32 to search them. The passages are those of a prepared folder,
+copied until there are enough. Storage is this machine's disk, or a bucket that answers 50 ms after every operation:
+data and what trainer and builder share then lie in it, through the same code as gs:// (the file system behind it is the
+disk).
 
     realm prepare --passages articles.jsonl.xz --vocab vocab.txt --shards 4 --output data
     python benchmarks/drill.py --data=data --workdir=DIR [--rows=13353718] [--storage=bucket] [--search=scann]
