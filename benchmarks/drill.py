@@ -136,6 +136,7 @@ def start(args: argparse.Namespace, name: str, command: str, arguments: list[str
     devices = 1 if command == "build-index" else 4
     set_here = {"DRILL_NAME": name, "DRILL_BEGAN": str(time.time()), "JAX_PLATFORMS": "cpu"}
     set_here |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    set_here |= {"MALLOC_ARENA_MAX": "8"}  # freed memory goes back, as on a host of TPUs
     set_here |= {"REALM_STAGING": str(args.workdir / "staged"), "REALM_CACHE": str(args.workdir / "cache")}
     own = [f"--data={args.data}", f"--workdir={args.workdir}", f"--storage={args.storage}"]
     with (args.workdir / f"{name}.log").open("wb") as log:
@@ -329,39 +330,35 @@ def make_bucket(root: Path, count: Callable[[str, int], None]) -> None:
 
         @classmethod
         def _strip_protocol(cls, path: str) -> str:
-            name = str(path).removeprefix("gs://").removeprefix("drill").strip("/")
-            return name if name.startswith(str(root).strip("/")) else f"{root}/{name}".rstrip("/")
+            name = str(path).removeprefix("gs://drill").rstrip("/")
+            return name if name.startswith(str(root)) else f"{root}{name}"
 
         def _wait(self, operation: str, size: int) -> None:
             time.sleep(DELAY)
             count(operation, size)
 
         def cat_file(self, path: str, *args: Any, **kwargs: Any) -> bytes:
-            data = Path(self._at(path)).read_bytes()
+            data = Path(self._strip_protocol(path)).read_bytes()
             self._wait("read", len(data))
             return data
 
         def pipe_file(self, path: str, value: bytes, *args: Any, **kwargs: Any) -> None:
-            target = Path(self._at(path))
+            target = Path(self._strip_protocol(path))
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(value)
             self._wait("write", len(value))
 
         def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
             self._wait("look", 0)
-            return super().info(self._at(path), **kwargs)
+            return super().info(path, **kwargs)
 
         def ls(self, path: str, detail: bool = False, **kwargs: Any) -> list[str]:
             self._wait("list", 0)
-            return super().ls(self._at(path), detail=detail, **kwargs)
+            return super().ls(path, detail=detail, **kwargs)
 
         def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
             self._wait("remove", 0)
-            super().rm(self._at(path), recursive=recursive, maxdepth=maxdepth)
-
-        def _at(self, path: str) -> str:
-            found = self._strip_protocol(path)
-            return found if found.startswith("/") else f"/{found}"
+            super().rm(path, recursive=recursive, maxdepth=maxdepth)
 
     fsspec.register_implementation("gs", Slow, clobber=True)
 
