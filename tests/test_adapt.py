@@ -208,27 +208,6 @@ def test_the_vectors_are_those_of_the_document_tower_that_is_promoted(done):
     assert np.abs(found - run.embed(start)).max() > 1e-5
 
 
-@pytest.mark.parametrize("negatives", ["index", "neighbours"])
-def test_a_weight_is_chosen_among_some_passages_where_they_move(documents, encoder, tmp_path, monkeypatch, negatives):
-    """Each weight is compared by its own vectors, of a sample and of what the sentences ask for; where documents stay,
-    by the same vectors of all."""
-    monkeypatch.setattr(adaptation_gate, "SAMPLE", 10)
-    seen = []
-    honest = adaptation_gate.Searches.values
-
-    def values(self, params, vectors, how):
-        seen.append(vectors.copy())
-        return honest(self, params, vectors, how)
-
-    monkeypatch.setattr(adaptation_gate.Searches, "values", values)
-    tasks = "--config.tasks=ict", f"--config.ict.negatives={negatives}"
-    assert adapt(documents, encoder, tmp_path / "run", *tasks) == 0
-    counts = [int(vectors.any(axis=1).sum()) for vectors in seen]
-    some = [count for count in counts if 0 < count < 60]
-    assert len(some) == (0 if negatives == "index" else 1 + len(adaptation_gate.WEIGHTS))
-    assert all(10 <= count == some[0] for count in some) and counts.count(60) >= 5
-
-
 def test_weights_between_two_are_their_weighted_mean(done):
     run, names = open_run_for_inference(done), ("query_embedder", "document_embedder")
     start, trained = ({name: {"a": np.float32(value)} for name in names} for value in ([1, 2], [3, 6]))
@@ -298,40 +277,47 @@ def test_only_what_is_better_beyond_doubt_and_not_worse_when_judged_is_promoted(
     assert not judge.is_better(better, unsure, {"low": -0.03, "high": -0.01})
 
 
-def test_the_documents_that_choose_the_weight_do_not_judge_its_gain(done, monkeypatch):
-    run, plan, seen = open_run_for_inference(done), read_json(done / "adapt.json")["plan"], {}
-    decide = adaptation_gate.decide
+def better(low, high=1.0):
+    return {"start": 0.5, "value": 0.6, "change": 0.1, "low": low, "high": high, "queries": 9, "documents": 3}
 
-    def chosen(run, trained, start, known, sentences):
-        return seen.update(choosing=sentences) or 0.5
 
-    def decided(before, after, documents, judging):
-        return seen.update(documents=documents, judging=judging) or decide(before, after, documents, judging)
-
-    monkeypatch.setattr(adaptation_gate, "choose_weight", chosen)
-    monkeypatch.setattr(adaptation_gate, "decide", decided)
+@pytest.mark.parametrize(
+    ("gains", "losses", "weight", "promoted"),
+    [
+        ((0.1, 0.1), (0.0, 0.0), 1.0, True),
+        ((0.1, 0.1), (-0.1, 0.0), 0.5, True),
+        ((0.1, 0.1), (-0.1, -0.1), 0.5, False),
+        ((-0.1, 0.1), (0.0, 0.0), 1.0, False),  # a second look is no second chance to gain
+        ((-0.1, 0.1), (-0.1, 0.0), 1.0, False),
+        ((0.1, -0.1), (-0.1, 0.0), 0.5, False),
+    ],
+)
+def test_half_of_what_was_trained_is_tried_where_all_of_it_gains_and_loses(
+    done, monkeypatch, gains, losses, weight, promoted
+):
+    """gains: lower ends of the interval at the weights 1 and ½; losses: upper ends of what may veto."""
+    run, plan = open_run_for_inference(done), read_json(done / "adapt.json")["plan"]
+    ends = iter([pair for gain, loss in zip(gains, losses, strict=True) for pair in (better(gain), better(-1.0, loss))])
+    monkeypatch.setattr(judge, "compare", lambda *_: next(ends, better(0.0)))
+    monkeypatch.setattr(adaptation_gate, "compare_judged", lambda *_: {})
     found = adaptation_gate.measure(run, plan, None)
-    sentences = adaptation_gate.sentences_of(run, adaptation_gate.evidence_of(run), plan["held_out"])
-    judging = [one for one, judges in zip(sentences, seen["judging"].tolist(), strict=True) if judges]
-    store = run.sources.passages
-    choose, judge_it = ({store.document_id(one.row) for one in some} for some in (seen["choosing"], judging))
-    assert len(choose) >= 5 and len(judge_it) >= 5 and not choose & judge_it
-    assert {store.document_id(one.row) for one in sentences} == choose | judge_it
-    assert found["gain"]["queries"] == len(judging) and found["gain"]["documents"] == len(judge_it)
-    assert found["removed"]["documents"] == len(choose | judge_it)
+    assert (found["weight"], found["promoted"]) == (weight, promoted)
 
 
-def test_the_gain_is_judged_by_some_and_what_vetoes_by_all():
-    documents = np.repeat(np.arange(12), 2)
-    judging, zeros = documents % 2 == 1, np.zeros(24)
-    up = judging * np.where(documents % 4 == 1, 1.0, 0.5)  # those that judge gain, the others do not
-    decide = partial(adaptation_gate.decide, documents=documents)
-    before = {judge.GAIN: zeros, judge.REMOVED: zeros + 1}
-    assert decide(before, {judge.GAIN: up, judge.REMOVED: zeros + 1}, judging=judging)["promoted"]
-    assert not decide(before, {judge.GAIN: up, judge.REMOVED: zeros + 1}, judging=~judging)["promoted"]
-    lost = np.where(judging, 1.0, np.where(documents % 4 == 0, 0.0, 0.5))
-    found = decide(before, {judge.GAIN: up, judge.REMOVED: lost}, judging=judging)
-    assert found["removed"]["high"] < 0 and not found["promoted"] and found["gain"]["low"] > 0
+def test_a_weight_is_measured_with_its_own_vectors_of_all_passages(done, monkeypatch):
+    run, plan, seen = open_run_for_inference(done), read_json(done / "adapt.json")["plan"], []
+    honest = adaptation_gate.Searches.values
+
+    def values(self, params, vectors, how):
+        seen.append((how, vectors))
+        return honest(self, params, vectors, how)
+
+    monkeypatch.setattr(adaptation_gate.Searches, "values", values)
+    adaptation_gate.measure(run, plan, 0.25)
+    start, quarter, whole = (vectors for how, vectors in seen if how == "vectors")
+    assert all(vectors.any(axis=1).all() and len(vectors) == run.context.rows for _, vectors in seen)
+    assert 0 < np.abs(quarter - start).max() < np.abs(whole - start).max()
+    assert [how for how, _ in seen] == ["vectors", "vectors", "vectors", "bm25", "hybrid", "hybrid"]
 
 
 def test_of_few_documents_more_are_held_out():
@@ -344,17 +330,6 @@ def test_of_few_documents_more_are_held_out():
 
     assert share(10_000, 100_000) == 0.02 and share(10_000, 10_000) == 0.075 and share(100, 1000) == 0.2
     assert share(48, 4800) == 0.25 and share(10, 10) == 0.333
-
-
-def test_a_weight_by_which_passages_lacking_their_sentences_are_lost_is_not_chosen():
-    def values(gain, removed):
-        return {judge.GAIN: np.array([gain, gain]), judge.REMOVED: np.array([removed, np.nan])}
-
-    start, half = values(0.5, 0.4), values(0.6, 0.4)
-    assert judge.best_weight({0.0: start, 0.5: half, 1.0: values(0.8, 0.3)}) == 0.5
-    assert judge.best_weight({0.0: start, 0.5: half, 1.0: values(0.8, 0.5)}) == 1.0
-    assert judge.best_weight({0.0: start, 0.5: values(0.7, 0.3), 1.0: values(0.8, 0.3)}) == 0.5
-    assert judge.best_weight({0.0: values(0.5, np.nan), 0.5: half, 1.0: values(0.6, np.nan)}) == 0.5
 
 
 def test_a_passage_without_its_sentence_is_searched_in_its_place(done):

@@ -96,20 +96,19 @@ def compare(
     return found | {"low": low, "high": high, "queries": int(known.sum())}
 
 
+def is_above(change: Mapping[str, Any]) -> bool:
+    """Whether the interval of a change lies above zero."""
+    return change.get("low") is not None and bool(change["low"] > 0)
+
+
+def is_below(change: Mapping[str, Any]) -> bool:
+    """Whether the interval of a change lies below zero."""
+    return change.get("high") is not None and bool(change["high"] < 0)
+
+
 def is_better(gain: Mapping[str, Any], *vetoes: Mapping[str, Any]) -> bool:
     """Whether held-out sentences say better beyond doubt, and nothing else says worse beyond doubt."""
-    better = gain.get("low") is not None and gain["low"] > 0
-    return better and not any(veto.get("high") is not None and veto["high"] < 0 for veto in vetoes)
-
-
-def best_weight(found: Mapping[float, Values]) -> float:
-    """The weight above 0 of largest mean GAIN among those whose mean REMOVED is at least that of weight 0; of equals
-    the smallest. Where none is, the smallest weight, which loses least."""
-    weights = sorted(weight for weight in found if weight)
-    known = ~np.isnan(found[0.0][REMOVED])
-    kept = {weight: float(values[REMOVED][known].mean()) if known.any() else 0.0 for weight, values in found.items()}
-    allowed = [weight for weight in weights if kept[weight] >= kept[0.0]] or weights[:1]
-    return max(allowed, key=lambda weight: float(found[weight][GAIN].mean()))
+    return is_above(gain) and not any(is_below(veto) for veto in vetoes)
 
 
 def headline(record: Mapping[str, Any]) -> str:

@@ -41,7 +41,6 @@ from realm_jax.tasks.ict import Ict
 from realm_jax.train.adaptation_gate import (
     FEWEST,
     JUDGED,
-    SAMPLE,
     SENTENCES,
     WEIGHTS,
     Searches,
@@ -257,16 +256,15 @@ def measure_searches(run: Run, params: Params, sentences: Sequence[HeldOutSenten
     zeros = np.zeros((rows, run.model.vector_size), np.float32)
     searches = Searches(run, some, [])
     query = seconds_of(lambda: searches.sentence_values(params, zeros, "vectors")) / (2 * len(some))
-    weights = 1 + len(WEIGHTS)  # with the start's; half of the sentences choose, all are measured
-    searched = weights / 2 + weights + 2  # and words are added to two of them
+    weights = 1 + len(WEIGHTS)  # with the start's
+    searched = weights + 3  # by words, and by both together with the start and with what is exported
     most = min(SENTENCES, max(FEWEST, int(longest / (2 * query * searched))))
     asked = min(most, len(sentences))
     embed, moving = seconds_to_embed(run, params), sum(moves_documents(task, run) for task in recipe_tasks(run))
-    sampled = len(WEIGHTS[:-1]) * min(SAMPLE / rows, 1.0) + 1 if moving else 0.0  # and what is chosen
-    sampled += 1.5 * weights * min(asked / rows, 1.0)  # passages without their sentences
+    further = float(any_moves(run)) + weights * min(asked / rows, 1.0)  # a second weight; passages without sentences
     return {
         "passage": embed / rows,
-        "embed": embed * (share_to_embed(run, params) + moving + sampled),
+        "embed": embed * (share_to_embed(run, params) + moving + further),
         "query": query,
         "measure": query * searched * (2 * asked + len(run.sources.questions.get(JUDGED, []))),
         "sentences": most,

@@ -7,7 +7,7 @@ with the decision (`adaptation.py`).
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jax
@@ -38,8 +38,7 @@ logger = logging.getLogger(__name__)
 JUDGED = "test"  # the split of given questions: as `dev` they would take the place of held-out documents
 JUDGED_QUESTIONS = "judged questions: "  # before the names of their measures
 SENTENCES, FEWEST = 1000, 200  # held-out sentences: an interval of ± .02 or less, and what little time leaves of it
-WEIGHTS = (0.5, 1.0)  # of the trained towers, beside the start's
-SAMPLE = 2048  # passages among which weights are compared where each weight gives them other vectors
+WEIGHTS = (1.0, 0.5)  # of the trained towers beside the start's, in the order in which they are tried
 
 
 def moves_documents(task: Task, run: Run) -> bool:
@@ -132,58 +131,31 @@ def with_towers(run: Run, params: Params, start: Params, weight: float) -> Param
 
 
 def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, Any]:
-    """The decision and all that the report tables. merge: the weight of the trained towers, None to choose it: by the
-    sentences of every second held-out document, and those of the others judge the gain; all do where it is given."""
+    """The decision and all that the report tables. merge: the weight of the trained towers, None to try those of
+    WEIGHTS: the next one where held-out sentences gain by the one before and something else loses."""
     last, saved = last_checkpoint(run)
     trained, start = restore_params(run, last, saved), recorded_start(run, run.workdir)
     sentences = sentences_of(run, evidence_of(run), plan["held_out"], plan.get("sentences", SENTENCES))
     searches = Searches(run, sentences, run.sources.questions.get(JUDGED, []))
     counts, left = (len(sentences), len(searches.judged)), duration(plan["estimate"]["measure"])
     logger.info("measuring on %d held-out sentences and %d questions; about %s left", *counts, left)
-    vectors = {w: vectors_at(run, trained, start, w) for w in (0.0, 1.0)}
-    documents = searches.documents
-    choosing = [one for one, number in zip(sentences, documents.tolist(), strict=True) if number % 2 == 0]
-    weight = merge or choose_weight(run, trained, start, vectors, choosing)
-    if weight not in vectors:
-        vectors[weight] = vectors_at(run, trained, start, weight)
-    towers = {w: with_towers(run, trained, start, w) for w in vectors}
-    found = {w: searches.values(towers[w], vectors[w], "vectors") for w in towers}
-    rows = {
-        judge.START: found[0.0],
-        "adapted": found[1.0],
-        "merged": found[weight],
-        "bm25": searches.values(towers[0.0], vectors[0.0], "bm25"),
-        "start_hybrid": searches.values(towers[0.0], vectors[0.0], "hybrid"),
-        "hybrid": searches.values(towers[weight], vectors[weight], "hybrid"),
-    }
-    before, after = rows[judge.START], rows["merged"]
-    examples = judge.examples(run.sources.passages, sentences, before, after)
-    judging = documents % 2 == 1 if merge is None else np.ones(len(sentences), bool)
-    decision = decide(before, after, documents, judging) | {"weight": weight}
-    return decision | {"table": compared(rows, documents), "examples": examples}
 
+    @lru_cache
+    def at(weight: float) -> tuple[Params, NDArray, judge.Values]:
+        """Parameters, the passages' vectors and what vectors find, at a weight."""
+        params, vectors = with_towers(run, trained, start, weight), vectors_at(run, trained, start, weight)
+        return params, vectors, searches.values(params, vectors, "vectors")
 
-def choose_weight(
-    run: Run, trained: Params, start: Params, known: Mapping[float, NDArray], sentences: Sequence[HeldOutSentence]
-) -> float:
-    """The weight of the trained towers of largest mean on some held-out sentences, among those by which passages
-    without their sentences are found no worse than by the start; the smallest where there is none. Where a weight gives
-    the passages other vectors, they are searched among SAMPLE passages, theirs among them. known: the vectors at the
-    weights 0 and 1."""
-    searches, moves = Searches(run, sentences, []), any_moves(run)
-    sampled = np.linspace(0, run.context.rows - 1, min(SAMPLE, run.context.rows)).astype(int)
-    own = [row for one in sentences for row in (one.row, *one.evidence)]
-    rows = np.unique([*sampled.tolist(), *own])
-    some = run.corpus.take(rows)
-    logger.info("comparing %d weights", len(WEIGHTS))
-    found = dict[float, judge.Values]()
-    for weight in (0.0, *WEIGHTS):
-        params, vectors = with_towers(run, trained, start, weight), known[1.0]
-        if moves:  # what has a vector of zeros scores 0, below all that is alike
-            vectors = np.zeros((run.context.rows, run.model.vector_size), np.float32)
-            vectors[rows] = known[weight][rows] if weight in known else run.embed(params, rows=some)
-        found[weight] = searches.values(params, vectors, "vectors")
-    return judge.best_weight(found)
+    for weight in (merge,) if merge else WEIGHTS:
+        decision = decide(at(0.0)[2], at(weight)[2], searches.documents) | {"weight": weight}
+        if decision["promoted"] or not judge.is_above(decision["gain"]):
+            break
+        logger.info("trained at weight %g: more is found and something is lost", weight)
+    rows = {judge.START: at(0.0)[2], "adapted": at(1.0)[2], "merged": at(weight)[2]}
+    rows |= {"bm25": searches.values(*at(0.0)[:2], "bm25"), "start_hybrid": searches.values(*at(0.0)[:2], "hybrid")}
+    rows |= {"hybrid": searches.values(*at(weight)[:2], "hybrid")}
+    examples = judge.examples(run.sources.passages, sentences, rows[judge.START], rows["merged"])
+    return decision | {"table": compared(rows, searches.documents), "examples": examples}
 
 
 def vectors_at(run: Run, trained: Params, start: Params, weight: float) -> NDArray:
@@ -193,14 +165,9 @@ def vectors_at(run: Run, trained: Params, start: Params, weight: float) -> NDArr
     return embed_with_cache(run, with_towers(run, trained, start, weight), bar=True) if saved is None else saved
 
 
-def decide(
-    before: judge.Values, after: judge.Values, documents: NDArray[np.int64], judging: NDArray[np.bool_]
-) -> dict[str, Any]:
-    """Whether what is chosen is promoted: {"promoted", "gain", "removed", "judged"}. documents, judging [sentences]:
-    the document of each, and whether it judges the gain: those by whose gain a weight was chosen would flatter it. The
-    vetoes are judged by all, among them those by which a weight was chosen that loses nothing there."""
-    gain = judge.compare(before[judge.GAIN][judging], after[judge.GAIN][judging], documents[judging])
-    removed = judge.compare(before[judge.REMOVED], after[judge.REMOVED], documents)
+def decide(before: judge.Values, after: judge.Values, documents: NDArray[np.int64]) -> dict[str, Any]:
+    """Whether an encoder is promoted: {"promoted", "gain", "removed", "judged"}. documents [sentences]: of each."""
+    gain, removed = (judge.compare(before[name], after[name], documents) for name in (judge.GAIN, judge.REMOVED))
     judged = compare_judged(before, after)
     return {"promoted": judge.is_better(gain, removed, judged), "gain": gain, "removed": removed, "judged": judged}
 
