@@ -108,13 +108,17 @@ class Segment:
         titles = self.fixed["title_lengths"][first:last].astype(np.int64)
         kept_titles = np.minimum(titles, length - 3)
         lengths = np.minimum(kept_titles + (counts - titles) + 3, length)
-        row = np.repeat(np.arange(last - first), counts)
-        within = np.arange(len(tokens)) - np.repeat(offsets[:-1] - offsets[0], counts)
-        body = within >= titles[row]
-        # Past the title everything moves by the title that was cut away and by the [SEP] between.
-        column = 1 + within + np.where(body, (1 + kept_titles - titles)[row], 0)
-        keep = np.where(body, column < length - 1, within < kept_titles[row])
-        ids[row[keep], column[keep]] = tokens[keep]
+        kept_bodies = lengths - kept_titles - 3
+        if (titles > kept_titles).any() or (counts - titles > kept_bodies).any():
+            within = np.arange(len(tokens)) - np.repeat(offsets[:-1] - offsets[0], counts)
+            of_title, of_body = np.repeat(titles, counts), np.repeat(titles + kept_bodies, counts)
+            cut = (within >= np.repeat(kept_titles, counts)) & (within < of_title) | (within >= of_body)
+            tokens = tokens[~cut]
+        column = np.arange(length, dtype=np.int32)
+        ends, titles_end = (values.astype(np.int32)[:, None] for values in (lengths - 1, kept_titles + 1))
+        places = (column < ends) & (column != titles_end)  # of what is stored: all but the special pieces
+        places[:, 0] = False
+        ids[places] = tokens
         every = np.arange(last - first)
         ids[:, 0] = special.cls
         ids[every, kept_titles + 1] = special.sep
