@@ -129,7 +129,7 @@ def adopt(args: argparse.Namespace) -> None:
 
 def list_sentences(args: argparse.Namespace) -> None:
     store = open_store(args)
-    measured("sentences with a salient span", 1, len(store), lambda: list(store.salient_sentences(QUERY - 2)))
+    measured("passages with a salient span", 1, len(store), lambda: store.salient_rows(QUERY - 2))
 
 
 def list_recurring(args: argparse.Namespace) -> None:
