@@ -15,7 +15,7 @@ from realm_jax.assemble import abstract_run, make_run
 from realm_jax.chips import chip
 from realm_jax.cli import main as cli
 from realm_jax.cli.config_flags import load_config
-from realm_jax.cli.plan import abstract_arguments, compiled_needs, show
+from realm_jax.cli.plan import abstract_arguments, compiled_needs, show, useful_share
 from realm_jax.config import default
 from realm_jax.data.sources import open_sources
 from realm_jax.flops import Tower, embedding_flops
@@ -140,6 +140,18 @@ def test_trainer_and_builders_have_slices_of_their_own(capsys):
     assert found["builder"]["fits"] and found["cost"] == pytest.approx(
         [hours * (16 + 8) * 2 for hours in found["hours"]]
     )
+
+
+def test_the_share_of_tokens_follows_from_the_lengths_of_the_data(people, tmp_path):
+    sources, config = open_sources(people), tiny_config(people)
+    run = make_run(config, tmp_path, sources, jax.devices()[:1])
+    found = useful_share(run, "realm")
+    pieces = np.minimum(sum(sources.passages.lengths()) + 3, config.data.document_length)
+    assert found["passage"] == pytest.approx(pieces.mean()) and 4 < found["query"] <= config.data.query_length
+    for key in ("query_length", "document_length"):
+        config.data[key] *= 2
+    padded = useful_share(make_run(config, tmp_path, sources, jax.devices()[:1]), "realm")
+    assert 0 < padded["share"] < found["share"] < 1
 
 
 RECORDED = runpy.run_path(str(ROOT / "benchmarks" / "plans.py"))

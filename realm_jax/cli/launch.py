@@ -88,16 +88,16 @@ def _add_flags(parser: argparse.ArgumentParser, act: Action) -> None:
         add(
             "--passages",
             type=positive,
-            default=ROWS,
+            default=None,
             metavar="N",
-            help=f"of the corpus (default: {ROWS:,}, the paper's)",
+            help=f"of the corpus (default: those of config.data.path where it is a folder here, else {ROWS:,})",
         )
         add(
             "--vocabulary",
             type=positive,
-            default=VOCABULARY,
+            default=None,
             metavar="N",
-            help=f"word pieces (default: {VOCABULARY:,})",
+            help=f"word pieces (default: likewise, else {VOCABULARY:,})",
         )
         add("--price-per-chip-hour", type=float, default=None, metavar="X", help="for the cost, in any currency")
     if act is logs:
@@ -129,7 +129,7 @@ def plan(args: argparse.Namespace) -> int:
     """Print what the config needs on the slices of the spec, and what it costs; 1 if it does not fit."""
     from realm_jax.cli.plan import plan_launch  # here, since the other actions need no JAX
 
-    return plan_launch(_description(args), args)
+    return plan_launch(_description(args), args, (ROWS, VOCABULARY))
 
 
 def start(args: argparse.Namespace) -> int | None:

@@ -7,6 +7,7 @@ among them.
 """
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -19,6 +20,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +32,7 @@ from realm_jax.cli.config_flags import load_config
 from realm_jax.compiled_cost import Cost, program_cost
 from realm_jax.compiled_time import program_time, sent, transferred
 from realm_jax.config import default, task_names, validate
+from realm_jax.data.sources import open_sources
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops
@@ -53,14 +57,19 @@ SINGLE_HOST_ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
 }
 COMPILER = ("jax", "jaxlib", "libtpu")
+EXAMPLES = 512  # that are drawn to see how long queries are
 # Core-seconds of ScaNN, of 128 numbers a vector, measured on two cores over 13,353,718 of them
 # (`benchmarks/README.md`): to learn, build and measure the searchers, a vector; to search them, a query and vector.
 SCANN_BUILD, SCANN_SEARCH = 2 * 368 / 13_353_718, 2 * 0.944 / 512 / 13_353_718
 
 
-def plan_launch(launch: Launch, args: argparse.Namespace) -> int:
-    """Show the plan of a launch; exit code 1 when it does not fit. args: flags of `realm launch plan`."""
+def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]) -> int:
+    """Show the plan of a launch; exit code 1 when it does not fit. args: flags of `realm launch plan`; usual: passages
+    and vocabulary where neither flags nor data say them."""
     config = load_config(args.config, args.overrides, default)
+    sources = open_sources(config.data.path) if config.data.path and Path(config.data.path).is_dir() else None
+    known = usual if sources is None else (len(sources.passages), sources.tokenizer.size)
+    args.passages, args.vocabulary = args.passages or known[0], args.vocabulary or known[1]
     config.data.path = config.data.path or "-"
     validate(config)
     config = fill_from_pretrained(config)
@@ -76,6 +85,8 @@ def plan_launch(launch: Launch, args: argparse.Namespace) -> int:
         chips = tpu_devices(launch, BUILDER, 1)  # every builder is a program of its own
         builder = abstract_run(for_embedding(config, len(chips)), Path("."), *sizes, chips)
     found = plan(trainer, builder, task, args.price_per_chip_hour, builders)
+    if sources is not None and TASKS[task].follows_builder:
+        found["useful"] = useful_share(dataclasses.replace(trainer, sources=sources), task)
     if args.json:
         print(json.dumps(found, indent=1))
     else:
@@ -131,6 +142,24 @@ def plan(trainer: Run, builder: Run | None, task: str, price: float | None = Non
     if price is not None:
         found["cost"] = [hours * (chips + found.get("builder_devices", 0)) * price for hours in found["hours"]]
     return found
+
+
+def useful_share(trainer: Run, task: str) -> dict[str, float]:
+    """How many of a step's operations are of tokens and not of padding: those at the mean lengths of the data of a run
+    over those at padded lengths. Attention grows with the square of a length, so the truth is a little more.
+
+    Returns the mean pieces of queries, by EXAMPLES examples, and of passages, specials counted, and the share.
+    """
+    made, data = make_task(task, trainer), trainer.config.data
+    total, make = made.examples({}, lambda: np.zeros((0, 0), np.float32))[:2]  # REALM's need no vectors
+    drawn = [make(int(place), np.random.default_rng(0)) for place in np.linspace(0, total - 1, EXAMPLES)]
+    query = float(np.mean([one["query_length"] for one in drawn]))
+    pieces = sum(trainer.sources.passages.lengths()) + 3  # [CLS], and [SEP] after title and body
+    passage = float(np.minimum(pieces, data.document_length).mean())
+    short = ConfigDict(trainer.config.to_dict())
+    short.data.query_length, short.data.document_length = round(query), round(passage)
+    real = make_task(task, dataclasses.replace(trainer, config=short)).flops()
+    return {"query": query, "passage": passage, "share": sum(real.values()) / sum(made.flops().values())}
 
 
 def host_search(trainer: Run, task: str) -> dict[str, float]:
@@ -315,6 +344,10 @@ def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
     table.add_row("operations a step", f"{found['flops'] / 1e12:,.1f} T")
     for name, value in found["flops_by_part"].items():
         table.add_row(f"  {name}", f"{value / 1e12:,.1f} T")
+    if "useful" in found:
+        useful = found["useful"]
+        means = f"queries of {useful['query']:.0f} and passages of {useful['passage']:.0f} pieces in the mean"
+        table.add_row("  of tokens, not padding", f"{useful['share']:.0%}: {means}")
     if "hours" in found:
         add_times(table, found, args.passages)
     for name, program in (("a step's time", found), ("time of embedding", found.get("builder", {}))):
