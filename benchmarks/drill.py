@@ -49,7 +49,7 @@ TINY = (
 PHASES = {
     "open the data": ["realm_jax.train.recipe:open_sources", "realm_jax.cli.build_index:open_sources"],
     "stage the data": ["realm_jax.data.sources:staged"],
-    "list sentences with a salient span": ["realm_jax.data.segments:Segment.salient_sentences"],
+    "find passages with a salient span": ["realm_jax.data.store:PassageStore.salient_rows"],
     "initial parameters": ["realm_jax.train.recipe:starting_params"],
     "restore the checkpoint": ["realm_jax.train.loop:restore"],
     "lay out the corpus": ["realm_jax.run:Run._documents"],
@@ -70,7 +70,9 @@ def main() -> None:
     parser.add_argument("--storage", choices=("disk", "bucket"), default="disk")
     parser.add_argument("--search", choices=("device", "scann"), default="device")
     args, rest = parser.parse_known_args()
-    if rest[:1] == ["--"]:
+    if rest and rest[0] != "--":
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
         run_program(args.workdir, args.storage == "bucket", rest[1], rest[2:])
     else:
         enlarge(args.data, args.workdir / "bucket" / "data", args.rows)
@@ -120,7 +122,7 @@ def drill(args: argparse.Namespace) -> None:
     try:
         for times in (1, 2):
             print(json.dumps({"start": times, "storage": args.storage, "search": args.search}), flush=True)
-            trainer = start(args, f"trainer-{times}", "train", [*config, f"--config.realm.steps={1000}"])
+            trainer = start(args, f"trainer-{times}", "train", [*config, "--config.realm.steps=1000"])
             wait_for_step(events_of(args.workdir, f"trainer-{times}"), STEPS, trainer)
             trainer.send_signal(signal.SIGKILL)
             trainer.wait()
@@ -134,10 +136,15 @@ def drill(args: argparse.Namespace) -> None:
 def start(args: argparse.Namespace, name: str, command: str, arguments: list[str]) -> subprocess.Popen[bytes]:
     events_of(args.workdir, name).unlink(missing_ok=True)
     devices = 1 if command == "build-index" else 4
-    set_here = {"DRILL_NAME": name, "DRILL_BEGAN": str(time.time()), "JAX_PLATFORMS": "cpu"}
-    set_here |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    set_here |= {"MALLOC_ARENA_MAX": "8"}  # freed memory goes back, as on a host of TPUs
-    set_here |= {"REALM_STAGING": str(args.workdir / "staged"), "REALM_CACHE": str(args.workdir / "cache")}
+    set_here = {
+        "DRILL_NAME": name,
+        "DRILL_BEGAN": str(time.time()),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "MALLOC_ARENA_MAX": "8",  # freed memory goes back, as on a host of TPUs
+        "REALM_STAGING": str(args.workdir / "staged"),
+        "REALM_CACHE": str(args.workdir / "cache"),
+    }
     own = [f"--data={args.data}", f"--workdir={args.workdir}", f"--storage={args.storage}"]
     with (args.workdir / f"{name}.log").open("wb") as log:
         return subprocess.Popen(
@@ -226,10 +233,8 @@ def run_program(workdir: Path, bucket: bool, command: str, arguments: list[str])
 
 def time_function(clock: Clock, phase: str, place: str) -> None:
     module_name, _, name = place.partition(":")
-    if module_name not in sys.modules:
-        return
     *path, last = name.split(".")
-    owner = functools.reduce(getattr, path, sys.modules[module_name])
+    owner = functools.reduce(getattr, path, importlib.import_module(module_name))
     act = getattr(owner, last)
 
     @functools.wraps(act)
@@ -241,7 +246,7 @@ def time_function(clock: Clock, phase: str, place: str) -> None:
 
 
 def time_steps(clock: Clock) -> None:
-    """A step from the end of the one before until its values are there; the first one from its call."""
+    """A step from its call until its values are there."""
     if "realm_jax.train.loop" not in sys.modules:
         return
     import jax

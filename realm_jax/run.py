@@ -292,7 +292,7 @@ def make_bert(model: ConfigDict, vocabulary_size: int, length: int, hidden: Name
         dropout=model.dropout,
         dtype=jnp.dtype(model.dtype),
         remat=model.remat,
-        scan=model.remat != "none",  # in a loop the compiler cannot undo what saves memory
+        scan=model.remat != "none",  # unless it is unrolled, the compiler cannot undo what saves memory
         hidden_act=model.hidden_act,
         hidden=hidden,
     )

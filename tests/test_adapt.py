@@ -277,31 +277,32 @@ def test_only_what_is_better_beyond_doubt_and_not_worse_when_judged_is_promoted(
     assert not judge.is_better(better, unsure, {"low": -0.03, "high": -0.01})
 
 
-def better(low, high=1.0):
-    return {"start": 0.5, "value": 0.6, "change": 0.1, "low": low, "high": high, "queries": 9, "documents": 3}
-
-
 @pytest.mark.parametrize(
-    ("gains", "losses", "weight", "promoted"),
+    ("gains", "losses", "weight"),
     [
-        ((0.1, 0.1), (0.0, 0.0), 1.0, True),
-        ((0.1, 0.1), (-0.1, 0.0), 0.5, True),
-        ((0.1, 0.1), (-0.1, -0.1), 0.5, False),
-        ((-0.1, 0.1), (0.0, 0.0), 1.0, False),  # a second look is no second chance to gain
-        ((-0.1, 0.1), (-0.1, 0.0), 1.0, False),
-        ((0.1, -0.1), (-0.1, 0.0), 0.5, False),
+        ((0.1, 0.1), (0.0, 0.0), 1.0),
+        ((0.1, 0.1), (-0.1, 0.0), 0.5),
+        ((0.1, 0.1), (-0.1, -0.1), 0.5),
+        ((-0.1, 0.1), (0.0, 0.0), 1.0),  # a second look is no second chance to gain
+        ((-0.1, 0.1), (-0.1, 0.0), 1.0),
     ],
 )
-def test_half_of_what_was_trained_is_tried_where_all_of_it_gains_and_loses(
-    done, monkeypatch, gains, losses, weight, promoted
-):
-    """gains: lower ends of the interval at the weights 1 and ½; losses: upper ends of what may veto."""
-    run, plan = open_run_for_inference(done), read_json(done / "adapt.json")["plan"]
-    ends = iter([pair for gain, loss in zip(gains, losses, strict=True) for pair in (better(gain), better(-1.0, loss))])
-    monkeypatch.setattr(judge, "compare", lambda *_: next(ends, better(0.0)))
-    monkeypatch.setattr(adaptation_gate, "compare_judged", lambda *_: {})
-    found = adaptation_gate.measure(run, plan, None)
-    assert (found["weight"], found["promoted"]) == (weight, promoted)
+@pytest.mark.parametrize("promoted", [True, False])  # judged questions veto, and choose nothing
+def test_half_of_what_was_trained_is_tried_where_all_of_it_gains_and_loses(gains, losses, weight, promoted):
+    """gains: lower ends of the interval at the weights 1 and ½; losses: upper ends of passages without sentences."""
+    ends = zip(gains, losses, strict=True)
+    decisions = [{"gain": {"low": low}, "removed": {"high": high}, "promoted": promoted} for low, high in ends]
+    at = dict(zip(adaptation_gate.WEIGHTS, decisions, strict=True))
+    assert adaptation_gate.first_decision(adaptation_gate.WEIGHTS, at.get) == at[weight] | {"weight": weight}
+    assert adaptation_gate.first_decision([0.25], lambda _: at[1.0])["weight"] == 0.25
+
+
+def test_where_documents_stay_every_weight_has_the_vectors_of_the_start(documents, encoder, tmp_path):
+    tasks = "--config.tasks=ict", "--config.ict.negatives=index"
+    assert adapt(documents, encoder, tmp_path / "run", *tasks, "--merge=0.5") == 0
+    run = open_run_for_inference(tmp_path / "run")
+    start = init_from_sources(run, run.initial_params())
+    np.testing.assert_allclose(np.load(tmp_path / "run" / "vectors.npy"), run.embed(start), atol=1e-6)
 
 
 def test_a_weight_is_measured_with_its_own_vectors_of_all_passages(done, monkeypatch):

@@ -1,5 +1,6 @@
 """The passage store: what is written comes back, in any number of segments, and damage is named."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -179,6 +180,25 @@ def test_a_store_of_more_files_than_may_be_open_says_so(tmp_path):
             PassageStore.open(tmp_path / "store")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_span_outside_of_all_sentences_is_refused(tmp_path):
+    whole, outside = passage("whole"), passage("outside")
+    for sentences in (np.zeros((0, 2), np.int32), np.array([[2, 5]])):
+        with pytest.raises(UserError, match="document 'outside' has a salient span outside of its sentences"):
+            write(tmp_path / "store", whole, dataclasses.replace(outside, sentences=sentences))
+        assert not (tmp_path / "store").exists()
+
+
+def test_how_far_a_span_reaches_has_a_limit(tmp_path):
+    """A row without spans is none with a salient span, however long a query is."""
+    without = dataclasses.replace(passage("none"), spans=[])
+    store = write(tmp_path / "store", passage("short"), without, dataclasses.replace(
+        passage("long", body=70_000), spans=[(69_998, 70_000, "date")]
+    ))  # fmt: skip
+    assert [store.salient_rows(room).tolist() for room in (0, 1, 65_533, 65_534, 100_000)] == [
+        [], [0], [0], [0, 2], [0, 2]
+    ]  # fmt: skip
 
 
 def test_bytes_that_are_no_text_are_named(tmp_path):

@@ -143,15 +143,40 @@ def test_trainer_and_builders_have_slices_of_their_own(capsys):
 
 
 def test_the_share_of_tokens_follows_from_the_lengths_of_the_data(people, tmp_path):
+    """However candidates are found and sentences are masked: neither is done to see how long they are."""
     sources, config = open_sources(people), tiny_config(people)
-    run = make_run(config, tmp_path, sources, jax.devices()[:1])
-    found = useful_share(run, "realm")
+    found = useful_share(make_run(config, tmp_path, sources, jax.devices()[:1]), "realm", sources)
     pieces = np.minimum(sum(sources.passages.lengths()) + 3, config.data.document_length)
     assert found["passage"] == pytest.approx(pieces.mean()) and 4 < found["query"] <= config.data.query_length
+    config.realm.search, config.realm.masking = "hybrid", "evidence"
+    run = make_run(config, tmp_path, sources, jax.devices()[:1])
+    assert useful_share(run, "realm", sources) == found and not (tmp_path / "words").exists()
     for key in ("query_length", "document_length"):
         config.data[key] *= 2
-    padded = useful_share(make_run(config, tmp_path, sources, jax.devices()[:1]), "realm")
+    padded = useful_share(make_run(config, tmp_path, sources, jax.devices()[:1]), "realm", sources)
     assert 0 < padded["share"] < found["share"] < 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "sizes", "useful"),
+    [
+        (["--config.data.path={people}"], (16, 135), True),
+        (["--config.data.path={people}", "--passages=99"], (99, 135), True),
+        (["--config.data.path=gs://bucket/data"], (13_353_718, 30_522), False),
+        (["--config.data.path=.", "--vocabulary=500"], (13_353_718, 500), False),  # no prepared folder
+        (["--config.data.path={people}", "--task=ict"], (16, 135), False),
+    ],
+)
+def test_what_is_planned_has_the_sizes_of_data_that_are_there(people, monkeypatch, capsys, flags, sizes, useful):
+    from realm_jax.cli import plan
+
+    monkeypatch.setattr(plan, "tpu_devices", lambda *_: jax.devices()[:1])
+    monkeypatch.setattr(plan, "step_needs", lambda *_: {"fits": True, "bytes": {}})
+    monkeypatch.setattr(plan, "plan_of_builder", lambda *_: {"builder": {"fits": True}})
+    small = ["--config.mesh.fsdp=1", "--config.optimizer.microbatches=1", "--json"]
+    assert cli.main(["launch", "plan", *(flag.format(people=people) for flag in flags), *small]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["passages"], found["vocabulary"], "useful" in found) == (*sizes, useful)
 
 
 RECORDED = runpy.run_path(str(ROOT / "benchmarks" / "plans.py"))
@@ -188,13 +213,13 @@ def test_memory_is_known_where_the_time_is_not(capsys, text, known):
     assert found["fits"] and found["bytes"]["peak"] == 3 * 2**30
     assert ("seconds" in found, "time_unknown" in found) == (known, not known)
     found |= {"device": "TPU v5 lite", "devices": 1, "flops": 1.0, "flops_by_part": {}}
-    show(found, types.SimpleNamespace(passages=1), "realm")
+    show(found | {"passages": 1, "vocabulary": 1}, "realm")
     assert ("not known" in capsys.readouterr().out) == (not known)
 
 
 def test_recorded_plans_are_shown_with_their_parts(capsys):
     recorded = json.loads(RECORDED["GOLDEN"].read_text())["realm_wiki"]["plans"]
-    show(recorded["v5e:8x8 --num-slices=2"], types.SimpleNamespace(passages=13_353_718), "realm")
+    show(recorded["v5e:8x8 --num-slices=2"], "realm")
     shown = capsys.readouterr().out
     for part in ("all-reduce between slices", "collectives between slices, alone", "libtpu", "MFU of embedding"):
         assert part in shown

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--forgetting", metavar="DOCUMENTS", help="a second corpus, to see what was lost on other documents than yours")
     add("--minutes", type=float, default=MINUTES, metavar="N", help=f"time for all of it on this machine ({MINUTES:g})")
     add("--merge", type=float, metavar="W", help="weight of the trained towers beside the start's, above 0 and at "
-        "most 1 (default: chosen on half of the held-out sentences)")  # fmt: skip
+        "most 1 (default: 1, or ½ where 1 loses passages that lack the sentence asked with)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:

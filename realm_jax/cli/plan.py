@@ -32,7 +32,7 @@ from realm_jax.cli.config_flags import load_config
 from realm_jax.compiled_cost import Cost, program_cost
 from realm_jax.compiled_time import program_time, sent, transferred
 from realm_jax.config import default, task_names, validate
-from realm_jax.data.sources import open_sources
+from realm_jax.data.sources import Sources, open_sources
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops
@@ -57,7 +57,7 @@ SINGLE_HOST_ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
 }
 COMPILER = ("jax", "jaxlib", "libtpu")
-EXAMPLES = 512  # that are drawn to see how long queries are
+EXAMPLES = 1024  # that are drawn to see how long queries are
 # Core-seconds of ScaNN, of 128 numbers a vector, measured on two cores over 13,353,718 of them
 # (`benchmarks/README.md`): to learn, build and measure the searchers, a vector; to search them, a query and vector.
 SCANN_BUILD, SCANN_SEARCH = 2 * 368 / 13_353_718, 2 * 0.944 / 512 / 13_353_718
@@ -67,9 +67,10 @@ def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]
     """Show the plan of a launch; exit code 1 when it does not fit. args: flags of `realm launch plan`; usual: passages
     and vocabulary where neither flags nor data say them."""
     config = load_config(args.config, args.overrides, default)
-    sources = open_sources(config.data.path) if config.data.path and Path(config.data.path).is_dir() else None
+    prepared = Path(config.data.path or "-", "PREPARED.json").is_file()
+    sources = open_sources(config.data.path, questions=False) if prepared else None
     known = usual if sources is None else (len(sources.passages), sources.tokenizer.size)
-    args.passages, args.vocabulary = args.passages or known[0], args.vocabulary or known[1]
+    sizes = args.passages or known[0], args.vocabulary or known[1]
     config.data.path = config.data.path or "-"
     validate(config)
     config = fill_from_pretrained(config)
@@ -77,20 +78,21 @@ def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]
     task = args.task or next((name for name in names if TASKS[name].follows_builder), names[-1])
     if task not in names:
         raise UserError(f"--task={task}: the recipe has {', '.join(names)}")
-    sizes, builders = (args.passages, args.vocabulary), launch.spec.builder.slices if TASKS[task].follows_builder else 0
+    builders = launch.spec.builder.slices if TASKS[task].follows_builder else 0
     chips = tpu_devices(launch, TRAINER, launch.spec.trainer.slices)
     trainer = abstract_run(config, Path("."), *sizes, chips)
     builder = None
     if builders:
         chips = tpu_devices(launch, BUILDER, 1)  # every builder is a program of its own
         builder = abstract_run(for_embedding(config, len(chips)), Path("."), *sizes, chips)
+    learns_from_sentences = TASKS[task].follows_builder
+    useful = useful_share(trainer, task, sources) if sources is not None and learns_from_sentences else {}
     found = plan(trainer, builder, task, args.price_per_chip_hour, builders)
-    if sources is not None and TASKS[task].follows_builder:
-        found["useful"] = useful_share(dataclasses.replace(trainer, sources=sources), task)
+    found |= {"useful": useful} if useful else {}
     if args.json:
         print(json.dumps(found, indent=1))
     else:
-        show(found, args, task)
+        show(found, task)
     return 0 if found["fits"] and found.get("builder", found)["fits"] else 1
 
 
@@ -122,6 +124,7 @@ def plan(trainer: Run, builder: Run | None, task: str, price: float | None = Non
     """
     config, chips = trainer.config, trainer.mesh.size
     found: dict[str, Any] = {"task": task, "device": device_kind(trainer), "devices": chips}
+    found |= {"passages": trainer.context.rows, "vocabulary": trainer.model.bert.vocabulary_size}
     found["compiler"] = {name: version(name) for name in COMPILER}
     found |= step_needs(trainer, task)
     made = make_task(task, trainer)
@@ -144,22 +147,27 @@ def plan(trainer: Run, builder: Run | None, task: str, price: float | None = Non
     return found
 
 
-def useful_share(trainer: Run, task: str) -> dict[str, float]:
-    """How many of a step's operations are of tokens and not of padding: those at the mean lengths of the data of a run
-    over those at padded lengths. Attention grows with the square of a length, so the truth is a little more.
+def useful_share(trainer: Run, task: str, sources: Sources) -> dict[str, float]:
+    """How many of a step's operations are of tokens and not of padding: those at the mean lengths of some data over
+    those at padded lengths. Attention grows with the square of a length, so the truth is a little more.
 
-    Returns the mean pieces of queries, by EXAMPLES examples, and of passages, specials counted, and the share.
+    Returns the mean pieces of queries, by EXAMPLES sentences with a salient span, and of passages, specials counted,
+    and the share. Raises UserError where no passage has such a span.
     """
-    made, data = make_task(task, trainer), trainer.config.data
-    total, make = made.examples({}, lambda: np.zeros((0, 0), np.float32))[:2]  # REALM's need no vectors
-    drawn = [make(int(place), np.random.default_rng(0)) for place in np.linspace(0, total - 1, EXAMPLES)]
-    query = float(np.mean([one["query_length"] for one in drawn]))
-    pieces = sum(trainer.sources.passages.lengths()) + 3  # [CLS], and [SEP] after title and body
-    passage = float(np.minimum(pieces, data.document_length).mean())
-    short = ConfigDict(trainer.config.to_dict())
-    short.data.query_length, short.data.document_length = round(query), round(passage)
-    real = make_task(task, dataclasses.replace(trainer, config=short)).flops()
-    return {"query": query, "passage": passage, "share": sum(real.values()) / sum(made.flops().values())}
+    config = ConfigDict(trainer.config.to_dict())
+    config.realm.masking = "salient"  # quick to find, and words would have to be indexed to search by them
+    context = dataclasses.replace(trainer.context, search="vectors")
+    text = sources.of_passages_alone() if config.data.text == "passages" else sources
+    run = dataclasses.replace(trainer, config=config, context=context, sources=text)
+    total, make = make_task(task, run).examples({}, lambda: np.zeros((0, 0), np.float32))[:2]
+    places = np.linspace(0, total - 1, EXAMPLES).astype(int).tolist()
+    query = float(np.mean([make(place, np.random.default_rng(place))["query_length"] for place in places]))
+    pieces = sum(sources.passages.lengths()) + 3  # [CLS], and [SEP] after title and body
+    passage = float(np.minimum(pieces, config.data.document_length).mean())
+    padded = make_task(task, run).flops()
+    config.data.query_length, config.data.document_length = round(query), round(passage)
+    real = make_task(task, run).flops()
+    return {"query": query, "passage": passage, "share": sum(real.values()) / sum(padded.values())}
 
 
 def host_search(trainer: Run, task: str) -> dict[str, float]:
@@ -328,9 +336,10 @@ def abstract_sharded(run: Run, shape: tuple[int, ...], dtype: Any, axis: str) ->
     return jax.ShapeDtypeStruct(shape, dtype, sharding=places)
 
 
-def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
+def show(found: dict[str, Any], task: str) -> None:
     """The plan as a table."""
     table = Table(title=f"{task} on {found['devices']} × {found['device']}", title_justify="left", show_header=False)
+    table.add_row("corpus", f"{found['passages']:,} passages, {found['vocabulary']:,} word pieces")
     if not found["fits"]:
         table.add_row("memory a device", f"needs {found['needs']}, has {found['has']}: does NOT fit")
         table.add_row("try", advice())
@@ -349,7 +358,7 @@ def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
         means = f"queries of {useful['query']:.0f} and passages of {useful['passage']:.0f} pieces in the mean"
         table.add_row("  of tokens, not padding", f"{useful['share']:.0%}: {means}")
     if "hours" in found:
-        add_times(table, found, args.passages)
+        add_times(table, found)
     for name, program in (("a step's time", found), ("time of embedding", found.get("builder", {}))):
         if "time_unknown" in program:
             table.add_row(name, f"not known: {program['time_unknown']}")
@@ -358,7 +367,7 @@ def show(found: dict[str, Any], args: argparse.Namespace, task: str) -> None:
     Console(highlight=False).print(table)
 
 
-def add_times(table: Table, found: dict[str, Any], passages: int) -> None:
+def add_times(table: Table, found: dict[str, Any]) -> None:
     """What is known where everything fits."""
     table.add_row("a step (estimated)", between(found["seconds"], 1e3, " ms"))
     for name, seconds in found["seconds_by_part"].items():
@@ -367,7 +376,7 @@ def add_times(table: Table, found: dict[str, Any], passages: int) -> None:
     table.add_row("all steps", between(found["hours"], 1, " hours", 1))
     if "builder" in found:
         table.add_row("the builder's memory a device", f"{found['builder']['bytes']['peak'] / 2**30:.2f} GiB")
-        devices = f"embedding {passages:,} passages on {found['builder_devices']} devices"
+        devices = f"embedding all passages on {found['builder_devices']} devices"
         table.add_row(devices, between(found["refresh_seconds"], 1 / 60, " minutes", 1))
         table.add_row("MFU of embedding", between(found["refresh_mfu"], 100, " %"))
         table.add_row("steps between two generations", between(found["steps_per_refresh"]))

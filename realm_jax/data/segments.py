@@ -181,27 +181,34 @@ class Segment:
         fewest of all its sentences, NO_SPAN in a row without spans, uint16 [rows]."""
         if "salient_reach" in self.fixed:
             return self.fixed["salient_reach"]
-        rows, spans = self.all_spans()
+        rows, owners = self._span_owners()
+        ends = self.values["spans"][:, 1] - self.values["sentences"][owners, 0]
         reach = np.full(self.rows, NO_SPAN, np.int64)
-        if len(spans):
-            np.minimum.at(reach, rows, spans[:, 1] - self.values["sentences"][self._span_owners(), 0])
-        return np.minimum(reach, NO_SPAN).astype(np.uint16)
+        np.minimum.at(reach, rows, np.clip(ends, 0, NO_SPAN - 1))
+        return reach.astype(np.uint16)
 
-    def _span_owners(self) -> NDArray[np.int64]:
-        """The sentence that each salient span begins in, as a place among all sentences, [n]."""
+    def row_of_span_outside(self) -> int | None:
+        """A row with a salient span that begins in none of its sentences, if there is one."""
+        outside = self.all_spans()[0] != self._span_owners()[0]
+        return int(self.all_spans()[0][outside][0]) if outside.any() else None
+
+    def _span_owners(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The sentence that each salient span begins in: its row, and its place among all sentences, [n] both."""
         rows, spans = self.all_spans()
         sentence_rows = np.repeat(np.arange(self.rows), np.diff(self.offsets["sentences"]))
         keys = (sentence_rows << 32) + self.values["sentences"][:, 0]
-        return np.searchsorted(keys, (rows << 32) + spans[:, 0], "right") - 1
+        owners = np.searchsorted(keys, (rows << 32) + spans[:, 0], "right") - 1
+        return np.searchsorted(self.offsets["sentences"], owners, "right") - 1, owners
 
     def salient_sentences(self, room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Sentences with a salient span that ends within `room` pieces of the sentence's start, in order.
 
         Rows, and numbers of the sentences in their rows, int64 [n] each.
         """
-        sentences, spans, owners = self.values["sentences"], self.values["spans"], self._span_owners()
-        owners = np.unique(owners[spans[:, 1] - sentences[owners, 0] <= room])
-        rows = np.searchsorted(self.offsets["sentences"], owners, "right") - 1
+        rows, owners = self._span_owners()
+        ends = self.values["spans"][:, 1] - self.values["sentences"][owners, 0]
+        owners, first = np.unique(owners[ends <= room], return_index=True)
+        rows = rows[ends <= room][first]
         return rows, owners - self.offsets["sentences"][rows]
 
     def verify(self) -> None:
@@ -340,6 +347,9 @@ class SegmentWriter:
         segment = Segment(self.folder, entry | {"documents": 0})
         if (document := segment.repeated_document()) is not None:
             raise UserError(f"document {document!r} was written twice; give each document its own id")
+        if (row := segment.row_of_span_outside()) is not None:
+            document = segment.string("document_ids", row)
+            raise UserError(f"document {document!r} has a salient span outside of its sentences; leave it out")
         derived = {}
         for name, dtype in DERIVED.items():
             sink = Sink(self.folder / file_name(name), dtype, ())

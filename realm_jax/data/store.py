@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from realm_jax.data.layouts import SpecialTokens
 from realm_jax.data.recurring import recurring_spans
-from realm_jax.data.segments import FILES, Segment, SegmentWriter
+from realm_jax.data.segments import FILES, NO_SPAN, Segment, SegmentWriter
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.storage import digest, read_json, write_json_atomic
@@ -236,7 +236,8 @@ class PassageStore:
     def salient_rows(self, room: int) -> NDArray[np.int64]:
         """The rows of `salient_sentences`, in order."""
         pairs = zip(self._starts, self.segments, strict=False)
-        stored = np.concatenate([start + np.flatnonzero(segment.salient_reach <= room) for start, segment in pairs])
+        seen = min(room, NO_SPAN - 1)
+        stored = np.concatenate([start + np.flatnonzero(segment.salient_reach <= seen) for start, segment in pairs])
         rows = _rows_of_version(stored, self.places())
         return rows[rows >= 0]
 

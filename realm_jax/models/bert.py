@@ -268,7 +268,7 @@ class Bert(nn.Module):
         return jax.lax.with_sharding_constraint(x, hidden)
 
     def _scan(self, x: Array, mask: Array, deterministic: bool) -> Array:
-        """All layers but the last, as a loop: compiled once, whatever their number.
+        """All layers but the last, as a loop: compiled once, whatever their number, where it is not unrolled.
 
         Matrices are stacked in the compute dtype, which is what a layer would make of them anyway.
         """
@@ -287,8 +287,8 @@ class Bert(nn.Module):
             layer = jax.checkpoint(layer, policy=REMAT[c.remat], prevent_cse=False)
         stacked = jax.tree.map(stack, *(nn.unbox(block.variables["params"]) for block in self.blocks[:-1]))
         keys = None if deterministic else jax.random.split(self.make_rng("dropout"), len(self.blocks) - 1)
-        # Unrolled, what is kept of products need not be copied into the loop's stacks: a fifth of a step on a TPU.
-        # Where nothing is kept, the compiler could undo it.
+        # Unrolled, what is kept of products need not be copied into the loop's stacks (benchmarks/README.md). The
+        # compiler may then keep more than that; with nothing kept it would keep all, so that stays a loop.
         unroll = c.attention == "tpu" and c.remat == "dots"
         return jax.lax.scan(layer, x, (stacked, keys), unroll=unroll)[0]
 

@@ -72,7 +72,7 @@ OTHER = "other"  # folder of a second corpus, which is measured and never learne
 WANTED = 750  # sentences with a span to hide that the held-out share aims at
 SHARES = 0.02, 0.2  # of documents that are held out, the least and the most
 FEW_DOCUMENTS, LARGEST_SHARE = 12, 1 / 3  # documents that are held out of few, as far as that share goes
-LEAST_SENTENCES, LEAST_DOCUMENTS = 8, 6  # half of which judge
+LEAST_SENTENCES, LEAST_DOCUMENTS = 8, 6  # that judge
 LEAST_STEPS = 20  # of a task
 RESERVE = 0.1  # of the minutes, for what the plan does not foresee
 LONGEST_MEASURING = 0.2  # of the minutes, to compare what was learned with the start
@@ -82,7 +82,7 @@ LONGEST_MEASURING = 0.2  # of the minutes, to compare what was learned with the 
 class Request:
     """What is wanted. settings: what may not change on resume, among it `forgetting`, the name of a second corpus, or
     None; config: the recipe, with `data.path` and `init_from`;
-    merge: the weight of the trained towers, None to choose it; spent: seconds that went by already."""
+    merge: the weight of the trained towers, None to try WEIGHTS; spent: seconds that went by already."""
 
     workdir: Path
     settings: dict[str, Any]

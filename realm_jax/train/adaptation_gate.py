@@ -1,11 +1,11 @@
-"""Whether an adapted encoder is better than its start: what both find, the weight they are mixed at, the decision.
+"""Whether an adapted encoder is better than its start: what both find, how much of what was trained is taken.
 
 Read `measure`; what is measured, and what counts as better, is `realm_jax/eval/adaptation.py`. Not here: what is done
 with the decision (`adaptation.py`).
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -131,8 +131,7 @@ def with_towers(run: Run, params: Params, start: Params, weight: float) -> Param
 
 
 def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, Any]:
-    """The decision and all that the report tables. merge: the weight of the trained towers, None to try those of
-    WEIGHTS: the next one where held-out sentences gain by the one before and something else loses."""
+    """The decision and all that the report tables. merge: the weight of the trained towers, None for one of WEIGHTS."""
     last, saved = last_checkpoint(run)
     trained, start = restore_params(run, last, saved), recorded_start(run, run.workdir)
     sentences = sentences_of(run, evidence_of(run), plan["held_out"], plan.get("sentences", SENTENCES))
@@ -146,16 +145,25 @@ def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, An
         params, vectors = with_towers(run, trained, start, weight), vectors_at(run, trained, start, weight)
         return params, vectors, searches.values(params, vectors, "vectors")
 
-    for weight in (merge,) if merge else WEIGHTS:
-        decision = decide(at(0.0)[2], at(weight)[2], searches.documents) | {"weight": weight}
-        if decision["promoted"] or not judge.is_above(decision["gain"]):
-            break
-        logger.info("trained at weight %g: more is found and something is lost", weight)
+    weights = (merge,) if merge else WEIGHTS
+    decision = first_decision(weights, lambda weight: decide(at(0.0)[2], at(weight)[2], searches.documents))
+    weight = decision["weight"]
     rows = {judge.START: at(0.0)[2], "adapted": at(1.0)[2], "merged": at(weight)[2]}
     rows |= {"bm25": searches.values(*at(0.0)[:2], "bm25"), "start_hybrid": searches.values(*at(0.0)[:2], "hybrid")}
     rows |= {"hybrid": searches.values(*at(weight)[:2], "hybrid")}
     examples = judge.examples(run.sources.passages, sentences, rows[judge.START], rows["merged"])
     return decision | {"table": compared(rows, searches.documents), "examples": examples}
+
+
+def first_decision(weights: Sequence[float], decided: Callable[[float], dict[str, Any]]) -> dict[str, Any]:
+    """The decision at the first weight, or at a later one where sentences gain by those before and passages without
+    them are lost, each beyond doubt; with its "weight"."""
+    for weight in weights:
+        decision = decided(weight) | {"weight": weight}
+        if not (judge.is_above(decision["gain"]) and judge.is_below(decision["removed"])):
+            break
+        logger.info("weight %g finds more sentences, and fewer passages without them", weight)
+    return decision
 
 
 def vectors_at(run: Run, trained: Params, start: Params, weight: float) -> NDArray:
