@@ -475,7 +475,7 @@ def test_what_other_documents_lost_is_measured_and_decides_nothing(documents, en
     assert adapt(documents, encoder, tmp_path / "run", "--merge=1", f"--forgetting={documents}") == 0
     record = read_json(tmp_path / "run" / "adapt.json")
     table = record["forgetting"]["table"]
-    assert record["forgetting"]["documents"] == 60 and {*table} == {"start", "merged"}
+    assert record["forgetting"]["documents"] == 60 and {*table} == {"start", "adapted"}
     assert table["start"][judge.GAIN]["queries"] > record["measured"]["table"]["start"][judge.GAIN]["queries"]
     assert f"On other documents: {documents}" in (tmp_path / "run" / "report.html").read_text()
 

@@ -32,10 +32,10 @@ SHOWN = 5  # sentences of each kind on the page
 TITLES = {
     START: "start",
     "adapted": "adapted",
-    "merged": "merged",
+    "trained": "weight 1",
     "bm25": "BM25",
     "start_hybrid": "start with BM25",
-    "hybrid": "merged with BM25",
+    "hybrid": "adapted with BM25",
 }
 MEASURES = {
     GAIN: "mean of the three",

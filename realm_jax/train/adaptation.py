@@ -357,7 +357,7 @@ def measure_forgetting(request: Request, planned: ConfigDict, params: Params) ->
     )
     store = run.sources.passages
     return {
-        "table": compared({judge.START: before, "merged": after}, searches.documents),
+        "table": compared({judge.START: before, "adapted": after}, searches.documents),
         "documents": store.documents,
         "passages": len(store),
     }

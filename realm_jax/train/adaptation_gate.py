@@ -148,10 +148,10 @@ def measure(run: Run, plan: dict[str, Any], merge: float | None) -> dict[str, An
     weights = (merge,) if merge else WEIGHTS
     decision = first_decision(weights, lambda weight: decide(at(0.0)[2], at(weight)[2], searches.documents))
     weight = decision["weight"]
-    rows = {judge.START: at(0.0)[2], "adapted": at(1.0)[2], "merged": at(weight)[2]}
+    rows = {judge.START: at(0.0)[2], "adapted": at(weight)[2]} | ({} if weight == 1.0 else {"trained": at(1.0)[2]})
     rows |= {"bm25": searches.values(*at(0.0)[:2], "bm25"), "start_hybrid": searches.values(*at(0.0)[:2], "hybrid")}
     rows |= {"hybrid": searches.values(*at(weight)[:2], "hybrid")}
-    examples = judge.examples(run.sources.passages, sentences, rows[judge.START], rows["merged"])
+    examples = judge.examples(run.sources.passages, sentences, rows[judge.START], rows["adapted"])
     return decision | {"table": compared(rows, searches.documents), "examples": examples}
 
 
