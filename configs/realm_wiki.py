@@ -11,11 +11,11 @@ a finished run of `configs/ict_wiki.py`.
 the paper. What `realm launch plan` says of it: memory by the TPU compiler; times by its cost model and arithmetic, from
 all collectives beside other work to none, not measured on a TPU:
 
-    trainer        GiB a chip   a step        all steps     steps a refresh (16 × v5e embed in 5.9 minutes)
-    v5e 8×8            9.4      269-318 ms    14.9-17.6 h   1,106-1,306
-    2 × v5e 8×8        7.1      152-231 ms     8.4-12.8 h   1,520-2,310
-    v5p 4×4×4         12.1      127-147 ms     7.1-8.2 h    2,393-2,766
-    v6e 8×8           12.0      132-150 ms     7.4-8.3 h    2,338-2,651
+    trainer        GiB a chip   a step        all steps     steps a refresh (16 × v5e embed in 5.2 minutes)
+    v5e 8×8            9.5      219-248 ms    12.1-13.8 h   1,260-1,432
+    2 × v5e 8×8        5.7      126-178 ms     7.0-9.9 h    1,758-2,480
+    v5p 4×4×4         10.0       98-108 ms     5.4-6.0 h    2,895-3,205
+    v6e 8×8           10.0      108-117 ms     6.0-6.5 h    2,673-2,908
 
 A v6e has 4.7 times the operations of a v5e and twice its bandwidth, which these layers wait for.
 The paper refreshed every 500 steps or so: the faster the trainer, the more chips the builder should have. The records
