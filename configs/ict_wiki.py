@@ -9,9 +9,9 @@
 With BERT's weights, as in the paper, and its vocabulary: --config.init_from=hf:google-bert/bert-base-uncased
 --config.model.hidden_act=gelu (`'.[huggingface]'`), or a folder with model.safetensors.
 
-100,000 steps of 4,096 sentences at 1e-4. On v5e 8×8, by the compiler's estimate: 6.6 GiB a chip, 156 to 178 ms a step,
-4.3 to 5.0 hours for all (`realm launch plan --config=ict_wiki`). With --config.optimizer.microbatches=8 a batch goes
-through the towers in parts, in 1.6 GiB and 237 to 400 ms, for fewer chips.
+100,000 steps of 4,096 sentences at 1e-4. On v5e 8×8, by the compiler's estimate: 6.0 GiB a chip, 129 to 142 ms a step,
+3.6 to 4.0 hours for all (`realm launch plan --config=ict_wiki`). With --config.optimizer.microbatches=8 a batch goes
+through the towers in parts, in a quarter of the memory and more time, for fewer chips.
 """
 
 from ml_collections import ConfigDict
