@@ -32,13 +32,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from full_scale import WIKIPEDIA
+from full_scale import WIKIPEDIA, memory_in_use
+from trainer_start import DELAY
 
 from realm_jax.data.store import MANIFEST, new_version
 from realm_jax.storage import read_json, write_json_atomic
 
 STEPS, SAVED = 12, 10  # steps of each start; a save every so many
-DELAY = 0.05  # seconds before the bucket answers
 TINY = (
     "model.width=32", "model.layers=1", "model.heads=1", "model.feed_forward=64", "model.dtype=float32",
     "encoder.projection=64", "realm.batch_size=32", "mesh.fsdp=1", "optimizer.microbatches=1",
@@ -164,7 +164,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 def wait_for_step(path: Path, steps: int, program: subprocess.Popen[bytes]) -> None:
     """Until so many steps were taken by this start."""
     while program.poll() is None:
-        if sum(event["phase"] == "a step" for event in read_events(path)) >= steps:
+        if path.is_file() and path.read_bytes().count(b'"phase": "a step"') >= steps:
             return
         time.sleep(0.5)
     raise SystemExit(f"the trainer ended with code {program.returncode}; see its log in {path.parent}")
@@ -283,9 +283,7 @@ def time_compiler(clock: Clock) -> None:
 
 def watch_memory(clock: Clock) -> None:
     while True:
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        kilobytes = int(status["RssAnon"].split()[0]) + int(status["RssShmem"].split()[0])
-        clock.write("memory", time.time(), gb=round(kilobytes / 1e6, 3))
+        clock.write("memory", time.time(), gb=round(memory_in_use()[0], 3))
         time.sleep(0.25)
 
 

@@ -66,6 +66,13 @@ class Enlarged:
         return moved * (np.linalg.norm(real, axis=1) / np.linalg.norm(moved, axis=1))[:, None]
 
 
+def memory_in_use() -> tuple[float, float]:
+    """This process's anonymous memory, and pages of files, in GB."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    anonymous, files, shared = (int(status[name].split()[0]) / 1e6 for name in ("RssAnon", "RssFile", "RssShmem"))
+    return anonymous + shared, files
+
+
 class Memory:
     """Peak of this process's anonymous memory, and of pages of files, in GB. A context manager."""
 
@@ -82,10 +89,8 @@ class Memory:
 
     def _watch(self) -> None:
         while not self._over.wait(0.05):
-            status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-            used = {name: int(status[name].split()[0]) / 1e6 for name in ("RssAnon", "RssFile", "RssShmem")}
-            self.anonymous = max(self.anonymous, used["RssAnon"] + used["RssShmem"])
-            self.files = max(self.files, used["RssFile"])
+            anonymous, files = memory_in_use()
+            self.anonymous, self.files = max(self.anonymous, anonymous), max(self.files, files)
 
 
 def main() -> None:

@@ -41,6 +41,7 @@ from realm_jax.host import enlarge_compiler_stacks
 from realm_jax.launch.spec import Launch
 from realm_jax.mesh import corpus_devices, logical_sharding, replicated, slice_of
 from realm_jax.models.inputs import Documents
+from realm_jax.refresh.exporter import sample_queries
 from realm_jax.refresh.status import BUILDER, TRAINER
 from realm_jax.retrieval.embed import EMBED_BATCH
 from realm_jax.retrieval.exact import padded_rows
@@ -57,7 +58,6 @@ SINGLE_HOST_ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
 }
 COMPILER = ("jax", "jaxlib", "libtpu")
-EXAMPLES = 1024  # that are drawn to see how long queries are
 # Core-seconds of ScaNN, of 128 numbers a vector, measured on two cores over 13,353,718 of them
 # (`benchmarks/README.md`): to learn, build and measure the searchers, a vector; to search them, a query and vector.
 SCANN_BUILD, SCANN_SEARCH = 2 * 368 / 13_353_718, 2 * 0.944 / 512 / 13_353_718
@@ -151,22 +151,16 @@ def useful_share(trainer: Run, task: str, sources: Sources) -> dict[str, float]:
     """How many of a step's operations are of tokens and not of padding: those at the mean lengths of some data over
     those at padded lengths. Attention grows with the square of a length, so the truth is a little more.
 
-    Returns the mean pieces of queries, by EXAMPLES sentences with a salient span, and of passages, specials counted,
-    and the share. Raises UserError where no passage has such a span.
+    Returns the mean pieces of queries, by the sentences that exports are sampled with, and of passages, specials
+    counted, and the share. Raises UserError where no passage has a salient span.
     """
+    text = sources.of_passages_alone() if trainer.config.data.text == "passages" else sources
+    query = float(sample_queries(dataclasses.replace(trainer, sources=text))["query_length"].mean())
     config = ConfigDict(trainer.config.to_dict())
-    config.realm.masking = "salient"  # quick to find, and words would have to be indexed to search by them
-    context = dataclasses.replace(trainer.context, search="vectors")
-    text = sources.of_passages_alone() if config.data.text == "passages" else sources
-    run = dataclasses.replace(trainer, config=config, context=context, sources=text)
-    total, make = make_task(task, run).examples({}, lambda: np.zeros((0, 0), np.float32))[:2]
-    places = np.linspace(0, total - 1, EXAMPLES).astype(int).tolist()
-    query = float(np.mean([make(place, np.random.default_rng(place))["query_length"] for place in places]))
     pieces = sum(sources.passages.lengths()) + 3  # [CLS], and [SEP] after title and body
     passage = float(np.minimum(pieces, config.data.document_length).mean())
-    padded = make_task(task, run).flops()
     config.data.query_length, config.data.document_length = round(query), round(passage)
-    real = make_task(task, run).flops()
+    padded, real = (make_task(task, run).flops() for run in (trainer, dataclasses.replace(trainer, config=config)))
     return {"query": query, "passage": passage, "share": sum(real.values()) / sum(padded.values())}
 
 

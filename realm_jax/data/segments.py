@@ -181,32 +181,33 @@ class Segment:
         fewest of all its sentences, NO_SPAN in a row without spans, uint16 [rows]."""
         if "salient_reach" in self.fixed:
             return self.fixed["salient_reach"]
-        rows, owners = self._span_owners()
-        ends = self.values["spans"][:, 1] - self.values["sentences"][owners, 0]
+        rows, _, ends = self._span_owners()
         reach = np.full(self.rows, NO_SPAN, np.int64)
         np.minimum.at(reach, rows, np.clip(ends, 0, NO_SPAN - 1))
         return reach.astype(np.uint16)
 
     def row_of_span_outside(self) -> int | None:
         """A row with a salient span that begins in none of its sentences, if there is one."""
-        outside = self.all_spans()[0] != self._span_owners()[0]
-        return int(self.all_spans()[0][outside][0]) if outside.any() else None
+        rows = self.all_spans()[0]
+        outside = rows[rows != self._span_owners()[0]]
+        return int(outside[0]) if len(outside) else None
 
-    def _span_owners(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The sentence that each salient span begins in: its row, and its place among all sentences, [n] both."""
+    def _span_owners(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
+        """The sentence that each salient span begins in: its row, its place among all sentences, and where in it the
+        span ends, [n] each."""
         rows, spans = self.all_spans()
         sentence_rows = np.repeat(np.arange(self.rows), np.diff(self.offsets["sentences"]))
         keys = (sentence_rows << 32) + self.values["sentences"][:, 0]
         owners = np.searchsorted(keys, (rows << 32) + spans[:, 0], "right") - 1
-        return np.searchsorted(self.offsets["sentences"], owners, "right") - 1, owners
+        ends = spans[:, 1] - self.values["sentences"][owners, 0] if len(self.values["sentences"]) else spans[:, 1]
+        return np.searchsorted(self.offsets["sentences"], owners, "right") - 1, owners, ends
 
     def salient_sentences(self, room: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Sentences with a salient span that ends within `room` pieces of the sentence's start, in order.
 
         Rows, and numbers of the sentences in their rows, int64 [n] each.
         """
-        rows, owners = self._span_owners()
-        ends = self.values["spans"][:, 1] - self.values["sentences"][owners, 0]
+        rows, owners, ends = self._span_owners()
         owners, first = np.unique(owners[ends <= room], return_index=True)
         rows = rows[ends <= room][first]
         return rows, owners - self.offsets["sentences"][rows]

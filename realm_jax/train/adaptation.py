@@ -261,7 +261,7 @@ def measure_searches(run: Run, params: Params, sentences: Sequence[HeldOutSenten
     most = min(SENTENCES, max(FEWEST, int(longest / (2 * query * searched))))
     asked = min(most, len(sentences))
     embed, moving = seconds_to_embed(run, params), sum(moves_documents(task, run) for task in recipe_tasks(run))
-    further = float(any_moves(run)) + weights * min(asked / rows, 1.0)  # a second weight; passages without sentences
+    further = float(moving > 0) + weights * min(asked / rows, 1.0)  # a second weight; passages without sentences
     return {
         "passage": embed / rows,
         "embed": embed * (share_to_embed(run, params) + moving + further),
