@@ -125,7 +125,6 @@ def plan(trainer: Run, builder: Run | None, task: str, price: float | None = Non
     config, chips = trainer.config, trainer.mesh.size
     found: dict[str, Any] = {"task": task, "device": device_kind(trainer), "devices": chips}
     found |= {"passages": trainer.context.rows, "vocabulary": trainer.model.bert.vocabulary_size}
-    found["compiler"] = {name: version(name) for name in COMPILER}
     found |= step_needs(trainer, task)
     made = make_task(task, trainer)
     operations = made.flops()
@@ -215,11 +214,13 @@ def known_chip(run: Run) -> Chip:
 
 
 def step_needs(trainer: Run, task: str) -> dict[str, Any]:
-    """Peak bytes a device and collectives of a task's step, as the compiler has them; or that it does not fit."""
+    """Peak bytes a device and collectives of a task's step, as the compiler has them, and which compiler it was; or
+    that it does not fit."""
     state, batch, index, control = abstract_arguments(trainer, task)
     step = make_step(make_task(task, trainer))
     second = sum(shard_bytes(leaf) for leaf in jax.tree.leaves(index.vectors)) if index is not None else 0
-    return compiled_needs(step.lower(state, batch, index, control), trainer, second)  # type: ignore[attr-defined]
+    needs = compiled_needs(step.lower(state, batch, index, control), trainer, second)  # type: ignore[attr-defined]
+    return {"compiler": {name: version(name) for name in COMPILER}} | needs
 
 
 def compiled_needs(lowered: jax.stages.Lowered, run: Run, second: int = 0) -> dict[str, Any]:
