@@ -156,8 +156,7 @@ def useful_share(trainer: Run, task: str, sources: Sources) -> dict[str, float]:
     text = sources.of_passages_alone() if trainer.config.data.text == "passages" else sources
     query = float(sample_queries(dataclasses.replace(trainer, sources=text))["query_length"].mean())
     config = ConfigDict(trainer.config.to_dict())
-    pieces = sum(sources.passages.lengths()) + 3  # [CLS], and [SEP] after title and body
-    passage = float(np.minimum(pieces, config.data.document_length).mean())
+    passage = float(np.minimum(sources.passages.passage_lengths(), config.data.document_length).mean())
     config.data.query_length, config.data.document_length = round(query), round(passage)
     padded, real = (make_task(task, run).flops() for run in (trainer, dataclasses.replace(trainer, config=config)))
     return {"query": query, "passage": passage, "share": sum(real.values()) / sum(padded.values())}

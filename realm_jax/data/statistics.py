@@ -46,7 +46,7 @@ def statistics(store: PassageStore, tokenizer: Tokenizer) -> Statistics:
         "passages without a span": float((spans == 0).mean()) if len(spans) else 0.0,
     }
     histograms = {
-        "tokens of a passage": histogram(bodies + titles + 3),
+        "tokens of a passage": histogram(store.passage_lengths()),
         "sentences of a passage": histogram(sentences),
         "salient spans of a passage": histogram(spans),
         "tokens of a salient span": histogram(sizes),

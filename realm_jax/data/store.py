@@ -201,6 +201,11 @@ class PassageStore:
         totals = np.concatenate([np.diff(segment.offsets["tokens"]).astype(np.int32) for segment in self.segments])
         return self.kept(totals - titles), self.kept(titles)
 
+    def passage_lengths(self) -> NDArray[np.int32]:
+        """Numbers of pieces of all passages as they are embedded, uncut: [CLS], title, [SEP], body, [SEP]; [rows]."""
+        bodies, titles = self.lengths()
+        return bodies + titles + 3
+
     def sentence_counts(self) -> NDArray[np.int64]:
         """How many sentences each row has, int64 [rows]."""
         return self.kept(np.concatenate([np.diff(segment.offsets["sentences"]) for segment in self.segments]))

@@ -120,14 +120,13 @@ def _warn_of_cut_passages(run: Run) -> None:
 
 
 def _warn_of_cut(run: Run, store: PassageStore, where: str) -> None:
-    bodies, titles = store.lengths()
     length = run.config.data.document_length
-    cut = int((bodies + titles + 3 > length).sum())  # [CLS], and [SEP] after title and body
+    cut = int((store.passage_lengths() > length).sum())
     if cut:
         logger.warning(
             "%d of %d passages are longer than config.data.document_length=%d%s and are cut to it",
             cut,
-            len(bodies),
+            len(store),
             length,
             where,
         )
