@@ -91,7 +91,7 @@ def adapt() -> ConfigDict:
     add_sections(config, ["evidence_contrast"])
     config.evidence_contrast.update(steps=60, batch_size=16, learning_rate=7e-6)
     config.ict.update(steps=200, batch_size=32, learning_rate=2e-5)  # where there is no evidence
-    config.realm.update(steps=100, batch_size=16, learning_rate=1e-4)  # the retriever at a fifth: 2e-5
+    config.realm.update(steps=200, batch_size=16, learning_rate=1e-4)  # the retriever at a fifth: 2e-5
     config.realm.update(marginal="span", masking="evidence", search="hybrid", candidates=51, exclude_own=False)
     config.refresh.every = 0  # from there on the document tower and its index stay
     config.checkpoint.every = 20  # minutes where a step takes many seconds
