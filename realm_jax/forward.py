@@ -44,13 +44,15 @@ class Index(NamedTuple):
     """The corpus on the device: vectors [padded rows, projection] and the document rows they stand for.
 
     vectors: None if hosts search. tower: parameters of the query embedder that searches; None for the current one.
-    reader_documents: the same rows in the tokens of a reader that has its own; None if it reads `documents`.
+    reader_documents: the same rows in the tokens of a reader that has its own; None if it reads `documents`. held_out:
+    which rows no masked sentence may learn from, bool [padded rows]; None for none.
     """
 
     vectors: Any
     documents: Documents
     tower: Params | None = None
     reader_documents: Documents | None = None
+    held_out: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +132,8 @@ class StepContext:
 
 
 class Candidates(NamedTuple):
-    """Retrieved passages without the example's own. rows, valid [batch, k]; excluded [batch]: how many passages were
-    dropped as its own."""
+    """Retrieved passages without the example's own and those held out. rows, valid [batch, k]; excluded [batch]: how
+    many passages were dropped as its own."""
 
     rows: Array
     valid: Array
@@ -142,9 +144,10 @@ def retrieve(context: StepContext, params: Params, batch: Batch, index: Index, c
     """The `count` best passages for each masked sentence, with `exclude_own` the example's own passage left out.
 
     The example's own passage is the same row (`own_row`, −1 for none) or a passage in which the unmasked sentence
-    occurs; no row (−1) is treated alike. One more than `count` is searched; passages still excluded after that are
-    marked invalid rather than replaced. Where hosts search, the rows are the batch's `retrieved_rows`. With another
-    search than that of vectors the batch has BM25's list, as `bm25_rows` and `bm25_scores`.
+    occurs; no row (−1) and a row that is held out are treated alike. One more than `count` is searched; passages still
+    excluded after that are marked invalid rather than replaced. Where hosts search, the rows are the batch's
+    `retrieved_rows`. With another search than that of vectors the batch has BM25's list, as `bm25_rows` and
+    `bm25_scores`.
     """
     if index.vectors is None:
         rows = batch["retrieved_rows"]
@@ -158,9 +161,10 @@ def retrieve(context: StepContext, params: Params, batch: Batch, index: Index, c
     if context.exclude_own:
         own |= contains_phrase(gather_documents(index, rows).ids, batch["sentence"], batch["sentence_length"])
         own |= rows == batch["own_row"][:, None]
-    order = jnp.argsort(own, axis=1, stable=True)[:, :count]
+    left_out = own if index.held_out is None else own | index.held_out[jnp.maximum(rows, 0)]
+    order = jnp.argsort(left_out, axis=1, stable=True)[:, :count]
     pick = partial(jnp.take_along_axis, indices=order, axis=1)
-    return Candidates(pick(rows), ~pick(own), (own & (rows >= 0)).sum(axis=1))
+    return Candidates(pick(rows), ~pick(left_out), (own & (rows >= 0)).sum(axis=1))
 
 
 def search_passages(

@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.data.examples import Bm25Hits, Bm25Lookup, Example, Lengths
+from realm_jax.data.held_out import held_out_share, trained_rows
 from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
@@ -168,7 +169,17 @@ class Run(BaseRun):
     @property
     def index_without_vectors(self) -> Index:
         """An index of passages without vectors, for when nothing searches by vectors."""
-        return Index(None, self.documents, reader_documents=self.reader_documents)
+        return Index(None, self.documents, reader_documents=self.reader_documents, held_out=self._held_out)
+
+    @cached_property
+    def _held_out(self) -> jax.Array | None:
+        """Which passages are of documents that are held out, spread over the devices as `documents` are; None: none."""
+        kept = self.learned_rows(self.sources.passages)
+        return None if kept is None else self._by_rows([~kept[rows]] for rows in self.own_rows)[0]
+
+    def learned_rows(self, store: PassageStore) -> NDArray[np.bool_] | None:
+        """The rows of a store whose sentences may be learned from, bool [rows]; None for all."""
+        return trained_rows(store, held_out_share(self.config, self.sources.questions))
 
     @property
     def question_context(self) -> StepContext:

@@ -107,6 +107,18 @@ def test_queries_hide_spans_with_evidence_and_no_others(sources):
             assert tuple(example["targets"][example["weights"] > 0].tolist()) in allowed
 
 
+def test_evidence_of_documents_that_are_held_out_is_none(sources):
+    """What such a document alone is evidence for is not hidden, in any sentence."""
+    store, lengths = sources.passages, Lengths(ROOM + 2, 64, LONGEST, 2, LONGEST)
+    found = find_evidence(store, ROOM, LONGEST)
+    kept = np.ones(len(store), bool)
+    kept[np.unique(found.rows)[::2]] = False
+    examples = realm.masked_examples(store, sources.tokenizer, lengths, "evidence", True, kept=kept)
+    told = [number for number in range(len(found.spans.rows)) if kept[found.rows_of(number)].any()]
+    rows = np.unique(found.spans.rows[told])
+    assert 0 < examples.total == kept[rows].sum() < kept[np.unique(found.spans.rows)].sum()
+
+
 def test_the_retriever_is_asked_without_the_span_that_the_reader_points_at(sources):
     """Whatever span is hidden, nothing of it and no [MASK] is in the retriever's query; the reader's has [MASK]s."""
     store, mask_id = sources.passages, sources.tokenizer.mask_id

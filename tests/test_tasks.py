@@ -168,6 +168,15 @@ def test_an_own_passage_by_row_and_by_content_counts_once(params, index, query_v
     assert retrieve_now(params, batch, changed).excluded.tolist() == [1, 0, 0, 0]
 
 
+def test_passages_that_are_held_out_are_no_candidates(params, index, query_vectors):
+    """The spare takes the place of one; where there are more, places are invalid."""
+    best = ranking(query_vectors, index)
+    held_out = np.isin(np.arange(len(index.vectors)), best[0, [0, 2]])
+    found = retrieve_now(params, nothing_own(), index._replace(held_out=held_out))
+    assert found.rows[0, :2].tolist() == best[0, [1, 3]].tolist() and found.valid[0].tolist() == [True, True, False]
+    assert not np.isin(found.rows[np.asarray(found.valid)], best[0, [0, 2]]).any() and not found.excluded.any()
+
+
 def test_a_place_without_a_passage_is_invalid_and_not_counted_as_excluded(params, index):
     """Where hosts search, or words find fewer passages than are asked for, the rest of the rows are −1."""
     found = np.array([[4, 5, -1, -1], [1, -1, -1, -1], [2, 3, 6, -1], [-1] * 4], np.int32)

@@ -2,8 +2,9 @@
 
 A sentence without its hidden span asks for its own document, as in the inverse cloze task, but with the sentence left
 in its passage. Recall on such sentences does not say how well questions are answered; it does say whether a task made
-the retriever worse on documents whose own sentences it did not learn from. Passages of such documents stay in the
-corpus like all others: a task may retrieve them, draw them as unrelated ones, or read them for a training question.
+the retriever worse on documents that it did not learn from. Passages of such documents are no candidates of a masked
+sentence and no evidence for it. Else they stay in the corpus like all others: a task may draw them as unrelated ones,
+or read them for a training question.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.data.examples import Examples
-from realm_jax.data.held_out import held_out_share, masked_sentences, trained_rows
+from realm_jax.data.held_out import held_out_share, masked_sentences
 from realm_jax.data.questions import Question, answered
 from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
@@ -198,7 +198,7 @@ class Task(abc.ABC):
 
     def learned_rows(self, store: PassageStore) -> NDArray[np.bool_] | None:
         """The rows of a store whose sentences may be learned from, bool [rows]; None for all."""
-        return trained_rows(store, held_out_share(self.run.config, self.run.sources.questions))
+        return self.run.learned_rows(store)
 
     def flops(self) -> dict[str, float]:
         """Operations of a step: {part of the model: operations}."""

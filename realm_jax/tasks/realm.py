@@ -15,7 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.data.evidence import EvidenceSpans, evidence_spans
+from realm_jax.data.evidence import EvidenceSpans, find_evidence
 from realm_jax.data.examples import (
     Bm25Lookup,
     Example,
@@ -271,7 +271,7 @@ def masked_examples(
     the reader's alone.
     """
     room = lengths.query - 2
-    rows, sentences_of = _maskable(store, lengths, kind)
+    rows, sentences_of = _maskable(store, lengths, kind, kept)
     rows = rows if kept is None else rows[kept[rows]]
     what = "a salient span that another passage is evidence for" if kind == "evidence" else "a salient span"
     require_passages(len(rows), store, what, "learning from masked sentences", kept)
@@ -363,11 +363,15 @@ def unmasked_text(store: PassageStore, tokenizer: Tokenizer, row: int, number: i
 Sentences = tuple[Sequence[int] | NDArray[np.int64], list[tuple[NDArray, NDArray]]]
 
 
-def _maskable(store: PassageStore, lengths: Lengths, kind: str) -> tuple[NDArray[np.int64], Callable[[int], Sentences]]:
-    """Rows with something to hide, and what finds the sentences of a row, with what may be hidden in each."""
+def _maskable(
+    store: PassageStore, lengths: Lengths, kind: str, kept: NDArray[np.bool_] | None
+) -> tuple[NDArray[np.int64], Callable[[int], Sentences]]:
+    """Rows with something to hide, and what finds the sentences of a row, with what may be hidden in each. kept: rows
+    that may be evidence, None for all."""
     room = lengths.query - 2
     if kind == "evidence":
-        found = evidence_spans(store, *lengths.hidden)
+        evidence = find_evidence(store, *lengths.hidden)
+        found = (evidence if kept is None else evidence.among(kept)).spans
         logger.info("%d spans of %d passages have evidence elsewhere", len(found.rows), len(np.unique(found.rows)))
         return np.unique(found.rows), partial(_evidence_sentences, store, found)
 
