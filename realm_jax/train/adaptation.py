@@ -10,6 +10,7 @@ import logging
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,12 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
+from realm_jax.assemble import make_run
 from realm_jax.data.evidence import Evidence
 from realm_jax.data.examples import salient_sentences
 from realm_jax.data.held_out import HeldOutSentence, trained_rows
 from realm_jax.data.neighbours import GROUP
+from realm_jax.data.sources import open_sources
 from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.eval import adaptation as judge
@@ -171,13 +174,15 @@ def make_plan(request: Request) -> dict[str, Any]:
     def spent() -> float:
         return request.spent + time.monotonic() - began
 
-    run = checked_run(request.config, request.workdir)
+    candidates = fitting_candidates(request.config)
+    run = checked_run(planned_config(request.config, {"candidates": candidates}), request.workdir)
     store, evidence = run.sources.passages, evidence_of(run)
-    share = held_out_share(store, run.lengths.query)
+    share = planned_share(store, run.lengths.query)
     sentences = sentences_of(run, evidence, share)
     check_sentences(request.settings["documents"], run, sentences, share)
     names, notes = possible_tasks(request.settings["documents"], run, evidence, share)
     plan = {"held_out": share, "tasks": names, "notes": notes, "steps": {}, "dtype": request.config.model.dtype}
+    plan["candidates"] = candidates
     run = checked_run(planned_config(request.config, plan), request.workdir)
     other = open_other(request, run.config) if request.settings["forgetting"] else None
     save_bm25_index(run)
@@ -198,6 +203,11 @@ def make_plan(request: Request) -> dict[str, Any]:
     return plan | {"sentences": times.pop("sentences"), "estimate": times} | facts_of(run, evidence)
 
 
+def fitting_candidates(config: ConfigDict) -> int:
+    """K of REALM, the null document and a passage at least, or as many as there are passages."""
+    return max(2, min(config.realm.candidates, len(open_sources(config.data.path, questions=False).passages)))
+
+
 def check_sentences(name: str, run: Run, sentences: Sequence[HeldOutSentence], share: float) -> None:
     """Raise UserError for so few held-out sentences, or documents that they are of, that nothing can be decided. name:
     of the documents."""
@@ -210,7 +220,7 @@ def check_sentences(name: str, run: Run, sentences: Sequence[HeldOutSentence], s
         )
 
 
-def held_out_share(store: PassageStore, query_length: int) -> float:
+def planned_share(store: PassageStore, query_length: int) -> float:
     """The share of documents to hold out, in thousandths: as many as give WANTED sentences, within SHARES, and
     FEW_DOCUMENTS documents, within LARGEST_SHARE."""
     sentences = len(salient_sentences(store, query_length).rows) or int(store.sentence_counts().sum())
@@ -231,7 +241,7 @@ def possible_tasks(name: str, run: Run, evidence: Evidence, share: float) -> tup
     if documents >= GROUP or len(left) == len(task_names(run.config)):
         return run.config.tasks, []
     few = f"{documents} documents to learn from have a name that another passage tells of, and {GROUP} are needed"
-    if not left and (lacking := Ict.missing(run.config, run.sources)):
+    if not left and (lacking := Ict.missing(planned_config(run.config, {"held_out": share}), run.sources)):
         raise UserError(f"{name}: {few}, and there is no {lacking}: nothing to learn from; keep the start")
     note = f"{few}: nothing was learned from hidden names."
     logger.warning("%s", note)
@@ -239,11 +249,13 @@ def possible_tasks(name: str, run: Run, evidence: Evidence, share: float) -> tup
 
 
 def planned_config(config: ConfigDict, plan: dict[str, Any]) -> ConfigDict:
-    """The recipe with what a plan decided. The dtype is that of the machine that it was made on."""
+    """The recipe with what a plan has decided so far. The dtype is that of the machine that it was made on."""
     found = ConfigDict(config.to_dict())
     found.model.dtype = plan.get("dtype", found.model.dtype)
-    found.tasks, found.evaluation.held_out = plan["tasks"], plan["held_out"]
-    for name, steps in plan["steps"].items():
+    found.realm.candidates = plan.get("candidates", found.realm.candidates)
+    found.tasks = plan.get("tasks", found.tasks)
+    found.evaluation.held_out = plan.get("held_out", found.evaluation.held_out)
+    for name, steps in plan.get("steps", {}).items():
         found[name].steps = steps
     return found
 
@@ -258,7 +270,8 @@ def measure_searches(run: Run, params: Params, sentences: Sequence[HeldOutSenten
     query = seconds_of(lambda: searches.sentence_values(params, zeros, "vectors")) / (2 * len(some))
     weights = 1 + len(WEIGHTS)  # with the start's
     searched = weights + 3  # by words, and by both together with the start and with what is exported
-    most = min(SENTENCES, max(FEWEST, int(longest / (2 * query * searched))))
+    judged = len(run.sources.questions.get(JUDGED, []))
+    most = min(SENTENCES, max(FEWEST, int((longest / (query * searched) - judged) / 2)))
     asked = min(most, len(sentences))
     embed, moving = seconds_to_embed(run, params), sum(moves_documents(task, run) for task in recipe_tasks(run))
     further = float(moving > 0) + weights * min(asked / rows, 1.0)  # a second weight; passages without sentences
@@ -266,7 +279,7 @@ def measure_searches(run: Run, params: Params, sentences: Sequence[HeldOutSenten
         "passage": embed / rows,
         "embed": embed * (share_to_embed(run, params) + moving + further),
         "query": query,
-        "measure": query * searched * (2 * asked + len(run.sources.questions.get(JUDGED, []))),
+        "measure": query * searched * (2 * asked + judged),
         "sentences": most,
     }
 
@@ -307,16 +320,21 @@ def facts_of(run: Run, evidence: Evidence) -> dict[str, Any]:
     store = run.sources.passages
     found = read_json(Path(run.config.data.path) / "PREPARED.json")["counts"]
     counts, asked = found["passages"], found.get("questions", {"dropped": {}, "damaged": {}})
-    lost = {f"questions {reason}": count for reason, count in (asked["dropped"] | asked["damaged"]).items()}
+    lost = {f"questions {reason}": count for reason, count in _lost(asked).items()}
     return {
         "passages": len(store),
         "documents": store.documents,
         "read": counts["records"],
-        "left_out": counts["dropped"] | counts["damaged"] | lost,
+        "left_out": _lost(counts) | lost,
         "fingerprint": store.fingerprint,
         "spans": len(store.all_spans()),
         "spans_with_evidence": len(evidence.spans.rows),
     }
+
+
+def _lost(counts: Mapping[str, Any]) -> dict[str, int]:
+    """How many records of PREPARED.json were left out, by reason."""
+    return dict(Counter(counts["dropped"]) + Counter(counts["damaged"]))
 
 
 # --- train ------------------------------------------------------------------------------------------------------------
@@ -341,7 +359,8 @@ def open_other(request: Request, planned: ConfigDict) -> tuple[Run, list[HeldOut
     config of the run. Raises UserError for one that has too few."""
     folder, config = request.workdir / OTHER, ConfigDict(planned.to_dict())
     config.data.path, config.evaluation.held_out = str(folder / DATA), 0.0
-    run = checked_run(config, folder)
+    config.realm.candidates = fitting_candidates(config)
+    run = make_run(config, folder, open_sources(config.data.path))  # unchecked: no task is trained on it
     sentences = sentences_of(run, evidence_of(run), 1.0)
     check_sentences(request.settings["forgetting"], run, sentences, 1.0)
     return run, sentences

@@ -6,7 +6,7 @@ Nothing in it depends on when or how fast it was made, so that a resumed adaptat
 from collections.abc import Mapping
 from typing import Any
 
-from realm_jax.eval.adaptation import MEASURES, TITLES, headline, table
+from realm_jax.eval.adaptation import TITLES, headline, titled_rows
 from realm_jax.models.folders import HUB
 from realm_jax.run import Run
 
@@ -21,10 +21,10 @@ def model_card(record: Mapping[str, Any], run: Run) -> str:
         front_matter(base),
         f"# {what} to {plan['documents']:,} documents\n",
         f"{headline(measured)}.\n",
-        f"Base model: `{base}`. No question and no label was used: it learned from sentences of the documents alone.\n",
+        f"Base model: `{base}`. It learned from sentences of the documents alone, from no question and no label.\n",
         usage(measured["promoted"], run),
         "## Measures\n\nRecall and rank on documents that were not learned from; mean, and the 95 % interval of the "
-        f"change from the start. All held-out documents stand here; what decided stands above.\n\n"
+        "change from the start.\n\n"
         f"{markdown(measured['table'])}\n",
         f"## Data and recipe\n\n{facts(record, run)}\n",
         f"Made by\n\n    {record['command']}\n",
@@ -57,8 +57,7 @@ def usage(is_router: bool, run: Run) -> str:
 def markdown(found: Mapping[str, Mapping[str, Any]]) -> str:
     """The table of measures."""
     heads = [title for name, title in TITLES.items() if name in found]
-    rows = [[MEASURES.get(name, name), *cells] for name, cells in table(found).items()]
-    lines = [["", *heads], ["---"] * (1 + len(heads)), *rows]
+    lines = [["", *heads], ["---"] * (1 + len(heads)), *titled_rows(found)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
