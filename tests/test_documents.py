@@ -431,6 +431,14 @@ def test_a_mixed_folder_is_counted_whole_and_the_same_with_any_number_of_workers
     assert store.rows_of("deep/c.pdf") and store.rows_of("g.jsonl#3") and store.rows_of("f.csv#2")
 
 
+def test_an_id_that_two_files_have_is_named_with_both(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for name in ("a", "b"):
+        write_lines(tmp_path / "texts" / f"{name}.jsonl", [{"id": "1", "text": f"The house of {name} stands."}])
+    with pytest.raises(UserError, match=r"id '1' was already given on line 1 of a\.jsonl, .* line 1 of b\.jsonl"):
+        prepare(tmp_path / "texts", tmp_path / "ready", vocabulary_size=200, workers=1)
+
+
 def test_a_repeated_command_does_nothing_until_a_file_changes(tmp_path, capsys):
     texts = folder_of_everything(tmp_path / "texts")
     prepare(texts, tmp_path / "data", vocabulary_size=200)

@@ -106,7 +106,7 @@ def clean(texts: ArticleSource, shards: int, records: Iterable[LocatedRecord]) -
 
 def line_of(part: int, number: int, article: Article) -> bytes:
     """How an article stands in a shard."""
-    record = [part, number, article.id, article.title, article.text, article.line]
+    record = [part, number, article.id, article.title, article.text, article.line, article.file]
     return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8") + b"\n"
 
 
@@ -152,9 +152,11 @@ def read_shard(folder: Folder, shard: int) -> Iterator[Article]:
 def read_lines(folder: Folder, shard: int) -> Iterator[tuple[str, Article]]:
     """All articles of a shard, each with its place in the source in words."""
     for raw in folder.read(shard_name(shard)).splitlines():
-        part, number, article_id, title, text, line = json.loads(raw)
-        place = f"line {line}" if line else f"record {number + 1} of part {part + 1}"
-        yield place, Article(article_id, title, text, line)
+        part, number, *fields = json.loads(raw)
+        article = Article(*fields)
+        is_located = article.line and article.file
+        place = f"line {article.line} of {article.file}" if is_located else f"record {number + 1} of part {part + 1}"
+        yield place, article
 
 
 # --- What does the work ----------------------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ def _article(file: DocumentFile, number: int, where: str, record: dict[str, Any]
         fields["title"] = f"{title}: {section}"  # of Atlas, where sections of one article share the title
     found = raw_records.article(fields, where, identity or f"{file.name}#{number}")
     if isinstance(found, Article) and found.text.strip():
-        return replace(found, line=number)
+        return replace(found, line=number, file=file.name)
     if isinstance(found, Article) or found.reason == raw_records.NULL_TEXT:
         return FilteredRecord(WORDLESS, f"{where}: {sample(record)}")
     return replace(found, sample=f"{found.reason}: {found.sample}")

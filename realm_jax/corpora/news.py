@@ -39,7 +39,7 @@ def clean(article: Article, rules: dict[str, Any] = RULES) -> Article | Filtered
         return FilteredRecord(reason, sample(text or article.text))
     if rules["languages"] and (code := language(text)) not in rules["languages"]:
         return FilteredRecord(f"in another language ({code})", sample(text))
-    return Article(article.id, title, text, article.line)
+    return Article(article.id, title, text, article.line, article.file)
 
 
 def _misfit(name: str, count: int, limits: Sequence[int]) -> str:

@@ -14,12 +14,13 @@ SAMPLES = 3  # kept of each reason: the first ones, in the order of the source
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """A text to pack into passages. `line` is its line in the file that it came from (0: from no file)."""
+    """A text to pack into passages. `line` is its line in `file`, the name of what it came from (0: from no file)."""
 
     id: str
     title: str
     text: str
     line: int = 0
+    file: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
