@@ -42,7 +42,7 @@ from realm_jax.tasks import make_task
 from realm_jax.train import loop, recipe
 from realm_jax.train.checkpoints import SavedCheckpoint, saved_folders
 from realm_jax.train.loop import train_task
-from realm_jax.train.metrics import RecordWriter, read_lines
+from realm_jax.train.metrics import MetricLogger, RecordWriter, read_lines
 from realm_jax.train.recipe import preemptible, run_recipe
 from realm_jax.train.workdir import load_run
 
@@ -200,6 +200,16 @@ def test_what_is_not_finite_is_told_with_its_step_and_never_saved(people, tmp_pa
         train_measured(run)
     newest = SavedCheckpoint.newest(tmp_path / "realm" / "checkpoints")
     assert newest is not None and newest.step == 2
+
+
+def test_metrics_are_fetched_once_the_next_step_is_started(people, tmp_path, monkeypatch):
+    """However seldom they are logged: a line of the log, and what it says of time, is a step late and no more."""
+    order: list[str] = []
+    fetch = MetricLogger.fetch
+    replace_step(monkeypatch, lambda state, *_: order.append("start") or {})
+    monkeypatch.setattr(MetricLogger, "fetch", lambda *given: order.append(f"fetch {given[1]}") or fetch(*given))
+    train_measured(open_inline(people, tmp_path, log__every=3, checkpoint__every=100))
+    assert order[:7] == [*["start"] * 4, "fetch 3", *["start"] * 2]
 
 
 @pytest.mark.slow

@@ -156,6 +156,7 @@ def run_steps(loop: Loop) -> None:
     )
     after_step = (
         Hook(lambda loop: compiles.check(loop.step - 1)),
+        Hook(lambda loop: loop.metrics.flush()),
         Hook(log, every=task.run.config.log.every),
         Hook(save, every=task.run.config.checkpoint.every, at_ends=False),
     )

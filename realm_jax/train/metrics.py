@@ -134,7 +134,7 @@ class MetricLogger:
         self._warn(step, found)
 
     def log_step(self, step: int, values: Values, further: dict[str, int]) -> None:
-        """Take the metrics of a step that was only just started; they are fetched at the next call or `flush`."""
+        """Take the metrics of a step that was only just started; `flush` fetches them, once the next one is started."""
         self.flush()
         self._pending = step, values, further
 
