@@ -466,7 +466,7 @@ def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp
     decided = {"evaluation.held_out": 0.5, "refresh.mode": "async", "data.path": "data"}
     for key, value in (decided | {"model.shared_tower": True, "encoder.projection": 8}).items():
         said = fails(capsys, documents, encoder, tmp_path / "new", f"--config.{key}={value}")
-        assert f"config.{key}: " in said and "leave it out" in said
+        assert f"error: config.{key}: " in said and "leave it out" in said
     own = tmp_path / "documents"
     shutil.copytree(documents.parent, own, ignore=shutil.ignore_patterns("encoder", "vocabulary"))
     for source in (own, own / "**" / "*.jsonl", own / "*" / "*" / "*.json*"):

@@ -114,8 +114,8 @@ def test_evidence_of_documents_that_are_held_out_is_none(sources):
     kept = np.ones(len(store), bool)
     kept[np.unique(found.rows)[::2]] = False
     examples = realm.masked_examples(store, sources.tokenizer, lengths, "evidence", True, kept=kept)
-    told = [number for number in range(len(found.spans.rows)) if kept[found.rows_of(number)].any()]
-    rows = np.unique(found.spans.rows[told])
+    numbers = [number for number in range(len(found.spans.rows)) if kept[found.rows_of(number)].any()]
+    rows = np.unique(found.spans.rows[numbers])
     assert 0 < examples.total == kept[rows].sum() < kept[np.unique(found.spans.rows)].sum()
 
 

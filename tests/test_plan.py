@@ -146,7 +146,7 @@ def test_the_share_of_tokens_follows_from_the_lengths_of_the_data(people, tmp_pa
     """However candidates are found and sentences are masked: neither is done to see how long they are."""
     sources, config = open_sources(people), tiny_config(people)
     found = useful_share(make_run(config, tmp_path, sources, jax.devices()[:1]), "realm", sources)
-    pieces = np.minimum(sources.passages.passage_lengths(), config.data.document_length)
+    pieces = np.minimum(sum(sources.passages.lengths()) + 3, config.data.document_length)
     assert found["passage"] == pytest.approx(pieces.mean()) and 4 < found["query"] <= config.data.query_length
     config.realm.search, config.realm.masking = "hybrid", "evidence"
     run = make_run(config, tmp_path, sources, jax.devices()[:1])

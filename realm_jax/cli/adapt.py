@@ -23,7 +23,7 @@ from realm_jax.errors import UserError
 from realm_jax.models.folders import resolve_model_path
 from realm_jax.recipes import adapt as recipe
 from realm_jax.schema import flatten
-from realm_jax.storage import make_folder, read_json
+from realm_jax.storage import read_json
 from realm_jax.train.adaptation import (
     DATA,
     JUDGED,
@@ -34,6 +34,7 @@ from realm_jax.train.adaptation import (
     Request,
     check_model,
     check_settings,
+    left_out,
     run_adaptation,
 )
 
@@ -93,12 +94,11 @@ def run(args: argparse.Namespace) -> None:
     check_settings(workdir, settings)
     check_model(args.model)
     config = adapted_config(args, workdir)
-    sources = [source for source in (args.documents, args.forgetting) if source]
-    for source in sources:
+    for source in filter(None, (args.documents, args.forgetting)):
         check_outside(workdir, source, "whose files are documents")
     check_outside(workdir, str(resolve_model_path(args.model, "--from")), "which is the model to start from")
-    for source in sources:
-        open_texts(source)  # says what is wrong with one, before any folder is made
+    if args.forgetting:
+        open_texts(args.forgetting)  # says what is wrong with it, before the others are read
     prepare_folders(args, workdir, config.data.document_length)
     cache_programs()
     spent = time.monotonic() - began
@@ -112,14 +112,11 @@ def prepare_folders(args: argparse.Namespace, workdir: Path, limit: int) -> None
     begun = (workdir / RECORD).is_file()
     further = {"vocab": args.model, "limit": limit, "skip_damage": True}  # the report has the counts
     questions = [f"{JUDGED}={args.questions}"] if args.questions else []
-    make_folder(workdir, "--output")
     prepare_anew(args.documents, workdir / DATA, begun, questions=questions, **further)
     if args.questions and not (prepared := read_json(workdir / DATA / MANIFEST))["questions"].get(JUDGED):
-        counts = prepared["counts"]["questions"]
-        lost = ", ".join(f"{times:,} {reason}" for reason, times in (counts["dropped"] | counts["damaged"]).items())
+        lost = ", ".join(f"{times:,} {reason}" for reason, times in left_out(prepared["counts"]["questions"]).items())
         raise UserError(f"--questions={args.questions}: none can be judged ({lost or 'there is none'}); correct them")
     if args.forgetting:
-        make_folder(workdir / OTHER, "--output")
         prepare_anew(args.forgetting, workdir / OTHER / DATA, begun, **further)
 
 

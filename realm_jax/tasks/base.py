@@ -22,7 +22,6 @@ from realm_jax.data.examples import Examples
 from realm_jax.data.held_out import held_out_share, masked_sentences
 from realm_jax.data.questions import Question, answered
 from realm_jax.data.sources import Sources
-from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
@@ -195,10 +194,6 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def example_flops(self) -> dict[str, float]:
         """Operations of a step for each of its examples: {part of the model: operations} (`realm_jax/flops.py`)."""
-
-    def learned_rows(self, store: PassageStore) -> NDArray[np.bool_] | None:
-        """The rows of a store whose sentences may be learned from, bool [rows]; None for all."""
-        return self.run.learned_rows(store)
 
     def flops(self) -> dict[str, float]:
         """Operations of a step: {part of the model: operations}."""

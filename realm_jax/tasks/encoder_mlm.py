@@ -184,7 +184,7 @@ class EncoderMlm(OneEncoderTask):
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         passages, tokenizer = self.run.sources.passages, self.run.sources.tokenizer
-        return masked_passages(passages, tokenizer, self.run.lengths, self.places, self.learned_rows(passages))
+        return masked_passages(passages, tokenizer, self.run.lengths, self.places, self.run.learned_rows(passages))
 
     def array_shapes(self) -> Shapes:
         places = (self.places,)

@@ -119,7 +119,7 @@ class Ict(Task):
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         passages, drawn = self.run.sources.passages, self.settings.negatives == "batch"
-        rows = sentence_rows(passages, self.learned_rows(passages))
+        rows = sentence_rows(passages, self.run.learned_rows(passages))
         arguments = passages, self.run.sources.tokenizer, self.run.lengths, MASK_RATE if drawn else 0.0
         if self.settings.negatives != "neighbours":
             return ict_examples(*arguments, rows)

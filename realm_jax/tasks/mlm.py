@@ -59,7 +59,7 @@ class Mlm(Task):
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         (tokenizer, passages, text), lengths = self.run.sources.for_reader, self.run.lengths
-        kept = self.learned_rows(passages), self.learned_rows(text)
+        kept = self.run.learned_rows(passages), self.run.learned_rows(text)
         return warmup_examples(passages, text, tokenizer, lengths, kept=kept)
 
     def array_shapes(self) -> Shapes:

@@ -164,7 +164,7 @@ class RealmTask(Task):
             )
 
     def examples(self, params: Params, embed: Embed) -> Examples:
-        return self.masked_examples(self.run.config.realm.masking, self.learned_rows(self.run.sources.pretraining))
+        return self.masked_examples(self.run.config.realm.masking, self.run.learned_rows(self.run.sources.pretraining))
 
     def masked_examples(self, masking: str, kept: NDArray[np.bool_] | None = None) -> Examples:
         """Its examples with any masking; kept: as of the function of this name."""

@@ -139,7 +139,7 @@ class Revela(EncoderTask):
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         passages, tokenizer = self.run.sources.passages, self.run.sources.tokenizer
-        kept = self.learned_rows(passages)
+        kept = self.run.learned_rows(passages)
         return paired_examples(passages, tokenizer, self.run.lengths, self.settings.masking, kept)
 
     def array_shapes(self) -> Shapes:

@@ -90,7 +90,7 @@ class Tsdae(OneEncoderTask):
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         passages = self.run.sources.passages
-        return damaged_passages(passages, self.run.sources.tokenizer, self.run.lengths, self.learned_rows(passages))
+        return damaged_passages(passages, self.run.sources.tokenizer, self.run.lengths, self.run.learned_rows(passages))
 
     def array_shapes(self) -> Shapes:
         ids = id_dtype(self.run.model.bert.vocabulary_size)

@@ -174,15 +174,15 @@ def make_plan(request: Request) -> dict[str, Any]:
     def spent() -> float:
         return request.spent + time.monotonic() - began
 
-    candidates = fitting_candidates(request.config)
-    run = checked_run(planned_config(request.config, {"candidates": candidates}), request.workdir)
+    rows = len(open_sources(request.config.data.path, questions=False).passages)
+    plan: dict[str, Any] = {"candidates": fitting_candidates(request.config, rows)}
+    run = checked_run(planned_config(request.config, plan), request.workdir)
     store, evidence = run.sources.passages, evidence_of(run)
     share = planned_share(store, run.lengths.query)
     sentences = sentences_of(run, evidence, share)
     check_sentences(request.settings["documents"], run, sentences, share)
     names, notes = possible_tasks(request.settings["documents"], run, evidence, share)
-    plan = {"held_out": share, "tasks": names, "notes": notes, "steps": {}, "dtype": request.config.model.dtype}
-    plan["candidates"] = candidates
+    plan |= {"held_out": share, "tasks": names, "notes": notes, "steps": {}, "dtype": request.config.model.dtype}
     run = checked_run(planned_config(request.config, plan), request.workdir)
     other = open_other(request, run.config) if request.settings["forgetting"] else None
     save_bm25_index(run)
@@ -203,9 +203,9 @@ def make_plan(request: Request) -> dict[str, Any]:
     return plan | {"sentences": times.pop("sentences"), "estimate": times} | facts_of(run, evidence)
 
 
-def fitting_candidates(config: ConfigDict) -> int:
-    """K of REALM, the null document and a passage at least, or as many as there are passages."""
-    return max(2, min(config.realm.candidates, len(open_sources(config.data.path, questions=False).passages)))
+def fitting_candidates(config: ConfigDict, rows: int) -> int:
+    """K of REALM, or as many as there are passages; the null document and one at least."""
+    return max(2, min(config.realm.candidates, rows))
 
 
 def check_sentences(name: str, run: Run, sentences: Sequence[HeldOutSentence], share: float) -> None:
@@ -320,19 +320,19 @@ def facts_of(run: Run, evidence: Evidence) -> dict[str, Any]:
     store = run.sources.passages
     found = read_json(Path(run.config.data.path) / "PREPARED.json")["counts"]
     counts, asked = found["passages"], found.get("questions", {"dropped": {}, "damaged": {}})
-    lost = {f"questions {reason}": count for reason, count in _lost(asked).items()}
+    lost = {f"questions {reason}": count for reason, count in left_out(asked).items()}
     return {
         "passages": len(store),
         "documents": store.documents,
         "read": counts["records"],
-        "left_out": _lost(counts) | lost,
+        "left_out": left_out(counts) | lost,
         "fingerprint": store.fingerprint,
         "spans": len(store.all_spans()),
         "spans_with_evidence": len(evidence.spans.rows),
     }
 
 
-def _lost(counts: Mapping[str, Any]) -> dict[str, int]:
+def left_out(counts: Mapping[str, Any]) -> dict[str, int]:
     """How many records of PREPARED.json were left out, by reason."""
     return dict(Counter(counts["dropped"]) + Counter(counts["damaged"]))
 
@@ -359,8 +359,9 @@ def open_other(request: Request, planned: ConfigDict) -> tuple[Run, list[HeldOut
     config of the run. Raises UserError for one that has too few."""
     folder, config = request.workdir / OTHER, ConfigDict(planned.to_dict())
     config.data.path, config.evaluation.held_out = str(folder / DATA), 0.0
-    config.realm.candidates = fitting_candidates(config)
-    run = make_run(config, folder, open_sources(config.data.path))  # unchecked: no task is trained on it
+    sources = open_sources(config.data.path)
+    config.realm.candidates = fitting_candidates(config, len(sources.passages))
+    run = make_run(config, folder, sources)  # unchecked: no task is trained on it
     sentences = sentences_of(run, evidence_of(run), 1.0)
     check_sentences(request.settings["forgetting"], run, sentences, 1.0)
     return run, sentences
