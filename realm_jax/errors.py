@@ -6,6 +6,10 @@ The command line prints it and exits with code 2; no traceback is shown. Its sub
 """
 
 USER_ERROR = 2  # exit code
+LESS_MEMORY = (  # which keys change what a step needs
+    "--config.optimizer.microbatches=2 or more, --config.model.remat=dots or layer, --config.model.dtype=bfloat16, "
+    "--config.mesh.fsdp=N, or more chips"
+)
 
 
 class UserError(Exception):

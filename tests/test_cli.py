@@ -280,6 +280,14 @@ def test_a_platform_that_jax_does_not_have_is_one_line():
     assert line.startswith("realm: error: JAX does not start: Unable to initialize backend 'bogus'")
 
 
+def test_too_little_memory_is_one_line_with_the_keys_that_need_less():
+    done = realm("__import__('jax').numpy.zeros(10**15).block_until_ready()")
+    assert done.returncode == 2
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith("realm: error: a device has too little memory (RESOURCE_EXHAUSTED: Out of memory")
+    assert "--config.optimizer.microbatches=2" in line
+
+
 # ---- configs
 
 

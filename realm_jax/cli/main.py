@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import realm_jax
-from realm_jax.errors import USER_ERROR, UserError
+from realm_jax.errors import LESS_MEMORY, USER_ERROR, UserError
 from realm_jax.host import (
     PREEMPTED,
     CtrlC,
@@ -100,6 +100,8 @@ def _user_error_message(error: Exception) -> str:
     message = " ".join(str(error).split())
     if isinstance(error, RuntimeError) and message.startswith("Unable to initialize backend"):
         return f"JAX does not start: {message}; `realm doctor` shows the devices and settings"
+    if isinstance(error, RuntimeError) and message.startswith("RESOURCE_EXHAUSTED"):
+        return f"a device has too little memory ({message.rstrip('.')}); a step needs less with {LESS_MEMORY}; saved steps are kept"
     return ""
 
 

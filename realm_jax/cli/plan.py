@@ -34,7 +34,7 @@ from realm_jax.compiled_time import program_time, sent, transferred
 from realm_jax.config import default, task_names, validate
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.data.tokenizer import id_dtype
-from realm_jax.errors import UserError
+from realm_jax.errors import LESS_MEMORY, UserError
 from realm_jax.flops import embedding_flops
 from realm_jax.forward import Index
 from realm_jax.host import enlarge_compiler_stacks
@@ -336,7 +336,7 @@ def show(found: dict[str, Any], task: str) -> None:
     table.add_row("corpus", f"{found['passages']:,} passages, {found['vocabulary']:,} word pieces")
     if not found["fits"]:
         table.add_row("memory a device", f"needs {found['needs']}, has {found['has']}: does NOT fit")
-        table.add_row("try", advice())
+        table.add_row("try", LESS_MEMORY)
     else:
         for name, size in found["bytes"].items():
             table.add_row(f"memory a device: {name.replace('_', ' ')}", f"{size / 2**30:.2f} GiB")
@@ -389,11 +389,3 @@ def between(values: Sequence[float], times: float = 1, unit: str = "", digits: i
     """A range, as one number where both ends are printed alike."""
     low, high = (f"{value * times:,.{digits}f}" for value in values)
     return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
-
-
-def advice() -> str:
-    """Which keys change what is needed."""
-    return (
-        "--config.optimizer.microbatches=2 or more, --config.model.remat=dots or layer, --config.model.dtype=bfloat16, "
-        "--config.mesh.fsdp=N, or more chips"
-    )
