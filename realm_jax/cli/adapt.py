@@ -17,8 +17,9 @@ from ml_collections import ConfigDict
 from realm_jax.cache import cache_programs
 from realm_jax.cli.config_flags import add_config_argument, load_config
 from realm_jax.cli.prepare import prepare
-from realm_jax.corpora.partial_output import MANIFEST, PreparedOtherwise
+from realm_jax.corpora.partial_output import PreparedOtherwise
 from realm_jax.corpora.texts import open_texts
+from realm_jax.data.staging import PREPARED
 from realm_jax.errors import UserError
 from realm_jax.models.folders import resolve_model_path
 from realm_jax.recipes import adapt as recipe
@@ -113,7 +114,7 @@ def prepare_folders(args: argparse.Namespace, workdir: Path, limit: int) -> None
     further = {"vocab": args.model, "limit": limit, "skip_damage": True}  # the report has the counts
     questions = [f"{JUDGED}={args.questions}"] if args.questions else []
     prepare_anew(args.documents, workdir / DATA, begun, questions=questions, **further)
-    if args.questions and not (prepared := read_json(workdir / DATA / MANIFEST))["questions"].get(JUDGED):
+    if args.questions and not (prepared := read_json(workdir / DATA / PREPARED))["questions"].get(JUDGED):
         lost = ", ".join(f"{times:,} {reason}" for reason, times in left_out(prepared["counts"]["questions"]).items())
         raise UserError(f"--questions={args.questions}: none can be judged ({lost or 'there is none'}); correct them")
     if args.forgetting:

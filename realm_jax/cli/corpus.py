@@ -16,7 +16,7 @@ from realm_jax.corpora.reader_tokens import write_reader_tokens
 from realm_jax.corpora.texts import read_passages
 from realm_jax.data import spans
 from realm_jax.data.sources import READER, READER_MANIFEST, open_sources
-from realm_jax.data.staging import is_remote
+from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.data.store import PassageStore, remove_documents
 from realm_jax.data.tokenizer_files import open_tokenizer
 from realm_jax.errors import UserError
@@ -106,7 +106,7 @@ def edit(data: Path, action: str, what: list[str]) -> PassageStore:
     if not articles:
         raise UserError(f"{what[0]} holds no passages")
     replaced = _documents_to_replace(PassageStore.open(folder), [article.id for article in articles], action, what[0])
-    store, manifest = PassageStore.open(folder), read_json(data / "PREPARED.json")
+    store, manifest = PassageStore.open(folder), read_json(data / PREPARED)
     made = manifest.get("tagged") or manifest["inputs"]["settings"]
     if spans.identity(spans.finder(made["spans"])) != made.get("spans_identity"):
         raise UserError(

@@ -101,7 +101,8 @@ def _user_error_message(error: Exception) -> str:
     if isinstance(error, RuntimeError) and message.startswith("Unable to initialize backend"):
         return f"JAX does not start: {message}; `realm doctor` shows the devices and settings"
     if isinstance(error, RuntimeError) and message.startswith("RESOURCE_EXHAUSTED"):
-        return f"a device has too little memory ({message.rstrip('.')}); a step needs less with {LESS_MEMORY}; saved steps are kept"
+        asked = message.rstrip(".")
+        return f"a device has too little memory ({asked}); a step needs less with {LESS_MEMORY}; saved steps are kept"
     return ""
 
 

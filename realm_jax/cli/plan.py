@@ -33,6 +33,7 @@ from realm_jax.compiled_cost import Cost, program_cost
 from realm_jax.compiled_time import program_time, sent, transferred
 from realm_jax.config import default, task_names, validate
 from realm_jax.data.sources import Sources, open_sources
+from realm_jax.data.staging import PREPARED
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import LESS_MEMORY, UserError
 from realm_jax.flops import embedding_flops
@@ -67,7 +68,7 @@ def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]
     """Show the plan of a launch; exit code 1 when it does not fit. args: flags of `realm launch plan`; usual: passages
     and vocabulary where neither flags nor data say them."""
     config = load_config(args.config, args.overrides, default)
-    prepared = Path(config.data.path or "-", "PREPARED.json").is_file()
+    prepared = Path(config.data.path or "-", PREPARED).is_file()
     sources = open_sources(config.data.path, questions=False) if prepared else None
     known = usual if sources is None else (len(sources.passages), sources.tokenizer.size)
     sizes = args.passages or known[0], args.vocabulary or known[1]

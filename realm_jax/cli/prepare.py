@@ -24,7 +24,7 @@ from realm_jax.corpora.articles import ArticleSource, Processes, Runner, read_sh
 from realm_jax.corpora.build import PackingSummary, PassagePacker, check_limit, pack_shard, packed_name
 from realm_jax.corpora.near_duplicates import COPIES, drop_near_duplicates, fingerprint_shard
 from realm_jax.corpora.outcomes import Article, Counts
-from realm_jax.corpora.partial_output import ARTICLES, MANIFEST, TOKENIZER, check_owner, is_prepared, staged_output
+from realm_jax.corpora.partial_output import ARTICLES, TOKENIZER, check_owner, is_prepared, staged_output
 from realm_jax.corpora.questions import QuestionFile, SelectedQuestions, published_identity, question_files, read_all
 from realm_jax.corpora.reader_tokens import write_reader_tokens
 from realm_jax.corpora.texts import identity, open_texts
@@ -33,6 +33,7 @@ from realm_jax.data.beir import queries_file
 from realm_jax.data.packing import DEFAULT_LIMIT
 from realm_jax.data.questions import has_judgements, question_lines
 from realm_jax.data.sources import FORMAT_VERSION, READER
+from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.data.store import new_version
 from realm_jax.data.tokenizer import Tokenizer
@@ -223,7 +224,7 @@ def prepare(passages: Path_ | None, output: Path_, **further: Any) -> None:
 
 def _add_reader_tokens(output: Path, found: FoundTokenizer, workers: int | None) -> None:
     """Put the tokens of a reader into a prepared folder, or those that are missing since it was edited."""
-    if not (output / MANIFEST).is_file():
+    if not (output / PREPARED).is_file():
         raise UserError(f"--output={output}: not a prepared folder; name the texts to prepare with --passages")
     started = time.monotonic()
     with exclusive_lock(output):
@@ -346,7 +347,7 @@ class PrepareJob:
         manifest["counts"] = {name: _counts_record(count) for name, count in counts.items()}
         manifest["counts"] |= {"questions": chosen.to_manifest()} if self.inputs["questions"] else {}
         check_owner(self.root, self.claim)
-        open_folder(self.root).write_json(MANIFEST, manifest)
+        open_folder(self.root).write_json(PREPARED, manifest)
         return PrepareResult(manifest, counts, summaries, tokenizer.size)
 
     def shards(self, name: str) -> int:

@@ -28,7 +28,7 @@ from realm_jax.cache import cache_programs
 from realm_jax.console import StageProgress
 from realm_jax.data.segments import Segment, SegmentWriter
 from realm_jax.data.sources import open_sources
-from realm_jax.data.staging import is_remote, staged
+from realm_jax.data.staging import PREPARED, is_remote, staged
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.data.store import PassageStore, new_version, segment_folder
 from realm_jax.data.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ from realm_jax.train.tagger import open_tagger
 
 logger = logging.getLogger(__name__)
 
-RECORD, MANIFEST = "TAGS.json", "PREPARED.json"
+RECORD = "TAGS.json"
 EXAMPLES = """examples:
   realm tag --workdir=runs/tagger --data=data --output=data-tagged
   realm tag --workdir=runs/tagger --data=data --output=data-tagged --process=1 --processes=4     the second of four
@@ -200,13 +200,13 @@ def _write(
 ) -> None:
     """The prepared folder anew, in the place of what a process that was cut off left of it."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(data, folder, ignore=shutil.ignore_patterns("passages", "pretraining", MANIFEST, ".lock"))
-    manifest = read_json(data / MANIFEST)
+    shutil.copytree(data, folder, ignore=shutil.ignore_patterns("passages", "pretraining", PREPARED, ".lock"))
+    manifest = read_json(data / PREPARED)
     manifest["tagged"] = {"spans": tagger.name, "spans_identity": tagger.identity}
     for name, own in units.items():
         written = _write_store(own, folder / name, check)
         manifest[name] = {"rows": len(written), "documents": written.documents, "fingerprint": written.fingerprint}
-    write_json_atomic(folder / MANIFEST, manifest)
+    write_json_atomic(folder / PREPARED, manifest)
 
 
 def _write_store(units: list[SegmentWork], folder: Path, check: Callable[[], None]) -> PassageStore:

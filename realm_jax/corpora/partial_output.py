@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from realm_jax.data.sources import FORMAT_VERSION
+from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.errors import Resumable, UserError
 from realm_jax.storage import Folder, StorageError, exclusive_lock, open_folder, publish_folder
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "PREPARED.json"
 TOKENIZER = "tokenizer"
 ARTICLES = "articles"  # while the work is not done
 INPUTS, CLAIM = "INPUTS.json", "CLAIM.json"  # in it: what is prepared, and by which command
@@ -39,13 +39,13 @@ def is_prepared(output: str, inputs: dict[str, Any], skip_damage: bool) -> bool:
     if not (names or os.path.lexists(output)):
         return False
     advice = "choose another --output or remove the folder"
-    if MANIFEST not in names:
+    if PREPARED not in names:
         if "://" in output and INPUTS in folder.names(ARTICLES):
             return False  # begun, and not done
         raise UserError(f"{output} exists and is not a prepared folder; {advice}")
-    manifest = folder.read_json(MANIFEST)
+    manifest = folder.read_json(PREPARED)
     if not isinstance(manifest.get("inputs"), dict):
-        raise UserError(f"{output}/{MANIFEST} is damaged; {advice}")
+        raise UserError(f"{output}/{PREPARED} is damaged; {advice}")
     if manifest.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{output} was prepared by another version of this program; {advice}")
     if "tagged" in manifest:

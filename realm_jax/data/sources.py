@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from realm_jax.data.questions import Question, answered, gold_record, read_questions
-from realm_jax.data.staging import is_remote, staged
+from realm_jax.data.staging import PREPARED, is_remote, staged
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.tokenizer_files import open_tokenizer
@@ -87,9 +87,9 @@ def open_sources(
     tokens of `--reader-vocab` are opened. Raises UserError when the folder is none, or when its parts do not match.
     """
     folder = staged(os.fspath(folder), flag) if is_remote(os.fspath(folder)) else Path(folder)
-    if not (folder / "PREPARED.json").is_file():
-        raise UserError(f"{flag}{folder}: not a prepared folder (no PREPARED.json); make it with `realm prepare`")
-    manifest = read_json(folder / "PREPARED.json")
+    if not (folder / PREPARED).is_file():
+        raise UserError(f"{flag}{folder}: not a prepared folder (no {PREPARED}); make it with `realm prepare`")
+    manifest = read_json(folder / PREPARED)
     if not isinstance(manifest, dict) or manifest.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{folder}/PREPARED.json: unknown format version; prepare the folder again with this release")
     if not isinstance(manifest.get("questions"), dict):

@@ -25,6 +25,7 @@ from realm_jax.data.examples import salient_sentences
 from realm_jax.data.held_out import HeldOutSentence, trained_rows
 from realm_jax.data.neighbours import GROUP
 from realm_jax.data.sources import open_sources
+from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.eval import adaptation as judge
@@ -318,7 +319,7 @@ def check_time(minutes: float, spent: float, times: Mapping[str, Any], rows: int
 def facts_of(run: Run, evidence: Evidence) -> dict[str, Any]:
     """What the report says of the corpus."""
     store = run.sources.passages
-    found = read_json(Path(run.config.data.path) / "PREPARED.json")["counts"]
+    found = read_json(Path(run.config.data.path) / PREPARED)["counts"]
     counts, asked = found["passages"], found.get("questions", {"dropped": {}, "damaged": {}})
     lost = {f"questions {reason}": count for reason, count in left_out(asked).items()}
     return {

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from realm_jax.cache import cache_programs
 from realm_jax.config import REALM_TASKS
 from realm_jax.data.questions import Question, read_questions
-from realm_jax.data.staging import is_remote
+from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Answer, Evaluator
 from realm_jax.forward import Index, Rerank
@@ -152,7 +152,7 @@ def open_run_for_inference(workdir: Path, changes: dict[str, Any] | None = None,
 
 
 def _check_prepared(folder: str, workdir: Path) -> None:
-    if not is_remote(folder) and not (Path(folder) / "PREPARED.json").is_file():
+    if not is_remote(folder) and not (Path(folder) / PREPARED).is_file():
         raise UserError(
             f"{folder}: the prepared folder of the run in {workdir} is not there (looked from {Path.cwd()}); "
             "name the place that it was moved to with --config.data.path=DIR"
