@@ -1,0 +1,85 @@
+"""How much of what a step of `realm_wiki` computes is of tokens, and what other ways to batch would leave of padding.
+
+Lengths are those of real passages and of sentences drawn as REALM draws them; a query's candidates are drawn at random.
+Sorted: the batches of a window of steps are made of like lengths, and a step is compiled for each of `widths`, whose
+smallest that holds the longest query of a batch is taken. Packed: a chip's joints one after another, each from a
+multiple of 16 places on, in a program of as many places as were enough but once in --rare drawn chips.
+
+    python benchmarks/padding.py --data=DIR
+"""
+
+import argparse
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.data.sources import open_sources
+from realm_jax.data.store import PassageStore
+from realm_jax.recipes import paper
+
+ALIGNED = 16  # rows of bfloat16 in a tile of a TPU
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--chips", type=int, default=64)
+    parser.add_argument("--rare", type=int, default=10_000)
+    args = parser.parse_args()
+    config = paper("realm")
+    data, batch, candidates = config.data, config.realm.batch_size, config.realm.candidates - 1
+    store = open_sources(args.data, questions=False).passages
+    rng = np.random.default_rng(0)
+    passages = np.minimum(store.passage_lengths(), data.document_length).astype(np.float64)
+    queries = query_lengths(rng, store, data.query_length)
+    of_passages = passages.mean() / data.document_length
+    print(f"passages of {passages.mean():.1f} in {data.document_length}: {of_passages:.3f} are tokens")
+    print(f"queries of {queries.mean():.1f} in {data.query_length}\n")
+    tokens = queries.mean() + passages.mean() - 1
+    print("| joints | programs | padded to | tokens |\n|---|---|---|---|")
+    row("as they come", 1, data.query_length + data.document_length, tokens)
+    for multiple in (32, 16, 8):
+        widths = np.arange(multiple, data.query_length + multiple, multiple).clip(max=data.query_length)
+        for window in (8, 32):
+            padded = sorted_width(rng.permutation(queries), widths, batch, window) + data.document_length
+            row(f"sorted in windows of {window}, by {multiple}", len(np.unique(widths)), padded, tokens)
+    programs = "1, and one for what does not fit"
+    evened = np.full_like(queries, queries.mean())
+    for name, drawn in (("packed", queries), ("packed, queries spread evenly", evened)):
+        places = packed_places(rng, drawn, passages, batch // args.chips, candidates, args.rare)
+        row(f"{name}, {args.chips} chips", programs, places, tokens)
+
+
+def query_lengths(rng: np.random.Generator, store: PassageStore, longest: int) -> NDArray[np.float64]:
+    """Pieces of a query of each passage, [CLS] and [SEP] counted: of the sentence that one of its spans stands in."""
+    lengths = []
+    for row in store.salient_rows(longest - 2).tolist():
+        sentences, spans = store.sentences(row), store.spans(row)
+        owner = np.searchsorted(sentences[:, 0], spans[:, 0], side="right") - 1
+        within = owner[spans[:, 1] - sentences[owner, 0] <= longest - 2]
+        lengths.append(np.diff(sentences[rng.choice(within)])[0])
+    return np.minimum(np.asarray(lengths) + 2.0, longest)
+
+
+def sorted_width(queries: NDArray, widths: NDArray, batch: int, window: int) -> float:
+    """The mean width of batches that are sorted by length within windows of so many."""
+    whole = len(queries) // (batch * window) * batch * window
+    longest = np.sort(queries[:whole].reshape(-1, window * batch)).reshape(-1, batch).max(axis=1)
+    return float(widths[np.searchsorted(widths, longest)].mean())
+
+
+def packed_places(
+    rng: np.random.Generator, queries: NDArray, passages: NDArray, examples: int, candidates: int, rare: int
+) -> float:
+    """Places a joint in a program that holds what a chip draws but once in `rare` draws."""
+    drawn = rng.choice(queries, (20 * rare, examples, 1)) + rng.choice(passages, (20 * rare, examples, candidates)) - 1
+    used = (np.ceil(drawn / ALIGNED) * ALIGNED).sum(axis=(1, 2))
+    return float(np.quantile(used, 1 - 1 / rare) / (examples * candidates))
+
+
+def row(name: str, programs: object, padded: float, tokens: float) -> None:
+    print(f"| {name} | {programs} | {padded:.1f} | {tokens / padded:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
