@@ -12,7 +12,8 @@ import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
@@ -105,6 +106,12 @@ def addressable_parts(mesh: Mesh, name: str, size: int) -> Iterator[tuple[jax.De
     for device, index in logical_sharding(mesh, name).addressable_devices_indices_map((size,)).items():
         assert index is not None, "devices of this process have a part"
         yield device, slice(*index[0].indices(size)[:2])
+
+
+def row_major(sharding: Sharding, dimensions: int) -> Format:
+    """`sharding` for an array from which a step gathers rows: what is of a row lies together. A TPU would put columns
+    of narrow integers one after another, and copy all of them into this order in every step."""
+    return Format(Layout(tuple(range(dimensions))), sharding)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

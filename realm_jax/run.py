@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
@@ -32,6 +32,7 @@ from realm_jax.mesh import (
     logical_sharding,
     make_mesh,
     parameter_shardings,
+    row_major,
 )
 from realm_jax.models.attention import select_attention
 from realm_jax.models.bert import BertConfig
@@ -210,7 +211,9 @@ class Run(BaseRun):
         size = padded_rows(self.context.rows, corpus_devices(self.mesh))
         found: list[list[jax.Array]] = []
         for (device, part), values in zip(addressable_parts(self.mesh, "rows", size), own, strict=True):
-            found.append([jax.device_put(filled_up(array, part.stop - part.start), device) for array in values])
+            filled = [filled_up(array, part.stop - part.start) for array in values]
+            place = SingleDeviceSharding(device)
+            found.append([jax.device_put(array, row_major(place, array.ndim)) for array in filled])
 
         def whole(shards: Sequence[jax.Array]) -> jax.Array:
             shape = (size, *shards[0].shape[1:])

@@ -9,16 +9,26 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
+from jax.sharding import PartitionSpec
 from tiny_run import tiny_config
 
 from realm_jax.assemble import abstract_run, make_run
 from realm_jax.chips import chip
 from realm_jax.cli import main as cli
 from realm_jax.cli.config_flags import load_config
-from realm_jax.cli.plan import abstract_arguments, compiled_needs, show, useful_share
+from realm_jax.cli.plan import (
+    abstract_arguments,
+    abstract_documents,
+    compiled_needs,
+    devices_to_compile_for,
+    show,
+    useful_share,
+)
 from realm_jax.config import default
 from realm_jax.data.sources import open_sources
 from realm_jax.flops import Tower, embedding_flops
+from realm_jax.mesh import replicated
 from realm_jax.tasks import make_task
 from realm_jax.tasks.qa_examples import positive_examples
 from realm_jax.train.step import make_step
@@ -140,6 +150,41 @@ def test_trainer_and_builders_have_slices_of_their_own(capsys):
     assert found["builder"]["fits"] and found["cost"] == pytest.approx(
         [hours * (16 + 8) * 2 for hours in found["hours"]]
     )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPILER, reason="the TPU compiler is not installed")
+def test_tokens_are_gathered_where_they_lie():
+    """A TPU's usual layout of uint16 [rows, 288] has the columns one after another: a copy of all in every step."""
+    config = load_config("realm_wiki", ["--config.data.path=-", "--config.mesh.fsdp=4"], default)
+    run = abstract_run(config, Path("."), 1_000_000, 30522, devices_to_compile_for("v5e:2x2"))
+
+    def taken(documents, rows):
+        whole, spread = PartitionSpec(), PartitionSpec(run.mesh.axis_names)
+        gather = jax.shard_map(
+            lambda ids, rows: ids[rows], mesh=run.mesh, in_specs=(spread, whole), out_specs=spread, check_vma=False
+        )
+        return gather(documents.ids, rows)
+
+    rows = jax.ShapeDtypeStruct((3584,), np.int32, sharding=replicated(run.mesh))
+    compiled = jax.jit(taken).lower(abstract_documents(run, 1_000_000, "rows"), rows).compile()
+    assert "u16[250000,288]" in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+def test_tokens_lie_as_is_said_where_they_are_put(people, tmp_path, monkeypatch):
+    """On a CPU rows lie together anyway; columns do where that is asked for, and are the same tokens."""
+    made = [make_run(tiny_config(people), tmp_path, open_sources(people), jax.devices()[:4]) for _ in range(2)]
+    usual = made[0].documents.ids
+    assert usual.format.layout.major_to_minor == (0, 1)
+
+    def columns_first(sharding, dimensions):
+        return Format(Layout(tuple(reversed(range(dimensions)))), sharding)
+
+    monkeypatch.setattr("realm_jax.run.row_major", columns_first)
+    ids = made[1].documents.ids
+    assert ids.format.layout.major_to_minor == (1, 0) and ids.sharding == usual.sharding
+    np.testing.assert_array_equal(ids, usual)
 
 
 def test_the_share_of_tokens_follows_from_the_lengths_of_the_data(people, tmp_path):

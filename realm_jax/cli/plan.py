@@ -40,7 +40,7 @@ from realm_jax.flops import embedding_flops
 from realm_jax.forward import Index
 from realm_jax.host import enlarge_compiler_stacks
 from realm_jax.launch.spec import Launch
-from realm_jax.mesh import corpus_devices, logical_sharding, replicated, slice_of
+from realm_jax.mesh import corpus_devices, logical_sharding, replicated, row_major, slice_of
 from realm_jax.models.inputs import Documents
 from realm_jax.refresh.exporter import sample_queries
 from realm_jax.refresh.status import BUILDER, TRAINER
@@ -328,7 +328,7 @@ def abstract_documents(run: Run, rows: int, axis: str) -> Documents:
 def abstract_sharded(run: Run, shape: tuple[int, ...], dtype: Any, axis: str) -> jax.ShapeDtypeStruct:
     """An array whose first dimension is spread over the devices like others of that name."""
     places = logical_sharding(run.mesh, axis, *[None] * (len(shape) - 1))
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=places)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=row_major(places, len(shape)) if axis == "rows" else places)
 
 
 def show(found: dict[str, Any], task: str) -> None:
