@@ -314,7 +314,10 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
         reading = reading.at[:, 1:].set(jnp.where(read.found.valid, reading[:, 1:], -jnp.inf))
         return read.found.rows, reading, result.log_likelihood
 
-    rows, reading, marginal = map(to_host, jax.jit(read)(params, put_batch(run.mesh, batch), index))
+    program, size = jax.jit(read), run.mesh.size  # a device has one at a time: all candidates of many take gigabytes
+    parts = [{name: array[i : i + size] for name, array in batch.items()} for i in range(0, count, size)]
+    found = [tuple(map(to_host, program(params, put_batch(run.mesh, part), index))) for part in parts]
+    rows, reading, marginal = (np.concatenate(pieces) for pieces in zip(*found, strict=True))
     best, counted = int(np.argmax(marginal - reading[:, 0])), context.candidates - (not context.null_document)
     helper = int(reading[best, 1:].argmax())
     tokenizer, store = sources.for_reader.tokenizer, sources.passages
