@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
+from realm_jax.mesh import batch_parts
 from realm_jax.models import likelihood
 from realm_jax.models.inputs import (
     DOCUMENT_SPECIALS,
@@ -29,7 +30,8 @@ from realm_jax.models.inputs import (
     null_documents,
     reader_inputs,
 )
-from realm_jax.models.likelihood import NEGATIVE, answer_log_probabilities
+from realm_jax.models.likelihood import NEGATIVE, Mean, answer_log_probabilities
+from realm_jax.models.packing import fitting_lengths
 from realm_jax.models.realm import Params, Realm, flatten_passages
 from realm_jax.retrieval.exact import search
 from realm_jax.retrieval.fusion import FUSION_DEPTH, FusedRanking, fuse, ranks_of
@@ -85,6 +87,18 @@ class Rerank(NamedTuple):
     added: Callable[["StepContext", Params, Batch, Documents], Array]
 
 
+class PackedPlaces(NamedTuple):
+    """Into how many places a part of a batch packs its tokens; 0: it pads them.
+
+    examples: of the part. joints: of what the reader reads, the null document's aside; documents: of passages that are
+    embedded.
+    """
+
+    examples: int
+    joints: int
+    documents: int
+
+
 @dataclasses.dataclass(frozen=True)
 class StepContext:
     """The static context of a step: everything a loss needs besides arrays. It is fixed for a run and compiled in."""
@@ -110,6 +124,13 @@ class StepContext:
     qa_documents: bool = False  # whether fine-tuning trains the document embedder as well
     rerank: Rerank | None = None  # what orders them anew; nothing does while a task is trained
     reader_special: tuple[int, int] | None = None  # ids of [CLS] and [SEP] of a reader with a tokenizer of its own
+    packed: PackedPlaces | None = None  # how masked sentences and candidates are packed; None: they are padded
+
+    def places(self, examples: int) -> PackedPlaces:
+        """How a batch of so many masked sentences is packed: as was worked out for it, another is padded."""
+        packed = self.packed
+        fits = packed is not None and examples == packed.examples * batch_parts(self.mesh)
+        return packed if packed is not None and fits else PackedPlaces(examples, 0, 0)
 
     @property
     def qa_words(self) -> bool:
@@ -232,6 +253,7 @@ class MaskedReading(NamedTuple):
 
     found: the passages; valid, scores [batch, 1 + k]: whether a candidate takes part, and its inner product with
     current parameters; log_p, right [batch, 1 + k, m]: log p(y_j|z,x) of each target, and whether no piece is likelier.
+    unplaced: the share of pieces, of joints and of passages that are embedded, for which packing had no place.
     """
 
     found: Candidates
@@ -239,6 +261,7 @@ class MaskedReading(NamedTuple):
     scores: Array
     log_p: Array
     right: Array
+    unplaced: Mean
 
 
 def read_masked(context: StepContext, params: Params, batch: Batch, index: Index, key: Array | None) -> MaskedReading:
@@ -250,11 +273,27 @@ def read_masked(context: StepContext, params: Params, batch: Batch, index: Index
     scores = candidate_scores(context, params, batch, documents, keys[0], index, stored)
     if context.points:
         rows = jnp.where(found.valid, found.rows, -1)  # the own passage would take the place of another
-        log_p, right = point_at_targets(context, params, batch, take_for_reader(index, rows), keys[1])
+        read = point_at_targets(context, params, batch, take_for_reader(index, rows), keys[1])
     else:
-        log_p, right = read_candidates(context, params, batch, take_for_reader(index, found.rows), keys[1])
+        read = read_candidates(context, params, batch, take_for_reader(index, found.rows), keys[1])
+    places, embedded = context.places(len(found.rows)), context.model.document_lengths(documents)
+    packed = [(read.lengths, places.joints), (embedded, 0 if context.frozen_documents else places.documents)]
+    longest = 2 * (batch["query"].shape[1] + documents.ids.shape[-1])  # whatever templates add
     valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=context.null_document)
-    return MaskedReading(found, valid, scores, log_p, right)
+    return MaskedReading(found, valid, scores, read.log_p, read.right, unplaced_pieces(context, packed, longest))
+
+
+def unplaced_pieces(context: StepContext, packed: list[tuple[Array, int]], longest: int) -> Mean:
+    """The share of the pieces of sequences for which packing has no place. packed: lengths [batch, k] of sequences, and
+    the places of a part; 0 where they are padded. longest: no sequence is longer."""
+    parts, lost, total = batch_parts(context.mesh), jnp.float32(0), jnp.float32(0)
+    alignment = context.model.bert.alignment
+    for lengths, places in packed:
+        if places:
+            lengths = lengths.reshape(parts, -1)
+            lost += (lengths - fitting_lengths(lengths, longest, places, alignment)).sum()
+        total += lengths.sum()
+    return Mean(lost, total)
 
 
 def candidate_scores(
@@ -271,40 +310,52 @@ def candidate_scores(
     if index is not None and rows is not None:
         scores = stored_scores(queries, index, rows)
     else:
-        scores = jnp.einsum("bd,bkd->bk", queries, embed_candidates(context, params, documents, keys[1]))
+        taken = embed_candidates(context, params, documents, keys[1], context.places(len(queries)).documents)
+        scores = jnp.einsum("bd,bkd->bk", queries, taken)
     return jnp.concatenate([queries @ null.T, scores], axis=1)
+
+
+class TargetsRead(NamedTuple):
+    """log_p, right [batch, 1 + k, m]: as of `MaskedReading`. lengths [batch, n]: of the joints of passages that were
+    read."""
+
+    log_p: Array
+    right: Array
+    lengths: Array
 
 
 def read_candidates(
     context: StepContext, params: Params, batch: Batch, documents: Documents, key: Array | None
-) -> tuple[Array, Array]:
-    """`read_targets` with the null document first: [batch, 1 + k, m] both.
+) -> TargetsRead:
+    """`read_targets` with the null document first.
 
     The null document's joint is short, so it is read on its own and not at the passages' length.
     """
     keys = dropout_keys(key, 2)
     null = read_targets(context, params, batch, null_candidates(context, batch), keys[0])
-    parts = [null, read_targets(context, params, batch, documents, keys[1])]
-    return tuple(jnp.concatenate(pair, axis=1) for pair in zip(*parts, strict=True))  # type: ignore[return-value]
+    places = context.places(len(documents.ids)).joints
+    parts = [null, read_targets(context, params, batch, documents, keys[1], places)]
+    log_p, right = (jnp.concatenate(pair, axis=1) for pair in zip(*parts, strict=True))
+    return TargetsRead(log_p, right, reader_inputs(*reader_query(batch), documents).lengths)
 
 
 def read_targets(
-    context: StepContext, params: Params, batch: Batch, documents: Documents, key: Array | None = None
+    context: StepContext, params: Params, batch: Batch, documents: Documents, key: Array | None = None, places: int = 0
 ) -> tuple[Array, Array]:
     """log p(y_j|z,x) of every target, and whether no piece is likelier, given each passage.
 
-    documents.ids [batch, k, d] → ([batch, k, m] float32, [batch, k, m] bool).
+    documents.ids [batch, k, d] → ([batch, k, m] float32, [batch, k, m] bool). places: as of `PackedPlaces`.
     """
     joint, positions = masked_inputs(batch, documents)
     targets = jnp.repeat(batch["targets"], documents.ids.shape[1], axis=0)
-    log_p, right = context.model.reader.read_targets(params, joint, positions, targets, key)
+    log_p, right = context.model.reader.read_targets(params, joint, positions, targets, key, places)
     shape = (*documents.ids.shape[:2], -1)
     return log_p.reshape(shape), right.reshape(shape)
 
 
 def point_at_targets(
     context: StepContext, params: Params, batch: Batch, documents: Documents, key: Array | None = None
-) -> tuple[Array, Array]:
+) -> TargetsRead:
     """As `read_candidates`, by pointing at the hidden span in each passage instead of predicting its words.
 
     log p(y|z,x) stands in the place of the first piece, and 0 in the others; `right` is the same for all pieces. The
@@ -319,7 +370,11 @@ def point_at_targets(
     log_p = jnp.full(shape, likelihood.UNSEEN).at[examples, 1 + order].set(log_p)
     right = jnp.zeros(shape, bool).at[examples, 1 + order].set(right)
     is_first = jnp.arange(batch["targets"].shape[1]) == 0
-    return jnp.where(is_first, log_p[..., None], 0.0), jnp.broadcast_to(right[..., None], (*shape, is_first.size))
+    log_p, right = (
+        jnp.where(is_first, log_p[..., None], 0.0),
+        jnp.broadcast_to(right[..., None], (*shape, is_first.size)),
+    )
+    return TargetsRead(log_p, right, spans.joint.lengths)
 
 
 def _picked(documents: Documents, places: Array) -> Documents:
@@ -348,7 +403,8 @@ def masked_spans(
     """Read masked texts with passages [batch, k, d] to point at what is hidden."""
     joint = reader_inputs(*reader_query(batch), documents, titles=True)
     places = answer_spans(joint, *hidden_span(batch), context.model.reader.span_width)
-    return MaskedSpans(joint, score_spans(context, params, joint, key), *places)
+    packed = context.places(len(joint.ids)).joints
+    return MaskedSpans(joint, score_spans(context, params, joint, key, packed), *places)
 
 
 def masked_inputs(batch: Batch, documents: Documents) -> tuple[ReaderInput, Array]:
@@ -422,9 +478,10 @@ def read_question(
     return QuestionReading(rows, read_scores, joint, spans, found._replace(scores=scores), allowed, correct, *likely)
 
 
-def score_spans(context: StepContext, params: Params, joint: ReaderInput, key: Array | None) -> Array:
-    """Span scores of joint arrays [batch, k, length] → [batch, k, length, span_width] float32."""
-    spans = context.model.reader.read_spans(params, flatten_passages(joint), key)
+def score_spans(context: StepContext, params: Params, joint: ReaderInput, key: Array | None, places: int = 0) -> Array:
+    """Span scores of joint arrays [batch, k, length] → [batch, k, length, span_width] float32. places: as of
+    `PackedPlaces`."""
+    spans = context.model.reader.read_spans(params, flatten_passages(joint), key, places)
     return spans.reshape(*joint.ids.shape, context.model.reader.span_width)
 
 
@@ -503,10 +560,13 @@ def embed_null(context: StepContext, params: Params, key: Array | None) -> Array
     return context.model.embed_documents(params, null_documents(1, (context.cls_id, context.sep_id)), key)
 
 
-def embed_candidates(context: StepContext, params: Params, documents: Documents, key: Array | None) -> Array:
-    """The vectors of candidates by current parameters. documents.ids [batch, k, d] → [batch, k, projection]."""
+def embed_candidates(
+    context: StepContext, params: Params, documents: Documents, key: Array | None, places: int = 0
+) -> Array:
+    """The vectors of candidates by current parameters. documents.ids [batch, k, d] → [batch, k, projection]. places: as
+    of `PackedPlaces`."""
     flat = Documents(*(part.reshape(-1, *part.shape[2:]) for part in documents))
-    return context.model.embed_documents(params, flat, key).reshape(*documents.ids.shape[:2], -1)
+    return context.model.embed_documents(params, flat, key, places).reshape(*documents.ids.shape[:2], -1)
 
 
 def reader_query(batch: Batch) -> tuple[Array, Array]:

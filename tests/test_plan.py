@@ -29,7 +29,7 @@ from realm_jax.config import default
 from realm_jax.data.sources import open_sources
 from realm_jax.flops import Tower, embedding_flops
 from realm_jax.mesh import replicated
-from realm_jax.tasks import make_task
+from realm_jax.tasks import make_task, packed
 from realm_jax.tasks.qa_examples import positive_examples
 from realm_jax.train.step import make_step
 
@@ -187,19 +187,22 @@ def test_tokens_lie_as_is_said_where_they_are_put(people, tmp_path, monkeypatch)
     np.testing.assert_array_equal(ids, usual)
 
 
-def test_the_share_of_tokens_follows_from_the_lengths_of_the_data(people, tmp_path):
+def test_the_share_of_tokens_follows_from_the_lengths_of_the_data(people, tmp_path, monkeypatch):
     """However candidates are found and sentences are masked: neither is done to see how long they are."""
     sources, config = open_sources(people), tiny_config(people)
-    found = useful_share(make_run(config, tmp_path, sources, jax.devices()[:1]), "realm", sources)
+    found = useful_share(make_run(config, tmp_path, sources, jax.devices()[:1]), "realm")
     pieces = np.minimum(sum(sources.passages.lengths()) + 3, config.data.document_length)
     assert found["passage"] == pytest.approx(pieces.mean()) and 4 < found["query"] <= config.data.query_length
     config.realm.search, config.realm.masking = "hybrid", "evidence"
     run = make_run(config, tmp_path, sources, jax.devices()[:1])
-    assert useful_share(run, "realm", sources) == found and not (tmp_path / "words").exists()
+    assert useful_share(run, "realm") == found and not (tmp_path / "words").exists()
     for key in ("query_length", "document_length"):
         config.data[key] *= 2
-    padded = useful_share(make_run(config, tmp_path, sources, jax.devices()[:1]), "realm", sources)
-    assert 0 < padded["share"] < found["share"] < 1
+    shorter = found["share"]
+    longer = useful_share(make_run(config, tmp_path, sources, jax.devices()[:1]), "realm")["share"]
+    monkeypatch.setattr(packed, "WORTH", 0.0)
+    padded = useful_share(make_run(config, tmp_path, sources, jax.devices()[:1]), "realm")["share"]
+    assert 0 < padded < longer < 1 and padded < shorter < 1, "packed sequences are padded less"
 
 
 @pytest.mark.parametrize(

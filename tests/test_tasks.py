@@ -214,7 +214,7 @@ def candidates(params, index):
         found = retrieve(context(), params, batch, index, COUNT)
         documents = gather_documents(index, found.rows)
         scores = candidate_scores(context(), params, batch, documents, None)
-        return found, scores, *read_candidates(context(), params, batch, documents, None)
+        return found, scores, *read_candidates(context(), params, batch, documents, None)[:2]
 
     return jax.tree.map(np.asarray, jax.jit(compute)(params, MASKED, index))
 
@@ -300,7 +300,7 @@ def test_passages_that_hold_the_span_are_read_first(params, index, candidates, m
     last = documents.title_lengths[:, -1:] + 2 + np.arange(PREDICTIONS)
     batch["targets"] = np.take_along_axis(documents.ids[:, -1], last, axis=1)
     monkeypatch.setattr(forward, "POINTED", 1)
-    log_p, _ = jax.jit(functools.partial(point_at_targets, context(marginal="span")))(params, batch, documents)
+    log_p = jax.jit(functools.partial(point_at_targets, context(marginal="span")))(params, batch, documents).log_p
     read = np.asarray(log_p[:, 1:, 0]) != UNSEEN
     assert (read.sum(axis=1) == 1).all() and read[:, -1].any()
     assert (np.asarray(log_p[:, 1:, 0])[read] > UNSEEN).all()
@@ -321,7 +321,7 @@ def test_frozen_documents_keep_their_vectors(params, index):
 def make_realm(every):
     config = default()
     config.refresh.every = every
-    run = SimpleNamespace(context=context(frozen_documents=every == 0), config=config)
+    run = SimpleNamespace(context=context(frozen_documents=every == 0), config=config, sources=None)
     return make_task("realm", run)
 
 

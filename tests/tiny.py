@@ -68,7 +68,7 @@ def random_corpus(rng: np.random.Generator, rows: int) -> Texts:
 
 def task_of(name: str, context: StepContext) -> Task:
     """A task with its losses, of a run that has nothing else."""
-    return make_task(name, SimpleNamespace(context=context, config=default()))
+    return make_task(name, SimpleNamespace(context=context, config=default(), sources=None))
 
 
 def masked_batch(rng: np.random.Generator, corpus: Texts, size: int) -> dict[str, np.ndarray]:

@@ -32,7 +32,7 @@ from realm_jax.cli.config_flags import load_config
 from realm_jax.compiled_cost import Cost, program_cost
 from realm_jax.compiled_time import program_time, sent, transferred
 from realm_jax.config import default, task_names, validate
-from realm_jax.data.sources import Sources, open_sources
+from realm_jax.data.sources import open_sources
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import LESS_MEMORY, UserError
@@ -86,8 +86,11 @@ def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]
     if builders:
         chips = tpu_devices(launch, BUILDER, 1)  # every builder is a program of its own
         builder = abstract_run(for_embedding(config, len(chips)), Path("."), *sizes, chips)
-    learns_from_sentences = TASKS[task].follows_builder
-    useful = useful_share(trainer, task, sources) if sources is not None and learns_from_sentences else {}
+    useful = {}
+    if sources is not None and TASKS[task].follows_builder:  # it learns from sentences
+        sources = sources.of_passages_alone() if config.data.text == "passages" else sources
+        trainer = dataclasses.replace(trainer, sources=sources)
+        useful = useful_share(trainer, task)
     found = plan(trainer, builder, task, args.price_per_chip_hour, builders)
     found |= {"useful": useful} if useful else {}
     if args.json:
@@ -147,20 +150,20 @@ def plan(trainer: Run, builder: Run | None, task: str, price: float | None = Non
     return found
 
 
-def useful_share(trainer: Run, task: str, sources: Sources) -> dict[str, float]:
+def useful_share(trainer: Run, task: str) -> dict[str, float]:
     """How many of a step's operations are of tokens and not of padding: those at the mean lengths of some data over
-    those at padded lengths. Attention grows with the square of a length, so the truth is a little more.
+    those that are computed. Attention grows with the square of a length, so the truth is a little more.
 
     Returns the mean pieces of queries, by the sentences that exports are sampled with, and of passages, specials
     counted, and the share. Raises UserError where no passage has a salient span.
     """
-    text = sources.of_passages_alone() if trainer.config.data.text == "passages" else sources
-    query = float(sample_queries(dataclasses.replace(trainer, sources=text))["query_length"].mean())
+    query = float(sample_queries(trainer)["query_length"].mean())
     config = ConfigDict(trainer.config.to_dict())
-    passage = float(np.minimum(sources.passages.passage_lengths(), config.data.document_length).mean())
+    passage = float(np.minimum(trainer.sources.passages.passage_lengths(), config.data.document_length).mean())
     config.data.query_length, config.data.document_length = round(query), round(passage)
-    padded, real = (make_task(task, run).flops() for run in (trainer, dataclasses.replace(trainer, config=config)))
-    return {"query": query, "passage": passage, "share": sum(real.values()) / sum(padded.values())}
+    computed = make_task(task, trainer).flops()
+    real = make_task(task, dataclasses.replace(trainer, config=config, sources=None)).flops()  # type: ignore[arg-type]
+    return {"query": query, "passage": passage, "share": sum(real.values()) / sum(computed.values())}
 
 
 def host_search(trainer: Run, task: str) -> dict[str, float]:

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from realm_jax.models.dropout import AttentionDropout, kept
-from realm_jax.models.tpu_attention import fits, fused_attention
+from realm_jax.models.packing import Packing, pack, unpack
+from realm_jax.models.tpu_attention import MASKED_BIAS, fits, fits_packed, fused_attention, fused_packed_attention
 
 Array = jax.Array
 Dropout = AttentionDropout | None
-MASKED_BIAS = -1e9  # added to scores of places that may not be attended to; finite, so that gradients stay finite
 LONG = 2**18  # scores of a sequence from which on it is worth attending in it alone
 HEAD_SIZE, CAPABILITY = 128, 8.0  # largest head, and least compute capability, that cuDNN's kernel takes everywhere
 FUSED: Literal["cudnn", "xla"] = "cudnn"  # what `jax.nn.dot_product_attention` calls the kernel
@@ -80,6 +80,27 @@ def tpu_attention(
     bias = jnp.where(mask, 0.0, MASKED_BIAS).astype(jnp.float32)[:, None, :]
     seeds = dropout.seeds if dropout else jnp.zeros((len(query), heads), jnp.uint32)
     return fused_attention(query, key, value, bias, seeds, heads, dropout.rate if dropout else 0.0, mesh)
+
+
+def packed_attention(
+    attend: Callable[..., Array], query: Array, key: Array, value: Array, layout: Packing, heads: int,
+    dropout: Dropout = None,
+) -> Array:  # fmt: skip
+    """Attention of packed sequences [parts, places, width] within each, by a function of ATTENTION that takes them
+    padded. Places without a token get zeros."""
+    padded = (unpack(states, layout) for states in (query, key, value))
+    return pack(attend(*padded, layout.mask, heads, dropout), layout)
+
+
+def tpu_packed_attention(
+    query: Array, key: Array, value: Array, layout: Packing, heads: int, dropout: Dropout = None,
+    mesh: Mesh | None = None,
+) -> Array:  # fmt: skip
+    """`packed_attention` as one kernel that takes sequences from where they lie, where its shapes allow."""
+    if not fits_packed(query, layout.mask.shape, heads, mesh):
+        return packed_attention(dot_product_attention, query, key, value, layout, heads, dropout)
+    seeds = dropout.seeds if dropout else jnp.zeros((len(layout.mask), heads), jnp.uint32)
+    return fused_packed_attention(query, key, value, layout, seeds, heads, dropout.rate if dropout else 0.0, mesh)
 
 
 def cpu_attention(query: Array, key: Array, value: Array, mask: Array, heads: int, dropout: Dropout = None) -> Array:

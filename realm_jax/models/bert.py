@@ -20,14 +20,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
 from realm_jax.mesh import batch_parts
-from realm_jax.models.attention import ATTENTION, causal_attention
+from realm_jax.models.attention import ATTENTION, causal_attention, packed_attention, tpu_packed_attention
 from realm_jax.models.dropout import AttentionDropout, Dropout, dropout_seeds
+from realm_jax.models.packing import Packing, pack, packing, take_positions, unpack
+from realm_jax.models.tpu_attention import TILE
 
 Array = jax.Array
 Params = dict[str, Any]
 LAYER_NORM_EPSILON = 1e-12  # as in google-research/bert and every checkpoint descended from it
 BASE_WIDTH, BASE_STDDEV = 768, 0.02  # BERT-base and its initialiser
-TILE = 16  # rows of a tile of bfloat16 in a TPU's memory
 
 
 def initializer(width: int) -> nn.initializers.Initializer:
@@ -80,9 +81,25 @@ class BertConfig:
         """Attention as its layers do it: a function of `attention.py`."""
         if self.causal:
             return causal_attention
-        if self.attention == "tpu":  # a kernel, which has to be told where its parts are
-            return partial(ATTENTION["tpu"], mesh=self.hidden.mesh if self.hidden else None)
-        return ATTENTION[self.attention]
+        attend = ATTENTION[self.attention]
+        return partial(attend, mesh=self._mesh) if self.attention == "tpu" else attend
+
+    @property
+    def attend_packed(self) -> Callable[..., Array]:
+        """The same for packed sequences."""
+        if self.attention == "tpu":
+            return partial(tpu_packed_attention, mesh=self._mesh)
+        return partial(packed_attention, self.attend)
+
+    @property
+    def alignment(self) -> int:
+        """Of which number the places are multiples where packed sequences begin."""
+        return TILE if self.attention == "tpu" else 1
+
+    @property
+    def _mesh(self) -> Any:
+        """A kernel has to be told where its parts are."""
+        return self.hidden.mesh if self.hidden else None
 
 
 PRODUCT, ATTENDED = "product", "attended"  # names of what a policy may keep: it does not see inside of custom gradients
@@ -185,8 +202,11 @@ class Layer(nn.Module):
     config: BertConfig
 
     @nn.compact
-    def __call__(self, queries: Array, keys: Array, mask: Array, deterministic: bool) -> Array:
-        """queries [batch, positions, width], keys [batch, length, width], mask [batch, length] → like queries."""
+    def __call__(self, queries: Array, keys: Array, mask: Array | Packing, deterministic: bool) -> Array:
+        """queries [batch, positions, width], keys [batch, length, width], mask [batch, length] → like queries.
+
+        With a packing in place of the mask, keys are packed, and so are queries unless they are of few positions.
+        """
         c = self.config
 
         def undo_value(*_: Any) -> Array:
@@ -195,15 +215,29 @@ class Layer(nn.Module):
         query = dense(c.width, ("embed", "heads"), c, "query")(queries)
         key = dense(c.width, ("embed", "heads"), c, "key")(keys)
         value = dense(c.width, ("embed", "heads"), c, "value", nn.initializers.orthogonal())(keys)
-        attended = c.attend(query, key, value, mask, c.heads, self._weight_dropout(len(keys), deterministic))
+        layout = mask if isinstance(mask, Packing) else None
+        batch = len(keys) if layout is None else len(layout.mask)
+        attended = self._attend(query, key, value, mask, self._weight_dropout(batch, deterministic))
         attended = checkpoint_name(attended, ATTENDED)
         attended = dense(c.width, ("heads", "embed"), c, "attention_output", undo_value)(attended)
-        attended = Dropout(c.dropout)(attended, deterministic=deterministic)
+        whole = layout if queries.shape == keys.shape else None
+        attended = Dropout(c.dropout)(attended, deterministic, whole)
         x = layer_norm("attention_norm")(queries + attended).astype(c.dtype)
         hidden = dense(c.feed_forward, ("embed", "mlp"), c, "intermediate")(x)
         hidden = dense(c.width, ("mlp", "embed"), c, "output")(ACTIVATIONS[c.hidden_act](hidden))
-        hidden = Dropout(c.dropout)(hidden, deterministic=deterministic)
+        hidden = Dropout(c.dropout)(hidden, deterministic, whole)
         return layer_norm("output_norm")(x + hidden).astype(c.dtype)
+
+    def _attend(
+        self, query: Array, key: Array, value: Array, mask: Array | Packing, dropout: AttentionDropout | None
+    ) -> Array:
+        """Attention of each sequence within itself."""
+        c = self.config
+        if not isinstance(mask, Packing):
+            return c.attend(query, key, value, mask, c.heads, dropout)
+        if query.shape == key.shape:
+            return c.attend_packed(query, key, value, mask, c.heads, dropout)
+        return c.attend(query, unpack(key, mask), unpack(value, mask), mask.mask, c.heads, dropout)
 
     def _weight_dropout(self, batch: int, deterministic: bool) -> AttentionDropout | None:
         c = self.config
@@ -229,28 +263,45 @@ class Bert(nn.Module):
 
     def __call__(
         self, ids: Array, segments: Array, mask: Array, positions: Array | None = None, deterministic: bool = True,
-        features: Array | None = None,
+        features: Array | None = None, places: int = 0,
     ) -> Array:  # fmt: skip
         """Hidden states of the last layer.
 
         ids, segments [batch, length] int; mask [batch, length] bool, true on real tokens;
         positions [batch, m] int: compute the last layer for these alone (None: for all); features [batch, length
         or 1, width]: added to the embeddings. Returns [batch, length or m, width] in the compute dtype.
+
+        places: of each part of the batch, into which its tokens are packed for the layers (0: they stay padded); the
+        mask is then true on the first tokens of a sequence, and what is returned beyond them 0.
         """
         c = self.config
         x = self.words(ids) + self.segments(segments) + self.positions(jnp.arange(ids.shape[1]))[None]
         x = x if features is None else x + features
         x = self.dropout(self.norm(x), deterministic=deterministic).astype(c.dtype)
         x, mask = self._whole_tiles(x), self._whole_tiles(mask)
+        layout = self._layout(mask, places) if places else None
+        where: Array | Packing = mask if layout is None else layout
+        x = x if layout is None else pack(x, layout)
         x = self._constrain(x)
         if c.scan and len(self.blocks) > 2 and not self.is_initializing():
-            x = self._scan(x, mask, deterministic)
+            x = self._scan(x, where, deterministic)
         else:
             for block in self.blocks[:-1]:
-                x = self._constrain(block(x, x, mask, deterministic))
-        queries = x if positions is None else jnp.take_along_axis(x, positions[:, :, None], axis=1)
-        states = self.blocks[-1](queries, x, mask, deterministic)
-        return states[:, : ids.shape[1]] if positions is None else states
+                x = self._constrain(block(x, x, where, deterministic))
+        if positions is None:
+            states = self.blocks[-1](x, x, where, deterministic)
+            return (states if layout is None else unpack(states, layout))[:, : ids.shape[1]]
+        if layout is not None:
+            queries = take_positions(x, layout, positions)
+        else:
+            queries = jnp.take_along_axis(x, positions[:, :, None], axis=1)
+        return self.blocks[-1](queries, x, where, deterministic)
+
+    def _layout(self, mask: Array, places: int) -> Packing:
+        """Where the tokens of a batch go."""
+        c = self.config
+        parts = 1 if c.hidden is None else batch_parts(c.hidden.mesh)
+        return packing(mask, parts, places, c.alignment)
 
     def _whole_tiles(self, x: Array) -> Array:
         """x [batch, length, …] with zeros up to whole tiles where a kernel attends: the compiler would arrange hidden
@@ -267,7 +318,7 @@ class Bert(nn.Module):
             return x
         return jax.lax.with_sharding_constraint(x, hidden)
 
-    def _scan(self, x: Array, mask: Array, deterministic: bool) -> Array:
+    def _scan(self, x: Array, mask: Array | Packing, deterministic: bool) -> Array:
         """All layers but the last, as a loop: compiled once, whatever their number, where it is not unrolled.
 
         Matrices are stacked in the compute dtype, which is what a layer would make of them anyway.

@@ -39,16 +39,18 @@ class Embedder(nn.Module):
 
     @nn.compact
     def __call__(
-        self, ids: Array, segments: Array, mask: Array, deterministic: bool = True, states: bool = False
-    ) -> Array | tuple[Array, Array]:
+        self, ids: Array, segments: Array, mask: Array, deterministic: bool = True, states: bool = False,
+        places: int = 0,
+    ) -> Array | tuple[Array, Array]:  # fmt: skip
         """ids, segments [batch, length] int, mask [batch, length] bool → vectors [batch, size] float32; with `states`
-        the hidden states that they are made of as well, [batch, length, width].
+        the hidden states that they are made of as well, [batch, length, width]. places: as of `Bert`.
 
         After a LayerNorm dropout reaches the final vector too, as in the released code (it acts on the retrieval
         scores); vectors of length 1 and those that are left as they are keep what they are.
         """
         place = None if states or self.pooling == "mean" else self._place(mask)
-        hidden = Bert(self.config, name="bert")(ids, segments, mask, positions=place, deterministic=deterministic)
+        bert = Bert(self.config, name="bert")
+        hidden = bert(ids, segments, mask, positions=place, deterministic=deterministic, places=places)
         vector = self._vector(self._pooled(hidden, mask), deterministic)
         return (vector, hidden) if states else vector
 
@@ -174,15 +176,21 @@ class Retriever:
         tower = params[self.embedder_names[0]]
         return self._embed(tower, query_sequences(query, lengths, self.query_template), key)
 
-    def embed_documents(self, params: Params, documents: Documents, key: Array | None = None) -> Array:
-        """Embed_doc. documents.ids [batch, d] → [batch, vector_size] float32."""
+    def embed_documents(self, params: Params, documents: Documents, key: Array | None = None, places: int = 0) -> Array:
+        """Embed_doc. documents.ids [batch, d] → [batch, vector_size] float32. places: as of `Bert`."""
         tower = params[self.embedder_names[-1]]
-        return self._embed(tower, document_sequences(documents, self.passage_template), key)
+        return self._embed(tower, document_sequences(documents, self.passage_template), key, places)
+
+    def document_lengths(self, documents: Documents) -> Array:
+        """Tokens of passages as the tower reads them. documents.ids [batch, k, d] → [batch, k] int32."""
+        flat = Documents(*(part.reshape(-1, *part.shape[2:]) for part in documents))
+        lengths = document_sequences(flat, self.passage_template).mask.sum(axis=1, dtype=jnp.int32)
+        return lengths.reshape(documents.lengths.shape)
 
     def read(self, tower: Params, texts: EncoderInput, key: Array | None = None) -> tuple[Array, Array]:
         """Texts through a tower: their vectors, and the hidden states of their tokens [batch, length, width]."""
         found: tuple[Array, Array] = apply(self.embedder, tower, tuple(texts), "__call__", key, states=True)
         return found
 
-    def _embed(self, tower: Params, texts: EncoderInput, key: Array | None) -> Array:
-        return apply(self.embedder, tower, tuple(texts), "__call__", key)
+    def _embed(self, tower: Params, texts: EncoderInput, key: Array | None, places: int = 0) -> Array:
+        return apply(self.embedder, tower, tuple(texts), "__call__", key, places=places)

@@ -62,26 +62,32 @@ class ReaderNetwork(nn.Module):
         return jax.nn.log_softmax(self._word_scores(ids, segments, mask, positions, deterministic), axis=-1)
 
     def target_log_probabilities(
-        self, ids: Array, segments: Array, mask: Array, positions: Array, targets: Array, deterministic: bool = True
-    ) -> tuple[Array, Array]:
+        self, ids: Array, segments: Array, mask: Array, positions: Array, targets: Array, deterministic: bool = True,
+        places: int = 0,
+    ) -> tuple[Array, Array]:  # fmt: skip
         """Log-probabilities of one piece at each masked position, and whether no other is likelier there.
 
-        As above, and targets [batch, m] int → [batch, m] float32 and bool.
+        As above, and targets [batch, m] int → [batch, m] float32 and bool. places: as of `Bert`.
         """
-        return target_log_probabilities(self._word_scores(ids, segments, mask, positions, deterministic), targets)
+        scores = self._word_scores(ids, segments, mask, positions, deterministic, places)
+        return target_log_probabilities(scores, targets)
 
-    def _word_scores(self, ids: Array, segments: Array, mask: Array, positions: Array, deterministic: bool) -> Array:
+    def _word_scores(
+        self, ids: Array, segments: Array, mask: Array, positions: Array, deterministic: bool, places: int = 0
+    ) -> Array:
         """Before any normalisation."""
-        hidden = self.bert(ids, segments, mask, positions=positions, deterministic=deterministic)
+        hidden = self.bert(ids, segments, mask, positions=positions, deterministic=deterministic, places=places)
         hidden = self.mlm_norm(ACTIVATIONS[self.config.hidden_act](self.mlm_transform(hidden)))
         return self.bert.tied_logits(hidden) + self.mlm_bias
 
-    def span_scores(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:
-        """Score of every span by its start and width, before any masking.
+    def span_scores(
+        self, ids: Array, segments: Array, mask: Array, deterministic: bool = True, places: int = 0
+    ) -> Array:
+        """Score of every span by its start and width, before any masking. places: as of `Bert`.
 
         Returns [batch, length, span_width] float32; entry [b, i, w] is the span of pieces i … i + w (w + 1 pieces).
         """
-        hidden = self.bert(ids, segments, mask, deterministic=deterministic)
+        hidden = self.bert(ids, segments, mask, deterministic=deterministic, places=places)
         start, end = jnp.split(self.span_projection(hidden), 2, axis=-1)
         ends = jnp.pad(end, ((0, 0), (0, self.span_width - 1), (0, 0)))
         length = ids.shape[1]
@@ -121,16 +127,20 @@ class Reader:
         return apply(self.network, params["reader"], inputs, "word_log_probabilities", key)
 
     def read_targets(
-        self, params: Params, joint: ReaderInput, positions: Array, targets: Array, key: Array | None = None
-    ) -> tuple[Array, Array]:
-        """log p(target|z, x) at masked positions, float32 [batch, m], and whether no piece is likelier, bool."""
-        inputs = (joint.ids, joint.segments, joint.mask, positions, targets)
-        return apply(self.network, params["reader"], inputs, "target_log_probabilities", key)
+        self, params: Params, joint: ReaderInput, positions: Array, targets: Array, key: Array | None = None,
+        places: int = 0,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """log p(target|z, x) at masked positions, float32 [batch, m], and whether no piece is likelier, bool.
 
-    def read_spans(self, params: Params, joint: ReaderInput, key: Array | None = None) -> Array:
-        """Span scores. joint arrays [batch, length] → [batch, length, span_width] float32."""
+        places: as of `Bert`.
+        """
+        inputs = (joint.ids, joint.segments, joint.mask, positions, targets)
+        return apply(self.network, params["reader"], inputs, "target_log_probabilities", key, places=places)
+
+    def read_spans(self, params: Params, joint: ReaderInput, key: Array | None = None, places: int = 0) -> Array:
+        """Span scores. joint arrays [batch, length] → [batch, length, span_width] float32. places: as of `Bert`."""
         inputs = (joint.ids, joint.segments, joint.mask)
-        return apply(self.network, params["reader"], inputs, "span_scores", key)
+        return apply(self.network, params["reader"], inputs, "span_scores", key, places=places)
 
 
 @dataclasses.dataclass(frozen=True)

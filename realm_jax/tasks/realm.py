@@ -5,8 +5,8 @@ Read `realm_loss`, then what it is given: `realm_jax/forward.py`.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -38,6 +38,7 @@ from realm_jax.forward import (
     Batch,
     Candidates,
     Index,
+    PackedPlaces,
     StepContext,
     bm25_list_length,
     read_masked,
@@ -64,8 +65,11 @@ from realm_jax.tasks.base import (
 )
 from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.tasks.ict import Ict
+from realm_jax.tasks.packed import packed_places
 
 logger = logging.getLogger(__name__)
+
+SAMPLED = 256  # sentences whose lengths say how many places a batch takes
 
 Array = jax.Array
 RetrieverQuery = Callable[[int, int, NDArray[np.int64]], Example]  # row, sentence, hidden places → arrays
@@ -166,6 +170,27 @@ class RealmTask(Task):
     def examples(self, params: Params, embed: Embed) -> Examples:
         return self.masked_examples(self.run.config.realm.masking, self.run.learned_rows(self.run.sources.pretraining))
 
+    @cached_property
+    def packed_context(self) -> StepContext:
+        """The context of a step, with candidates packed where there are data to say how long they are.
+
+        Sentences with a name say it, which are as long as those that other kinds of masking take, or longer.
+        """
+        run, context = self.run, self.run.context
+        on_tpus = run.model.bert.attention == "tpu"  # a whole step with packed joints was not compiled for them yet
+        if run.sources is None or on_tpus:
+            return context
+        read, own = run.sources.for_reader, run.sources.pretraining_is_corpus
+        kind = "salient" if len(read.pretraining.salient_rows(run.lengths.query - 2)) else "uniform"
+        examples = masked_examples(read.pretraining, read.tokenizer, run.lengths, kind, own)
+        rng = np.random.default_rng(run.config.seed)
+        numbers = rng.integers(examples.total, size=SAMPLED).tolist()
+        lengths = np.array([examples.make(number, rng)["query_length"] for number in numbers], np.int64)
+        candidates = context.candidates - 1
+        pointed = min(POINTED, candidates) if context.points else candidates
+        embedded = 0 if context.frozen_documents else candidates
+        return replace(context, packed=packed_places(run, lengths, self.settings.batch_size, pointed, embedded))
+
     def masked_examples(self, masking: str, kept: NDArray[np.bool_] | None = None) -> Examples:
         """Its examples with any masking; kept: as of the function of this name."""
         run, read = self.run, self.run.sources.for_reader
@@ -181,16 +206,18 @@ class RealmTask(Task):
         return masked | sentence | own | bm25_shapes(self.bm25_depth)
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
-        return realm_loss(self.context, params, batch, index, key)
+        return realm_loss(self.packed_context, params, batch, index, key)
 
     def example_flops(self) -> dict[str, float]:
         config, candidates, reader = self.run.config, self.context.candidates - 1, reader_of(self.run.config)
         data, predictions = config.data, self.run.lengths.predictions
-        query, document = (embedding_flops(config, length) for length in (data.query_length, data.document_length))
-        if self.context.points:
-            reading = min(POINTED, candidates) * reader.forward(joint_length(config))
-        else:
-            reading = candidates * reader.forward(joint_length(config), predictions)
+        packed = self.packed_context.packed or PackedPlaces(1, 0, 0)
+        read = min(POINTED, candidates) if self.context.points else candidates
+        query, places = embedding_flops(config, data.query_length), packed.documents / (packed.examples * candidates)
+        document = embedding_flops(config, data.document_length, places=places)
+        asked = None if self.context.points else predictions
+        reading = read * reader.forward(joint_length(config), asked, packed.joints / (packed.examples * read))
+        if not self.context.points:
             reading += reader.forward(data.query_length + 1, predictions) + self.context.candidates * word_flops(
                 self.run
             )
@@ -219,7 +246,7 @@ def realm_loss(context: StepContext, params: Params, batch: Batch, index: Index,
     """−log Σ_z p(z|x) p(y|z,x) over the null document and the retrieved candidates."""
     read = read_masked(context, params, batch, index, key)
     result = likelihood.masked_word_marginal(read.scores, read.log_p, batch["weights"], read.valid, context.marginal)
-    return realm_metrics(result, read.right, batch, read.found)
+    return realm_metrics(result, read.right, batch, read.found) | {"unplaced": read.unplaced}
 
 
 def realm_metrics(result: likelihood.Marginal, right: Array, batch: Batch, found: Candidates) -> Means:
@@ -229,6 +256,7 @@ def realm_metrics(result: likelihood.Marginal, right: Array, batch: Batch, found
     beats the null document by more than a tenth of a nat. accuracy: pieces that the reader gets right beside the
     candidate of largest p(z|x). best_candidate_gain: log p(y|z, x) of the best candidate − log p(y|null, x), nats.
     null_probability: p(null|x). prior_entropy: of p(z|x), nats. excluded: own passages dropped, per example.
+    `realm_loss` adds `unplaced` (see `MaskedReading`).
     """
     prior = jnp.exp(result.log_prior)
     weights = batch["weights"].astype(jnp.float32)

@@ -1,0 +1,67 @@
+"""How many places the tokens of REALM's candidates take, by the lengths of its data.
+
+Passages end before their row does and most sentences are short, so a fifth to a quarter of padded joints is padding.
+Candidates are drawn at random here: what is retrieved differs little in length, and the slack is for that.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.data.examples import Lengths
+from realm_jax.data.store import PassageStore
+from realm_jax.forward import PackedPlaces
+from realm_jax.mesh import batch_parts
+from realm_jax.models.prompts import Template
+from realm_jax.run import Run
+
+RARE = 10_000  # one batch in so many needs more places than there are, if candidates are as long as others
+SLACK = 1.05  # places, as a multiple of what batches need in the mean, at least
+WORTH = 0.92  # with more places than this share of the padded ones sequences stay padded
+DRAWN = 4_000_000  # lengths drawn at most
+
+
+def packed_places(run: Run, queries: NDArray[np.int64], examples: int, read: int, embedded: int) -> PackedPlaces:
+    """The places of a part of a batch. queries: lengths of the reader's texts, specials counted; examples: of a whole
+    batch; read, embedded: candidates of each that are read and embedded."""
+    parts = batch_parts(run.mesh) * run.config.optimizer.microbatches
+    alignment, own = run.model.bert.alignment, examples // parts
+    body, title = clipped_lengths(run.sources.for_reader.passages, run.lengths)
+    joint = body + (title + 2 if run.context.points else 1)
+    longest = run.lengths.query + run.lengths.document - (1 if run.context.points else 2)
+    joints = places_needed(queries, joint, own, read, longest, alignment)
+    body, title = clipped_lengths(run.sources.passages, run.lengths)
+    tower, longest = tower_lengths(body, title, run.lengths.document, run.model.passage_template)
+    documents = places_needed(np.zeros(1, np.int64), tower, own, embedded, longest, alignment) if embedded else 0
+    return PackedPlaces(own, joints, documents)
+
+
+def clipped_lengths(store: PassageStore, lengths: Lengths) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pieces of bodies and of titles, as many as a document row has room for."""
+    bodies, titles = (part.astype(np.int64) for part in store.lengths())
+    titles = np.minimum(titles, lengths.document - 3)
+    return np.minimum(bodies, lengths.document - 3 - titles), titles
+
+
+def tower_lengths(
+    bodies: NDArray[np.int64], titles: NDArray[np.int64], longest: int, template: Template | None
+) -> tuple[NDArray[np.int64], int]:
+    """Lengths of passages as `document_sequences` lays them out, and of its rows."""
+    if template is None:
+        return bodies + titles + 3, longest
+    return bodies + (titles if template.titled else 0) + 2 + template.size, longest - 1 + template.size
+
+
+def places_needed(
+    queries: NDArray[np.int64], passages: NDArray[np.int64], examples: int, candidates: int, longest: int,
+    alignment: int = 1,
+) -> int:  # fmt: skip
+    """Places of which a batch of so many examples, each with so many candidates, seldom needs more; 0 where padding
+    takes hardly more. queries, passages: lengths to draw from; longest: of a padded sequence."""
+    sequences = examples * candidates
+    draws = max(16, min(20 * RARE, DRAWN // sequences))
+    rng = np.random.default_rng(0)
+    drawn = rng.choice(queries, (draws, examples, 1)) + rng.choice(passages, (draws, examples, candidates))
+    used = (-(-np.minimum(drawn, longest) // alignment) * alignment).sum(axis=(1, 2))
+    needed = max(np.quantile(used, 1 - 1 / RARE), SLACK * used.mean(), longest)
+    places = -int(-needed // alignment) * alignment
+    return places if places <= WORTH * sequences * longest else 0

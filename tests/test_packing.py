@@ -1,0 +1,200 @@
+"""Sequences without padding: the same numbers as padded ones, whatever the mesh, dropout and what is asked for."""
+
+import dataclasses
+import importlib.util
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from tiny_run import tiny_config
+
+from realm_jax.assemble import make_run
+from realm_jax.cli.plan import devices_to_compile_for
+from realm_jax.data.examples import batches
+from realm_jax.data.sources import open_sources
+from realm_jax.forward import PackedPlaces
+from realm_jax.mesh import logical_sharding, make_mesh
+from realm_jax.models.attention import dot_product_attention, packed_attention, tpu_packed_attention
+from realm_jax.models.bert import Bert, BertConfig
+from realm_jax.models.dropout import AttentionDropout, dropout_seeds
+from realm_jax.models.packing import fitting_lengths, pack, packing, take_positions, unpack
+from realm_jax.models.tpu_attention import fits_packed
+from realm_jax.run import put_batch
+from realm_jax.tasks import make_task
+from realm_jax.tasks.packed import places_needed
+from realm_jax.train.step import gradients
+
+LENGTHS = np.array([12, 1, 7, 3, 12, 9])
+MASK = np.arange(12) < LENGTHS[:, None]
+
+
+def states(width=4, batch=6):
+    return np.random.default_rng(0).normal(size=(batch, 12, width)).astype(np.float32)
+
+
+@pytest.mark.parametrize("parts, places, alignment", [(1, 60, 1), (2, 40, 4), (3, 24, 1)])
+def test_what_is_packed_comes_back(parts, places, alignment):
+    layout, padded = packing(jnp.array(MASK), parts, places, alignment), states()
+    packed = pack(padded, layout)
+    assert packed.shape == (parts, places, 4) and (np.asarray(layout.starts) % alignment == 0).all()
+    np.testing.assert_array_equal(unpack(packed, layout), padded * MASK[..., None])
+    np.testing.assert_array_equal(jnp.abs(packed).sum(-1) > 0, layout.used)
+    positions = np.array([[0, 11], [0, 0], [6, 2], [1, 2], [3, 4], [8, 0]])
+    wanted = np.take_along_axis(padded, positions[..., None], axis=1)
+    np.testing.assert_array_equal(take_positions(packed, layout, positions), wanted)
+    numbers = np.arange(6) + 10
+    of_rows = np.repeat(numbers, LENGTHS)
+    np.testing.assert_array_equal(layout.of_sequence(numbers)[layout.used], of_rows)
+    np.testing.assert_array_equal(layout.rows[layout.used], np.concatenate([np.arange(one) for one in LENGTHS]))
+
+
+def test_packing_and_unpacking_are_transposes():
+    layout, padded = packing(jnp.array(MASK), 2, 30), states()
+    packed = np.random.default_rng(1).normal(size=(2, 30, 4)).astype(np.float32)
+    for work, taken, given in ((pack, padded, packed), (unpack, packed, padded)):
+        (found,) = jax.vjp(lambda one, work=work: work(one, layout), taken)[1](given)
+        wanted = jax.linear_transpose(
+            lambda one, work=work: work.fun(one, layout), jax.ShapeDtypeStruct(taken.shape, taken.dtype)
+        )(given)
+        np.testing.assert_allclose(found, wanted[0], rtol=1e-6)
+
+
+def test_of_what_does_not_fit_the_longest_lose_their_last_tokens():
+    lengths = np.array([[12, 1, 7, 9], [2, 2, 2, 2]])
+    assert fitting_lengths(lengths, 12, 29, 1).tolist() == lengths.tolist()
+    assert fitting_lengths(lengths, 12, 28, 1).tolist() == [[11, 1, 7, 9], [2, 2, 2, 2]]
+    assert fitting_lengths(lengths, 12, 20, 1).tolist() == [[6, 1, 6, 6], [2, 2, 2, 2]]
+    assert fitting_lengths(lengths, 12, 24, 4).tolist() == [[4, 1, 4, 4], [2, 2, 2, 2]], "tiles are what takes room"
+    layout = packing(jnp.arange(12) < lengths.reshape(-1, 1), 2, 20)
+    assert layout.mask.sum(1).tolist() == [6, 1, 6, 6, 2, 2, 2, 2] and int(layout.used.sum()) == 19 + 8
+
+
+@pytest.mark.parametrize("positions", [None, np.array([[0, 11], [0, 0], [6, 2], [1, 2], [3, 4], [8, 0]])])
+@pytest.mark.parametrize("dropout, changes", [(0.3, {}), (0.0, {"attention": "cpu"}), (0.3, {"remat": "dots"})])
+def test_a_tower_gives_the_same_of_packed_sequences(positions, dropout, changes):
+    """Its gradients too, and what drops out of states and of attention's weights."""
+    config = BertConfig(30, width=16, layers=4, heads=2, feed_forward=32, max_length=12, dropout=dropout)
+    config = dataclasses.replace(config, scan="remat" in changes, **changes)
+    ids = np.random.default_rng(0).integers(0, 30, MASK.shape)
+    tower = Bert(config)
+    params = nn.unbox(tower.init(jax.random.key(0), ids, ids % 2, MASK))
+
+    @partial(jax.jit, static_argnums=1)
+    def both(params, places):
+        def loss(params):
+            rngs = {"dropout": jax.random.key(1)}
+            found = tower.apply(
+                params, ids, ids % 2, MASK, positions, deterministic=not dropout, rngs=rngs, places=places
+            )
+            found = found if positions is not None else found * MASK[..., None]
+            return (found * jnp.cos(jnp.arange(found.size).reshape(found.shape))).sum(), found
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    for wanted, found in zip(*map(jax.tree.leaves, (both(params, 0), both(params, 50))), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=2e-5 * max(1, np.abs(wanted).max()))
+
+
+@pytest.mark.parametrize("dtype, rate", [(jnp.float32, 0.25), (jnp.bfloat16, 0.0)])
+@pytest.mark.parametrize("sizes", [None, {"fsdp": 2, "model": 2}])
+def test_the_kernel_takes_sequences_from_where_they_lie(sizes, dtype, rate):
+    """Four sequences a part, one as long as can be and one of a single token; the last one's window ends before it."""
+    mesh = None if sizes is None else make_mesh(devices=jax.devices()[:4], data=1, **sizes)
+    parts, heads, length, width = 1 if mesh is None else 2, 4, 48, 256
+    lengths = jnp.array([48, 1, 24, 20] * parts)
+    layout = packing(jnp.arange(length) < lengths[:, None], parts, 128, 16)
+    assert fits_packed(jax.ShapeDtypeStruct((parts, 128, width), dtype), layout.mask.shape, heads, mesh)
+    arrays = jax.random.normal(jax.random.key(0), (4, parts, 128, width), dtype)
+    arrays = jnp.where(layout.used[None, ..., None], arrays, 0)
+    dropout = AttentionDropout(rate, dropout_seeds(jax.random.key(1), 4 * parts, heads)) if rate else None
+
+    def with_gradients(attend, query, key, value, cotangent):
+        attended, back = jax.vjp(lambda *three: attend(*three, layout, heads, dropout), query, key, value)
+        return attended, *back(cotangent)
+
+    wanted = jax.jit(partial(with_gradients, partial(packed_attention, dot_product_attention)))(*arrays)
+    spread = list(arrays)
+    if mesh is not None:
+        spread = [jax.device_put(one, logical_sharding(mesh, "batch", None, "heads")) for one in arrays]
+    with pltpu.force_tpu_interpret_mode():
+        found = jax.jit(partial(with_gradients, partial(tpu_packed_attention, mesh=mesh)))(*spread)
+    tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+    for one, other in zip(found, wanted, strict=True):
+        one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
+        np.testing.assert_allclose(one, other, atol=tolerance * max(1, np.abs(other).max()))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+@pytest.mark.parametrize("chips", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_the_kernel_compiles_for_every_chip(chips):
+    place = jax.sharding.SingleDeviceSharding(devices_to_compile_for(chips)[0])
+    shapes = [((1, 18560, 768), jnp.bfloat16)] * 4 + [((56, 384), bool), ((56, 12), jnp.uint32)]
+
+    def both(query, key, value, cotangent, mask, seeds):
+        layout = packing(mask, 1, 18560, 16)
+        attend = partial(tpu_packed_attention, layout=layout, heads=12, dropout=AttentionDropout(0.1, seeds))
+        return jax.vjp(lambda *three: attend(*three), query, key, value)[1](cotangent)
+
+    arrays = [jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes]
+    text = jax.jit(both).lower(*arrays).compile().as_text()
+    assert "attend_packed_and_drop" in text and "differentiate_packed_and_drop" in text
+
+
+@pytest.mark.parametrize(
+    "packed, padded, wanted",
+    [((1, 96, 256), (4, 48), True), ((2, 96, 256), (4, 48), False), ((1, 40, 256), (1, 48), False),
+     ((1, 96, 256), (4, 40), False), ((1, 96, 192), (4, 48), False)],
+)  # fmt: skip
+def test_what_the_kernel_takes(packed, padded, wanted):
+    assert fits_packed(jax.ShapeDtypeStruct(packed, jnp.float32), padded, 4, None) == wanted
+
+
+def test_places_are_what_batches_need():
+    """Of sequences that are all alike as many as they have; of others seldom fewer than a batch needs."""
+    same = places_needed(np.array([10]), np.array([21]), 8, 5, 64)
+    assert same == np.ceil(1.05 * 8 * 5 * 31)
+    assert places_needed(np.array([10]), np.array([21]), 8, 5, 64, alignment=16) == np.ceil(1.05 * 8 * 5 * 32 / 16) * 16
+    assert places_needed(np.array([10]), np.array([53]), 8, 5, 64) == 0, "hardly anything is padding"
+    assert places_needed(np.array([1]), np.array([2]), 1, 2, 64) == 64, "a kernel's window fits"
+    rng = np.random.default_rng(1)
+    queries, passages = rng.integers(5, 30, 1000), rng.integers(20, 60, 1000)
+    places = places_needed(queries, passages, 8, 5, 90)
+    drawn = (rng.choice(queries, (20_000, 8, 1)) + rng.choice(passages, (20_000, 8, 5))).sum(axis=(1, 2))
+    assert 0 < (drawn > places).sum() < 20 and places < 0.8 * 8 * 5 * 90
+
+
+@pytest.mark.parametrize("devices, marginal", [(1, "example"), (4, "example"), (4, "span")])
+def test_a_step_of_realm_is_the_same_packed(people, tmp_path, devices, marginal):
+    config = tiny_config(people)
+    config.tasks = "realm"
+    config.realm.update(batch_size=8, steps=2, marginal=marginal)
+    config.model.dropout, config.optimizer.microbatches = 0.2, 2
+    run = make_run(config, tmp_path, open_sources(people), jax.devices()[:devices])
+    task = make_task("realm", run)
+    packed = task.packed_context.packed
+    assert packed is not None and packed.examples == 8 // devices // 2
+    sequences = packed.examples * 3
+    assert 0 < packed.joints < sequences * 62 and 0 < packed.documents < sequences * 48
+    params = run.initial_params()
+    index = run.index(np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32))
+    stream = batches(task.examples(params, lambda: None), 0, task.stream, 8, 0, 1)
+    batch = put_batch(run.mesh, next(stream))
+
+    def of(places):
+        task.__dict__["packed_context"] = dataclasses.replace(run.context, packed=places)
+        work = jax.jit(lambda params, batch: gradients(task, params, {}, batch, index, jax.random.key(0), 2))
+        return work(params, batch)
+
+    (wanted, padded), (found, values) = of(None), of(packed)
+    for name in ("loss", "accuracy", "retrieval_utility"):
+        np.testing.assert_allclose(values[name], padded[name], rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * max(1, np.abs(other).max()))
+    assert values["unplaced"] == padded["unplaced"] == 0
+    few = PackedPlaces(packed.examples, packed.joints // 2, packed.documents)
+    assert 0.2 < of(few)[1]["unplaced"] < 0.5
