@@ -177,8 +177,8 @@ class RealmTask(Task):
         Sentences with a name say it, which are as long as those that other kinds of masking take, or longer.
         """
         run, context = self.run, self.run.context
-        on_tpus = run.model.bert.attention == "tpu"  # a whole step with packed joints was not compiled for them yet
-        if run.sources is None or on_tpus:
+        # a whole step with packed joints was not compiled for TPUs yet
+        if run.sources is None or run.model.bert.attention == "tpu":
             return context
         read, own = run.sources.for_reader, run.sources.pretraining_is_corpus
         kind = "salient" if len(read.pretraining.salient_rows(run.lengths.query - 2)) else "uniform"
