@@ -1,20 +1,24 @@
 """How many places the tokens of REALM's candidates take, by the lengths of its data.
 
 Passages end before their row does and most sentences are short, so a fifth to a quarter of padded joints is padding.
-Candidates are drawn at random here: what is retrieved differs little in length, and the slack is for that.
+Candidates are drawn at random here: what is retrieved differs little in length, and the slack is for that. Long queries
+are dealt out to the parts of a batch, since a program has as many places as the fullest part needs.
 """
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from realm_jax.data.examples import Lengths
 from realm_jax.data.store import PassageStore
-from realm_jax.forward import PackedPlaces
-from realm_jax.mesh import batch_parts
+from realm_jax.forward import Batch, PackedPlaces, reader_query
+from realm_jax.mesh import batch_parts, logical_sharding
 from realm_jax.models.prompts import Template
 from realm_jax.run import Run
 
-RARE = 10_000  # one batch in so many needs more places than there are, if candidates are as long as others
+RARE = 10_000  # one part in so many needs more places than there are, if candidates are as long as others
 SLACK = 1.05  # places, as a multiple of what batches need in the mean, at least
 WORTH = 0.92  # with more places than this share of the padded ones sequences stay padded
 DRAWN = 4_000_000  # lengths drawn at most
@@ -23,16 +27,39 @@ DRAWN = 4_000_000  # lengths drawn at most
 def packed_places(run: Run, queries: NDArray[np.int64], examples: int, read: int, embedded: int) -> PackedPlaces:
     """The places of a part of a batch. queries: lengths of the reader's texts, specials counted; examples: of a whole
     batch; read, embedded: candidates of each that are read and embedded."""
-    parts = batch_parts(run.mesh) * run.config.optimizer.microbatches
-    alignment, own = run.model.bert.alignment, examples // parts
+    parts = batch_parts(run.mesh)
+    alignment, own = run.model.bert.alignment, examples // (parts * run.config.optimizer.microbatches)
     body, title = clipped_lengths(run.sources.for_reader.passages, run.lengths)
     joint = body + (title + 2 if run.context.points else 1)
     longest = run.lengths.query + run.lengths.document - (1 if run.context.points else 2)
-    joints = places_needed(queries, joint, own, read, longest, alignment)
+    joints = places_needed(queries, joint, (parts, own, read), longest, alignment)
     body, title = clipped_lengths(run.sources.passages, run.lengths)
     tower, longest = tower_lengths(body, title, run.lengths.document, run.model.passage_template)
-    documents = places_needed(np.zeros(1, np.int64), tower, own, embedded, longest, alignment) if embedded else 0
+    shape = parts, own, embedded
+    documents = places_needed(np.zeros(1, np.int64), tower, shape, longest, alignment) if embedded else 0
     return PackedPlaces(own, joints, documents)
+
+
+def spread_queries(batch: Batch, mesh: Mesh) -> Batch:
+    """A batch in another order, in which all its parts have queries of about the same length in all."""
+    parts, (_, lengths) = batch_parts(mesh), reader_query(batch)
+    if parts == 1 or len(lengths) % parts:
+        return batch
+    order = jnp.argsort(lengths, descending=True)[dealt(len(lengths), parts)]
+
+    def ordered(values: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(
+            values[order], logical_sharding(mesh, "batch", *[None] * (values.ndim - 1))
+        )
+
+    return jax.tree.map(ordered, batch)
+
+
+def dealt(examples: int, parts: int) -> NDArray[np.int64]:
+    """Which of ranked examples go to which part, one after another: each round of them the other way round."""
+    rounds = np.arange(examples).reshape(-1, parts)
+    rounds[1::2] = rounds[1::2, ::-1]
+    return rounds.T.reshape(-1)
 
 
 def clipped_lengths(store: PassageStore, lengths: Lengths) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -52,15 +79,21 @@ def tower_lengths(
 
 
 def places_needed(
-    queries: NDArray[np.int64], passages: NDArray[np.int64], examples: int, candidates: int, longest: int,
+    queries: NDArray[np.int64], passages: NDArray[np.int64], shape: tuple[int, int, int], longest: int,
     alignment: int = 1,
 ) -> int:  # fmt: skip
-    """Places of which a batch of so many examples, each with so many candidates, seldom needs more; 0 where padding
-    takes hardly more. queries, passages: lengths to draw from; longest: of a padded sequence."""
+    """Places of which a part of a batch seldom needs more; 0 where padding takes hardly more.
+
+    queries, passages: lengths to draw from; shape: parts, examples of a part, candidates of each; longest: of a padded
+    sequence.
+    """
+    parts, examples, candidates = shape
     sequences = examples * candidates
-    draws = max(16, min(20 * RARE, DRAWN // sequences))
+    draws = max(16, min(20 * RARE, DRAWN // (parts * sequences)))
     rng = np.random.default_rng(0)
-    drawn = rng.choice(queries, (draws, examples, 1)) + rng.choice(passages, (draws, examples, candidates))
+    ranked = np.sort(rng.choice(queries, (draws, parts * examples)))[:, ::-1]
+    asked = ranked[:, dealt(parts * examples, parts)].reshape(-1, examples, 1)
+    drawn = asked + rng.choice(passages, (draws * parts, examples, candidates))
     used = (-(-np.minimum(drawn, longest) // alignment) * alignment).sum(axis=(1, 2))
     needed = max(np.quantile(used, 1 - 1 / RARE), SLACK * used.mean(), longest)
     places = -int(-needed // alignment) * alignment

@@ -65,7 +65,7 @@ from realm_jax.tasks.base import (
 )
 from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.tasks.ict import Ict
-from realm_jax.tasks.packed import packed_places
+from realm_jax.tasks.packed import packed_places, spread_queries
 
 logger = logging.getLogger(__name__)
 
@@ -206,7 +206,10 @@ class RealmTask(Task):
         return masked | sentence | own | bm25_shapes(self.bm25_depth)
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
-        return realm_loss(self.packed_context, params, batch, index, key)
+        context = self.packed_context
+        if context.places(len(batch["query"])).joints:
+            batch = spread_queries(batch, self.run.mesh)
+        return realm_loss(context, params, batch, index, key)
 
     def example_flops(self) -> dict[str, float]:
         config, candidates, reader = self.run.config, self.context.candidates - 1, reader_of(self.run.config)
