@@ -1,9 +1,11 @@
-"""How long attention takes on TPUs, forward and backward: plain against the kernel, by their compiler.
+"""How long attention takes on TPUs, forward and backward: plain against the kernels, by their compiler.
 
-No TPU is needed. Plain attention is what XLA makes of it: the `estimated_cycles` of its operations. The kernel's are
+No TPU is needed. Plain attention is what XLA makes of it: the `estimated_cycles` of its operations. A kernel's are
 the instruction words of its schedule for one block (a sequence and 128 features), times the blocks, a word a cycle; the
 compiler writes that schedule into a folder if it is asked to. Neither knows of waiting for memory. A v5p's two cores
-share a kernel's blocks. The last column, words for each score of 128 features, is what `compiled_time.py` counts with.
+share a kernel's blocks. The kernel of packed sequences computes as many scores as that of padded ones, and its words
+are all that it has, as if every one of its copies was made. The last column, words for each score of 128 features, is
+what `compiled_time.py` counts with.
 
     pip install -e '.[tpu]'
     python benchmarks/tpu_attention.py [--chips v5e:2x2 …] [--lengths 288 384]
@@ -26,9 +28,10 @@ from realm_jax.chips import chip
 from realm_jax.cli.plan import devices_to_compile_for
 from realm_jax.compiled_cost import program_cost
 from realm_jax.compiled_time import scores_held
-from realm_jax.models.attention import ATTENTION
+from realm_jax.models.attention import ATTENTION, tpu_packed_attention
 from realm_jax.models.dropout import AttentionDropout
-from realm_jax.models.tpu_attention import LANES
+from realm_jax.models.packing import packing
+from realm_jax.models.tpu_attention import LANES, TILE
 
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 SEQUENCES, WIDTH, HEADS = 56, 768, 12  # a chip's joints in a step of `realm_wiki` on 64 of them
@@ -47,8 +50,8 @@ def main() -> None:
         compare(args.chips[0], args.lengths[0], args.rate, args.folder)
         return
     print(f"{SEQUENCES} sequences, {HEADS} heads of {WIDTH // HEADS}, bfloat16, dropout {args.rate}; one layer")
-    print("| chip | length | plain, ms | kernel: forward | backward | together, ms | words a score |")
-    print("|---|---|---|---|---|---|---|", flush=True)
+    print("| chip | length | plain, ms | kernel | forward | backward | together, ms | words a score |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
     for chips in args.chips:
         for length in args.lengths:  # the compiler reads where to write when it is loaded
             with tempfile.TemporaryDirectory() as folder:
@@ -59,32 +62,39 @@ def main() -> None:
 
 
 def compare(chips: str, length: int, rate: float, folder: Path) -> None:
-    """Print one row."""
+    """Print a row for each kernel."""
     device = devices_to_compile_for(chips)[0]
     place, known = NamedSharding(Mesh([device], ("one",)), PartitionSpec()), chip(device.device_kind)
     assert known is not None
     plain = program_cost(compiled("xla", place, length, rate)).cycles / known.clock
-    for file in folder.iterdir():
-        file.unlink()
-    compiled("tpu", place, length, rate)
     blocks = SEQUENCES * WIDTH // LANES
-    counts = [words(folder, kernel) for kernel in ("attend", "differentiate")]
-    forward, backward = (blocks * count / known.cores / known.clock for count in counts)
-    cells = [f"{1e3 * seconds:.2f}" for seconds in (plain, forward, backward, forward + backward)]
-    each = ", ".join(f"{count / scores_held(length):.5f}" for count in counts)
-    print(f"| {chips} | {length} | " + " | ".join(cells) + f" | {each} |", flush=True)
+    for way, added in (("tpu", ""), ("packed", "_packed")):
+        for file in folder.iterdir():
+            file.unlink()
+        compiled(way, place, length, rate)
+        counts = [words(folder, kernel + added) for kernel in ("attend", "differentiate")]
+        forward, backward = (blocks * count / known.cores / known.clock for count in counts)
+        cells = [f"{1e3 * seconds:.2f}" for seconds in (forward, backward, forward + backward)]
+        each = ", ".join(f"{count / scores_held(length):.5f}" for count in counts)
+        name = "packed" if added else "padded"
+        print(f"| {chips} | {length} | {1e3 * plain:.2f} | {name} | " + " | ".join(cells) + f" | {each} |", flush=True)
 
 
 def compiled(way: str, place: NamedSharding, length: int, rate: float) -> str:
     """The program of one layer's attention with its gradients."""
-    states = jax.ShapeDtypeStruct((SEQUENCES, length, WIDTH), jnp.bfloat16, sharding=place)
+    packed = (1, SEQUENCES * length, WIDTH) if way == "packed" else (SEQUENCES, length, WIDTH)
+    states = jax.ShapeDtypeStruct(packed, jnp.bfloat16, sharding=place)
     mask = jax.ShapeDtypeStruct((SEQUENCES, length), bool, sharding=place)
     seeds = jax.ShapeDtypeStruct((SEQUENCES, HEADS), jnp.uint32, sharding=place)
 
     def both(query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array, *others: jax.Array) -> object:
         mask, seeds = others
         dropout = AttentionDropout(rate, seeds) if rate else None
-        attend = partial(ATTENTION[way], mask=mask, heads=HEADS, dropout=dropout)
+        if way == "packed":
+            layout = packing(mask, 1, SEQUENCES * length, TILE)
+            attend = partial(tpu_packed_attention, layout=layout, heads=HEADS, dropout=dropout)
+        else:
+            attend = partial(ATTENTION[way], mask=mask, heads=HEADS, dropout=dropout)
         attended, back = jax.vjp(lambda *parts: attend(*parts), query, key, value)
         return attended, back(cotangent)
 

@@ -175,6 +175,8 @@ def _kernel(line: str) -> Kernel | None:
     name, shapes = re.search(r'op_name="[^"]*?(\w+)\)*/pallas_call', line), _shapes(line.partition("custom-call(")[0])
     if name is None or not shapes:
         raise _unknown(line)
+    if packed := re.fullmatch(r"(\w+)_(\d+)_(\d+)", name[1]):
+        return Kernel(packed[1], (int(packed[2]), int(packed[3]), shapes[0][1][-1]))
     return Kernel(name[1], shapes[0][1])
 
 

@@ -27,6 +27,8 @@ CYCLES = {
     "attend_and_drop": {V5E: 0.0162, V5P: 0.0171, V6E: 0.0132},
     "differentiate": {V5E: 0.0267, V5P: 0.0272, V6E: 0.0180},
     "differentiate_and_drop": {V5E: 0.0301, V5P: 0.0313, V6E: 0.0234},
+    "attend_packed_and_drop": {V5E: 0.0191, V5P: 0.0192, V6E: 0.0},
+    "differentiate_packed_and_drop": {V5E: 0.0349, V5P: 0.0349, V6E: 0.0},
 }
 
 

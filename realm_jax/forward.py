@@ -90,11 +90,13 @@ class Rerank(NamedTuple):
 class PackedPlaces(NamedTuple):
     """Into how many places a part of a batch packs its tokens; 0: it pads them.
 
-    examples: of the part. joints: of what the reader reads, the null document's aside; documents: of passages that are
-    embedded.
+    examples: of the part. queries: what is searched with; nulls: the reader's texts with the null document, joints:
+    those with passages; documents: passages that are embedded.
     """
 
     examples: int
+    queries: int
+    nulls: int
     joints: int
     documents: int
 
@@ -130,7 +132,7 @@ class StepContext:
         """How a batch of so many masked sentences is packed: as was worked out for it, another is padded."""
         packed = self.packed
         fits = packed is not None and examples == packed.examples * batch_parts(self.mesh)
-        return packed if packed is not None and fits else PackedPlaces(examples, 0, 0)
+        return packed if packed is not None and fits else PackedPlaces(examples, 0, 0, 0, 0)
 
     @property
     def qa_words(self) -> bool:
@@ -223,7 +225,8 @@ def search_queries(context: StepContext, params: Params, batch: Batch, tower: Pa
     """What is searched with, [batch, projection]: without dropout, by the current query embedder or by `tower`."""
     if tower is not None:
         params = {**params, context.model.embedder_names[0]: tower}
-    return context.model.embed_queries(params, batch["query"], batch["query_length"])
+    places = context.places(len(batch["query"])).queries
+    return context.model.embed_queries(params, batch["query"], batch["query_length"], places=places)
 
 
 def search_depth(context: StepContext) -> int:
@@ -253,7 +256,7 @@ class MaskedReading(NamedTuple):
 
     found: the passages; valid, scores [batch, 1 + k]: whether a candidate takes part, and its inner product with
     current parameters; log_p, right [batch, 1 + k, m]: log p(y_j|z,x) of each target, and whether no piece is likelier.
-    unplaced: the share of pieces, of joints and of passages that are embedded, for which packing had no place.
+    unplaced: the share of pieces, of all that can be packed, for which there was no place.
     """
 
     found: Candidates
@@ -277,14 +280,19 @@ def read_masked(context: StepContext, params: Params, batch: Batch, index: Index
     else:
         read = read_candidates(context, params, batch, take_for_reader(index, found.rows), keys[1])
     places, embedded = context.places(len(found.rows)), context.model.document_lengths(documents)
-    packed = [(read.lengths, places.joints), (embedded, 0 if context.frozen_documents else places.documents)]
+    packed = [
+        (context.model.query_lengths(batch["query_length"]), places.queries),
+        (reader_query(batch)[1] + 1, places.nulls),
+        (read.lengths, places.joints),
+        (embedded, 0 if context.frozen_documents else places.documents),
+    ]
     longest = 2 * (batch["query"].shape[1] + documents.ids.shape[-1])  # whatever templates add
     valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=context.null_document)
     return MaskedReading(found, valid, scores, read.log_p, read.right, unplaced_pieces(context, packed, longest))
 
 
 def unplaced_pieces(context: StepContext, packed: list[tuple[Array, int]], longest: int) -> Mean:
-    """The share of the pieces of sequences for which packing has no place. packed: lengths [batch, k] of sequences, and
+    """The share of the pieces of sequences for which packing has no place. packed: lengths [batch, …] of sequences, and
     the places of a part; 0 where they are padded. longest: no sequence is longer."""
     parts, lost, total = batch_parts(context.mesh), jnp.float32(0), jnp.float32(0)
     alignment = context.model.bert.alignment
@@ -305,12 +313,13 @@ def candidate_scores(
     rows [batch, k]: where the passages keep their vectors, which `index` has.
     """
     keys = dropout_keys(key, 3)
-    queries = context.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
+    places = context.places(len(documents.ids))
+    queries = context.model.embed_queries(params, batch["query"], batch["query_length"], keys[0], places.queries)
     null = embed_null(context, params, keys[2])
     if index is not None and rows is not None:
         scores = stored_scores(queries, index, rows)
     else:
-        taken = embed_candidates(context, params, documents, keys[1], context.places(len(queries)).documents)
+        taken = embed_candidates(context, params, documents, keys[1], places.documents)
         scores = jnp.einsum("bd,bkd->bk", queries, taken)
     return jnp.concatenate([queries @ null.T, scores], axis=1)
 
@@ -331,10 +340,9 @@ def read_candidates(
 
     The null document's joint is short, so it is read on its own and not at the passages' length.
     """
-    keys = dropout_keys(key, 2)
-    null = read_targets(context, params, batch, null_candidates(context, batch), keys[0])
-    places = context.places(len(documents.ids)).joints
-    parts = [null, read_targets(context, params, batch, documents, keys[1], places)]
+    keys, places = dropout_keys(key, 2), context.places(len(documents.ids))
+    null = read_targets(context, params, batch, null_candidates(context, batch), keys[0], places.nulls)
+    parts = [null, read_targets(context, params, batch, documents, keys[1], places.joints)]
     log_p, right = (jnp.concatenate(pair, axis=1) for pair in zip(*parts, strict=True))
     return TargetsRead(log_p, right, reader_inputs(*reader_query(batch), documents).lengths)
 

@@ -6,6 +6,7 @@ encoders of retrieval take the mean, have no projection, and divide by the lengt
 """
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -152,12 +153,14 @@ class Retriever:
             towers[self.embedder_names[0]][LOG_TEMPERATURE] = jnp.log(jnp.float32(self.temperature))
         return towers
 
-    def embed_queries(self, params: Params, query: Array, lengths: Array, key: Array | None = None) -> Array:
+    def embed_queries(
+        self, params: Params, query: Array, lengths: Array, key: Array | None = None, places: int = 0
+    ) -> Array:
         """Embed_input, divided by the temperature, so that an inner product with a passage's vector is a score.
 
-        query [batch, q] int, lengths [batch] → [batch, vector_size] float32.
+        query [batch, q] int, lengths [batch] → [batch, vector_size] float32. places: as of `Bert`.
         """
-        return self.tempered(params, self.query_vectors(params, query, lengths, key))
+        return self.tempered(params, self.query_vectors(params, query, lengths, key, places))
 
     def tempered(self, params: Params, vectors: Array) -> Array:
         """Vectors of queries divided by the temperature."""
@@ -171,15 +174,21 @@ class Retriever:
             return self.temperature
         return float(jnp.exp(jnp.asarray(params[self.embedder_names[0]][LOG_TEMPERATURE])))
 
-    def query_vectors(self, params: Params, query: Array, lengths: Array, key: Array | None = None) -> Array:
+    def query_vectors(
+        self, params: Params, query: Array, lengths: Array, key: Array | None = None, places: int = 0
+    ) -> Array:
         """`embed_queries` before the temperature: what other libraries know as the vector of a query."""
         tower = params[self.embedder_names[0]]
-        return self._embed(tower, query_sequences(query, lengths, self.query_template), key)
+        return self._embed(tower, query_sequences(query, lengths, self.query_template), key, places)
 
     def embed_documents(self, params: Params, documents: Documents, key: Array | None = None, places: int = 0) -> Array:
         """Embed_doc. documents.ids [batch, d] → [batch, vector_size] float32. places: as of `Bert`."""
         tower = params[self.embedder_names[-1]]
         return self._embed(tower, document_sequences(documents, self.passage_template), key, places)
+
+    def query_lengths(self, lengths: Any) -> Any:
+        """Tokens of queries as the tower reads them. lengths: of `[CLS] text [SEP]`, a number or an array."""
+        return lengths + (len(self.query_template.before) if self.query_template else 0)
 
     def document_lengths(self, documents: Documents) -> Array:
         """Tokens of passages as the tower reads them. documents.ids [batch, k, d] → [batch, k] int32."""

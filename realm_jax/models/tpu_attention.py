@@ -171,7 +171,8 @@ def _call_packed(
     kernel: Kernel, length: int, size: int, rate: float, arrays: tuple[Array, ...], like: tuple[Array, ...]
 ) -> Any:
     """`_call` for packed sequences. arrays: starts and lengths [1, n], seeds [1, n, heads], then states [1, places,
-    width] of the one part that a device has; length: of the longest sequence, whole tiles."""
+    width] of the one part that a device has; length: of the longest sequence, whole tiles. The kernel's name says how
+    many sequences there are and how long a window is, as a compiled program says it nowhere else."""
     starts, lengths, seeds, *states = (array[0] for array in arrays)
     sequences, (places, width) = len(seeds), states[0].shape
     groups = width // LANES
@@ -196,7 +197,7 @@ def _call_packed(
         ),
         out_shape=[jax.ShapeDtypeStruct((places, width), one.dtype) for one in like],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        name=kernel.__name__.strip("_") + "_packed" + ("_and_drop" if rate else ""),
+        name="_".join((kernel.__name__.strip("_"), "packed", *(["and_drop"] if rate else []), f"{sequences}_{length}")),
     )(starts, lengths, seeds.reshape(sequences, groups, 1, -1), *states)
     return tuple(one[None] for one in given)
 

@@ -24,20 +24,29 @@ WORTH = 0.92  # with more places than this share of the padded ones sequences st
 DRAWN = 4_000_000  # lengths drawn at most
 
 
-def packed_places(run: Run, queries: NDArray[np.int64], examples: int, read: int, embedded: int) -> PackedPlaces:
-    """The places of a part of a batch. queries: lengths of the reader's texts, specials counted; examples: of a whole
-    batch; read, embedded: candidates of each that are read and embedded."""
-    parts = batch_parts(run.mesh)
-    alignment, own = run.model.bert.alignment, examples // (parts * run.config.optimizer.microbatches)
+NOTHING = np.zeros(1, np.int64)  # as lengths: there is none to add
+
+
+def packed_places(
+    run: Run, queries: NDArray[np.int64], texts: NDArray[np.int64], examples: int, read: int, embedded: int
+) -> PackedPlaces:
+    """The places of a part of a batch. queries, texts: lengths of what is searched with and of what the reader reads,
+    specials counted; examples: of a whole batch; read, embedded: candidates of each that are read and embedded."""
+    parts, points, longest = batch_parts(run.mesh), run.context.points, run.lengths.query
+    own = examples // (parts * run.config.optimizer.microbatches)
+
+    def needed(asked: NDArray[np.int64], passages: NDArray[np.int64], candidates: int, longest: int) -> int:
+        return places_needed(asked, passages, (parts, own, candidates), longest, run.model.bert.alignment)
+
+    lengths, widest = run.model.query_lengths(queries), run.model.query_lengths(longest)
+    asked = needed(lengths, NOTHING, 1, widest)
+    nulls = 0 if points else needed(texts + 1, NOTHING, 1, longest + 1)
     body, title = clipped_lengths(run.sources.for_reader.passages, run.lengths)
-    joint = body + (title + 2 if run.context.points else 1)
-    longest = run.lengths.query + run.lengths.document - (1 if run.context.points else 2)
-    joints = places_needed(queries, joint, (parts, own, read), longest, alignment)
+    joint = body + (title + 2 if points else 1)
+    joints = needed(texts, joint, read, longest + run.lengths.document - (1 if points else 2))
     body, title = clipped_lengths(run.sources.passages, run.lengths)
     tower, longest = tower_lengths(body, title, run.lengths.document, run.model.passage_template)
-    shape = parts, own, embedded
-    documents = places_needed(np.zeros(1, np.int64), tower, shape, longest, alignment) if embedded else 0
-    return PackedPlaces(own, joints, documents)
+    return PackedPlaces(own, asked, nulls, joints, needed(NOTHING, tower, embedded, longest) if embedded else 0)
 
 
 def spread_queries(batch: Batch, mesh: Mesh) -> Batch:

@@ -178,26 +178,35 @@ class RealmTask(Task):
         """
         run, context = self.run, self.run.context
         # a whole step with packed joints was not compiled for TPUs yet
-        if run.sources is None or run.model.bert.attention == "tpu":
+        if run.sources is None:
             return context
-        read, own = run.sources.for_reader, run.sources.pretraining_is_corpus
+        read = run.sources.for_reader
         kind = "salient" if len(read.pretraining.salient_rows(run.lengths.query - 2)) else "uniform"
-        examples = masked_examples(read.pretraining, read.tokenizer, run.lengths, kind, own)
+        examples = masked_examples(
+            read.pretraining, read.tokenizer, run.lengths, kind, run.sources.pretraining_is_corpus, query=self.query
+        )
+        text = "reader_query_length" if context.asks_otherwise else "query_length"
         rng = np.random.default_rng(run.config.seed)
         numbers = rng.integers(examples.total, size=SAMPLED).tolist()
-        lengths = np.array([examples.make(number, rng)["query_length"] for number in numbers], np.int64)
+        made = [examples.make(number, rng) for number in numbers]
+        queries, texts = (np.array([one[name] for one in made], np.int64) for name in ("query_length", text))
         candidates = context.candidates - 1
         pointed = min(POINTED, candidates) if context.points else candidates
         embedded = 0 if context.frozen_documents else candidates
-        return replace(context, packed=packed_places(run, lengths, self.settings.batch_size, pointed, embedded))
+        size = self.settings.batch_size
+        return replace(context, packed=packed_places(run, queries, texts, size, pointed, embedded))
 
     def masked_examples(self, masking: str, kept: NDArray[np.bool_] | None = None) -> Examples:
         """Its examples with any masking; kept: as of the function of this name."""
         run, read = self.run, self.run.sources.for_reader
-        asked = partial(retriever_query, run.sources, run.lengths, run.context.points)
-        query = asked if run.context.asks_otherwise else None
         own, find = run.sources.pretraining_is_corpus, run.find_sentence
-        return masked_examples(read.pretraining, read.tokenizer, run.lengths, masking, own, find, kept, query)
+        return masked_examples(read.pretraining, read.tokenizer, run.lengths, masking, own, find, kept, self.query)
+
+    @property
+    def query(self) -> RetrieverQuery | None:
+        """What makes the retriever's query, where that is not the masked sentence."""
+        asked = partial(retriever_query, self.run.sources, self.run.lengths, self.run.context.points)
+        return asked if self.context.asks_otherwise else None
 
     def array_shapes(self) -> Shapes:
         masked = masked_shapes(self.run, asked_shapes(self.run, self.context.asks_otherwise))
@@ -214,16 +223,16 @@ class RealmTask(Task):
     def example_flops(self) -> dict[str, float]:
         config, candidates, reader = self.run.config, self.context.candidates - 1, reader_of(self.run.config)
         data, predictions = config.data, self.run.lengths.predictions
-        packed = self.packed_context.packed or PackedPlaces(1, 0, 0)
+        packed = self.packed_context.packed or PackedPlaces(1, 0, 0, 0, 0)
         read = min(POINTED, candidates) if self.context.points else candidates
-        query, places = embedding_flops(config, data.query_length), packed.documents / (packed.examples * candidates)
-        document = embedding_flops(config, data.document_length, places=places)
+        query = embedding_flops(config, data.query_length, places=packed.queries / packed.examples)
+        embedded = packed.documents / (packed.examples * candidates)
+        document = embedding_flops(config, data.document_length, places=embedded)
         asked = None if self.context.points else predictions
         reading = read * reader.forward(joint_length(config), asked, packed.joints / (packed.examples * read))
         if not self.context.points:
-            reading += reader.forward(data.query_length + 1, predictions) + self.context.candidates * word_flops(
-                self.run
-            )
+            reading += reader.forward(data.query_length + 1, predictions, packed.nulls / packed.examples)
+            reading += self.context.candidates * word_flops(self.run)
         on_devices = config.retrieval.backend == "device" and self.context.search != "bm25"
         return {
             "search": query + (self.context.rows * score_flops(self.run) if on_devices else 0.0),
