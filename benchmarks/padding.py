@@ -2,8 +2,8 @@
 
 Lengths are those of real passages and of sentences drawn as REALM draws them; a query's candidates are drawn at random.
 Sorted: the batches of a window of steps are made of like lengths, and a step is compiled for each of `widths`, whose
-smallest that holds the longest query of a batch is taken. Packed: a chip's joints one after another, each from a
-multiple of 16 places on, in a program of as many places as were enough but once in --rare drawn chips.
+smallest that holds the longest query of a batch is taken. Packed: a chip's joints one after another, in as many places
+as `tasks/packed.py` takes.
 
     python benchmarks/padding.py --data=DIR
 """
@@ -15,16 +15,15 @@ from numpy.typing import NDArray
 
 from realm_jax.data.sources import open_sources
 from realm_jax.data.store import PassageStore
+from realm_jax.models.tpu_attention import TILE
 from realm_jax.recipes import paper
-
-ALIGNED = 16  # rows of bfloat16 in a tile of a TPU
+from realm_jax.tasks.packed import places_needed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True)
     parser.add_argument("--chips", type=int, default=64)
-    parser.add_argument("--rare", type=int, default=10_000)
     args = parser.parse_args()
     config = paper("realm")
     data, batch, candidates = config.data, config.realm.batch_size, config.realm.candidates - 1
@@ -43,11 +42,10 @@ def main() -> None:
         for window in (8, 32):
             padded = sorted_width(rng.permutation(queries), widths, batch, window) + data.document_length
             row(f"sorted in windows of {window}, by {multiple}", len(np.unique(widths)), padded, tokens)
-    programs = "1, and one for what does not fit"
-    evened = np.full_like(queries, queries.mean())
-    for name, drawn in (("packed", queries), ("packed, queries spread evenly", evened)):
-        places = packed_places(rng, drawn, passages, batch // args.chips, candidates, args.rare)
-        row(f"{name}, {args.chips} chips", programs, places, tokens)
+    own, longest = batch // args.chips, data.query_length + data.document_length
+    lengths = queries.astype(np.int64), passages.astype(np.int64) - 1
+    places = places_needed(*lengths, (args.chips, own, candidates), longest, TILE)
+    row(f"packed, {args.chips} chips", 1, places / (own * candidates), tokens)
 
 
 def query_lengths(rng: np.random.Generator, store: PassageStore, longest: int) -> NDArray[np.float64]:
@@ -66,15 +64,6 @@ def sorted_width(queries: NDArray, widths: NDArray, batch: int, window: int) -> 
     whole = len(queries) // (batch * window) * batch * window
     longest = np.sort(queries[:whole].reshape(-1, window * batch)).reshape(-1, batch).max(axis=1)
     return float(widths[np.searchsorted(widths, longest)].mean())
-
-
-def packed_places(
-    rng: np.random.Generator, queries: NDArray, passages: NDArray, examples: int, candidates: int, rare: int
-) -> float:
-    """Places a joint in a program that holds what a chip draws but once in `rare` draws."""
-    drawn = rng.choice(queries, (20 * rare, examples, 1)) + rng.choice(passages, (20 * rare, examples, candidates)) - 1
-    used = (np.ceil(drawn / ALIGNED) * ALIGNED).sum(axis=(1, 2))
-    return float(np.quantile(used, 1 - 1 / rare) / (examples * candidates))
 
 
 def row(name: str, programs: object, padded: float, tokens: float) -> None:

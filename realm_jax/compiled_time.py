@@ -27,8 +27,10 @@ CYCLES = {
     "attend_and_drop": {V5E: 0.0162, V5P: 0.0171, V6E: 0.0132},
     "differentiate": {V5E: 0.0267, V5P: 0.0272, V6E: 0.0180},
     "differentiate_and_drop": {V5E: 0.0301, V5P: 0.0313, V6E: 0.0234},
-    "attend_packed_and_drop": {V5E: 0.0191, V5P: 0.0192, V6E: 0.0},
-    "differentiate_packed_and_drop": {V5E: 0.0349, V5P: 0.0349, V6E: 0.0},
+    "attend_packed": {V5E: 0.0150, V5P: 0.0150, V6E: 0.0121},
+    "attend_packed_and_drop": {V5E: 0.0191, V5P: 0.0192, V6E: 0.0155},
+    "differentiate_packed": {V5E: 0.0315, V5P: 0.0318, V6E: 0.0223},
+    "differentiate_packed_and_drop": {V5E: 0.0349, V5P: 0.0349, V6E: 0.0276},
 }
 
 

@@ -52,6 +52,15 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert found.kernels == {Kernel("attend", (8,)): 1 + 11 * 2}
 
 
+def test_a_kernel_on_packed_sequences_says_how_many_and_how_long():
+    program = PROGRAM.replace("(attend)", "(attend_packed_and_drop_56_384)").replace(
+        "f32[8]{0} custom", "bf16[99,768]{1,0} custom"
+    )
+    assert program_cost(program).kernels == {Kernel("attend_packed_and_drop", (56, 384, 768)): 1 + 11 * 2}
+    long, short = (kernel_cycles(Kernel("attend_packed", (2, length, 768)), V5E) for length in (384, 256))
+    assert long == short * (384 * 384) / (256 * 256) > kernel_cycles(Kernel("attend", (2, 384, 768)), V5E)
+
+
 JOINED = """HloModule jit_step
 
 %async (p: bf16[8,4]) -> bf16[64,4] {
