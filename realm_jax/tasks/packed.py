@@ -1,4 +1,4 @@
-"""How many places the tokens of REALM's candidates take, by the lengths of its data.
+"""How many places the tokens of REALM's sequences take, by the lengths of its data.
 
 Passages end before their row does and most sentences are short, so a fifth to a quarter of padded joints is padding.
 Candidates are drawn at random here: what is retrieved differs little in length, and the slack is for that. Long queries
@@ -22,9 +22,7 @@ RARE = 10_000  # one part in so many needs more places than there are, if candid
 SLACK = 1.05  # places, as a multiple of what batches need in the mean, at least
 WORTH = 0.92  # with more places than this share of the padded ones sequences stay padded
 DRAWN = 4_000_000  # lengths drawn at most
-
-
-NOTHING = np.zeros(1, np.int64)  # as lengths: there is none to add
+NOTHING = np.zeros(1, np.int64)  # lengths of what is not there
 
 
 def packed_places(

@@ -172,12 +172,11 @@ class RealmTask(Task):
 
     @cached_property
     def packed_context(self) -> StepContext:
-        """The context of a step, with candidates packed where there are data to say how long they are.
+        """The context of a step, with sequences packed where there are data to say how long they are.
 
         Sentences with a name say it, which are as long as those that other kinds of masking take, or longer.
         """
         run, context = self.run, self.run.context
-        # a whole step with packed joints was not compiled for TPUs yet
         if run.sources is None:
             return context
         read = run.sources.for_reader
