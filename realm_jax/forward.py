@@ -256,7 +256,7 @@ class MaskedReading(NamedTuple):
 
     found: the passages; valid, scores [batch, 1 + k]: whether a candidate takes part, and its inner product with
     current parameters; log_p, right [batch, 1 + k, m]: log p(y_j|z,x) of each target, and whether no piece is likelier.
-    unplaced: the share of pieces, of all that can be packed, for which there was no place.
+    unplaced: the share of the pieces of what is read and embedded for which packing had no place.
     """
 
     found: Candidates
@@ -282,9 +282,9 @@ def read_masked(context: StepContext, params: Params, batch: Batch, index: Index
     places, embedded = context.places(len(found.rows)), context.model.document_lengths(documents)
     packed = [
         (context.model.query_lengths(batch["query_length"]), places.queries),
-        (reader_query(batch)[1] + 1, places.nulls),
         (read.lengths, places.joints),
-        (embedded, 0 if context.frozen_documents else places.documents),
+        *([] if context.points else [(reader_query(batch)[1] + 1, places.nulls)]),
+        *([] if context.frozen_documents else [(embedded, places.documents)]),
     ]
     longest = 2 * (batch["query"].shape[1] + documents.ids.shape[-1])  # whatever templates add
     valid = jnp.pad(found.valid, ((0, 0), (1, 0)), constant_values=context.null_document)
@@ -378,10 +378,8 @@ def point_at_targets(
     log_p = jnp.full(shape, likelihood.UNSEEN).at[examples, 1 + order].set(log_p)
     right = jnp.zeros(shape, bool).at[examples, 1 + order].set(right)
     is_first = jnp.arange(batch["targets"].shape[1]) == 0
-    log_p, right = (
-        jnp.where(is_first, log_p[..., None], 0.0),
-        jnp.broadcast_to(right[..., None], (*shape, is_first.size)),
-    )
+    log_p = jnp.where(is_first, log_p[..., None], 0.0)
+    right = jnp.broadcast_to(right[..., None], (*shape, is_first.size))
     return TargetsRead(log_p, right, spans.joint.lengths)
 
 
@@ -410,9 +408,17 @@ def masked_spans(
 ) -> MaskedSpans:
     """Read masked texts with passages [batch, k, d] to point at what is hidden."""
     joint = reader_inputs(*reader_query(batch), documents, titles=True)
-    places = answer_spans(joint, *hidden_span(batch), context.model.reader.span_width)
     packed = context.places(len(joint.ids)).joints
+    placed = joint if not packed else joint._replace(lengths=placed_lengths(context, joint, packed))
+    places = answer_spans(placed, *hidden_span(batch), context.model.reader.span_width)
     return MaskedSpans(joint, score_spans(context, params, joint, key, packed), *places)
+
+
+def placed_lengths(context: StepContext, joint: ReaderInput, places: int) -> Array:
+    """Tokens of joints [batch, k] for which packing has a place."""
+    lengths = joint.lengths.reshape(batch_parts(context.mesh), -1)
+    fitting = fitting_lengths(lengths, joint.ids.shape[-1], places, context.model.reader.bert.alignment)
+    return fitting.reshape(joint.lengths.shape)
 
 
 def masked_inputs(batch: Batch, documents: Documents) -> tuple[ReaderInput, Array]:

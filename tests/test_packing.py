@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from tiny import mesh_of_slices
 from tiny_run import tiny_config
 
 from realm_jax.assemble import make_run
 from realm_jax.cli.plan import devices_to_compile_for
+from realm_jax.compiled_cost import program_cost
 from realm_jax.data.examples import batches
 from realm_jax.data.sources import open_sources
 from realm_jax.forward import unplaced_pieces
@@ -22,11 +24,12 @@ from realm_jax.mesh import logical_sharding, make_mesh
 from realm_jax.models.attention import dot_product_attention, packed_attention, tpu_packed_attention
 from realm_jax.models.bert import Bert, BertConfig
 from realm_jax.models.dropout import AttentionDropout, dropout_seeds
+from realm_jax.models.encoder import Embedder
 from realm_jax.models.packing import fitting_lengths, pack, packing, take_positions, unpack
 from realm_jax.models.tpu_attention import fits_packed
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
-from realm_jax.tasks.packed import dealt, places_needed, spread_queries
+from realm_jax.tasks.packed import PlacesMonitor, dealt, places_needed, spread_queries
 from realm_jax.train.step import gradients
 
 LENGTHS = np.array([12, 1, 7, 3, 12, 9])
@@ -141,7 +144,8 @@ def test_the_kernel_compiles_for_every_chip(chips):
     def both(query, key, value, cotangent, mask, seeds):
         layout = packing(mask, 1, 18560, 16)
         attend = partial(tpu_packed_attention, layout=layout, heads=12, dropout=AttentionDropout(0.1, seeds))
-        return jax.vjp(lambda *three: attend(*three), query, key, value)[1](cotangent)
+        attended, back = jax.vjp(lambda *three: attend(*three), query, key, value)
+        return attended, back(cotangent)
 
     arrays = [jax.ShapeDtypeStruct(*shape, sharding=place) for shape in shapes]
     text = jax.jit(both).lower(*arrays).compile().as_text()
@@ -186,6 +190,40 @@ def test_long_queries_are_dealt_out():
     assert found["query"].sharding.is_equivalent_to(logical_sharding(mesh, "batch", None), 2)
     alone = make_mesh(devices=jax.devices()[:1], data=1, fsdp=1)
     assert spread_queries(batch, alone) is batch
+
+
+def test_queries_are_dealt_out_within_a_slice():
+    mesh = mesh_of_slices(2, 2, 2, 1)
+    lengths = np.random.default_rng(0).integers(5, 90, 32)
+    rows = np.stack([lengths, 2 * lengths], axis=1)
+    batch = {"query": rows, "query_length": lengths, "retrieved_rows": rows}
+    batch = {name: jax.device_put(one, logical_sharding(mesh, "batch")) for name, one in batch.items()}
+    work = jax.jit(partial(spread_queries, mesh=mesh))
+    found = work(batch)
+    for share in (slice(0, 16), slice(16, 32)):
+        assert sorted(found["query_length"][share].tolist()) == sorted(lengths[share].tolist())
+    np.testing.assert_array_equal(found["retrieved_rows"][:, 1], 2 * found["query_length"])
+    travels = program_cost(work.lower(batch).compile().as_text()).collectives
+    assert travels and all(len({place // 4 for place in one.group}) == 1 for one in travels), "within a slice alone"
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last", "cls", "pooler"])
+def test_a_vector_is_that_of_what_has_a_place(pooling):
+    """Sequences that lose their last tokens are embedded as if they had ended there."""
+    config = BertConfig(30, width=16, layers=2, heads=2, feed_forward=32, max_length=12, dropout=0.0)
+    tower = Embedder(config, projection=0, pooling=pooling, normalization="none")
+    ids = np.random.default_rng(0).integers(0, 30, MASK.shape)
+    params = nn.unbox(tower.init(jax.random.key(0), ids, 0 * ids, MASK))
+    kept = np.arange(12) < np.minimum(LENGTHS, 8)[:, None]
+    found, wanted = (tower.apply(params, ids, 0 * ids, *given) for given in ((MASK, True, False, 36), (kept,)))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_lost_pieces_are_said_once():
+    monitor = PlacesMonitor()
+    assert monitor({"step": 1, "unplaced": 0.005}) is None and monitor({"step": 2, "recall@5": 0.5}) is None
+    assert "step 3: packing had no place for 2.0% of the pieces" in monitor({"step": 3, "unplaced": 0.02})
+    assert monitor({"step": 4, "unplaced": 0.02}) is None
 
 
 @pytest.mark.parametrize("devices, marginal", [(1, "example"), (4, "span")])

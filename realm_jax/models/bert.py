@@ -17,7 +17,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from realm_jax.mesh import batch_parts
 from realm_jax.models.attention import ATTENTION, causal_attention, packed_attention, tpu_packed_attention
@@ -87,19 +87,27 @@ class BertConfig:
     @property
     def attend_packed(self) -> Callable[..., Array]:
         """The same for packed sequences."""
-        if self.attention == "tpu":
+        if self.attention == "tpu" and not self.causal:
             return partial(tpu_packed_attention, mesh=self._mesh)
         return partial(packed_attention, self.attend)
 
     @property
     def alignment(self) -> int:
-        """Of which number the places are multiples where packed sequences begin."""
+        """Packed sequences begin at multiples of this."""
         return TILE if self.attention == "tpu" else 1
 
+    def with_places(self, mask: Array, places: int) -> Array:
+        """A mask without the tokens for which there is no place; places: as of `Bert`."""
+        return self.packing(mask, places).mask if places else mask
+
+    def packing(self, mask: Array, places: int) -> Packing:
+        """Where the tokens of a batch go."""
+        return packing(mask, batch_parts(self._mesh) if self._mesh else 1, places, self.alignment)
+
     @property
-    def _mesh(self) -> Any:
+    def _mesh(self) -> Mesh | None:
         """A kernel has to be told where its parts are."""
-        return self.hidden.mesh if self.hidden else None
+        return self.hidden.mesh if self.hidden else None  # type: ignore[return-value]
 
 
 PRODUCT, ATTENDED = "product", "attended"  # names of what a policy may keep: it does not see inside of custom gradients
@@ -279,7 +287,7 @@ class Bert(nn.Module):
         x = x if features is None else x + features
         x = self.dropout(self.norm(x), deterministic=deterministic).astype(c.dtype)
         x, mask = self._whole_tiles(x), self._whole_tiles(mask)
-        layout = self._layout(mask, places) if places else None
+        layout = c.packing(mask, places) if places else None
         where: Array | Packing = mask if layout is None else layout
         x = x if layout is None else pack(x, layout)
         x = self._constrain(x)
@@ -296,12 +304,6 @@ class Bert(nn.Module):
         else:
             queries = jnp.take_along_axis(x, positions[:, :, None], axis=1)
         return self.blocks[-1](queries, x, where, deterministic)
-
-    def _layout(self, mask: Array, places: int) -> Packing:
-        """Where the tokens of a batch go."""
-        c = self.config
-        parts = 1 if c.hidden is None else batch_parts(c.hidden.mesh)
-        return packing(mask, parts, places, c.alignment)
 
     def _whole_tiles(self, x: Array) -> Array:
         """x [batch, length, …] with zeros up to whole tiles where a kernel attends: the compiler would arrange hidden

@@ -49,6 +49,7 @@ class Embedder(nn.Module):
         After a LayerNorm dropout reaches the final vector too, as in the released code (it acts on the retrieval
         scores); vectors of length 1 and those that are left as they are keep what they are.
         """
+        mask = self.config.with_places(mask, places)
         place = None if states or self.pooling == "mean" else self._place(mask)
         bert = Bert(self.config, name="bert")
         hidden = bert(ids, segments, mask, positions=place, deterministic=deterministic, places=places)

@@ -1,8 +1,8 @@
 """Sequences of different lengths one after another, so that what is computed of each token is not computed of padding.
 
-A device's sequences fill a row of `places`; there is one row for each part of the batch. Only attention has to know
-where a sequence begins. How many places do for a corpus follows from its lengths (`data/lengths.py`); where one batch
-needs more, its longest sequences lose their last tokens, which a step reports.
+Each part of a batch, which is what a device has, is a row of `places`. Only attention has to know where a sequence
+begins. How many places do for a corpus follows from its lengths (`tasks/packed.py`); where one batch needs more, its
+longest sequences lose their last tokens, which a step reports.
 """
 
 from functools import partial
@@ -99,7 +99,8 @@ unpack.defvjp(
 
 def take_positions(packed: Array, layout: Packing, positions: Array) -> Array:
     """Hidden states of some positions of every sequence. positions [P · n, m] → [P · n, m, width]."""
-    parts, _, width = packed.shape
+    parts, places, width = packed.shape
     place = layout.starts.reshape(-1, 1) + jnp.minimum(positions, jnp.maximum(layout.lengths.reshape(-1, 1) - 1, 0))
+    place = jnp.minimum(place, places - 1)  # of an empty sequence behind the last place
     taken = jnp.take_along_axis(packed, place.reshape(parts, -1, 1), axis=1)
     return taken.reshape(*positions.shape, width)

@@ -5,6 +5,8 @@ Candidates are drawn at random here: what is retrieved differs little in length,
 are dealt out to the parts of a batch, since a program has as many places as the fullest part needs.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +24,7 @@ RARE = 10_000  # one part in so many needs more places than there are, if candid
 SLACK = 1.05  # places, as a multiple of what batches need in the mean, at least
 WORTH = 0.92  # with more places than this share of the padded ones sequences stay padded
 DRAWN = 4_000_000  # lengths drawn at most
+MANY = 0.01  # share of a batch's pieces that are lost, from which on it is said
 NOTHING = np.zeros(1, np.int64)  # lengths of what is not there
 
 
@@ -29,12 +32,16 @@ def packed_places(
     run: Run, queries: NDArray[np.int64], texts: NDArray[np.int64], examples: int, read: int, embedded: int
 ) -> PackedPlaces:
     """The places of a part of a batch. queries, texts: lengths of what is searched with and of what the reader reads,
-    specials counted; examples: of a whole batch; read, embedded: candidates of each that are read and embedded."""
+    of the same sentences, specials counted; examples: of a whole batch; read, embedded: candidates of each that are
+    read and embedded."""
     parts, points, longest = batch_parts(run.mesh), run.context.points, run.lengths.query
     own = examples // (parts * run.config.optimizer.microbatches)
+    dealt_to = parts // run.mesh.shape["slices"]
 
     def needed(asked: NDArray[np.int64], passages: NDArray[np.int64], candidates: int, longest: int) -> int:
-        return places_needed(asked, passages, (parts, own, candidates), longest, run.model.bert.alignment)
+        ranked = texts if len(asked) == len(texts) else asked
+        shape = dealt_to, own, candidates
+        return places_needed(asked, passages, shape, longest, run.model.bert.alignment, ranked)
 
     lengths, widest = run.model.query_lengths(queries), run.model.query_lengths(longest)
     asked = needed(lengths, NOTHING, 1, widest)
@@ -48,16 +55,18 @@ def packed_places(
 
 
 def spread_queries(batch: Batch, mesh: Mesh) -> Batch:
-    """A batch in another order, in which all its parts have queries of about the same length in all."""
-    parts, (_, lengths) = batch_parts(mesh), reader_query(batch)
-    if parts == 1 or len(lengths) % parts:
+    """A batch in another order, in which all parts of a slice's share have texts of about the same length in all."""
+    slices, (_, lengths) = mesh.shape["slices"], reader_query(batch)
+    parts = batch_parts(mesh) // slices
+    if parts == 1:
         return batch
-    order = jnp.argsort(lengths, descending=True)[dealt(len(lengths), parts)]
+    ranked = jnp.argsort(lengths.reshape(slices, -1), axis=1, descending=True)
+    order = ranked[:, dealt(ranked.shape[1], parts)]
 
     def ordered(values: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(
-            values[order], logical_sharding(mesh, "batch", *[None] * (values.ndim - 1))
-        )
+        shares = values.reshape(slices, -1, *values.shape[1:])
+        taken = jax.vmap(lambda share, rows: share[rows])(shares, order).reshape(values.shape)
+        return jax.lax.with_sharding_constraint(taken, logical_sharding(mesh, "batch", *[None] * (values.ndim - 1)))
 
     return jax.tree.map(ordered, batch)
 
@@ -67,6 +76,23 @@ def dealt(examples: int, parts: int) -> NDArray[np.int64]:
     rounds = np.arange(examples).reshape(-1, parts)
     rounds[1::2] = rounds[1::2, ::-1]
     return rounds.T.reshape(-1)
+
+
+class PlacesMonitor:
+    """Feed it every logged record; it returns a warning, once, where sequences have lost more than a few pieces."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def __call__(self, record: dict[str, Any]) -> str | None:
+        lost = record.get("unplaced", 0.0)
+        if self._said or lost <= MANY:
+            return None
+        self._said = True
+        return (
+            f"step {record['step']}: packing had no place for {lost:.1%} of the pieces, so the longest sequences lost "
+            "their last ones; what is retrieved is longer than passages are in the mean (tasks/packed.py)"
+        )
 
 
 def clipped_lengths(store: PassageStore, lengths: Lengths) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -87,21 +113,22 @@ def tower_lengths(
 
 def places_needed(
     queries: NDArray[np.int64], passages: NDArray[np.int64], shape: tuple[int, int, int], longest: int,
-    alignment: int = 1,
+    alignment: int = 1, texts: NDArray[np.int64] | None = None,
 ) -> int:  # fmt: skip
     """Places of which a part of a batch seldom needs more; 0 where padding takes hardly more.
 
     queries, passages: lengths to draw from; shape: parts, examples of a part, candidates of each; longest: of a padded
-    sequence.
+    sequence; texts: lengths by which queries are dealt out (None: their own).
     """
     parts, examples, candidates = shape
     sequences = examples * candidates
     draws = max(16, min(20 * RARE, DRAWN // (parts * sequences)))
     rng = np.random.default_rng(0)
-    ranked = np.sort(rng.choice(queries, (draws, parts * examples)))[:, ::-1]
-    asked = ranked[:, dealt(parts * examples, parts)].reshape(-1, examples, 1)
-    drawn = asked + rng.choice(passages, (draws * parts, examples, candidates))
-    used = (-(-np.minimum(drawn, longest) // alignment) * alignment).sum(axis=(1, 2))
+    drawn = rng.integers(len(queries), size=(draws, parts * examples))
+    order = np.argsort((queries if texts is None else texts)[drawn])[:, ::-1][:, dealt(parts * examples, parts)]
+    asked = queries[np.take_along_axis(drawn, order, axis=1)].reshape(-1, examples, 1)
+    joined = asked + rng.choice(passages, (draws * parts, examples, candidates))
+    used = (-(-np.minimum(joined, longest) // alignment) * alignment).sum(axis=(1, 2))
     needed = max(np.quantile(used, 1 - 1 / RARE), SLACK * used.mean(), longest)
     places = -int(-needed // alignment) * alignment
     return places if places <= WORTH * sequences * longest else 0

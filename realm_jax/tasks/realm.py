@@ -65,11 +65,11 @@ from realm_jax.tasks.base import (
 )
 from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.tasks.ict import Ict
-from realm_jax.tasks.packed import packed_places, spread_queries
+from realm_jax.tasks.packed import PlacesMonitor, packed_places, spread_queries
 
 logger = logging.getLogger(__name__)
 
-SAMPLED = 256  # sentences whose lengths say how many places a batch takes
+SAMPLED = 2048  # sentences whose lengths say how many places a batch takes
 
 Array = jax.Array
 RetrieverQuery = Callable[[int, int, NDArray[np.int64]], Example]  # row, sentence, hidden places → arrays
@@ -215,7 +215,8 @@ class RealmTask(Task):
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
         context = self.packed_context
-        if context.places(len(batch["query"])).joints:
+        places = context.places(len(batch["query"]))
+        if places.queries or places.nulls or places.joints:
             batch = spread_queries(batch, self.run.mesh)
         return realm_loss(context, params, batch, index, key)
 
@@ -224,6 +225,7 @@ class RealmTask(Task):
         data, predictions = config.data, self.run.lengths.predictions
         packed = self.packed_context.packed or PackedPlaces(1, 0, 0, 0, 0)
         read = min(POINTED, candidates) if self.context.points else candidates
+        padded = embedding_flops(config, data.query_length)  # as hosts embed it
         query = embedding_flops(config, data.query_length, places=packed.queries / packed.examples)
         embedded = packed.documents / (packed.examples * candidates)
         document = embedding_flops(config, data.document_length, places=embedded)
@@ -232,16 +234,18 @@ class RealmTask(Task):
         if not self.context.points:
             reading += reader.forward(data.query_length + 1, predictions, packed.nulls / packed.examples)
             reading += self.context.candidates * word_flops(self.run)
-        on_devices = config.retrieval.backend == "device" and self.context.search != "bm25"
+        compared = 0 if self.context.search == "bm25" else self.context.rows
+        on_hosts = config.retrieval.backend == "scann"
         return {
-            "search": query + (self.context.rows * score_flops(self.run) if on_devices else 0.0),
+            "search": padded if on_hosts else query + compared * score_flops(self.run),
             "queries": 3 * query,
             "documents": 0.0 if self.context.frozen_documents else 3 * candidates * document,
             "reader": 3 * reading,
         }
 
     def monitor(self) -> Callable[[dict[str, Any]], str | None]:
-        return CollapseMonitor().masked
+        collapse, places = CollapseMonitor().masked, PlacesMonitor()
+        return lambda record: places(record) or collapse(record)
 
     def controls(self) -> list[ControlRun]:
         if Ict.name not in task_names(self.run.config):
