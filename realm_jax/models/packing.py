@@ -56,7 +56,8 @@ def packing(mask: Array, parts: int, places: int, alignment: int = 1) -> Packing
     used = position < jnp.take_along_axis(lengths, sequence, axis=1)
     source = sequence * length + jnp.minimum(position, length - 1)
     kept = jnp.arange(length) < lengths.reshape(-1, 1)
-    return Packing(starts, lengths, source, used, kept)
+    # Computed once: the compiler would do it all again in every operation that reads it.
+    return jax.lax.optimization_barrier(Packing(starts, lengths, source, used, kept))
 
 
 def fitting_lengths(lengths: Array, longest: int, places: int, alignment: int) -> Array:
@@ -76,7 +77,7 @@ def pack(padded: Array, layout: Packing) -> Array:
     """[P · n, length, width] → [P, C, width], zeros where no token is."""
     parts = len(layout.source)
     flat = padded.reshape(parts, -1, padded.shape[-1])
-    taken = jnp.take_along_axis(flat, layout.source[..., None], axis=1)
+    taken = _rows(flat, layout.source)
     return jnp.where(layout.used[..., None], taken, jnp.zeros_like(taken))
 
 
@@ -85,8 +86,8 @@ def unpack(packed: Array, layout: Packing) -> Array:
     """[P, C, width] → [P · n, length, width], zeros for what has no place."""
     length, (parts, places, width) = layout.mask.shape[1], packed.shape
     place = layout.starts[..., None] + jnp.arange(length)
-    place = jnp.minimum(place, places - 1).reshape(parts, -1, 1)
-    taken = jnp.take_along_axis(packed, place, axis=1).reshape(-1, length, width)
+    place = jnp.minimum(place, places - 1).reshape(parts, -1)
+    taken = _rows(packed, place).reshape(-1, length, width)
     return jnp.where(layout.mask[..., None], taken, jnp.zeros_like(taken))
 
 
@@ -102,5 +103,9 @@ def take_positions(packed: Array, layout: Packing, positions: Array) -> Array:
     parts, places, width = packed.shape
     place = layout.starts.reshape(-1, 1) + jnp.minimum(positions, jnp.maximum(layout.lengths.reshape(-1, 1) - 1, 0))
     place = jnp.minimum(place, places - 1)  # of an empty sequence behind the last place
-    taken = jnp.take_along_axis(packed, place.reshape(parts, -1, 1), axis=1)
-    return taken.reshape(*positions.shape, width)
+    return _rows(packed, place.reshape(parts, -1)).reshape(*positions.shape, width)
+
+
+def _rows(states: Array, rows: Array) -> Array:
+    """Rows of each part: states [P, n, width], rows [P, m], each of the n → [P, m, width]."""
+    return jax.vmap(lambda part, taken: part.at[taken].get(mode="promise_in_bounds"))(states, rows)
