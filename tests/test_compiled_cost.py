@@ -9,7 +9,8 @@ import pytest
 from realm_jax.chips import V5E, V5P, chip, peak
 from realm_jax.compiled_cost import Collective, Cost, Kernel, TopK, Transfer, program_cost
 from realm_jax.compiled_time import CYCLES, kernel_cycles, program_time, sent, transferred
-from realm_jax.models.tpu_attention import fused_attention
+from realm_jax.models.packing import packing
+from realm_jax.models.tpu_attention import fused_attention, fused_packed_attention
 
 PROGRAM = """HloModule jit_step, entry_computation_layout={()->f32[]}
 
@@ -180,14 +181,19 @@ def test_bytes_that_are_sent_to_two_other_slices(kind, moved):
 def test_times_are_known_of_every_kernel():
     """By the names that it has in a compiled program."""
     names = {"attend", "differentiate"}
+    names |= {f"{name}_packed" for name in names}
     assert CYCLES.keys() == names | {f"{name}_and_drop" for name in names}
-    states, bias = jnp.zeros((1, 16, 128)), jnp.zeros((1, 1, 16))
+    layout = packing(jnp.ones((2, 16), bool), 1, 32, 16)
+    states, bias, both = jnp.zeros((1, 16, 128)), jnp.zeros((1, 1, 16)), jnp.zeros((1, 32, 128))
     seeds = jnp.zeros((1, 2), jnp.uint32)
     for rate, ending in ((0.0, ""), (0.5, "_and_drop")):
-        run = lambda x, rate=rate: fused_attention(x, x, x, bias, seeds, 2, rate, None).sum()  # noqa: E731
-        program = str(jax.make_jaxpr(jax.grad(run))(states))
-        found = set(re.findall(r"\bname=((?:attend|differentiate)\w*)", program))
-        assert found == {f"{name}{ending}" for name in names}
+        padded = lambda x, rate=rate: fused_attention(x, x, x, bias, seeds, 2, rate, None).sum()  # noqa: E731
+        packed = lambda x, rate=rate: fused_packed_attention(  # noqa: E731
+            x, x, x, layout, jnp.zeros((2, 2), jnp.uint32), 2, rate, None
+        ).sum()
+        programs = str(jax.make_jaxpr(jax.grad(padded))(states)), str(jax.make_jaxpr(jax.grad(packed))(both))
+        found = re.findall(r"\bname=((?:attend|differentiate)\w*)", "".join(programs))
+        assert {re.sub(r"_2_16$", "", name) for name in found} == {f"{name}{ending}" for name in names}
 
 
 def test_time_is_a_range_with_all_its_parts():
