@@ -24,7 +24,7 @@ from realm_jax.corpora.pool import ordered_parallel_map
 from realm_jax.data import spans
 from realm_jax.data.packing import max_title
 from realm_jax.data.segments import Passage, Segment, SegmentWriter
-from realm_jax.data.sources import READER, READER_MANIFEST
+from realm_jax.data.staging import READER, READER_MANIFEST
 from realm_jax.data.store import PassageStore, mirror_versions
 from realm_jax.data.tokenizer import Tokenizer, Tokens
 from realm_jax.data.tokenizer_files import open_tokenizer

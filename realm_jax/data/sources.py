@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from realm_jax.data.questions import Question, answered, gold_record, read_questions
-from realm_jax.data.staging import PREPARED, is_remote, staged
+from realm_jax.data.staging import PREPARED, READER, READER_MANIFEST, is_remote, staged
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.tokenizer_files import open_tokenizer
@@ -15,7 +15,6 @@ from realm_jax.errors import UserError
 from realm_jax.storage import digest, read_json
 
 FORMAT_VERSION = 2
-READER, READER_MANIFEST = "reader", "READER.json"  # what `--reader-vocab` writes
 
 
 class Tokenized(NamedTuple):
@@ -106,7 +105,7 @@ def open_sources(
 def tokenizers_of(folder: str) -> tuple[str | None, str | None]:
     """Fingerprints of a prepared folder's tokenizer and of that of `--reader-vocab`; None for what is not there."""
     place = staged(folder) if is_remote(folder) else Path(folder)
-    found = [place / "PREPARED.json", place / READER / READER_MANIFEST]
+    found = [place / PREPARED, place / READER / READER_MANIFEST]
     first, second = (read_json(path).get("tokenizer") if path.is_file() else None for path in found)
     return first, second
 

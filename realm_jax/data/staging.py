@@ -25,7 +25,8 @@ from realm_jax.storage import (
 
 logger = logging.getLogger(__name__)
 
-PREPARED, READER = "PREPARED.json", "reader/READER.json"
+PREPARED = "PREPARED.json"
+READER, READER_MANIFEST = "reader", "READER.json"  # what `--reader-vocab` writes
 MARGIN = 1 << 30  # bytes of the disk that are left free
 
 
@@ -52,10 +53,10 @@ def staged(url: str, flag: str = "config.data.path=") -> Path:
             ) from None
         manifest = folder.read_json(PREPARED)
         names = [name for name in ("passages", "pretraining") if manifest.get(name)]
-        has_reader = "READER.json" in folder.names("reader")
-        names += [f"reader/{name}" for name in names if has_reader]
+        has_reader = READER_MANIFEST in folder.names(READER)
+        names += [f"{READER}/{name}" for name in names if has_reader]
         stores = {name: folder.read(f"{name}/{STORE}") for name in names}
-        records = {READER: folder.read(READER)} if has_reader else {}
+        records = {place: folder.read(place) for place in [f"{READER}/{READER_MANIFEST}"] if has_reader}
         records |= {PREPARED: prepared} | {f"{name}/{STORE}": data for name, data in stores.items()}
         if not all((copy / name).is_file() and (copy / name).read_bytes() == data for name, data in records.items()):
             (copy / PREPARED).unlink(missing_ok=True)
@@ -65,8 +66,8 @@ def staged(url: str, flag: str = "config.data.path=") -> Path:
 
 
 def _copy(folder: Folder, copy: Path, manifest: dict[str, Any], stores: dict[str, bytes]) -> None:
-    small = [f"{place}/{name}" for place in ("tokenizer", "reader/tokenizer") for name in folder.names(place)]
-    small += [READER] if "reader/passages" in stores else []
+    small = [f"{place}/{name}" for place in ("tokenizer", f"{READER}/tokenizer") for name in folder.names(place)]
+    small += [f"{READER}/{READER_MANIFEST}"] if f"{READER}/passages" in stores else []
     small += [f"questions/{split}.jsonl" for split in manifest["questions"]]
     large = {
         f"{name}/{segment['folder']}/{file}": known["bytes"]
