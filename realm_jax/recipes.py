@@ -37,8 +37,8 @@ def quickstart() -> ConfigDict:
     config.model.update(span_width=4)
     config.mlm.update(steps=1600, batch_size=48, learning_rate=1e-3)
     config.ict.update(steps=90, batch_size=256, learning_rate=1e-3)
-    config.realm.update(steps=500, batch_size=24, learning_rate=5e-4)
-    config.qa.update(steps=300, batch_size=32, learning_rate=5e-4)
+    config.realm.update(steps=320, batch_size=24, learning_rate=5e-4)
+    config.qa.update(steps=160, batch_size=32, learning_rate=5e-4)
     add_sections(config, ["closed_book"])
     config.closed_book.update(steps=1900, batch_size=48, learning_rate=1e-3)
     config.optimizer.warmup = 50
@@ -109,6 +109,7 @@ def ablations() -> ConfigDict:
     """
     harder = {"entities": 3200, "synonym_share": 0.6, "plain_questions": True}
     base = quickstart()
+    base.realm.steps, base.qa.steps = 500, 300
     base.retrieval.query_params = "generation"
     base.refresh.every = 10
     stale, often = (f"refresh.every={every}" for every in (30 * base.refresh.every, base.refresh.every // 2))

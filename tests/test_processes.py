@@ -129,7 +129,7 @@ def test_one_process_that_is_told_to_stop_while_all_wait_for_an_index_stops_all(
 
 @pytest.mark.nightly
 def test_a_short_realm_run_reaches_the_same_recall(tmp_path):
-    """The quickstart's encyclopedia and warm-up, and a third of its REALM steps: about ten minutes on two cores."""
+    """The quickstart's encyclopedia and warm-up, and half of its REALM steps: about ten minutes on two cores."""
     make_data(tmp_path, ENTITIES, 0)
     config = quickstart()
     config.tasks, config.data.path = "mlm,ict,realm", str(tmp_path / "data")
