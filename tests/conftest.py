@@ -27,6 +27,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Tracing makes many objects that stay. Looking through them after every 700 took a tenth of the tests' time.
 gc.set_threshold(50_000)
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give XLA's thread pool more threads than devices, where programs are optimised: on fewer, collectives of
+    eight devices can wait for one another for ever, and XLA ends the process."""
+    if config.option.markexpr in ("slow", "nightly"):
+        os.environ.setdefault("NPROC", "16")
+
+
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
