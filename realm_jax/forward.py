@@ -95,10 +95,10 @@ class PackedPlaces(NamedTuple):
     """
 
     examples: int
-    queries: int
-    nulls: int
-    joints: int
-    documents: int
+    queries: int = 0
+    nulls: int = 0
+    joints: int = 0
+    documents: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ class StepContext:
         """How a batch of so many masked sentences is packed: as was worked out for it, another is padded."""
         packed = self.packed
         fits = packed is not None and examples == packed.examples * batch_parts(self.mesh)
-        return packed if packed is not None and fits else PackedPlaces(examples, 0, 0, 0, 0)
+        return packed if packed is not None and fits else PackedPlaces(examples)
 
     @property
     def qa_words(self) -> bool:
@@ -294,12 +294,9 @@ def read_masked(context: StepContext, params: Params, batch: Batch, index: Index
 def unplaced_pieces(context: StepContext, packed: list[tuple[Array, int]], longest: int) -> Mean:
     """The share of the pieces of sequences for which packing has no place. packed: lengths [batch, …] of sequences, and
     the places of a part; 0 where they are padded. longest: no sequence is longer."""
-    parts, lost, total = batch_parts(context.mesh), jnp.float32(0), jnp.float32(0)
-    alignment = context.model.bert.alignment
+    lost, total = jnp.float32(0), jnp.float32(0)
     for lengths, places in packed:
-        if places:
-            lengths = lengths.reshape(parts, -1)
-            lost += (lengths - fitting_lengths(lengths, longest, places, alignment)).sum()
+        lost += (lengths - placed_lengths(context, lengths, places, longest)).sum()
         total += lengths.sum()
     return Mean(lost, total)
 
@@ -409,16 +406,18 @@ def masked_spans(
     """Read masked texts with passages [batch, k, d] to point at what is hidden."""
     joint = reader_inputs(*reader_query(batch), documents, titles=True)
     packed = context.places(len(joint.ids)).joints
-    placed = joint if not packed else joint._replace(lengths=placed_lengths(context, joint, packed))
+    placed = joint._replace(lengths=placed_lengths(context, joint.lengths, packed, joint.ids.shape[-1]))
     places = answer_spans(placed, *hidden_span(batch), context.model.reader.span_width)
     return MaskedSpans(joint, score_spans(context, params, joint, key, packed), *places)
 
 
-def placed_lengths(context: StepContext, joint: ReaderInput, places: int) -> Array:
-    """Tokens of joints [batch, k] for which packing has a place."""
-    lengths = joint.lengths.reshape(batch_parts(context.mesh), -1)
-    fitting = fitting_lengths(lengths, joint.ids.shape[-1], places, context.model.reader.bert.alignment)
-    return fitting.reshape(joint.lengths.shape)
+def placed_lengths(context: StepContext, lengths: Array, places: int, longest: int) -> Array:
+    """Of sequences of these lengths [batch, …] the tokens for which packing has a place. places: of a part, 0 where
+    they are padded; longest: no sequence is longer."""
+    if not places:
+        return lengths
+    of_parts = lengths.reshape(batch_parts(context.mesh), -1)
+    return fitting_lengths(of_parts, longest, places, context.model.bert.alignment).reshape(lengths.shape)
 
 
 def masked_inputs(batch: Batch, documents: Documents) -> tuple[ReaderInput, Array]:

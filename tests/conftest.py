@@ -27,11 +27,13 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Tracing makes many objects that stay. Looking through them after every 700 took a tenth of the tests' time.
 gc.set_threshold(50_000)
 
+OPTIMISED = ("slow", "nightly")  # marks of tests whose programs are compiled with optimisations
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give XLA's thread pool more threads than devices, where programs are optimised: on fewer, collectives of
     eight devices can wait for one another for ever, and XLA ends the process."""
-    if config.option.markexpr in ("slow", "nightly"):
+    if config.option.markexpr in OPTIMISED:
         os.environ.setdefault("NPROC", "16")
 
 
@@ -74,7 +76,7 @@ def compiled(request, tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
     settings = {
-        "jax_disable_most_optimizations": request.config.option.markexpr not in ("slow", "nightly"),
+        "jax_disable_most_optimizations": request.config.option.markexpr not in OPTIMISED,
         "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from realm_jax.mesh import batch_parts
 from realm_jax.models.attention import ATTENTION, causal_attention, packed_attention, tpu_packed_attention
 from realm_jax.models.dropout import AttentionDropout, Dropout, dropout_seeds
-from realm_jax.models.packing import Packing, pack, packing, take_positions, unpack
+from realm_jax.models.packing import Packing, fitting_mask, pack, packing, take_positions, unpack
 from realm_jax.models.tpu_attention import TILE
 
 Array = jax.Array
@@ -98,15 +98,19 @@ class BertConfig:
 
     def with_places(self, mask: Array, places: int) -> Array:
         """A mask without the tokens for which there is no place; places: as of `Bert`."""
-        return self.packing(mask, places).mask if places else mask
+        return fitting_mask(mask, self._parts, places, self.alignment) if places else mask
 
     def packing(self, mask: Array, places: int) -> Packing:
         """Where the tokens of a batch go."""
-        return packing(mask, batch_parts(self._mesh) if self._mesh else 1, places, self.alignment)
+        return packing(mask, self._parts, places, self.alignment)
+
+    @property
+    def _parts(self) -> int:
+        return batch_parts(self._mesh) if self._mesh else 1
 
     @property
     def _mesh(self) -> Mesh | None:
-        """A kernel has to be told where its parts are."""
+        """The mesh, which a kernel needs to run on the part that each device has."""
         return self.hidden.mesh if self.hidden else None  # type: ignore[return-value]
 
 

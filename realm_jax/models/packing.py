@@ -45,8 +45,8 @@ def packing(mask: Array, parts: int, places: int, alignment: int = 1) -> Packing
     mask [batch, length] bool: true on the first tokens of each sequence. Where a part has more tokens than places, its
     longest sequences are cut to one length, the largest that fits. places: at least `alignment` for each sequence.
     """
-    length = mask.shape[1]
-    lengths = fitting_lengths(mask.sum(axis=1, dtype=jnp.int32).reshape(parts, -1), length, places, alignment)
+    length, kept = mask.shape[1], fitting_mask(mask, parts, places, alignment)
+    lengths = kept.sum(axis=1, dtype=jnp.int32).reshape(parts, -1)
     sizes = _aligned(lengths, alignment)
     ends = jnp.cumsum(sizes, axis=1)
     starts = ends - sizes
@@ -55,9 +55,14 @@ def packing(mask: Array, parts: int, places: int, alignment: int = 1) -> Packing
     position = jnp.arange(places) - jnp.take_along_axis(starts, sequence, axis=1)
     used = position < jnp.take_along_axis(lengths, sequence, axis=1)
     source = sequence * length + jnp.minimum(position, length - 1)
-    kept = jnp.arange(length) < lengths.reshape(-1, 1)
     # Computed once: the compiler would do it all again in every operation that reads it.
     return jax.lax.optimization_barrier(Packing(starts, lengths, source, used, kept))
+
+
+def fitting_mask(mask: Array, parts: int, places: int, alignment: int) -> Array:
+    """A mask [batch, length] without the tokens for which there is no place. Arguments as of `packing`."""
+    lengths = mask.sum(axis=1, dtype=jnp.int32).reshape(parts, -1)
+    return jnp.arange(mask.shape[1]) < fitting_lengths(lengths, mask.shape[1], places, alignment).reshape(-1, 1)
 
 
 def fitting_lengths(lengths: Array, longest: int, places: int, alignment: int) -> Array:

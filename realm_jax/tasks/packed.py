@@ -39,9 +39,7 @@ def packed_places(
     dealt_to = parts // run.mesh.shape["slices"]
 
     def needed(asked: NDArray[np.int64], passages: NDArray[np.int64], candidates: int, longest: int) -> int:
-        ranked = texts if len(asked) == len(texts) else asked
-        shape = dealt_to, own, candidates
-        return places_needed(asked, passages, shape, longest, run.model.bert.alignment, ranked)
+        return places_needed(asked, passages, (dealt_to, own, candidates), longest, run.model.bert.alignment, texts)
 
     lengths, widest = run.model.query_lengths(queries), run.model.query_lengths(longest)
     asked = needed(lengths, NOTHING, 1, widest)
@@ -50,8 +48,8 @@ def packed_places(
     joint = body + (title + 2 if points else 1)
     joints = needed(texts, joint, read, longest + run.lengths.document - (1 if points else 2))
     body, title = clipped_lengths(run.sources.passages, run.lengths)
-    tower, longest = tower_lengths(body, title, run.lengths.document, run.model.passage_template)
-    return PackedPlaces(own, asked, nulls, joints, needed(NOTHING, tower, embedded, longest) if embedded else 0)
+    tower, longest = passage_lengths(body, title, run.lengths.document, run.model.passage_template)
+    return PackedPlaces(own, asked, nulls, joints, needed(0 * texts, tower, embedded, longest) if embedded else 0)
 
 
 def spread_queries(batch: Batch, mesh: Mesh) -> Batch:
@@ -102,7 +100,7 @@ def clipped_lengths(store: PassageStore, lengths: Lengths) -> tuple[NDArray[np.i
     return np.minimum(bodies, lengths.document - 3 - titles), titles
 
 
-def tower_lengths(
+def passage_lengths(
     bodies: NDArray[np.int64], titles: NDArray[np.int64], longest: int, template: Template | None
 ) -> tuple[NDArray[np.int64], int]:
     """Lengths of passages as `document_sequences` lays them out, and of its rows."""
