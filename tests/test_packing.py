@@ -226,7 +226,7 @@ def test_lost_pieces_are_said_once():
     assert monitor({"step": 4, "unplaced": 0.02}) is None
 
 
-@pytest.mark.parametrize("devices, marginal", [(1, "example"), (4, "span")])
+@pytest.mark.parametrize("devices, marginal", [pytest.param(1, "example", marks=pytest.mark.slow), (4, "span")])
 def test_a_step_of_realm_is_the_same_packed(people, tmp_path, devices, marginal):
     config = tiny_config(people)
     config.tasks = "realm"

@@ -217,7 +217,7 @@ def test_a_reader_with_other_tokens_is_refused_where_they_are_not_prepared(own, 
         open_run(config_of(data, reader_from=str(own.workdir)), tmp_path / "run")
 
 
-@pytest.mark.parametrize("task", ["realm", "qa"])
+@pytest.mark.parametrize("task", [pytest.param("realm", marks=pytest.mark.slow), "qa"])
 def test_a_run_with_two_tokenizers_that_is_cut_off_ends_as_one_that_never_was(both, tmp_path, monkeypatch, task):
     changes = {"tasks": task, "qa__steps": 6, "checkpoint__every": 2, "model__reader": OWN, "qa__learning_rate": 1e-3}
     straight, cut = (open_inline(both, tmp_path / name, **changes) for name in ("straight", "cut"))

@@ -149,7 +149,7 @@ def config_of(data: Path, tasks: str) -> ConfigDict:
     return config
 
 
-@pytest.mark.parametrize("tasks", ["mlm,ict,realm,qa", "closed_book"])
+@pytest.mark.parametrize("tasks", [pytest.param("mlm,ict,realm,qa", marks=pytest.mark.slow), "closed_book"])
 def test_every_task_learns_and_answers(tasks, data, sources, tmp_path, capsys):
     config = config_of(data, tasks)
     validate(config)
