@@ -96,6 +96,19 @@ def compiled(template: str, key: str, titles: bool, encode: Encode) -> Template:
     return found
 
 
+def passage_lengths(bodies: Any, titles: Any, template: Template | None) -> Any:
+    """Tokens of passages as a tower reads them, of the pieces of their bodies and titles: numbers or arrays."""
+    if template is None:
+        return bodies + titles + 3
+    return bodies + (titles if template.titled else 0) + 2 + template.size
+
+
+def longest_passage(length: int, template: Template | None) -> int:
+    """Tokens of the longest passage as a tower reads it; length: that of two segments, `[CLS] title [SEP] body [SEP]`.
+    One text has one [SEP] less."""
+    return length if template is None else length - 1 + template.size
+
+
 def from_prompt(prompt: str, rest: str) -> str:
     """The template of a literal prompt with the slots `rest` after it."""
     return prompt.replace("{", "{{").replace("}", "}}") + rest

@@ -17,7 +17,7 @@ from realm_jax.data.examples import Lengths
 from realm_jax.data.store import PassageStore
 from realm_jax.forward import Batch, PackedPlaces, reader_query
 from realm_jax.mesh import batch_parts, logical_sharding
-from realm_jax.models.prompts import Template
+from realm_jax.models.prompts import longest_passage, passage_lengths
 from realm_jax.run import Run
 
 RARE = 10_000  # one part in so many needs more places than there are, if candidates are as long as others
@@ -48,7 +48,8 @@ def packed_places(
     joint = body + (title + 2 if points else 1)
     joints = needed(texts, joint, read, longest + run.lengths.document - (1 if points else 2))
     body, title = clipped_lengths(run.sources.passages, run.lengths)
-    tower, longest = passage_lengths(body, title, run.lengths.document, run.model.passage_template)
+    template = run.model.passage_template
+    tower, longest = passage_lengths(body, title, template), longest_passage(run.lengths.document, template)
     return PackedPlaces(own, asked, nulls, joints, needed(0 * texts, tower, embedded, longest) if embedded else 0)
 
 
@@ -98,15 +99,6 @@ def clipped_lengths(store: PassageStore, lengths: Lengths) -> tuple[NDArray[np.i
     bodies, titles = (part.astype(np.int64) for part in store.lengths())
     titles = np.minimum(titles, lengths.document - 3)
     return np.minimum(bodies, lengths.document - 3 - titles), titles
-
-
-def passage_lengths(
-    bodies: NDArray[np.int64], titles: NDArray[np.int64], longest: int, template: Template | None
-) -> tuple[NDArray[np.int64], int]:
-    """Lengths of passages as `document_sequences` lays them out, and of its rows."""
-    if template is None:
-        return bodies + titles + 3, longest
-    return bodies + (titles if template.titled else 0) + 2 + template.size, longest - 1 + template.size
 
 
 def places_needed(
