@@ -18,7 +18,7 @@ from realm_jax.errors import UserError
 from realm_jax.forward import StepContext
 from realm_jax.host import WIDE, release_large_blocks
 from realm_jax.mesh import logical_sharding
-from realm_jax.models.prompts import Encode, Template, compiled, longest_passage, placeholder
+from realm_jax.models.prompts import Encode, Template, compiled, longest_passage, placeholder, query_lengths
 from realm_jax.models.realm import Reader, Realm, span_size
 from realm_jax.run import Run, device_options, make_bert, mesh_for
 from realm_jax.schema import require
@@ -145,8 +145,8 @@ def make_model(
 
 def tower_lengths(config: ConfigDict, query: Template | None, passage: Template | None) -> tuple[int, int]:
     """Positions that the longest query and the longest passage take, with what their templates add."""
-    longest = config.data.query_length + (query.size if query else 0)
-    return longest, longest_passage(config.data.document_length, passage)
+    lengths = config.data
+    return query_lengths(lengths.query_length, query), longest_passage(lengths.document_length, passage)
 
 
 def prompt_encoder(tokenizer: Tokenizer) -> Encode:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from realm_jax.models.bert import Bert, BertConfig, Params, apply, dense, layer_norm
 from realm_jax.models.dropout import Dropout
 from realm_jax.models.inputs import Documents, EncoderInput, document_sequences, query_sequences
-from realm_jax.models.prompts import Template
+from realm_jax.models.prompts import Template, query_lengths
 
 Array = jax.Array
 LOG_TEMPERATURE = "log_temperature"  # of the query tower's parameters
@@ -189,7 +189,7 @@ class Retriever:
 
     def query_lengths(self, lengths: Any) -> Any:
         """Tokens of queries as the tower reads them. lengths: of `[CLS] text [SEP]`, a number or an array."""
-        return lengths + (len(self.query_template.before) if self.query_template else 0)
+        return query_lengths(lengths, self.query_template)
 
     def document_lengths(self, documents: Documents) -> Array:
         """Tokens of passages as the tower reads them. documents.ids [batch, k, d] → [batch, k] int32."""

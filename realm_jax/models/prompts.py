@@ -96,6 +96,11 @@ def compiled(template: str, key: str, titles: bool, encode: Encode) -> Template:
     return found
 
 
+def query_lengths(lengths: Any, template: Template | None) -> Any:
+    """Tokens of queries as a tower reads them. lengths: of `[CLS] text [SEP]`, a number or an array."""
+    return lengths + (template.size if template else 0)
+
+
 def passage_lengths(bodies: Any, titles: Any, template: Template | None) -> Any:
     """Tokens of passages as a tower reads them, of the pieces of their bodies and titles: numbers or arrays."""
     if template is None:

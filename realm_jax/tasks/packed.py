@@ -48,9 +48,9 @@ def packed_places(
     joint = body + (title + 2 if points else 1)
     joints = needed(texts, joint, read, longest + run.lengths.document - (1 if points else 2))
     body, title = clipped_lengths(run.sources.passages, run.lengths)
-    template = run.model.passage_template
+    template, alone = run.model.passage_template, np.zeros_like(texts)  # a passage is embedded without a query
     tower, longest = passage_lengths(body, title, template), longest_passage(run.lengths.document, template)
-    return PackedPlaces(own, asked, nulls, joints, needed(0 * texts, tower, embedded, longest) if embedded else 0)
+    return PackedPlaces(own, asked, nulls, joints, needed(alone, tower, embedded, longest) if embedded else 0)
 
 
 def spread_queries(batch: Batch, mesh: Mesh) -> Batch:
