@@ -2,8 +2,10 @@
 
 XLA allocates and frees hundreds of megabytes per step, and gigabytes with larger models. glibc returns such blocks to
 the system and gets them anew, with a page fault and a zeroed page each: a third of a step of the tiny recipe
-(`benchmarks/README.md`). `keep_freed_memory` helps only before other threads have allocated anything, so `cli/main.py`
-calls it before it imports a command. MALLOC_ARENA_MAX in the environment leaves malloc alone.
+(`benchmarks/README.md`). One arena would keep them, but the threads of the compiler, which allocates little but blocks
+of a few bytes, wait for each other there. So there are several, and none of them gives a heap back.
+`keep_freed_memory` helps only before other threads have allocated anything, so `cli/main.py` calls it before it imports
+a command. MALLOC_ARENA_MAX in the environment leaves malloc alone.
 
 What is kept serves a small model. The programs of a wide one, one for each length of its batches, leave each other
 holes that are too small, and twice the memory is held that any of them uses: `release_large_blocks`, before the first
@@ -31,7 +33,9 @@ PREEMPTED = 75  # exit code: the state is saved, restart at any time
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
-M_ARENA_MAX, M_MMAP_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -4, -3, -1  # of glibc's malloc.h
+M_ARENA_MAX, M_MMAP_MAX, M_MMAP_THRESHOLD, M_TOP_PAD, M_TRIM_THRESHOLD = -8, -4, -3, -2, -1  # of glibc's malloc.h
+ARENAS = 4  # with eight or sixteen two cores compile no faster
+HEAP = 64 << 20  # bytes of a heap of an arena beside the main one; with as much padding wanted no heap is given back
 LARGE = 32 << 20  # bytes of a block that is mapped apart: the most that glibc takes
 BLOCKS = 1 << 16  # that may be mapped at a time: glibc's own limit
 MANY_FILES = 1 << 20  # open at a time, where the system has no limit
@@ -42,12 +46,12 @@ _releases_blocks = False  # whether `release_large_blocks` has
 
 
 def keep_freed_memory() -> None:
-    """Make malloc use one arena, never mmap blocks, and never return freed memory. Does nothing if JAX has a device."""
+    """Make malloc use few arenas, never mmap blocks, and never return freed memory. Does nothing if JAX has a device."""
     global _keeps_memory
     if "MALLOC_ARENA_MAX" in os.environ or platform.libc_ver()[0] != "glibc" or not is_cpu_only():
         return
     _keeps_memory = True
-    _set((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1))
+    _set((M_ARENA_MAX, ARENAS), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, HEAP))
 
 
 def release_large_blocks() -> None:
