@@ -46,7 +46,7 @@ _releases_blocks = False  # whether `release_large_blocks` has
 
 
 def keep_freed_memory() -> None:
-    """Make malloc use few arenas, never mmap blocks, and never return freed memory. Does nothing if JAX has a device."""
+    """Make malloc use few arenas, never mmap blocks and never return freed memory. Does nothing if JAX has a device."""
     global _keeps_memory
     if "MALLOC_ARENA_MAX" in os.environ or platform.libc_ver()[0] != "glibc" or not is_cpu_only():
         return

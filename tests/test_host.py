@@ -30,7 +30,11 @@ print(calls)
 @pytest.mark.parametrize(
     "libc, environment, expected",
     [
-        ("glibc", {"JAX_PLATFORMS": "cpu"}, "[(-8, 4), (-4, 0), (-1, -1), (-2, 67108864)]\n[(-3, 33554432), (-4, 65536)]"),
+        (
+            "glibc",
+            {"JAX_PLATFORMS": "cpu"},
+            "[(-8, 4), (-4, 0), (-1, -1), (-2, 67108864)]\n[(-3, 33554432), (-4, 65536)]",
+        ),
         ("glibc", {"JAX_PLATFORMS": "cuda,cpu"}, "[]\n[]"),
         ("glibc", {"JAX_PLATFORMS": "cpu", "MALLOC_ARENA_MAX": "4"}, "[]\n[]"),
         ("musl", {"JAX_PLATFORMS": "cpu"}, "[]\n[]"),
