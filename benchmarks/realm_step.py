@@ -39,6 +39,7 @@ from realm_jax.chips import peak
 from realm_jax.config import default
 from realm_jax.data.sources import open_sources
 from realm_jax.host import keep_freed_memory
+from realm_jax.mesh import logical_sharding
 from realm_jax.models.inputs import Documents
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run, put_batch
@@ -69,7 +70,8 @@ def main() -> None:
     config = config_of(args)
     corpus, words = corpus_of(args)
     run = abstract_run(config, Path("."), len(corpus.ids), words, special=(CLS, SEP))
-    run.__dict__["corpus"] = corpus  # where cached_property keeps it
+    documents = jax.device_put(Documents(*corpus), logical_sharding(run.mesh, "rows"))
+    run.__dict__.update(corpus=corpus, documents=documents, _held_out=None)  # where cached_property keeps them
     batch = batch_of(run, np.random.default_rng(1))
     kind = jax.devices()[0].device_kind
     print(f"{args.size}, {args.dtype}, {kind}: {args.batch} queries of {args.query} × {args.candidates} candidates of "
