@@ -11,6 +11,8 @@ in a process of its own. Memory is the peak of anonymous memory; pages of files,
 
     python benchmarks/full_scale.py check --vectors=vectors.npz
     python benchmarks/full_scale.py run --vectors=vectors.npz --workdir=DIR [--rows 100000 1000000 13353718]
+
+Last, EDITED rows are added to the corpus, and the generation of what it is then is built.
 """
 
 import argparse
@@ -37,6 +39,7 @@ from realm_jax.storage import PosixFolder
 WIKIPEDIA = 13_353_718  # passages of the paper's corpus
 NEIGHBOURS, SPREAD = 64, 0.8
 BATCH, DEPTH, REPEATS = 512, 8, 5
+EDITED = 1000  # rows that an edit adds
 SEARCHED = (16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -95,7 +98,7 @@ class Memory:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("check", "run", "build", "search"))
+    parser.add_argument("action", choices=("check", "run", "build", "search", "edit"))
     parser.add_argument("--vectors", type=Path, required=True)
     parser.add_argument("--workdir", type=Path)
     parser.add_argument("--rows", type=int, nargs="+", default=[100_000, 1_000_000, WIKIPEDIA])
@@ -106,6 +109,8 @@ def main() -> None:
         check(real, queries)
     elif args.action == "build":
         build(args.workdir, Enlarged(real, args.rows[0]), queries)
+    elif args.action == "edit":
+        build(args.workdir, Enlarged(real, args.rows[0] + EDITED), queries, EDITED)
     elif args.action == "search":
         search(args.workdir, queries)
     else:
@@ -116,7 +121,7 @@ def main() -> None:
 def run(vectors: Path, workdir: Path, rows: int) -> None:
     shutil.rmtree(workdir, ignore_errors=True)
     workdir.mkdir(parents=True)
-    for action in ("build", "search"):
+    for action in ("build", "search", "edit"):
         command = [
             sys.executable,
             __file__,
@@ -134,8 +139,8 @@ def settings() -> ScannConfig:
     return ScannConfig()
 
 
-def build(workdir: Path, vectors: Enlarged, queries: NDArray[np.float32]) -> None:
-    """The builder's part."""
+def build(workdir: Path, vectors: Enlarged, queries: NDArray[np.float32], edited: int = 0) -> None:
+    """The builder's part. edited: the rows, the last ones, that an edit of the corpus added."""
     folder = PosixFolder(workdir)
 
     def read(first: int, last: int) -> CorpusRows:
@@ -148,7 +153,8 @@ def build(workdir: Path, vectors: Enlarged, queries: NDArray[np.float32]) -> Non
             return vectors[int(numbers[0]) : int(numbers[-1]) + 1]
         return np.concatenate([vectors[number : number + 1] for number in numbers.tolist()])
 
-    corpus = Corpus("enlarged", "none", (("all", vectors.rows),), read)
+    segments = [("all", vectors.rows - edited)] + [("edit", edited)] * bool(edited)
+    corpus = Corpus(f"enlarged {edited}", "none", tuple(segments), read)
     record = {"step": 0, "tokenizer": "none", "corpus": corpus.fingerprint, "towers": {}, "index": {}}
     export = write_export(folder, record, {"none": np.zeros(1, np.float32)}, queries[:1024])
     builder = Builder(folder, corpus, "bfloat16", CHUNK_ROWS, searches=settings())
@@ -156,7 +162,8 @@ def build(workdir: Path, vectors: Enlarged, queries: NDArray[np.float32]) -> Non
     with Memory() as memory:
         manifest = builder.build(export, embed, queries[:1024])
     report(
-        rows=vectors.rows, phase="build", seconds=time.monotonic() - began, **manifest.seconds, **manifest.recall,
+        rows=vectors.rows, phase="edit" if edited else "build", seconds=time.monotonic() - began,
+        **manifest.seconds, **manifest.recall,
         anonymous_gb=memory.anonymous, file_gb=memory.files, shards=len(manifest.searcher["shards"]),
         leaves=manifest.searcher["shards"][0]["leaves"], searched=manifest.searcher["shards"][0]["leaves_searched"],
         disk_gb=sum(path.stat().st_size for path in workdir.rglob("*") if path.is_file()) / 1e9,

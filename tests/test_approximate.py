@@ -13,7 +13,15 @@ pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
 
 from realm_jax.refresh import searchers
 from realm_jax.refresh.builder import Builder, Corpus, Rejected
-from realm_jax.refresh.generations import clear_rejections, load_vectors, read_manifest, reject, rejection, write_export
+from realm_jax.refresh.generations import (
+    clear_rejections,
+    load_vectors,
+    read_manifest,
+    reject,
+    rejection,
+    remove_generation,
+    write_export,
+)
 from realm_jax.refresh.searchers import load_searcher
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.retrieval.scann import ScannConfig, Searcher, exact_rows, recall, shard_ranges
@@ -48,6 +56,7 @@ def test_exact_rows_are_those_of_a_full_sort():
 def test_shards_cover_all_rows_evenly():
     assert shard_ranges(8000, 3000) == [(0, 2666), (2666, 5333), (5333, 8000)]
     assert shard_ranges(5, 3000) == [(0, 5)]
+    assert shard_ranges(8000, 3000, 6000) == [(6000, 8000)] and shard_ranges(8000, 3000, 8000) == []
 
 
 def test_small_shards_are_scored_whole_so_that_nothing_is_missed():
@@ -83,12 +92,14 @@ def test_recall_counts_what_was_found_in_any_order():
 # --- As files
 
 
-def make(folder, settings, min_recall=0.0, step=1, vectors=VECTORS, asked=ASKED):
+def make(folder, settings, min_recall=0.0, step=1, vectors=VECTORS, asked=ASKED, edits=()):
+    """A generation. edits: how many rows each added, of the last."""
+    segments = [("one", len(vectors) - sum(edits)), *((f"edit {n}", rows) for n, rows in enumerate(edits) if rows)]
     corpus = Corpus(
-        "corpus", "tokenizer", (("one", len(vectors)),),
+        f"corpus{edits}", "tokenizer", tuple(segments),
         lambda first, last: CorpusRows(np.arange(first, last)[:, None], *[np.ones(last - first)] * 2),
     )  # fmt: skip
-    record = {"step": step, "tokenizer": "tokenizer", "corpus": "corpus", "towers": {}, "index": {}}
+    record = {"step": step, "tokenizer": "tokenizer", "corpus": corpus.fingerprint, "towers": {}, "index": {}}
     export = write_export(folder, record, {"a": np.full(1, step, np.float32)}, asked)
     builder = Builder(folder, corpus, "float32", 3000, searches=settings, min_recall=min_recall)
     return builder.build(export, lambda rows: vectors[rows.ids[:, 0]], asked)
@@ -184,6 +195,83 @@ def test_a_bucket_s_generation_takes_what_the_one_before_has_learnt(monkeypatch,
 def test_small_shards_have_nothing_to_take(tmp_path):
     folder = PosixFolder(tmp_path)
     assert make(folder, SETTINGS).searcher["trained"] is make(folder, SETTINGS, step=2).searcher["trained"] is None
+
+
+SOME_TREES = dataclasses.replace(TREES, tree_from=1000)
+ADDED = np.concatenate([VECTORS, 2 * MOVED[:900]])  # longer, so that the searches of all queries end among them
+ASKED_OF_ADDED = ADDED[-64:].copy()
+
+
+def rows_of(manifest):
+    return [(shard["first"], shard["last"]) for shard in manifest.searcher["shards"]]
+
+
+def test_an_edit_builds_a_shard_of_what_it_added_and_shares_the_others(tmp_path, monkeypatch):
+    folder, built, build = PosixFolder(tmp_path), [], searchers.build_shard
+    monkeypatch.setattr(searchers, "build_shard", lambda rows, *rest: built.append(len(rows)) or build(rows, *rest))
+    first = make(folder, SOME_TREES)
+    once = make(folder, SOME_TREES, vectors=ADDED[:8300], edits=[300])
+    twice = make(folder, SOME_TREES, vectors=ADDED, edits=[300, 600], asked=ASKED_OF_ADDED)
+    assert built == [2666, 2667, 2667, 300, 900]
+    assert once.searcher["shards"][:3] == twice.searcher["shards"][:3] == first.searcher["shards"]
+    assert rows_of(twice)[3:] == [(8000, 8900)] and not twice.searcher["shards"][3]["leaves"]
+    assert twice.searcher["trained"] == {"generation": first.generation, "recall": first.recall}
+    vectors = load_vectors(folder, twice)
+    found = load_searcher(folder, twice, vectors).search(ASKED_OF_ADDED, 8)
+    np.testing.assert_array_equal(found, exact_rows(ASKED_OF_ADDED, vectors, 8))
+    assert found.min() >= 8000 and twice.recall == {"recall@8": 1.0}
+
+
+def test_many_added_rows_have_a_tree_which_the_next_edit_shares(tmp_path):
+    folder = PosixFolder(tmp_path)
+    few = dataclasses.replace(SOME_TREES, tree_from=500)
+    make(folder, few)
+    many = make(folder, few, vectors=ADDED[:8800], edits=[800])
+    more = make(folder, few, vectors=ADDED, edits=[800, 100])
+    assert rows_of(more)[3:] == [(8000, 8800), (8800, 8900)]
+    assert more.searcher["shards"][3] == many.searcher["shards"][3]
+
+
+def test_an_edit_that_adds_nothing_builds_nothing(tmp_path, monkeypatch):
+    folder = PosixFolder(tmp_path)
+    first = make(folder, SOME_TREES)
+    monkeypatch.setattr(searchers, "build_shard", None)
+    assert make(folder, SOME_TREES, edits=[0]).searcher["shards"] == first.searcher["shards"]
+
+
+def test_shards_that_are_shared_stay_when_their_generation_is_removed(tmp_path):
+    folder = PosixFolder(tmp_path)
+    first, edited = make(folder, SOME_TREES), make(folder, SOME_TREES, vectors=ADDED[:8300], edits=[300])
+    remove_generation(folder, first.generation)
+    load_searcher(folder, edited, load_vectors(folder, edited)).search(ASKED, 8)
+
+
+def test_a_shared_shard_that_is_damaged_is_built_anew(tmp_path):
+    folder = PosixFolder(tmp_path)
+    first = make(folder, SOME_TREES)
+    file = first.searcher["shards"][1]["files"][0][0]
+    folder.write(file, folder.read(file)[:-1])
+    with pytest.raises(Damaged, match="searcher of rows 2666 to 5333"):
+        make(folder, SOME_TREES, vectors=ADDED[:8300], edits=[300])
+    edited = make(folder, SOME_TREES, vectors=ADDED[:8300], edits=[300])
+    assert rows_of(edited) == shard_ranges(8300, 3000)
+    assert {name.split("/")[1] for name, *_ in map(tuple, edited.files)} == {edited.generation}
+
+
+@pytest.mark.parametrize("change", [{"leaves": 50}, {"budget": 100}])
+def test_settings_that_changed_share_nothing(tmp_path, change):
+    folder = PosixFolder(tmp_path)
+    make(folder, SOME_TREES)
+    edited = make(folder, dataclasses.replace(SOME_TREES, **change), vectors=ADDED[:8300], edits=[300])
+    assert rows_of(edited) == shard_ranges(8300, 3000)
+
+
+def test_the_next_generation_has_the_whole_corpus_in_equal_shards(tmp_path):
+    folder = PosixFolder(tmp_path)
+    make(folder, SOME_TREES)
+    make(folder, SOME_TREES, vectors=ADDED, edits=[900])
+    after = make(folder, SOME_TREES, vectors=ADDED, edits=[900], step=2)
+    assert rows_of(after) == shard_ranges(8900, 3000) and after.searcher["trained"] is None
 
 
 def test_too_low_a_recall_is_refused(tmp_path):

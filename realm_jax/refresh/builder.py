@@ -36,7 +36,15 @@ from realm_jax.refresh.generations import (
     rejection,
     rows_name,
 )  # fmt: skip
-from realm_jax.refresh.searchers import LOSS, build_searchers, earlier_searcher, measure, trained_on
+from realm_jax.refresh.searchers import (
+    LOSS,
+    Shared,
+    build_searchers,
+    earlier_searcher,
+    measure,
+    shared_shards,
+    trained_on,
+)
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.retrieval.scann import ScannConfig
 from realm_jax.storage import Damaged, FileEntry, Folder, digest
@@ -167,15 +175,16 @@ class Builder:
         """The manifest with the searcher's files and recall, where hosts search."""
         if self.searches is None:
             return manifest
-        trained = earlier_searcher(self.folder, manifest, self.searches)
-        if trained is not None:
-            found = self._measured(manifest, queries, trained)
-            (name, value), wanted = next(iter(found.recall.items())), trained_on(trained)["recall"]
+        shared = shared_shards(self.folder, manifest, self.searches)
+        trained = None if shared else earlier_searcher(self.folder, manifest, self.searches)
+        if (learnt := shared.generation if shared else trained) is not None:
+            found = self._measured(manifest, queries, trained, shared)
+            (name, value), wanted = next(iter(found.recall.items())), trained_on(learnt)["recall"]
             if value >= max(self.min_recall, wanted.get(name, 1.0) - LOSS):
                 return found
             message = "the centroids of generation %s no longer suit: %s %.3f after %.3f; they are learnt anew"
-            logger.info(message, trained.generation, name, value, wanted.get(name, 1.0))
-        found = self._measured(manifest, queries, None)
+            logger.info(message, learnt.generation, name, value, wanted.get(name, 1.0))
+        found = self._measured(manifest, queries)
         name, value = next(iter(found.recall.items()))
         if value < self.min_recall:
             reason = f"{name} of its searcher is {value:.3f}, below config.scann.min_recall={self.min_recall:g}"
@@ -183,11 +192,16 @@ class Builder:
             raise Rejected(f"generation {manifest.generation} is not published: {reason}; raise scann.leaves_searched")
         return found
 
-    def _measured(self, manifest: Manifest, queries: NDArray[np.float32], trained: Manifest | None) -> Manifest:
-        """The manifest with a searcher, whose centroids and codebooks are those of another generation's or learnt, and
-        its recall."""
+    def _measured(
+        self,
+        manifest: Manifest,
+        queries: NDArray[np.float32],
+        trained: Manifest | None = None,
+        shared: Shared | None = None,
+    ) -> Manifest:
+        """The manifest with a searcher and its recall. trained, shared: as of `build_searchers`."""
         assert self.searches is not None
-        built = build_searchers(self.folder, manifest, self.searches, self.share.order, self.check, trained)
+        built = build_searchers(self.folder, manifest, self.searches, self.share.order, self.check, trained, shared)
         manifest = dataclasses.replace(manifest, searcher=built)
         return dataclasses.replace(manifest, recall=measure(self.folder, manifest, queries))
 

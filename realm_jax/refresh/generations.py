@@ -323,8 +323,9 @@ def remove_generation(folder: Folder, generation: str) -> None:
     if not any(name.startswith(f"{home}/") for name in kept):
         folder.remove(home)
         return
+    used = {name.removeprefix(f"{home}/").partition("/")[0] for name in kept if name.startswith(f"{home}/")}
     for name in folder.names(home):
-        if f"{home}/{name}" not in kept:
+        if name not in used:
             folder.remove(f"{home}/{name}")
 
 

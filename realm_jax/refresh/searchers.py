@@ -5,7 +5,9 @@
 
 Shards are shared out like chunks (`builder.py`), and those with a `.done` mark are not built again. Most of a build's
 time goes into what a searcher learns: the centroids of its tree and the codebook of its quantiser. So the shards of a
-generation take both from the generation before, as long as the measured recall holds (`LOSS`). How they search is
+generation take both from the generation before, as long as the measured recall holds (`LOSS`). After an edit of the
+corpus the shards of what it left as it was are shared, and the rows that it added have a shard of their own: searched
+exactly while they are few, with a tree once they are many (`ScannConfig.tree_from`). How they search is
 `retrieval/scann.py`.
 """
 
@@ -16,6 +18,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +35,7 @@ from realm_jax.refresh.generations import (
     generation_names,
     load_vectors,
     manifests,
+    reject,
     rejection,
     rows_name,
 )
@@ -58,6 +62,13 @@ UNUSABLE = (Damaged, StorageError, FileNotFoundError, RuntimeError, ValueError) 
 RENEWED_AT_A_TIME = 8  # shards, each with 2 GB of its own where it has the most rows
 
 
+class Shared(NamedTuple):
+    """The first shards of a generation, which another one begins with too."""
+
+    generation: Manifest
+    shards: tuple[dict[str, Any], ...]
+
+
 class ShardWork(NamedTuple):
     """A shard to be built: its rows, where its files go, and the done mark of the shard whose centroids it takes."""
 
@@ -73,10 +84,15 @@ def build_searchers(
     order: Callable[[int], list[int]],
     check: Callable[[], None],
     trained: Manifest | None = None,
+    shared: Shared | None = None,
 ) -> dict[str, Any]:
-    """Build every shard that has no done mark; the manifest's entry of the searcher. order: of this process's work;
-    trained: the generation whose centroids and codebooks to use (None: to be learnt)."""
-    ranges, chosen = shard_ranges(manifest.rows, settings.shard_rows), dataclasses.asdict(settings)
+    """Build every shard that has no done mark; the manifest's entry of the searcher.
+
+    order: of this process's work; trained: the generation whose centroids and codebooks to use (None: to be learnt);
+    shared: shards of another generation that this one begins with. One of the two at most.
+    """
+    start = shared.shards[-1]["last"] if shared else 0
+    ranges, chosen = shard_ranges(manifest.rows, settings.shard_rows, start), dataclasses.asdict(settings)
     key = digest(json.dumps([chosen, trained and trained.generation], sort_keys=True).encode())[:6]
     home = f"index/{manifest.generation}/scann-{key}"  # builders with other settings do not meet
 
@@ -94,7 +110,7 @@ def build_searchers(
     for failure in ordered_parallel_map(build, missing(), workers, few=2):
         if failure:
             logger.warning("%s; the shard learns its centroids anew", failure)
-    marks, shards = by_rows(folder, home, DONE), []
+    marks, shards = by_rows(folder, home, DONE), list(shared.shards) if shared else []
     for first, last in ranges:
         path = f"{home}/{marks.get(rows_name(first, last))}"
         try:
@@ -104,7 +120,8 @@ def build_searchers(
         except Damaged:
             folder.remove(path)
             raise
-    return {"settings": chosen, "shards": shards, "trained": None if trained is None else trained_on(trained)}
+    learnt = trained or (shared and shared.generation)
+    return {"settings": chosen, "shards": shards, "trained": trained_on(learnt) if learnt else None}
 
 
 def trained_on(manifest: Manifest) -> dict[str, Any]:
@@ -117,13 +134,33 @@ def earlier_searcher(folder: Folder, manifest: Manifest, settings: ScannConfig) 
     """The newest generation of an earlier step whose centroids and codebooks suit the shards of this one."""
     names = [name for name in reversed(generation_names(folder)) if export_step(name) < manifest.step]
     wanted = (dataclasses.asdict(settings), manifest.rows, manifest.width)
+    ranges = shard_ranges(manifest.rows, settings.shard_rows)
     for other in manifests(folder, names):
         searcher = other.searcher
         if searcher is None or (searcher["settings"], other.rows, other.width) != wanted:
             continue
-        if all(shard["leaves"] for shard in searcher["shards"]) and rejection(folder, other.generation) is None:
+        trees = [(shard["first"], shard["last"]) for shard in searcher["shards"] if shard["leaves"]]
+        if trees == ranges and rejection(folder, other.generation) is None:
             return other
     return None
+
+
+def shared_shards(folder: Folder, manifest: Manifest, settings: ScannConfig) -> Shared | None:
+    """What an edit of the corpus left as it was: of the generations of the same towers, the longest run of shards with
+    a tree over rows that this one begins with too. None if there is none."""
+    names = [name for name in generation_names(folder) if export_step(name) == manifest.step]
+    wanted, best = (dataclasses.asdict(settings), manifest.parameters, manifest.dtype, manifest.width), None
+    for other in manifests(folder, [name for name in names if name != manifest.generation]):
+        searcher = other.searcher
+        if searcher is None or (searcher["settings"], other.parameters, other.dtype, other.width) != wanted:
+            continue
+        equal = takewhile(lambda pair: pair[0] == pair[1], zip(manifest.chunks, other.chunks, strict=False))
+        rows = sum(chunk.last - chunk.first for chunk, _ in equal)
+        kept = [*takewhile(lambda shard: shard["leaves"] and shard["last"] <= rows, searcher["shards"])]  # noqa: B023
+        longer = kept and (best is None or kept[-1]["last"] > best.shards[-1]["last"])
+        if longer and rejection(folder, other.generation) is None:
+            best = Shared(other, tuple(kept))
+    return best
 
 
 def load_searcher(
@@ -154,7 +191,8 @@ def _load(folder: Folder, shard: dict[str, Any]) -> Shard:
 def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) -> dict[str, float]:
     """Recall of a generation's searcher against exact search, with sample queries of the same export.
 
-    A shard that cannot be loaded loses its done mark, so that it is built again. Raises Damaged.
+    A shard that cannot be loaded loses its done mark, or the generation that it is shared with is refused, so that it
+    is built again. Raises Damaged.
     """
     assert manifest.searcher is not None, "hosts search"
     vectors, shards = load_vectors(folder, manifest), []
@@ -162,8 +200,11 @@ def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) ->
         for shard in manifest.searcher["shards"]:
             try:
                 shards.append(_load(folder, shard))
-            except Damaged:
-                folder.remove(shard["files"][0][0].rpartition("/")[0] + DONE)
+            except Damaged as fault:
+                home = shard["files"][0][0].rpartition("/")[0]
+                folder.remove(f"{home}{DONE}")
+                if (other := home.split("/")[1]) != manifest.generation:
+                    reject(folder, other, str(fault), again=True)
                 raise
     finally:
         folder.unstage(f"index/{manifest.generation}")

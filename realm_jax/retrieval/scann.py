@@ -68,10 +68,10 @@ class Shard(NamedTuple):
     searcher: Any
 
 
-def shard_ranges(rows: int, shard_rows: int) -> list[tuple[int, int]]:
-    """The corpus in shards of nearly equal size."""
-    count = max(1, -(-rows // shard_rows))
-    edges = np.linspace(0, rows, count + 1).astype(np.int64).tolist()
+def shard_ranges(rows: int, shard_rows: int, start: int = 0) -> list[tuple[int, int]]:
+    """The corpus from row `start` on in shards of nearly equal size."""
+    count = -(-(rows - start) // shard_rows)
+    edges = np.linspace(start, rows, count + 1).astype(np.int64).tolist()
     return list(zip(edges, edges[1:], strict=False))
 
 
