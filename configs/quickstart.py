@@ -3,7 +3,7 @@
     realm quickstart --workdir=runs/quickstart
     realm train --config=quickstart --config.data.path=runs/quickstart/data --workdir=runs/other
 
-Two CPU cores, five to eight minutes. Recall@5 of the gold passage 0.97 (0.52 before REALM), exact match 0.97.
+Two CPU cores, four to eight minutes. Recall@5 of the gold passage 0.97 (0.52 before REALM), exact match 0.97.
 """
 
 from ml_collections import ConfigDict

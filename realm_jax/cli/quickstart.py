@@ -41,7 +41,7 @@ Afterwards: open report.html in the run folder, or ask:  realm ask --workdir=rea
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `realm quickstart`."""
     parser.epilog = EXAMPLES
-    add_config_argument(parser, "two layers of 64, five to eight minutes on two cores")
+    add_config_argument(parser, "two layers of 64, four to eight minutes on two cores")
     add = parser.add_argument
     add("--workdir", default=DEFAULT_WORKDIR, metavar="DIR", help=f"folder of the run (default: {DEFAULT_WORKDIR})")
     add("--entities", type=int, default=ENTITIES, metavar="N", help=f"articles of the encyclopedia ({ENTITIES})")
