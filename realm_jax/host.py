@@ -3,7 +3,8 @@
 XLA allocates and frees hundreds of megabytes per step, and gigabytes with larger models. glibc returns such blocks to
 the system and gets them anew, with a page fault and a zeroed page each: a third of a step of the tiny recipe
 (`benchmarks/README.md`). One arena would keep them, but the threads of the compiler, which allocates little but blocks
-of a few bytes, wait for each other there. So there are several, and none of them gives a heap back.
+of a few bytes, wait for each other there. So there are several, and none of them gives a heap back; a block that is
+larger than a heap is, where its thread belongs to another arena than the main one.
 `keep_freed_memory` helps only before other threads have allocated anything, so `cli/main.py` calls it before it imports
 a command. MALLOC_ARENA_MAX in the environment leaves malloc alone.
 
