@@ -26,19 +26,17 @@ from realm_jax.refresh.generations import (
     by_rows,
     check_vectors,
     current_name,
-    export_step,
-    generation_names,
-    manifests,
+    drop_damaged,
     numpy_dtype,
+    of_same_towers,
     read_chunk,
     read_manifest,
     reject,
-    rejection,
     rows_name,
 )  # fmt: skip
 from realm_jax.refresh.searchers import (
     LOSS,
-    Shared,
+    Earlier,
     build_searchers,
     earlier_searcher,
     measure,
@@ -175,15 +173,15 @@ class Builder:
         """The manifest with the searcher's files and recall, where hosts search."""
         if self.searches is None:
             return manifest
-        shared = shared_shards(self.folder, manifest, self.searches)
-        trained = None if shared else earlier_searcher(self.folder, manifest, self.searches)
-        if (learnt := shared.generation if shared else trained) is not None:
-            found = self._measured(manifest, queries, trained, shared)
-            (name, value), wanted = next(iter(found.recall.items())), trained_on(learnt)["recall"]
+        earlier = shared_shards(self.folder, manifest, self.searches)
+        earlier = earlier or earlier_searcher(self.folder, manifest, self.searches)
+        if earlier is not None:
+            found = self._measured(manifest, queries, earlier)
+            (name, value), wanted = next(iter(found.recall.items())), trained_on(earlier.generation)["recall"]
             if value >= max(self.min_recall, wanted.get(name, 1.0) - LOSS):
                 return found
             message = "the centroids of generation %s no longer suit: %s %.3f after %.3f; they are learnt anew"
-            logger.info(message, learnt.generation, name, value, wanted.get(name, 1.0))
+            logger.info(message, earlier.generation.generation, name, value, wanted.get(name, 1.0))
         found = self._measured(manifest, queries)
         name, value = next(iter(found.recall.items()))
         if value < self.min_recall:
@@ -192,29 +190,17 @@ class Builder:
             raise Rejected(f"generation {manifest.generation} is not published: {reason}; raise scann.leaves_searched")
         return found
 
-    def _measured(
-        self,
-        manifest: Manifest,
-        queries: NDArray[np.float32],
-        trained: Manifest | None = None,
-        shared: Shared | None = None,
-    ) -> Manifest:
-        """The manifest with a searcher and its recall. trained, shared: as of `build_searchers`."""
+    def _measured(self, manifest: Manifest, queries: NDArray[np.float32], earlier: Earlier | None = None) -> Manifest:
+        """The manifest with a searcher and its recall. earlier: as of `build_searchers`."""
         assert self.searches is not None
-        built = build_searchers(self.folder, manifest, self.searches, self.share.order, self.check, trained, shared)
+        built = build_searchers(self.folder, manifest, self.searches, self.share.order, self.check, earlier)
         manifest = dataclasses.replace(manifest, searcher=built)
         return dataclasses.replace(manifest, recall=measure(self.folder, manifest, queries))
 
     def _shared(self, export: Export, width: int) -> dict[tuple[str, int, int], FileEntry]:
         """Chunks that a published generation of the same towers has: what an edit of the corpus left as it was."""
-        found: dict[tuple[str, int, int], FileEntry] = {}
-        wanted = (export.parameters, self.dtype, width)
-        names = [name for name in generation_names(self.folder) if export_step(name) == export.step]
-        for other in manifests(self.folder, names):
-            same = (other.parameters, other.dtype, other.width) == wanted
-            if same and rejection(self.folder, other.generation) is None:
-                found |= {chunk[:3]: chunk.file for chunk in other.chunks}
-        return found
+        same = of_same_towers(self.folder, export.step, export.parameters, self.dtype, width)
+        return {chunk[:3]: chunk.file for other in same for chunk in other.chunks}
 
     def _embed_missing(self, name: str, chunks: list[Chunk], embed: Embed, width: int) -> None:
         """Embed every chunk that is not written. Reading, the devices and writing overlap; a write that fails ends
@@ -272,11 +258,7 @@ class Builder:
             try:
                 vectors = read_chunk(self.folder, manifest, listed)
             except Damaged as fault:
-                home = listed.file.name.split("/")[1]
-                if home == manifest.generation:
-                    self.folder.remove(listed.file.name)
-                else:
-                    reject(self.folder, home, str(fault), again=True)
+                drop_damaged(self.folder, manifest, listed.file.name, fault)
                 raise
             sample = rows[(rows >= chunk.first) & (rows < chunk.last)]
             if not len(sample):

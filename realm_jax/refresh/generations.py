@@ -244,6 +244,15 @@ def manifests(folder: Folder, names: Iterable[str]) -> Iterator[Manifest]:
                 yield manifest
 
 
+def of_same_towers(folder: Folder, step: int, parameters: str, dtype: str, width: int) -> Iterator[Manifest]:
+    """The published generations of the towers of an export that are not refused, of any version of the corpus."""
+    names = [name for name in generation_names(folder) if export_step(name) == step]
+    for other in manifests(folder, names):
+        same = (other.parameters, other.dtype, other.width) == (parameters, dtype, width)
+        if same and rejection(folder, other.generation) is None:
+            yield other
+
+
 def export_of(folder: Folder, manifest: Manifest) -> Export | None:
     """The export that a generation was built from; None when it is gone, or another took its place. Raises Damaged."""
     export = read_export(folder, manifest.step)
@@ -363,6 +372,16 @@ def rejection(folder: Folder, generation: str) -> dict | None:
 def reject(folder: Folder, generation: str, reason: str, again: bool) -> None:
     """Mark a generation as not to be served."""
     folder.write_json(f"index/{generation}{REFUSED}", {"reason": reason, "again": again})
+
+
+def drop_damaged(folder: Folder, manifest: Manifest, path: str, fault: Damaged) -> None:
+    """Have a file of a generation that is being built made again: remove it (`path`: it, or its done mark), or refuse
+    the generation that it is shared with."""
+    home = path.split("/")[1]
+    if home == manifest.generation:
+        folder.remove(path)
+    else:
+        reject(folder, home, str(fault), again=True)
 
 
 def clear_rejections(folder: Folder) -> None:

@@ -31,11 +31,12 @@ from realm_jax.refresh.generations import (
     IncompatibleIndex,
     Manifest,
     by_rows,
+    drop_damaged,
     export_step,
     generation_names,
     load_vectors,
     manifests,
-    reject,
+    of_same_towers,
     rejection,
     rows_name,
 )
@@ -62,11 +63,12 @@ UNUSABLE = (Damaged, StorageError, FileNotFoundError, RuntimeError, ValueError) 
 RENEWED_AT_A_TIME = 8  # shards, each with 2 GB of its own where it has the most rows
 
 
-class Shared(NamedTuple):
-    """The first shards of a generation, which another one begins with too."""
+class Earlier(NamedTuple):
+    """A generation that spares another one some learning. shared: its first shards, which the other begins with too;
+    without any, every shard of the other takes the centroids and the codebook of the one of the same rows."""
 
     generation: Manifest
-    shards: tuple[dict[str, Any], ...]
+    shared: tuple[dict[str, Any], ...] = ()
 
 
 class ShardWork(NamedTuple):
@@ -83,15 +85,13 @@ def build_searchers(
     settings: ScannConfig,
     order: Callable[[int], list[int]],
     check: Callable[[], None],
-    trained: Manifest | None = None,
-    shared: Shared | None = None,
+    earlier: Earlier | None = None,
 ) -> dict[str, Any]:
-    """Build every shard that has no done mark; the manifest's entry of the searcher.
-
-    order: of this process's work; trained: the generation whose centroids and codebooks to use (None: to be learnt);
-    shared: shards of another generation that this one begins with. One of the two at most.
-    """
-    start = shared.shards[-1]["last"] if shared else 0
+    """Build every shard that has no done mark; the manifest's entry of the searcher. order: of this process's work;
+    earlier: what to take from another generation (None: all is learnt)."""
+    shards = list(earlier.shared) if earlier else []
+    trained = earlier.generation if earlier and not earlier.shared else None
+    start = shards[-1]["last"] if shards else 0
     ranges, chosen = shard_ranges(manifest.rows, settings.shard_rows, start), dataclasses.asdict(settings)
     key = digest(json.dumps([chosen, trained and trained.generation], sort_keys=True).encode())[:6]
     home = f"index/{manifest.generation}/scann-{key}"  # builders with other settings do not meet
@@ -110,7 +110,7 @@ def build_searchers(
     for failure in ordered_parallel_map(build, missing(), workers, few=2):
         if failure:
             logger.warning("%s; the shard learns its centroids anew", failure)
-    marks, shards = by_rows(folder, home, DONE), list(shared.shards) if shared else []
+    marks = by_rows(folder, home, DONE)
     for first, last in ranges:
         path = f"{home}/{marks.get(rows_name(first, last))}"
         try:
@@ -120,8 +120,7 @@ def build_searchers(
         except Damaged:
             folder.remove(path)
             raise
-    learnt = trained or (shared and shared.generation)
-    return {"settings": chosen, "shards": shards, "trained": trained_on(learnt) if learnt else None}
+    return {"settings": chosen, "shards": shards, "trained": trained_on(earlier.generation) if earlier else None}
 
 
 def trained_on(manifest: Manifest) -> dict[str, Any]:
@@ -130,7 +129,7 @@ def trained_on(manifest: Manifest) -> dict[str, Any]:
     return manifest.searcher.get("trained") or {"generation": manifest.generation, "recall": manifest.recall}
 
 
-def earlier_searcher(folder: Folder, manifest: Manifest, settings: ScannConfig) -> Manifest | None:
+def earlier_searcher(folder: Folder, manifest: Manifest, settings: ScannConfig) -> Earlier | None:
     """The newest generation of an earlier step whose centroids and codebooks suit the shards of this one."""
     names = [name for name in reversed(generation_names(folder)) if export_step(name) < manifest.step]
     wanted = (dataclasses.asdict(settings), manifest.rows, manifest.width)
@@ -141,26 +140,29 @@ def earlier_searcher(folder: Folder, manifest: Manifest, settings: ScannConfig) 
             continue
         trees = [(shard["first"], shard["last"]) for shard in searcher["shards"] if shard["leaves"]]
         if trees == ranges and rejection(folder, other.generation) is None:
-            return other
+            return Earlier(other)
     return None
 
 
-def shared_shards(folder: Folder, manifest: Manifest, settings: ScannConfig) -> Shared | None:
+def shared_shards(folder: Folder, manifest: Manifest, settings: ScannConfig) -> Earlier | None:
     """What an edit of the corpus left as it was: of the generations of the same towers, the longest run of shards with
     a tree over rows that this one begins with too. None if there is none."""
-    names = [name for name in generation_names(folder) if export_step(name) == manifest.step]
-    wanted, best = (dataclasses.asdict(settings), manifest.parameters, manifest.dtype, manifest.width), None
-    for other in manifests(folder, [name for name in names if name != manifest.generation]):
-        searcher = other.searcher
-        if searcher is None or (searcher["settings"], other.parameters, other.dtype, other.width) != wanted:
+    best, chosen = None, dataclasses.asdict(settings)
+    for other in of_same_towers(folder, manifest.step, manifest.parameters, manifest.dtype, manifest.width):
+        if other.searcher is None or other.searcher["settings"] != chosen:
             continue
-        equal = takewhile(lambda pair: pair[0] == pair[1], zip(manifest.chunks, other.chunks, strict=False))
-        rows = sum(chunk.last - chunk.first for chunk, _ in equal)
-        kept = [*takewhile(lambda shard: shard["leaves"] and shard["last"] <= rows, searcher["shards"])]  # noqa: B023
-        longer = kept and (best is None or kept[-1]["last"] > best.shards[-1]["last"])
-        if longer and rejection(folder, other.generation) is None:
-            best = Shared(other, tuple(kept))
+        trees = takewhile(lambda shard: shard["leaves"], other.searcher["shards"])
+        rows = equal_rows(manifest, other)
+        shared = tuple(shard for shard in trees if shard["last"] <= rows)
+        if shared and (best is None or shared[-1]["last"] > best.shared[-1]["last"]):
+            best = Earlier(other, shared)
     return best
+
+
+def equal_rows(one: Manifest, other: Manifest) -> int:
+    """How many rows two generations begin with that have the same vectors, in whole chunks."""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one.chunks, other.chunks, strict=False))
+    return sum(chunk.last - chunk.first for chunk, _ in pairs)
 
 
 def load_searcher(
@@ -202,9 +204,7 @@ def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) ->
                 shards.append(_load(folder, shard))
             except Damaged as fault:
                 home = shard["files"][0][0].rpartition("/")[0]
-                folder.remove(f"{home}{DONE}")
-                if (other := home.split("/")[1]) != manifest.generation:
-                    reject(folder, other, str(fault), again=True)
+                drop_damaged(folder, manifest, f"{home}{DONE}", fault)
                 raise
     finally:
         folder.unstage(f"index/{manifest.generation}")
