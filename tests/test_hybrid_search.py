@@ -6,13 +6,13 @@ import pytest
 from runs import open_inline
 from tiny_run import PEOPLE
 
-from realm_jax.cli.ask import ask
-from realm_jax.cli.predict import records
 from realm_jax.config import add_sections, default, validate
 from realm_jax.data.examples import dataset
 from realm_jax.data.questions import Question
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
+from realm_jax.inference.answers import answers
+from realm_jax.inference.predictions import records
 from realm_jax.retrieval.fusion import fuse
 from realm_jax.tasks import make_task
 from realm_jax.tasks.realm import unmasked_text
@@ -82,7 +82,7 @@ def test_words_find_no_more_passages_than_share_one(fine):
         assert sum(one.probability for one in prediction.candidates) == pytest.approx(1.0, abs=1e-4)
     record = next(records(trained, [nothing]))[0]
     assert record["retrieved"] == [] and record["passage"] is None and not record["reader_oracle"]
-    told = ask(trained, nothing.question)
+    (told,) = answers(trained, [nothing.question])
     assert told["passage"] is None and told["candidates"] == [] and told["nbest"] == []
 
 

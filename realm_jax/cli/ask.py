@@ -1,14 +1,14 @@
 """`realm ask`: answer questions with a trained run, and show the passages that the answers come from.
 
 Results go to stdout, everything else to stderr. The run is opened by `train/trained_run.py`; questions are answered by
-`realm_jax/eval/prediction.py`.
+`realm_jax/inference/answers.py`.
 """
 
 import argparse
 import io
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,14 @@ from realm_jax.cli.arguments import add_run_arguments, add_search_argument, conf
 from realm_jax.cli.output import print_json, stdout
 from realm_jax.console import console as on_stderr
 from realm_jax.console import printable
-from realm_jax.data.questions import Question
 from realm_jax.errors import UserError
-from realm_jax.eval.prediction import Evaluator
+from realm_jax.inference.answers import NEAREST, Answer, Nearest, answers, nearest
 from realm_jax.train.trained_run import (
-    NBEST,
     TrainedRun,
     check_question,
     check_reads_passages,
     open_generation,
     open_run_for_inference,
-    ranks_by_search,
     recorded_metrics,
     restore,
 )
@@ -45,7 +42,6 @@ EXAMPLES = """examples:
   realm ask --workdir=runs/wiki --config.answering.read=50 "Who built the bridge?"
   realm ask --workdir=runs/wiki --generation=newest "the bridge over the river"
 """
-NEAREST = 5  # passages of a generation that are shown, if nothing else is asked for
 SNIPPET, TITLE, PLACES = 60, 30, 9  # characters of a passage, its title and its places, where passages are listed
 
 
@@ -71,9 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer; exit code 2 when a line from a pipe could not be asked."""
-    opened = open_run_for_inference(
-        Path(args.workdir), {"evaluation.batch_size": 1} | config_changes(args), questions=False
-    )
+    opened = open_run_for_inference(Path(args.workdir), config_changes(args), questions=False)
     single = " ".join(args.question) if args.question else None
     if single is not None:
         check_question(opened, single)
@@ -87,7 +81,11 @@ def run(args: argparse.Namespace) -> int:
     to.soft_wrap = not to.is_terminal  # words are wrapped for people, lines stay whole for programs
 
     def reply(question: str) -> None:
-        answer = search(trained, question, args.top or NEAREST) if args.generation else ask(trained, question, args.top)
+        answer: Answer | Nearest
+        if args.generation:
+            (answer,) = nearest(trained, [question], args.top or NEAREST)
+        else:
+            (answer,) = answers(trained, [question], args.top)
         if args.json:
             print_json(answer)
         else:
@@ -101,52 +99,6 @@ def run(args: argparse.Namespace) -> int:
     return _answer_lines(trained, reply)
 
 
-def ask(trained: TrainedRun, question: str, top: int | None = None) -> dict[str, Any]:
-    """Answer a checked question: {"question", "answer", "probability", "passage", "nbest", "candidates", "measured"}.
-
-    "passage" is where the answer stands, {"id", "part", "title", "text", "span"}; "nbest" are the likeliest answers,
-    {"answer", "probability", "passage"}; "candidates" are the `top` first passages that were read, {"id", "part",
-    "title", "ranks", "probability", "answer", "span", "text"}; "ranks": the places of a passage by the searches that
-    found it; "measured" is what the run measured, {"exact_match", "recall@5", "on"}, None if it did not; "on": on
-    which questions or sentences, None if the run has no results yet. Spans are characters of a passage's text.
-
-    Where no reader was trained "answer", "probability" and "passage" are None, "nbest" is empty and "candidates" have
-    neither "answer" nor "span". The same holds if BM25 alone searches and no passage shares a word with the question.
-    """
-    prediction = _evaluator(trained, question).predict(trained.params, trained.index)[0]
-    store, found, reads = trained.run.sources.passages, prediction.candidates, trained.reads
-    ranks = dict(zip(prediction.retrieved.tolist(), map(ranks_by_search, prediction.ranks.tolist()), strict=True))
-    # Without a reader the order of the search is all that is known; one that learnt from blanks does not change it.
-    by_reader = reads and not trained.reads_blanks
-    ranked = (sorted(found, key=lambda candidate: -candidate.probability) if by_reader else found)[:top]
-    best, nbest = {"answer": None, "probability": None, "passage": None}, []
-    if ranked and reads:
-        nbest = [trained.answer(answer) for answer in prediction.nbest[:NBEST]]
-        best = nbest[0] | {"passage": nbest[0]["passage"] | {"text": store.text(prediction.nbest[0].row)}}
-    candidates = []
-    for one in ranked:
-        text, (start, end) = store.text(one.row), one.span
-        read = {"answer": text[start:end], "span": [start, end]} if reads else {}
-        place = trained.place(one.row) | {"ranks": ranks[one.row], "probability": one.probability}
-        candidates.append(place | read | {"text": text})
-    known = recorded_metrics(trained.run, trained.task)
-    facts = None if known is None else {"exact_match": known.exact_match, "recall@5": known.found, "on": known.on}
-    return {"question": question} | best | {"nbest": nbest, "candidates": candidates, "measured": facts}
-
-
-def search(trained: TrainedRun, question: str, top: int) -> dict[str, Any]:
-    """The nearest passages of a checked question, without an answer: {"question", "index_step", "candidates"}.
-
-    "index_step" is the step of the towers; "candidates" are {"id", "part", "title", "ranks", "score", "text"}.
-    """
-    found, store = _evaluator(trained, question).find(trained.params, trained.index, top), trained.run.sources.passages
-    candidates = [
-        trained.place(row) | {"ranks": ranks_by_search(ranks), "score": score, "text": store.text(row)}
-        for row, score, ranks in zip(*(part[0].tolist() for part in found), strict=True)
-    ]
-    return {"question": question, "index_step": trained.step, "candidates": candidates}
-
-
 def _warn_if_inaccurate(trained: TrainedRun) -> None:
     """Warn, once, if answers are not to be trusted, judging by the run's own metrics."""
     known = recorded_metrics(trained.run, trained.task)
@@ -158,10 +110,6 @@ def _warn_if_inaccurate(trained: TrainedRun) -> None:
         logger.info("this run has no recorded metrics")
     elif known is not None and known.is_low:
         logger.warning("%s", known.advice())
-
-
-def _evaluator(trained: TrainedRun, question: str) -> Evaluator:
-    return trained.evaluator([Question(question, [])])
 
 
 # ---- questions from stdin
@@ -206,7 +154,7 @@ def _lines() -> Iterator[str]:
 # ---- telling
 
 
-def show(answer: dict[str, Any], to: Console) -> None:
+def show(answer: Mapping[str, Any], to: Console) -> None:
     """Print an answer for people; the span is in reverse on a terminal with colours and in [[…]] elsewhere."""
     passage = answer.get("passage")
     if not answer["candidates"]:

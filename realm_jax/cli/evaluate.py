@@ -15,13 +15,11 @@ from rich.console import Console
 from realm_jax.cli.argument_types import nonempty
 from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, check_passages, config_changes
 from realm_jax.cli.output import checked_output, is_special, print_json, print_line, stdout, table, write_output
-from realm_jax.cli.predict import describe, records
 from realm_jax.config import add_sections
-from realm_jax.data.questions import Question, answered, gold_of
+from realm_jax.data.questions import answered, gold_of
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.eval.metrics import compare, compute_metrics, describe_metric, over_seeds, summarise
-from realm_jax.eval.prediction import Evaluator
+from realm_jax.eval.metrics import compare, describe_metric, over_seeds
 from realm_jax.eval.prediction_files import (
     FACTS,
     Record,
@@ -34,9 +32,9 @@ from realm_jax.eval.prediction_files import (
     trec_run,
 )
 from realm_jax.eval.significance import METHODS
+from realm_jax.inference.evaluation import evaluate, summarised
 from realm_jax.tasks import TASKS
-from realm_jax.train.results import bm25_question_rows
-from realm_jax.train.trained_run import TrainedRun, latest_checkpoint, load_questions, open_run_for_inference, restore
+from realm_jax.train.trained_run import latest_checkpoint, load_questions, open_run_for_inference, restore
 
 _T = TypeVar("_T")
 EXAMPLES = f"""examples:
@@ -159,7 +157,7 @@ def _evaluate_file(args: argparse.Namespace, path: str) -> tuple[dict[str, Any],
     if args.unseen:
         scored = _without_training_golds(scored, [*map(gold_of, scored)], args)
     _check_trec(args, scored, any(record.get("retrieved") for record in scored))
-    return _provenance(path) | {"questions": len(scored)} | _summarised(scored), scored
+    return _provenance(path) | {"questions": len(scored), "measures": summarised(scored)}, scored
 
 
 def _evaluate_seeds(args: argparse.Namespace) -> dict[str, Any]:
@@ -209,31 +207,6 @@ def _without_training_golds(
     if not left:
         raise UserError(f"--unseen={args.unseen}: leaves no question; name the folder that the run was trained with")
     return left
-
-
-def evaluate(
-    trained: TrainedRun, questions: Sequence[Question], bm25: bool = True
-) -> tuple[dict[str, Any], list[Record]]:
-    """Everything that is measured, and the records that it is measured on.
-
-    {"task", "step", "parameters", "passages", "passages_read", "questions", "measures": {"exact_match": {"value",
-    "low", "high", "questions"}, …}, "bm25": {"recall@1", …}}; a measure that no question has is left out.
-    """
-    scored = [record for batch in records(trained, questions) for record in batch]
-    found = (
-        describe(trained.run, trained.task, trained.step, trained.search)
-        | {"questions": len(scored)}
-        | _summarised(scored)
-    )
-    if bm25 and TASKS[trained.task].reads_passages:
-        evaluator = Evaluator(trained.run, questions)
-        others = evaluator.recall_of(bm25_question_rows(trained.run, evaluator))
-        found["bm25"] = {name: value for name, value in others.items() if name in found["measures"]}
-    return found, scored
-
-
-def _summarised(scored: Sequence[Record]) -> dict[str, Any]:
-    return {"measures": {name: summarise(values) for name, values in compute_metrics(scored).items()}}
 
 
 # ---- showing

@@ -18,25 +18,28 @@ from rich.text import Text
 from realm_jax.cli.argument_types import nonempty, positive
 from realm_jax.cli.arguments import add_run_arguments, config_changes
 from realm_jax.cli.output import checked_output, print_json, stdout, write_output
-from realm_jax.config import task_names
 from realm_jax.console import printable
 from realm_jax.data import sentences
-from realm_jax.data.questions import Question
 from realm_jax.data.spans import finder
 from realm_jax.errors import UserError
 from realm_jax.eval.format import probability
 from realm_jax.eval.html import Bar, render
 from realm_jax.eval.inspection import (
     Masked,
-    TextInspection,
-    inspect_masked,
-    inspect_question,
     masked_text,
     null_likelihood,
     parse,
 )
+from realm_jax.inference.inspection import (
+    InspectedPassage,
+    Inspection,
+    check_has_priors,
+    inspected_task,
+    see_question,
+    see_sentence,
+    to_record,
+)
 from realm_jax.run import Run
-from realm_jax.tasks import TASKS
 from realm_jax.train.restore import restore_params
 from realm_jax.train.trained_run import TrainedRun, check_question, latest_checkpoint, open_run_for_inference, restore
 from realm_jax.train.workdir import recorded_config
@@ -77,16 +80,15 @@ def run(args: argparse.Namespace, html: Path | None) -> None:
     if text:
         masked_text(text, args.pieces, opened.lengths, opened.sources.for_reader.tokenizer)
     bert = _open_bert(args, changes, opened, text) if args.bert and text else None
-    trained = restore(opened, args.task or _task(opened.config, is_question), for_answers=is_question)
-    if trained.index.vectors is None:
-        raise UserError(
-            f"there is no p(z|x) to look at: task {trained.task} of {args.workdir} finds no passages by their vectors"
-        )
+    trained = restore(opened, args.task or inspected_task(opened.config, is_question), for_answers=is_question)
+    check_has_priors(trained)
     if alignment:
         align(trained, args.subject, args.spans or "rules", alignment)
         print(f"{args.alignment} is written")
         return
-    seen = _question(trained, args.subject, args.answer) if text is None else _sentence(trained, text, args.pieces)
+    seen = (
+        see_question(trained, args.subject, args.answer) if text is None else see_sentence(trained, text, args.pieces)
+    )
     record = to_record(trained, args.subject, seen)
     if bert and text:
         params = restore_params(bert, *latest_checkpoint(bert))
@@ -121,23 +123,6 @@ def _check(args: argparse.Namespace, text: Masked | None) -> None:
         raise UserError("--pieces: goes with a blank that is to be filled: ___")
 
 
-def _task(config: Any, is_question: bool) -> str | None:
-    """The task whose parameters are meant when none is named; None: the last."""
-    inspected = [name for name in task_names(config) if TASKS[name].inspects_sentences]
-    return inspected[-1] if inspected and not is_question else None
-
-
-def _sentence(trained: TrainedRun, text: Masked, pieces: int) -> TextInspection:
-    return inspect_masked(trained.run, trained.params, trained.index, text, pieces)
-
-
-def _question(trained: TrainedRun, question: str, answer: str | None) -> TextInspection:
-    if answer is None:
-        evaluator = trained.evaluator([Question(question, [])])
-        answer = evaluator.predict(trained.params, trained.index)[0].answer
-    return inspect_question(trained.run, trained.params, trained.index, question, answer, trained.rerank)
-
-
 def _open_bert(args: argparse.Namespace, changes: dict[str, Any], opened: Run, text: Masked) -> Run:
     """The run of --bert. Raises UserError for one that cannot read the text, or not in the same tokens."""
     recorded_config(Path(args.bert), "--bert")
@@ -153,33 +138,6 @@ def _open_bert(args: argparse.Namespace, changes: dict[str, Any], opened: Run, t
     return other
 
 
-def to_record(trained: TrainedRun, text: str, seen: TextInspection) -> dict[str, Any]:
-    """Everything that is shown, as JSON has it.
-
-    {"text", "task", "step", "answer", "probability", "alone", "held", "others": [{"answer", "probability"}],
-    "passages": [{"id", "part", "title", "text", "prior", "likelihood", "posterior", "gain"}]}; the null document's id
-    is null, and so are posteriors and gains where the answer stands in none of the passages.
-    """
-    store = trained.run.sources.passages
-    passages = []
-    for one in seen.passages:
-        nothing = {"id": None, "part": 0, "title": "", "text": ""}
-        place = nothing if one.row is None else trained.place(one.row) | {"text": store.text(one.row)}
-        numbers = {"prior": one.prior, "likelihood": one.likelihood, "posterior": one.posterior, "gain": one.gain}
-        passages.append(place | numbers)
-    return {
-        "text": text,
-        "task": trained.task,
-        "step": trained.step,
-        "answer": seen.answer,
-        "probability": seen.probability,
-        "alone": seen.alone,
-        "held": seen.held,
-        "others": [{"answer": answer, "probability": p} for answer, p in seen.others],
-        "passages": passages,
-    }
-
-
 # ---- alignment
 
 
@@ -188,15 +146,15 @@ def align(trained: TrainedRun, text: str, spans: str, output: Path) -> None:
     lines = []
     for sentence, (start, end) in _masked_spans(text, spans):
         try:
-            seen = _sentence(trained, Masked(sentence[:start], sentence[start:end], sentence[end:]), 1)
+            seen = see_sentence(trained, Masked(sentence[:start], sentence[start:end], sentence[end:]), 1)
         except UserError as fault:  # one sentence that is too long does not end the others
             logger.warning("%r is left out: %s", sentence, fault)
             continue
-        record = to_record(trained, sentence, seen) | {"span": [start, end]}
-        record["passages"] = sorted(record["passages"], key=lambda one: -one["posterior"])
-        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+        record = to_record(trained, sentence, seen)
+        record["passages"].sort(key=lambda one: -(one["posterior"] or 0.0))
+        lines.append(json.dumps({**record, "span": [start, end]}, ensure_ascii=False) + "\n")
         best, y = record["passages"][0], record["answer"]
-        explained = f"best explained by {_name(best)} ({best['posterior']:.3f})"
+        explained = f"best explained by {_name(best)} ({best['posterior'] or 0.0:.3f})"
         print(printable(f"{y}: p(y|x) {seen.probability:.3g}, {explained}"))
     if not lines:
         raise UserError("--alignment: the text has no salient span; choose other --spans, or write a [blank]")
@@ -214,13 +172,13 @@ def _masked_spans(text: str, spans: str) -> Iterator[tuple[str, tuple[int, int]]
 # ---- showing
 
 
-def _name(passage: dict[str, Any]) -> str:
+def _name(passage: InspectedPassage) -> str:
     if passage["id"] is None:
         return "the empty passage"
     return f"{passage['title'] or 'passage'} ({passage['id']}, part {passage['part']})"
 
 
-def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
+def _facts(record: Inspection) -> list[tuple[str, str]]:
     """The rows of the paper's table above its passages: what is meant, and the number."""
     answer = f"y = {record['answer']!r}"
     facts = [("(a) BERT, trained without passages: p(y|x)", probability(record["bert"]))] if "bert" in record else []
@@ -239,17 +197,17 @@ def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
     return facts
 
 
-def _is_nowhere(record: dict[str, Any]) -> bool:
+def _is_nowhere(record: Inspection) -> bool:
     return all(one["posterior"] is None for one in record["passages"])
 
 
-def _numbers(one: dict[str, Any]) -> list[str]:
+def _numbers(one: InspectedPassage) -> list[str]:
     known = one["posterior"] is not None
     posterior, gain = (f"{one['posterior']:.3f}", f"{one['gain']:+.3f}") if known else ("–", "–")
     return [f"{one['prior']:.3f}", probability(one["likelihood"]), posterior, gain]
 
 
-def show(record: dict[str, Any], to: Console) -> None:
+def show(record: Inspection, to: Console) -> None:
     """The facts, then one passage per line, cut to the terminal's width; numbers are never cut."""
     to.soft_wrap = not to.is_terminal
     to.print(Text(printable(record["text"]), style="bold"))
@@ -261,7 +219,7 @@ def show(record: dict[str, Any], to: Console) -> None:
         to.print(line, no_wrap=True, overflow="ellipsis" if to.is_terminal else "ignore")
 
 
-def _table(passages: list[dict[str, Any]]) -> Iterator[Text]:
+def _table(passages: list[InspectedPassage]) -> Iterator[Text]:
     """A line of names, and one for each passage: its numbers below each other, then where it is from and its text."""
     rows = [[*_numbers(one), f"{_name(one)}: {' '.join(one['text'].split())[:SNIPPET]}"] for one in passages]
     *columns, last = zip(HEADS, *rows, strict=True)
@@ -271,10 +229,10 @@ def _table(passages: list[dict[str, Any]]) -> Iterator[Text]:
         yield Text("  ".join([*cells, printable(passage)]))
 
 
-def page(record: dict[str, Any]) -> str:
+def page(record: Inspection) -> str:
     """The same as a page, with the passages whole."""
     passages = record["passages"]
-    explained = [] if _is_nowhere(record) else [(_name(one), one["posterior"]) for one in passages]
+    explained = [(_name(one), one["posterior"]) for one in passages if one["posterior"] is not None]
     return render(
         "inspect_text.html.j2",
         text=record["text"],

@@ -5,7 +5,7 @@ Not for log lines and progress, which go to stderr: `realm_jax/console.py`.
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ def stdout() -> Console:
     return Console(highlight=False)
 
 
-def print_json(value: dict[str, Any]) -> None:
+def print_json(value: Mapping[str, Any]) -> None:
     """One JSON object on a line of its own, for programs that read lines as they come."""
     print(json.dumps(value, ensure_ascii=False, allow_nan=False), flush=True)
 

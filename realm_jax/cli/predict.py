@@ -9,12 +9,9 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
-
-import jax
-import numpy as np
 
 from realm_jax.cli.argument_types import positive
 from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, check_passages, config_changes
@@ -22,47 +19,34 @@ from realm_jax.cli.output import checked_output, is_special
 from realm_jax.console import StageProgress
 from realm_jax.data.questions import Question
 from realm_jax.errors import UserError
-from realm_jax.eval.prediction import SPANS, Evaluator, Prediction
-from realm_jax.eval.prediction_files import Record, question_record, resume, write_record
-from realm_jax.eval.retrieval import answer_hits
+from realm_jax.eval.prediction import SPANS, Evaluator
+from realm_jax.eval.prediction_files import question_record, resume, write_record
 from realm_jax.host import Stop
+from realm_jax.inference.predictions import FIELDS, describe, records
 from realm_jax.run import Run
 from realm_jax.sections import answering_of
 from realm_jax.storage import digest, exclusive_lock, flush_to_disk
-from realm_jax.tasks import TASKS, make_task
-from realm_jax.tasks.closed_book import predict_closed_book
+from realm_jax.tasks import make_task
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.trained_run import (
     NBEST,
     TrainedRun,
-    float32_digits,
     latest_checkpoint,
     load_questions,
     open_run_for_inference,
-    ranks_by_search,
     restore,
 )
 
 logger = logging.getLogger(__name__)
 
-EXAMPLES = """examples:
+EXAMPLES = f"""examples:
   realm predict --workdir=runs/wiki --questions=test.jsonl --output=predictions.jsonl
   realm predict --workdir=runs/wiki --output=predictions.jsonl --search=hybrid --config.answering.read=50
   realm evaluate predictions.jsonl
 
-A line of the questions is {"question": …, "id": …, "answers": […]}, of which only the question has to be there. A line
-of the predictions has in addition
-  prediction, probability   the likeliest answer, as it stands in its passage
-  passage                   where: {"id", "part", "title", "span"}; span: characters of the passage's text, part: which
-                            of the passages that its document was cut into; null where no passage was found
-  nbest                     the likeliest answers, each with probability and passage
-  retrieved                 {"id", "score", "ranks", "has_answer"}: the best passages, the first of them read; score:
-                            the retriever's, with what a task adds that orders passages anew; ranks: the place in each
-                            search that found it, {"vectors": 3, "bm25": 1}
-  reader_oracle             whether a right answer could have been chosen in the passages that were read
-
-Of a reader without passages (task closed_book) prediction and probability are all.
-
+A line of the questions is {{"question": …, "id": …, "answers": […]}}, of which only the question has to be there. A
+line of the predictions has in addition
+{FIELDS}
 Run the same command again to resume.
 """
 
@@ -138,20 +122,6 @@ def prediction_settings(
     return describe(run, task, saved.step, search) | reranked | values
 
 
-def describe(run: Run, task: str, step: int, search: str) -> dict[str, Any]:
-    """The facts reported with a run's metrics: {"task", "step", "parameters", "passages", "passages_read"}."""
-    asked, shapes = make_task(task, run), run.abstract_params
-    towers = run.model.embedder_names if asked.needs_vectors(search) else ()
-    used = [shapes[name] for name in (*towers, "reader", *([asked.rerank.network] if asked.rerank else []))]
-    return {
-        "task": task,
-        "step": step,
-        "parameters": sum(x.size for x in jax.tree.leaves(used)),
-        "passages": run.context.rows,
-        "passages_read": min(run.question_context.qa_passages, run.context.rows) if TASKS[task].reads_passages else 0,
-    }
-
-
 def _append(
     stream: IO[bytes], trained: TrainedRun, questions: Sequence[Question], nbest: int, done: int, stop: Stop | None
 ) -> None:
@@ -164,61 +134,3 @@ def _append(
             bar.update(done)
             if stop is not None and done < len(questions):
                 stop.check(f"{done} of {len(questions)} predictions are written")
-
-
-# ---- records
-
-
-def records(
-    trained: TrainedRun, questions: Sequence[Question], nbest: int = NBEST, first: int = 0
-) -> Iterator[list[Record]]:
-    """The records of questions `first` …, a batch at a time; see `EXAMPLES` for their fields."""
-    if not TASKS[trained.task].reads_passages:
-        yield from _closed_book_records(trained, questions, first)
-        return
-    evaluator = trained.evaluator(questions[first:])
-    for predictions in evaluator.predict_batches(trained.params, trained.index):
-        asked = questions[first : first + len(predictions)]
-        rows = np.stack([prediction.retrieved for prediction in predictions])
-        hits = answer_hits(
-            trained.run.sources.passages, rows, [one.answers for one in asked], [one.is_regex for one in asked]
-        )
-        found = zip(asked, predictions, hits, strict=True)
-        yield [
-            question_record(one, number) | _retrieval_record(trained, evaluator, one, prediction, has_answer, nbest)
-            for number, (one, prediction, has_answer) in enumerate(found, first + 1)
-        ]
-        first += len(predictions)
-
-
-def _closed_book_records(trained: TrainedRun, questions: Sequence[Question], first: int) -> Iterator[list[Record]]:
-    """The records of a reader without passages: one answer to each question, from nowhere."""
-    for answers in predict_closed_book(trained.run, questions[first:], trained.params):
-        yield [
-            question_record(questions[number], number + 1)
-            | {"prediction": answer.text, "probability": float32_digits(answer.probability)}
-            for number, answer in enumerate(answers, first)
-        ]
-        first += len(answers)
-
-
-def _retrieval_record(
-    trained: TrainedRun, evaluator: Evaluator, question: Question, prediction: Prediction, has_answer: Any, nbest: int
-) -> Record:
-    """The record of a question with retrieved passages. has_answer: bool [retrieved]."""
-    store, best = trained.run.sources.passages, trained.answer(prediction.nbest[0])
-    retrieved = [
-        {"id": store.document_id(row), "score": float32_digits(score), "ranks": ranks_by_search(ranks)}
-        for row, score, ranks in zip(
-            prediction.retrieved.tolist(), prediction.scores.tolist(), prediction.ranks.tolist(), strict=True
-        )
-        if row >= 0
-    ]
-    record: Record = {"prediction": best.pop("answer")} | best
-    record["nbest"] = [trained.answer(answer) for answer in prediction.nbest[:nbest]]
-    record["retrieved"] = retrieved
-    if not question.answers:
-        return record
-    for passage, hit in zip(retrieved, has_answer[prediction.retrieved >= 0].tolist(), strict=True):
-        passage["has_answer"] = hit
-    return record | {"reader_oracle": evaluator.reader_oracle(question, prediction)}

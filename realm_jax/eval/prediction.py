@@ -128,18 +128,20 @@ def _read(context: StepContext, depth: int, spans: int, params: Params, batch: A
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
     """Questions against one run's corpus. search: what finds the passages, one of `sections.SEARCHES`; rerank: what
-    orders them anew, if anything does; cloze: whether they are read as sentences with a blank (`data/cloze.py`)."""
+    orders them anew, if anything does; cloze: whether they are read as sentences with a blank (`data/cloze.py`);
+    at_a_time: questions of a batch, None for `evaluation.batch_size`."""
 
     run: Run
     questions: Sequence[Question]
     search: str = "vectors"
     rerank: Rerank | None = None
     cloze: bool = False
+    at_a_time: int | None = None
 
     @property
     def batch_size(self) -> int:
-        """Questions read at a time: `evaluation.batch_size`, or a few more to share them out over the devices."""
-        size: int = self.run.config.evaluation.batch_size
+        """Questions read at a time: as many as were asked for, or a few more to share them out over the devices."""
+        size: int = self.at_a_time or self.run.config.evaluation.batch_size
         return size + -size % self.run.mesh.size
 
     @cached_property

@@ -19,7 +19,7 @@ from realm_jax.config import REALM_TASKS
 from realm_jax.data.questions import Question, read_questions
 from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.errors import UserError
-from realm_jax.eval.prediction import Answer, Evaluator
+from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import Index, Rerank
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
@@ -67,9 +67,9 @@ class TrainedRun:
     search: str = "vectors"
     rerank: Rerank | None = None
 
-    def evaluator(self, questions: Sequence[Question]) -> Evaluator:
-        """What answers questions with it."""
-        return Evaluator(self.run, questions, self.search, self.rerank, cloze=self.reads_blanks)
+    def evaluator(self, questions: Sequence[Question], batch_size: int | None = None) -> Evaluator:
+        """What answers questions with it, `batch_size` at a time (default: `evaluation.batch_size`)."""
+        return Evaluator(self.run, questions, self.search, self.rerank, self.reads_blanks, batch_size)
 
     @property
     def reads(self) -> bool:
@@ -80,18 +80,6 @@ class TrainedRun:
     def reads_blanks(self) -> bool:
         """Whether its reader has never seen a question, and learnt to point at what stands in a blank."""
         return points_at_blanks(self.run, self.task)
-
-    def place(self, row: int) -> dict[str, Any]:
-        """Where a passage is from: {"id", "part", "title"}; part: which of the passages of its document, from 0."""
-        store = self.run.sources.passages
-        document = store.document_id(row)
-        return {"id": document, "part": row - store.rows_of(document).start, "title": store.title(row)}
-
-    def answer(self, answer: Answer) -> dict[str, Any]:
-        """{"answer", "probability", "passage"}; passage: where it stands, `place` with {"span"}, characters of the
-        passage's text; None if no passage was found."""
-        passage = self.place(answer.row) | {"span": list(answer.span)} if answer.row >= 0 else None
-        return {"answer": answer.text, "probability": float32_digits(answer.probability), "passage": passage}
 
 
 def float32_digits(value: float) -> float:
