@@ -25,7 +25,7 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.cli.config_flags import with_overrides
+from realm_jax.config_flags import with_overrides
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.significance import difference, paired_mean
 from realm_jax.models.realm import Params

@@ -18,8 +18,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax.cli.config_flags import load_config
 from realm_jax.config import REALM_TASKS, default, flatten, task_names, validate
+from realm_jax.config_flags import load_config
 from realm_jax.sections import TaskSection
 from realm_jax.storage import read_json, write_json_atomic
 

@@ -1,6 +1,33 @@
 """realm_jax: train language models that retrieve before they predict (REALM, Guu et al. 2020).
 
+What is public is listed here, and loaded when it is first asked for, so that importing the package needs no JAX:
+
+    Model          a trained run or an adapted model, opened: ask, search, encode, inspect, evaluate
+    load_config    a config that travels with the package, or of a file, with changes
+    prepare        texts and questions to a folder to train from
+    train_model    a recipe, run or resumed
+    UserError      what is raised for what the caller can correct, in one line
+
 Start reading at `realm_jax/cli/quickstart.py` (the whole recipe) and `realm_jax/train/loop.py` (the train loop).
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from realm_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from realm_jax.api import Model, load_config, prepare, train_model
+
 __version__ = "0.1.0"
+__all__ = ["Model", "UserError", "__version__", "load_config", "prepare", "train_model"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module("realm_jax.api"), name)
+    raise AttributeError(f"module 'realm_jax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

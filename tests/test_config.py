@@ -10,7 +10,6 @@ from ml_collections import ConfigDict
 
 import realm_jax
 from realm_jax import schema
-from realm_jax.cli.config_flags import with_overrides
 from realm_jax.config import (
     OPTIONAL,
     SECTIONS,
@@ -22,6 +21,7 @@ from realm_jax.config import (
     task_names,
     validate,
 )
+from realm_jax.config_flags import with_overrides
 from realm_jax.errors import UserError
 from realm_jax.sections import TaskSection, joint_length
 from realm_jax.tasks.tagger import TaggerTask

@@ -12,8 +12,8 @@ ROOT = Path(realm_jax.__file__).parent
 LAYERS = (
     *("errors", "storage", "schema", "processes", "mesh", "console", "checksums", "cache", "host", "chips"),
     *("data", "sections", "corpora", "models", "retrieval", "forward", "run", "flops", "compiled_cost"),
-    *("compiled_time", "eval", "tasks", "assemble", "config", "recipes", "refresh", "train", "inference"),
-    *("launch", "cli"),
+    *("compiled_time", "eval", "tasks", "assemble", "config", "recipes", "config_flags"),
+    *("refresh", "train", "inference", "launch", "cli", "api"),
 )
 
 

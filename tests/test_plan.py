@@ -16,7 +16,6 @@ from tiny_run import tiny_config
 from realm_jax.assemble import abstract_run, make_run
 from realm_jax.chips import chip
 from realm_jax.cli import main as cli
-from realm_jax.cli.config_flags import load_config
 from realm_jax.cli.plan import (
     abstract_arguments,
     abstract_documents,
@@ -26,6 +25,7 @@ from realm_jax.cli.plan import (
     useful_share,
 )
 from realm_jax.config import default
+from realm_jax.config_flags import load_config
 from realm_jax.data.sources import open_sources
 from realm_jax.flops import Tower, embedding_flops
 from realm_jax.mesh import replicated

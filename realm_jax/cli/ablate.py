@@ -19,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from realm_jax.cache import cache_programs
-from realm_jax.cli.config_flags import add_config_argument, load_config, with_overrides
 from realm_jax.cli.quickstart import make_data
 from realm_jax.config import add_sections, default, named_sections, require, science, task_names, validate
+from realm_jax.config_flags import add_config_argument, load_config, with_overrides
 from realm_jax.data.encyclopedia import EncyclopediaSettings
 from realm_jax.errors import UserError
 from realm_jax.eval.ablations import HEADS, Row, SeedResult, cells, html, markdown

@@ -7,14 +7,11 @@ import argparse
 from typing import Any
 
 from realm_jax.cli.argument_types import nonempty
-from realm_jax.cli.config_flags import with_overrides
-from realm_jax.config import default, science
 from realm_jax.errors import UserError
 from realm_jax.run import Run
-from realm_jax.schema import flatten
 from realm_jax.sections import SEARCHES
 from realm_jax.tasks import TASKS
-from realm_jax.train.trained_run import latest_checkpoint
+from realm_jax.train.trained_run import latest_checkpoint, run_changes
 
 PASSAGE_FLAGS = ("answering.retrieved", "answering.read", "answering.aggregate")
 
@@ -34,17 +31,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, required: bool = True) ->
 
 
 def config_changes(args: argparse.Namespace) -> dict[str, Any]:
-    """Dotted key → value of what the overrides of `add_run_arguments` change in the config of a run.
-
-    Raises UserError for a key that is fixed in a trained run: only operations and evaluation keys may change.
-    """
-    names = [override.partition("=")[0].removeprefix("--config.") for override in args.overrides]
-    config = with_overrides(default(), args.overrides)
-    for name in science(config).keys() & {*names}:
-        if not name.startswith("evaluation."):
-            raise UserError(f"--config.{name}: fixed by the run; only operations and evaluation keys may change")
-    values = flatten(config.to_dict())
-    return {name: values[name] for name in names}
+    """Dotted key → value of what the overrides of `add_run_arguments` change in the config of a run."""
+    return run_changes(args.overrides)
 
 
 def check_passages(run: Run, args: argparse.Namespace) -> None:

@@ -20,8 +20,8 @@ from ml_collections import ConfigDict
 from realm_jax import processes
 from realm_jax.assemble import make_run
 from realm_jax.cache import cache_programs
-from realm_jax.cli.config_flags import add_config_argument, load_config
 from realm_jax.config import REALM_TASKS, default, validate
+from realm_jax.config_flags import add_config_argument, load_config
 from realm_jax.console import StageProgress
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError

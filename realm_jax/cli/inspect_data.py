@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.text import Text
 
 from realm_jax.cli.argument_types import nonempty
-from realm_jax.cli.config_flags import add_config_argument, load_config
 from realm_jax.cli.output import stdout, write_output
 from realm_jax.config import default, validate
+from realm_jax.config_flags import add_config_argument, load_config
 from realm_jax.console import printable
 from realm_jax.data.evidence import EvidenceSpans, evidence_spans
 from realm_jax.data.examples import Example, Lengths, lengths_from, masked_arrays, spans_of

@@ -14,9 +14,9 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from realm_jax.cli.argument_types import positive
-from realm_jax.cli.config_flags import PrintPage, add_config_argument, load_config, with_overrides
 from realm_jax.cli.output import print_records
 from realm_jax.config import default, task_names, validate
+from realm_jax.config_flags import PrintPage, add_config_argument, load_config, with_overrides
 from realm_jax.errors import UserError
 from realm_jax.launch import spec as specs
 from realm_jax.launch.checks import check_cloud, check_place, check_training

@@ -28,10 +28,10 @@ from rich.table import Table
 from realm_jax.assemble import abstract_run
 from realm_jax.chips import Chip, chip
 from realm_jax.cli.build_index import for_embedding
-from realm_jax.cli.config_flags import load_config
 from realm_jax.compiled_cost import Cost, program_cost
 from realm_jax.compiled_time import program_time, sent, transferred
 from realm_jax.config import default, task_names, validate
+from realm_jax.config_flags import load_config
 from realm_jax.data.sources import open_sources
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.tokenizer import id_dtype

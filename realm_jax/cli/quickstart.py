@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from realm_jax.cache import cache_programs
-from realm_jax.cli.config_flags import add_config_argument, load_config
 from realm_jax.cli.prepare import prepare
 from realm_jax.config import validate
+from realm_jax.config_flags import add_config_argument, load_config
 from realm_jax.data import encyclopedia
 from realm_jax.errors import UserError
 from realm_jax.launch.local import Process, Supervisor

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from realm_jax import processes
 from realm_jax.cache import cache_programs
-from realm_jax.cli.config_flags import add_config_argument, load_config
 from realm_jax.config import default, default_like, kind_of
+from realm_jax.config_flags import add_config_argument, load_config
 from realm_jax.errors import UserError
 from realm_jax.train.recipe import open_run, run_recipe
 from realm_jax.train.tagger import run_tagger

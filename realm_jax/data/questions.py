@@ -23,7 +23,7 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -100,6 +100,20 @@ def read_questions(
     found = [question for _, question in strictly(path, parse_questions(path, check_patterns, need_right, dropped))]
     if not found:
         raise UserError(f'{path} holds no questions; give one {{"question", "answers"}} object a line')
+    return found
+
+
+def checked_questions(records: Iterable[Mapping[str, Any]]) -> list[Question]:
+    """Questions of records as a file has them. Raises UserError, with the number of the record from 0, for a bad one,
+    and if there is none."""
+    found = []
+    for number, record in enumerate(records):
+        try:
+            found.append(_question(dict(record), check_patterns=True, need_right=True))
+        except BadRecord as fault:
+            raise UserError(f"question {number}: {fault}") from None
+    if not found:
+        raise UserError("there are no questions; give one at least")
     return found
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.cache import cache_programs
-from realm_jax.config import REALM_TASKS
+from realm_jax.config import REALM_TASKS, default, science
+from realm_jax.config_flags import with_overrides
 from realm_jax.data.questions import Question, read_questions
 from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.errors import UserError
@@ -35,6 +36,7 @@ from realm_jax.refresh.generations import (
 )
 from realm_jax.refresh.watcher import generation_index
 from realm_jax.run import Run
+from realm_jax.schema import flatten
 from realm_jax.sections import task_names
 from realm_jax.storage import Damaged, read_json
 from realm_jax.tasks import TASKS, make_task
@@ -117,6 +119,20 @@ def _questions(run: Run, name: str, need_right: bool) -> list[Question]:
         f"--questions={name}: {run.config.data.path} has no such questions (it has: {', '.join(splits) or 'none'}), "
         "and there is no such file; choose another split, or name a file"
     )
+
+
+def run_changes(overrides: Sequence[str]) -> dict[str, Any]:
+    """Dotted key → value of what `--config.key=value` changes in the config of a trained run.
+
+    Raises UserError for a key that is fixed in it: only operations and evaluation keys may change.
+    """
+    names = [override.partition("=")[0].removeprefix("--config.") for override in overrides]
+    config = with_overrides(default(), overrides)
+    for name in science(config).keys() & {*names}:
+        if not name.startswith("evaluation."):
+            raise UserError(f"--config.{name}: fixed by the run; only operations and evaluation keys may change")
+    values = flatten(config.to_dict())
+    return {name: values[name] for name in names}
 
 
 def open_run_for_inference(workdir: Path, changes: dict[str, Any] | None = None, questions: bool = True) -> Run:
@@ -263,6 +279,17 @@ def _params(run: Run, saved: SavedCheckpoint, documents: bool, rerank: Rerank | 
     names = [query, "reader", *(others if documents or run.context.qa_documents else ())]
     names += [] if rerank is None else [rerank.network]
     return jax.device_put(saved.params(names), replicated(run.mesh))  # as `open_run_for_inference` lays out the mesh
+
+
+def towers_of(trained: TrainedRun) -> Params:
+    """All towers of a run as it was opened. Raises UserError if it was trained on since."""
+    query, document = (trained.run.model.embedder_names[place] for place in (0, -1))
+    if document in trained.params:
+        return {name: trained.params[name] for name in (query, document)}
+    _, saved = latest_checkpoint(trained.run, trained.task)
+    if saved.step != trained.step:
+        raise UserError(f"{trained.run.workdir}: was trained on since it was opened; open it again")
+    return {query: trained.params[query]} | jax.device_put(saved.params([document]), replicated(trained.run.mesh))
 
 
 def restore_towers(run: Run) -> tuple[int, Params]:

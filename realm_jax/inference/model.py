@@ -1,0 +1,238 @@
+"""A trained run, opened: one object that answers, searches, embeds, explains and measures.
+
+It is what `realm_jax.Model` is, and what `realm serve` answers with.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.data.questions import Question, checked_questions
+from realm_jax.errors import UserError
+from realm_jax.eval.inspection import masked_text, parse
+from realm_jax.inference.answers import NEAREST, Answer, Nearest, answers, nearest
+from realm_jax.inference.evaluation import evaluate
+from realm_jax.inference.inspection import (
+    Inspection,
+    check_has_priors,
+    inspected_task,
+    see_question,
+    see_sentence,
+    to_record,
+)
+from realm_jax.inference.vectors import document_vectors, query_vectors
+from realm_jax.models.realm import Params
+from realm_jax.run import Run
+from realm_jax.sections import SEARCHES
+from realm_jax.train.trained_run import (
+    TrainedRun,
+    check_question,
+    check_reads_passages,
+    load_questions,
+    open_generation,
+    open_run_for_inference,
+    restore,
+    run_changes,
+    towers_of,
+)
+
+Made = TypeVar("Made", Answer, Nearest)
+Texts = list[str] | tuple[str, ...]  # a string is a Sequence[str] as well
+BATCH = 32  # texts of a batch, if nothing else is asked for
+
+
+class Model:
+    """A run of `realm train` or `realm quickstart`, or what `realm adapt` made, opened for inference.
+
+    Nothing in its folder is changed, so a run can answer while it trains: it is opened as it stands at its newest
+    checkpoint, and stays so. Texts go through the devices in batches; one object is for one thread at a time.
+    """
+
+    def __init__(
+        self,
+        workdir: str | Path,
+        *,
+        task: str | None = None,
+        search: str | None = None,
+        generation: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Open the run of a folder.
+
+        task: whose parameters (default: of the last task with a checkpoint). search: what finds passages, 'vectors',
+        'bm25' or 'hybrid' (default: the config's qa.search). generation: the index of this name, or the 'newest', which
+        searches but does not answer. config: operations and evaluation keys to change, such as
+        {"answering.read": 50, "data.path": "moved/data"}.
+
+        Raises UserError where there is no run, no checkpoint, or no such task or generation, and where the prepared
+        folder is gone or another one.
+        """
+        if search not in (None, *SEARCHES):
+            raise UserError(f"search={search}: choose among {', '.join(SEARCHES)}")
+        if generation is not None and (task, search) != (None, None):
+            raise UserError(f"generation={generation}: goes without task and search; leave them out")
+        self.workdir = Path(workdir)
+        self._changes = run_changes([f"--config.{key}={value}" for key, value in (config or {}).items()])
+        opened = open_run_for_inference(self.workdir, self._changes, questions=False)
+        if generation is None:
+            self.trained = restore(opened, task, search=search, warn=False)
+        else:
+            self.trained = open_generation(opened, generation)
+        self._answers = generation is None
+
+    @property
+    def run(self) -> Run:
+        """The fixed parts of the run: its config, corpus, tokenizer and networks."""
+        return self.trained.run
+
+    @property
+    def task(self) -> str:
+        """The task whose parameters these are."""
+        return self.trained.task
+
+    @property
+    def step(self) -> int:
+        """The step of that task."""
+        return self.trained.step
+
+    @property
+    def passages(self) -> int:
+        """How many passages the corpus has."""
+        return int(self.run.context.rows)
+
+    @property
+    def vector_size(self) -> int:
+        """Numbers of a vector."""
+        return self.run.model.vector_size
+
+    def __repr__(self) -> str:
+        return f"Model({str(self.workdir)!r}: task {self.task} at step {self.step}, {self.passages:,} passages)"
+
+    # --- questions
+
+    @overload
+    def ask(self, question: str, *, top: int | None = None, batch_size: int = BATCH) -> Answer: ...
+    @overload
+    def ask(self, question: Texts, *, top: int | None = None, batch_size: int = BATCH) -> list[Answer]: ...
+
+    def ask(self, question: str | Texts, *, top: int | None = None, batch_size: int = BATCH) -> Answer | list[Answer]:
+        """The answer to a question, or to each of some: `inference.answers.Answer`.
+
+        top: passages to give (default: all that were read). Raises UserError for an empty or overlong question, and for
+        a run that answers without passages or was opened at a generation.
+        """
+        if not self._answers:
+            raise UserError("this model was opened at a generation of the index: use search, or open it without")
+        check_reads_passages(self.trained)
+        return self._each(question, batch_size, lambda some, size: answers(self.trained, some, top, size))
+
+    @overload
+    def search(self, question: str, *, top: int = NEAREST, batch_size: int = BATCH) -> Nearest: ...
+    @overload
+    def search(self, question: Texts, *, top: int = NEAREST, batch_size: int = BATCH) -> list[Nearest]: ...
+
+    def search(self, question: str | Texts, *, top: int = NEAREST, batch_size: int = BATCH) -> Nearest | list[Nearest]:
+        """The `top` nearest passages of a question, or of each of some: `inference.answers.Nearest`.
+
+        Raises UserError as `ask`.
+        """
+        check_reads_passages(self.trained)
+        return self._each(question, batch_size, lambda some, size: nearest(self.trained, some, top, size))
+
+    def _each(
+        self, question: str | Texts, batch_size: int, make: Callable[[list[str], int], list[Made]]
+    ) -> Made | list[Made]:
+        """`make` of checked questions; of one, in a batch of its own."""
+        single = isinstance(question, str)
+        asked = [question] if isinstance(question, str) else list(question)
+        checked = [check_question(self.run, one, self.trained.search) for one in asked]
+        found = make(checked, 1 if single else batch_size) if checked else []
+        return found[0] if single else found
+
+    # --- vectors
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        kind: Literal["query", "document"] = "query",
+        *,
+        titles: Sequence[str] | None = None,
+        batch_size: int = BATCH,
+    ) -> NDArray[np.float32]:
+        """Vectors of texts, float32 [texts, vector_size], cut to the lengths of the run.
+
+        kind: whether the query or the document tower embeds them; titles: of documents, empty where not given. A
+        document's vector is that of the index; a query's inner product with it, divided by the temperature of the run
+        (1 in most), is the score of a search.
+        """
+        if isinstance(texts, str):
+            raise UserError("encode takes a list of texts; put the text into one")
+        if kind == "query":
+            if titles is not None:
+                raise UserError("titles: go with kind='document'; leave them out")
+            tower = {name: self.trained.params[name] for name in self.run.model.embedder_names[:1]}
+            return query_vectors(self.run, tower, texts, batch_size)
+        if kind != "document":
+            raise UserError(f"kind={kind}: choose 'query' or 'document'")
+        return document_vectors(self.run, self._towers, texts, titles)
+
+    @cached_property
+    def _towers(self) -> Params:
+        """All towers; answering needs the query tower alone."""
+        return towers_of(self.trained)
+
+    # --- explanations
+
+    def inspect(self, text: str, *, answer: str | None = None, pieces: int = 1) -> Inspection:
+        """Which passages are read for a text, and how each affects the prediction: `inference.inspection.Inspection`.
+
+        text: a sentence with one blank, `___` of so many `pieces` (tokens) or `[what stands there]`, read by the
+        parameters of pre-training; or a question, of which the `answer` is inspected (default: the likeliest). Raises
+        UserError for a text that is too long, and for an answer that can be no span.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError("the text: is not valid UTF-8; decode it as UTF-8") from None
+        sentence = parse(text)
+        if sentence is None:
+            check_has_priors(self.trained)
+            check_question(self.run, text)
+            return to_record(self.trained, text, see_question(self.trained, text, answer))
+        if answer is not None:
+            raise UserError("answer: goes with a question; write what stands in the blank into it: [the word]")
+        masked_text(sentence, pieces, self.run.lengths, self.run.sources.for_reader.tokenizer)
+        check_has_priors(self._pretrained)
+        return to_record(self._pretrained, text, see_sentence(self._pretrained, sentence, pieces))
+
+    @cached_property
+    def _pretrained(self) -> TrainedRun:
+        """The run at the end of the task whose parameters fill blanks."""
+        task = inspected_task(self.run.config, False)
+        if task in (None, self.task):
+            return dataclasses.replace(self.trained, params={**self.trained.params, **self._towers})
+        return restore(self.run, task, for_answers=False)
+
+    # --- measurements
+
+    def evaluate(
+        self, questions: str | Path | Sequence[Mapping[str, Any]] = "dev", *, bm25: bool = True
+    ) -> dict[str, Any]:
+        """All measures of the answers to questions: see `inference.evaluation.evaluate`.
+
+        questions: a split of the prepared folder, a file, or records {"question", "answers", "gold_passage_id"}; bm25:
+        whether BM25's recall is measured beside, which holds the corpus in memory. Raises UserError for questions that
+        cannot be read, and where there are none.
+        """
+        found, _ = evaluate(self.trained, self._questions(questions), bm25)
+        return found
+
+    def _questions(self, questions: str | Path | Sequence[Mapping[str, Any]]) -> list[Question]:
+        if not isinstance(questions, str | Path):
+            return checked_questions(questions)
+        return load_questions(open_run_for_inference(self.workdir, self._changes), str(questions), need_right=True)
