@@ -13,7 +13,8 @@ LAYERS = (
     *("errors", "storage", "schema", "processes", "mesh", "console", "checksums", "cache", "host", "chips"),
     *("data", "sections", "corpora", "models", "retrieval", "forward", "run", "flops", "compiled_cost"),
     *("compiled_time", "eval", "tasks", "assemble", "config", "recipes", "config_flags"),
-    *("refresh", "train", "inference", "launch", "cli", "api"),
+    *("refresh", "train", "inference", "serving", "launch", "cli"),
+    *("api",),
 )
 
 

@@ -53,6 +53,7 @@ JOBS = {  # command → what it does; its module is named like it
     "evaluate": "measure a trained run or a file of predictions, or say whether two files differ by more than chance",
     "ablate": "train variants that differ in one setting, with several seeds, and tabulate the results",
     "ask": "ask a trained run a question",
+    "serve": "answer questions over HTTP, with a page and an API",
     "doctor": "report what is installed, which devices there are, and what will be slow",
 }
 

@@ -237,8 +237,10 @@ def _inspect_examples(run: Run, params: Params, index: Index, examples: Sequence
 
 
 def _put(run: Run, examples: Sequence[Example]) -> Any:
-    """A batch of some examples on the devices, filled up with the first."""
-    filled = [*examples, *[examples[0]] * (-len(examples) % run.mesh.size)]
+    """A batch of some examples on the devices, filled up with the first: a power of two for each device, so that few
+    programs are compiled whatever the number of guesses."""
+    each = -(-len(examples) // run.mesh.size)
+    filled = [*examples, *[examples[0]] * ((1 << (each - 1).bit_length()) * run.mesh.size - len(examples))]
     return put_batch(run.mesh, {key: np.stack([example[key] for example in filled]) for key in filled[0]})
 
 

@@ -4,7 +4,9 @@ Questions are answered by `realm_jax/eval/prediction.py`; here rows of the corpu
 """
 
 from collections.abc import Sequence
-from typing import NotRequired, TypedDict
+from typing import NotRequired  # of typing only from Python 3.12 as pydantic reads it
+
+from typing_extensions import TypedDict
 
 from realm_jax.data.questions import Question
 from realm_jax.eval.prediction import Answer as FoundAnswer

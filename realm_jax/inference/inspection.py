@@ -3,9 +3,10 @@
 The numbers are computed in `realm_jax/eval/inspection.py`; here rows of the corpus become documents, titles and texts.
 """
 
-from typing import NotRequired, TypedDict
+from typing import NotRequired  # of typing only from Python 3.12 as pydantic reads it
 
 from ml_collections import ConfigDict
+from typing_extensions import TypedDict
 
 from realm_jax.config import task_names
 from realm_jax.data.questions import Question

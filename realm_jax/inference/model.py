@@ -83,7 +83,7 @@ class Model:
             self.trained = restore(opened, task, search=search, warn=False)
         else:
             self.trained = open_generation(opened, generation)
-        self._answers = generation is None
+        self.generation = generation
 
     @property
     def run(self) -> Run:
@@ -126,7 +126,7 @@ class Model:
         top: passages to give (default: all that were read). Raises UserError for an empty or overlong question, and for
         a run that answers without passages or was opened at a generation.
         """
-        if not self._answers:
+        if self.generation is not None:
             raise UserError("this model was opened at a generation of the index: use search, or open it without")
         check_reads_passages(self.trained)
         return self._each(question, batch_size, lambda some, size: answers(self.trained, some, top, size))

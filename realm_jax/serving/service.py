@@ -1,0 +1,181 @@
+"""What requests are answered with: a model, in batches of a few compiled sizes, and a newer one once there is one.
+
+`Service.work` runs in one thread, `Service.renew` in another: it opens the run again when its checkpoints or its corpus
+have changed, compiles what requests need, and puts the new model into the place of the old between two batches.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from realm_jax.data.staging import PREPARED, READER_RECORD, is_remote
+from realm_jax.data.store import MANIFEST as STORE
+from realm_jax.errors import UserError
+from realm_jax.inference.model import Model
+from realm_jax.refresh.generations import generation_names
+from realm_jax.sections import task_names
+from realm_jax.serving.schemas import DEPTH, ModelFacts
+from realm_jax.train.checkpoints import saved_folders
+from realm_jax.train.index_source import shared_folder
+from realm_jax.train.trained_run import check_question, check_reads_passages, is_edited
+from realm_jax.train.workdir import recorded_config
+
+logger = logging.getLogger(__name__)
+
+EXAMPLE = "What is it?"
+
+
+class Service:
+    """A model that is kept up to date."""
+
+    def __init__(self, workdir: Path, options: dict[str, Any], most: int) -> None:
+        """Open the model. options: arguments of `Model`; most: texts of a batch at most.
+
+        Raises UserError as `Model`, and for a run that answers without passages.
+        """
+        self._workdir, self._options, self._most = workdir, options, most
+        self._files = _files(workdir, options)
+        self.model = self._open()
+        self._generations = _generations(self.model)
+        self.ready = False
+        self.renewed = self.failed = 0
+
+    def _open(self) -> Model:
+        model = Model(self._workdir, **self._options)
+        check_reads_passages(model.trained)
+        return model
+
+    def warm_up(self, stop: threading.Event) -> None:
+        """Compile the programs of all batch sizes; requests that come before wait for theirs alone."""
+        self.ready = self._compile(self.model, stop)
+
+    def facts(self) -> ModelFacts:
+        """What the model is."""
+        model = self.model
+        return ModelFacts(
+            run=model.workdir.absolute().name,
+            task=model.task,
+            step=model.step,
+            search=model.trained.search,
+            passages=model.passages,
+            vector_size=model.vector_size,
+            answers=model.generation is None,
+            ready=self.ready,
+        )
+
+    def tokens(self, texts: Sequence[str]) -> int:
+        """How many tokens texts have, as the towers read them."""
+        run = self.model.run
+        return sum(min(len(one.ids) + 2, run.lengths.query) for one in run.sources.tokenizer.encode_batch(texts))
+
+    def _compile(self, model: Model, stop: threading.Event) -> bool:
+        """Answer an example in every batch size; returns whether it was not stopped."""
+        began = time.monotonic()
+        for size in _sizes(self._most):
+            if stop.is_set():
+                return False
+            texts = [EXAMPLE] * size
+            if model.generation is None:
+                _computed(model, "ask", texts, size)
+            _computed(model, "search", texts, size)
+            _computed(model, "query", texts, size)
+        logger.info("ready after %.0f seconds: %s", time.monotonic() - began, model)
+        return True
+
+    def renew(self, stop: threading.Event) -> bool:
+        """Take up what changed in the run or its corpus since the model was opened; returns whether anything did.
+
+        What cannot be opened is logged once, and the model stays.
+        """
+        try:
+            files, generations = _files(self._workdir, self._options), _generations(self.model)
+            if (files, generations) == (self._files, self._generations):
+                return False
+            self._files, self._generations = files, generations
+            model = self._open()
+            if not self._compile(model, stop):
+                return False
+        except (UserError, OSError) as fault:
+            logger.warning("the run has changed, but cannot be opened (%s); the model before goes on", fault)
+            self.failed += 1
+            return False
+        # A generation that came meanwhile holds the vectors that were made for this model.
+        self.model, self._generations = model, _generations(model)
+        self.renewed += 1
+        return True
+
+    def work(self, kind: str, payloads: list[Any]) -> list[Any]:
+        """A result, or the exception of what is wrong with it, for each payload of a kind.
+
+        ask, search: questions; query, document: texts to embed; inspect: keyword arguments of `Model.inspect`.
+        """
+        model = self.model
+        checked = [_checked(model, kind, payload) for payload in payloads]
+        good = [payload for payload, fault in zip(payloads, checked, strict=True) if fault is None]
+        size = next(size for size in _sizes(self._most) if size >= len(good))
+        found = iter(_computed(model, kind, good, size) if good else [])
+        return [next(found) if fault is None else fault for fault in checked]
+
+
+def _sizes(most: int) -> list[int]:
+    """Batch sizes that are compiled: powers of two, and the largest."""
+    return [size for size in (1 << power for power in range(most.bit_length())) if size < most] + [most]
+
+
+def _checked(model: Model, kind: str, payload: Any) -> UserError | None:
+    """What is wrong with a payload. An explanation is checked as it is made."""
+    try:
+        if kind in ("ask", "search"):
+            check_question(model.run, payload, model.trained.search)
+        elif kind in ("query", "document"):
+            payload.encode("utf-8")
+    except UserError as fault:
+        return fault
+    except UnicodeEncodeError:
+        return UserError("a text is not valid UTF-8; send it as UTF-8")
+    return None
+
+
+def _computed(model: Model, kind: str, payloads: list[Any], size: int) -> list[Any]:
+    """Results of good payloads; of explanations each may be a UserError."""
+    if kind == "ask":
+        return model.ask(payloads, batch_size=size)
+    if kind == "search":
+        return model.search(payloads, top=DEPTH, batch_size=size)
+    if kind == "inspect":
+        return [_inspected(model, payload) for payload in payloads]
+    return list(model.encode(payloads, "query" if kind == "query" else "document", batch_size=size))
+
+
+def _inspected(model: Model, payload: dict[str, Any]) -> Any:
+    try:
+        return model.inspect(**payload)
+    except UserError as fault:
+        return fault
+
+
+def _files(workdir: Path, options: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells whether a run is as it was: its checkpoints, and the files of its data that edits replace. They are
+    put in place whole, so they have new inodes."""
+    config = recorded_config(workdir)
+    place = (options.get("config") or {}).get("data.path", config.data.path)
+    saved = [entry.parts[-3:] for task in task_names(config) for entry in saved_folders(workdir / task / "checkpoints")]
+    paths = [] if is_remote(place) else [Path(place) / name for name in (PREPARED, f"passages/{STORE}", READER_RECORD)]
+    return (*saved, *map(_file_id, paths))
+
+
+def _generations(model: Model) -> tuple[str, ...]:
+    """Names of the generations that the index of the model may be taken from; the others make no difference to it."""
+    taken = model.generation == "newest" or is_edited(model.run)
+    return tuple(generation_names(shared_folder(model.run))) if taken else ()
+
+
+def _file_id(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
