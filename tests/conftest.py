@@ -96,6 +96,18 @@ def trained_run(tmp_path_factory):
     return train_tiny_run(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture
+def copied_run(trained_run, tmp_path) -> Path:
+    """The folder of a copy of that run, over a copy of its data, to be changed."""
+    for name in ("data", "run"):
+        shutil.copytree(trained_run.workdir.parent / name, tmp_path / name)
+    recorded = tmp_path / "run" / "config.json"
+    config = json.loads(recorded.read_text())
+    config["data"]["path"] = str(tmp_path / "data")
+    recorded.write_text(json.dumps(config))
+    return tmp_path / "run"
+
+
 @pytest.fixture(scope="session")
 def people(tmp_path_factory):
     """A prepared folder; see `tiny_run.py`."""

@@ -12,7 +12,8 @@ import importlib.resources
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
@@ -23,13 +24,12 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from realm_jax.errors import UserError
-from realm_jax.inference.answers import Answer, Nearest
+from realm_jax.inference.answers import NEAREST, Answer, Nearest
 from realm_jax.inference.inspection import Inspection
 from realm_jax.serving.batching import Batcher, Full
 from realm_jax.serving.schemas import (
@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 BODY = 1 << 20  # bytes of a request at most
 ANSWERING = (400, 401, 413, 415, 422, 429, 503, 504)  # how a request for the devices can fail
-FREE = ("/", "/health", "/ready", "/page.js", "/page.css", "/favicon.ico")  # paths that need no token
 HEADERS = {
     b"content-security-policy": b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     b"img-src 'self' data:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
@@ -90,16 +89,27 @@ def make_app(service: Service, limits: Limits, token: str | None = None, hosts: 
         Route("/metrics", handlers.metrics),
         Route("/openapi.json", lambda request: JSONResponse(description)),
     ]
-    page = importlib.resources.files("realm_jax.serving") / "page"
+    page = _page_routes()
     return Starlette(
-        routes=[*routes, Mount("/", StaticFiles(directory=str(page), html=True))],
+        routes=routes + page,
         lifespan=handlers.lifespan,
         middleware=[
             Middleware(_Observed, handlers=handlers, paths={route.path for route in routes}),
-            Middleware(_Guard, token=token, hosts=hosts),
+            Middleware(_Guard, token=token, hosts=hosts, free={"/health", "/ready"} | {route.path for route in page}),
         ],
         exception_handlers={Fault: _fault_reply, HTTPException: _http_reply, Exception: _defect_reply},
     )
+
+
+def _page_routes() -> list[Route]:
+    """A path for each file of the page; `/` is index.html."""
+    with importlib.resources.as_file(importlib.resources.files("realm_jax.serving") / "page") as folder:
+        files = sorted(path for path in folder.iterdir() if path.is_file())
+    return [Route("/" if path.name == "index.html" else f"/{path.name}", _sender(path)) for path in files]
+
+
+def _sender(path: Path) -> Callable[[Request], Response]:
+    return lambda request: FileResponse(path)
 
 
 class _Handlers:
@@ -167,7 +177,7 @@ class _Handlers:
         """POST /search."""
         asked = await _parsed(request, QuestionRequest)
         found: list[Nearest] = await self._computed(request, "search", asked.questions)
-        cut = [{**one, "candidates": one["candidates"][: asked.top or 10]} for one in found]
+        cut = [{**one, "candidates": one["candidates"][: asked.top or NEAREST]} for one in found]
         return JSONResponse(cut[0] if isinstance(asked.question, str) else cut)
 
     async def inspect(self, request: Request) -> Response:
@@ -230,7 +240,9 @@ async def _parsed(request: Request, schema: type[T]) -> T:
     try:
         return schema.model_validate_json(bytes(body))  # type: ignore[attr-defined]
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        found = error.errors(include_url=False, include_input=False, include_context=False)
+        # Of a text or a list of texts: what is wrong with the one that was given, not that it is not the other.
+        first = next((one for one in found if one["type"] not in ("string_type", "list_type")), found[0])
         place = ".".join(str(part) for number, part in enumerate(first["loc"]) if number == 0 or isinstance(part, int))
         raise Fault(422, "body", f"{place}: {first['msg']}" if place else first["msg"]) from None
 
@@ -314,8 +326,9 @@ class _Guard:
     """Refuses requests to other names than the service's, and those without the token, where there is one. The page
     itself holds nothing of the run, and needs none."""
 
-    def __init__(self, app: ASGIApp, token: str | None, hosts: Collection[str]) -> None:
-        self._app, self._token, self._hosts = app, token, hosts
+    def __init__(self, app: ASGIApp, token: str | None, hosts: Collection[str], free: Collection[str]) -> None:
+        """free: paths that need no token."""
+        self._app, self._token, self._hosts, self._free = app, token, hosts, free
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -326,7 +339,7 @@ class _Guard:
         headers = dict(scope["headers"])
         if self._hosts and _host_of(headers.get(b"host", b"")) not in self._hosts:
             return _reply(400, "host", "this service is not known by that name; ask localhost")
-        if self._token is None or scope["path"] in FREE:
+        if self._token is None or scope["path"] in self._free:
             return None
         if hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {self._token}".encode()):
             return None
