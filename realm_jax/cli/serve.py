@@ -113,9 +113,15 @@ def _serve(server: "uvicorn.Server", listening: socket.socket) -> None:  # type:
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Named as TCP: of a socket that is not asyncio leaves Nagle's algorithm on, and every reply waits 40 ms.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        return socket.create_server((host, port), family=family)
+        listening.bind((host, port))
+        listening.listen(1024)
+        return listening
     except OSError as error:
+        listening.close()
         raise UserError(
             f"--host={host} --port={port}: cannot listen there ({error.strerror}); choose another"
         ) from None
