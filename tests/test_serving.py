@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import json
 import logging
 import socket
 import threading
@@ -11,6 +12,8 @@ import time
 import jsonschema
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from tiny_run import PEOPLE, question, write_lines
 
@@ -371,3 +374,39 @@ def test_other_machines_need_a_token_and_a_port_is_free(trained_run, capsys, mon
         assert "cannot listen there" in refused(capsys, where, f"--port={taken.getsockname()[1]}")
     assert "no run there" in refused(capsys, "--workdir=nothing", "--port=0")
     assert "give seconds" in refused(capsys, where, "--refresh=-1", "--port=0")
+
+
+# ---- anything at all
+
+
+def any_json() -> st.SearchStrategy:
+    """Values of JSON, with the fields of requests among their keys."""
+    keys = st.sampled_from(["question", "top", "text", "answer", "pieces", "input", "model", "encoding_format"])
+    leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["query", "a ___ b"])
+    return st.recursive(leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner), max_leaves=12)
+
+
+def nearly_right() -> st.SearchStrategy:
+    """Bodies with the right fields, and any text in them."""
+    texts = st.text(min_size=1, max_size=80) | st.sampled_from(
+        ["___", "[x]", "[ ]", "[" * 40, "\x00", "\u202e", "a" * 300]
+    )
+    some = texts | st.lists(texts, min_size=1, max_size=5)
+    return (
+        st.fixed_dictionaries({"question": some}, optional={"top": st.integers(1, 100)})
+        | st.fixed_dictionaries({"text": texts}, optional={"answer": texts, "pieces": st.integers(1, 16)})
+        | st.fixed_dictionaries({"input": some}, optional={"model": st.sampled_from(["query", "document"])})
+    )
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    path=st.sampled_from(["/ask", "/search", "/inspect", "/v1/embeddings"]),
+    body=st.binary(max_size=60) | (any_json() | nearly_right()).map(lambda value: json.dumps(value).encode()),
+)
+def test_no_body_is_a_fault_of_the_server(client, path, body):
+    reply = client.post(path, content=body, headers={"content-type": "application/json"})
+    assert reply.status_code in (200, 400, 422), reply.text
+    if reply.status_code != 200:
+        message = reply.json()["error"]["message"]
+        assert message and "\n" not in message
