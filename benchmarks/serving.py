@@ -176,7 +176,7 @@ def memory(args: argparse.Namespace, questions: list[str]) -> None:
 def edit(args: argparse.Namespace, questions: list[str]) -> None:
     """Requests while the corpus is edited and a new generation taken up."""
     with service(args.workdir, "--refresh=1") as (_, port), Load(port, questions, BATCH) as seen:
-        before = passages(port)
+        before, began = passages(port), time.monotonic()
         time.sleep(5)
         command = [sys.executable, "-m", "realm_jax.cli.main", "corpus", "add", args.passages]
         subprocess.run([*command, f"--workdir={args.workdir}"], check=True)
@@ -185,7 +185,8 @@ def edit(args: argparse.Namespace, questions: list[str]) -> None:
             time.sleep(0.1)
         took = time.monotonic() - edited
         time.sleep(5)
-        tell(what="edit", passages=[before, passages(port)], seconds_to_take_up=round(took, 1), **seen.facts(1.0))
+        facts = seen.facts(time.monotonic() - began)
+        tell(what="edit", passages=[before, passages(port)], seconds_to_take_up=round(took, 1), **facts)
 
 
 def stop(args: argparse.Namespace, questions: list[str]) -> None:

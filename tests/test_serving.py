@@ -53,7 +53,7 @@ def test_questions_are_answered_as_in_python(client, model):
     asked = [question(n)["question"] for n in range(5)]
     found = client.post("/ask", json={"question": asked, "top": 1}).json()
     assert [one["question"] for one in found] == asked and all(len(one["candidates"]) == 1 for one in found)
-    found = client.post("/search", json={"question": QUESTION, "top": 3}).json()
+    found = client.post("/search", json={"question": QUESTION, "top": 3.0}).json()
     alone = model.search(QUESTION, top=3)
     for one, other in zip(found["candidates"], alone["candidates"], strict=True):
         assert one == other | {"score": pytest.approx(other["score"], rel=1e-5)}
@@ -98,6 +98,8 @@ def test_replies_are_of_the_form_that_openapi_describes(client):
         ("/ask", {"question": []}, 422, "question: "),
         ("/ask", {"question": 7}, 422, "question: "),
         ("/ask", {"question": "a", "top": 0}, 422, "top: "),
+        ("/ask", {"question": "a", "top": 1.5}, 422, "top: "),
+        ("/ask", {"question": "a", "top": "1"}, 422, "top: "),
         ("/ask", {"question": "a", "tops": 1}, 422, "tops: Extra inputs"),
         ("/ask", {"question": "   "}, 400, "the question is empty"),
         ("/ask", {"question": "who " * 40}, 400, "this run reads at most 14"),

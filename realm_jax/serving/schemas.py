@@ -6,7 +6,7 @@ Answers, passages and explanations are the types of `realm_jax/inference`.
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 from typing_extensions import TypedDict
 
 import realm_jax
@@ -17,7 +17,15 @@ MOST = 256  # texts of a request
 
 Text = Annotated[str, Field(min_length=1, max_length=LONGEST)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MOST)]
-Top = Annotated[int | None, Field(ge=1, le=DEPTH, description="passages to give")]
+
+
+def _whole(given: Any) -> Any:
+    """JSON knows one kind of number: 2.0 is a whole one."""
+    return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Top = Annotated[Whole | None, Field(ge=1, le=DEPTH, description="passages to give")]
 
 
 class _Request(BaseModel):
@@ -42,7 +50,7 @@ class InspectRequest(_Request):
 
     text: Text
     answer: Text | None = None
-    pieces: Annotated[int, Field(ge=1, le=16)] = 1
+    pieces: Annotated[Whole, Field(ge=1, le=16)] = 1
 
 
 class EmbeddingsRequest(_Request):
