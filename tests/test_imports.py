@@ -13,6 +13,7 @@ LAYERS = (
     *("errors", "storage", "schema", "processes", "mesh", "console", "checksums", "cache", "host", "chips"),
     *("data", "sections", "corpora", "models", "retrieval", "forward", "run", "flops", "compiled_cost"),
     *("compiled_time", "eval", "tasks", "assemble", "config", "recipes", "refresh", "train", "launch", "cli"),
+    "__main__",
 )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from realm_jax.cli import main as cli
+from realm_jax.config import reference
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "realm_jax"
@@ -82,8 +83,10 @@ def test_the_wheel_holds_every_file_of_the_package_and_the_licence(wheel):
 
 
 def test_the_installed_command_works_from_another_folder(installed, tmp_path):
-    assert "doctor" in run_installed(installed, tmp_path, "-m", "realm_jax.cli.main", "--help")
-    report = json.loads(run_installed(installed, tmp_path, "-m", "realm_jax.cli.main", "doctor", "--json"))
+    told = run_installed(installed, tmp_path, "-m", "realm_jax", "--help")
+    assert told.startswith("usage: realm ") and "doctor" in told
+    assert run_installed(installed, tmp_path, "-m", "realm_jax", "train", "--help-config") == reference()
+    report = json.loads(run_installed(installed, tmp_path, "-m", "realm_jax", "doctor", "--json"))
     assert report["location"] == str(installed / "realm_jax")
     assert {"jax", "flax", "optax"} <= {package["name"] for package in report["packages"]}
     script = installed / "bin" / "realm"

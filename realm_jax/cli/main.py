@@ -197,7 +197,3 @@ def _stdout_is_broken() -> bool:
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
-
-
-if __name__ == "__main__":
-    sys.exit(main())
