@@ -55,6 +55,7 @@ JOBS = {  # command → what it does; its module is named like it
     "ablate": "train variants that differ in one setting, with several seeds, and tabulate the results",
     "ask": "ask a trained run a question",
     "doctor": "report what is installed, which devices there are, and what will be slow",
+    "completion": "print a script that completes commands, flags and files in a shell",
 }
 
 
