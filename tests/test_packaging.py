@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from configparser import ConfigParser
 from pathlib import Path
@@ -43,13 +44,25 @@ def package_files() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """A wheel, built from a copy so that no old build folder of the checkout gets into it."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def sdist(tmp_path_factory) -> Path:
+    """A source archive, built from a copy so that no old build folder of the checkout gets into it."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("sdist")
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    shutil.copytree(PACKAGE, source / "realm_jax", ignore=shutil.ignore_patterns("__pycache__"))
-    pip("wheel", str(source), "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out))
+    for name in ("realm_jax", "configs"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    program = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", program, str(out)], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built,) = out.glob("*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory) -> Path:
+    """A wheel, built from the archive as `pip install` of it does."""
+    out = tmp_path_factory.mktemp("wheel")
+    pip("wheel", str(sdist), "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out))
     (built,) = out.glob("*.whl")
     return built
 
@@ -80,6 +93,14 @@ def test_the_wheel_holds_every_file_of_the_package_and_the_licence(wheel):
     assert sorted(name for name in names if name.startswith("realm_jax/")) == package_files()
     assert any(name.endswith("/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("tests/", "configs/", "build/"))]
+
+
+def test_the_archive_holds_every_file_of_the_package_and_what_builds_it(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {name for name in names if re.match(r"realm_jax/.*\.", name)} == {*package_files()}
+    assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE"} <= names
+    assert "realm_jax/py.typed" in names and not [name for name in names if name.startswith(("tests/", "build/"))]
 
 
 def test_the_installed_command_works_from_another_folder(installed, tmp_path):
