@@ -1,4 +1,5 @@
-"""The package that users install: a wheel with everything in it, which works far from the checkout."""
+"""The package that users install: archive and wheel with everything in them, which work far from the checkout; and what
+its files for a release say."""
 
 import ast
 import json
@@ -14,7 +15,10 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
 
+import realm_jax
 from realm_jax.cli import main as cli
 from realm_jax.config import reference
 
@@ -187,6 +191,31 @@ def test_the_console_script_of_this_environment_is_the_command():
         pytest.skip("realm-jax is not installed in this environment")
     done = subprocess.run([script, "--version"], capture_output=True, text=True)
     assert done.stdout.startswith("realm_jax ")
+
+
+def test_what_is_cited_and_the_changes_are_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (cited["cff-version"], cited["version"], cited["license"]) == ("1.2.0", realm_jax.__version__, "Apache-2.0")
+    (paper,) = cited["references"]
+    assert paper["title"].startswith("REALM: ") and len(paper["authors"]) == 5
+    heads = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert heads == ["Unreleased"] or heads[1] == realm_jax.__version__
+
+
+def test_the_locked_versions_are_those_that_are_allowed():
+    """Of what is required, and of what the tests need."""
+    lines = (ROOT / "requirements-lock.txt").read_text().splitlines()
+    locked = dict(line.lower().replace("_", "-").split("==") for line in lines if not line.startswith("#"))
+    wanted = setup()["options"]["install_requires"] + setup()["options.extras_require"]["test"]
+    checked = 0
+    for line in filter(None, wanted.splitlines()):
+        one = Requirement(line.partition("#")[0])
+        name = one.name.lower().replace("_", "-")
+        if name == "realm-jax" or one.marker and not one.marker.evaluate({"python_version": "3.11"}):
+            continue
+        assert one.specifier.contains(locked[name]), f"{line}: locked is {locked[name]}"
+        checked += 1
+    assert checked > 30
 
 
 def test_the_readme_names_every_command_and_no_other():
