@@ -80,7 +80,7 @@ def is_of(entry: dict[str, Any], config: ConfigDict) -> bool:
 def plan(name: str, slices: str) -> dict[str, Any]:
     """In a process of its own, since the compiler keeps its memory."""
     began = time.monotonic()
-    command = [sys.executable, "-m", "realm_jax.cli.main", "launch", "plan", "--json", *SLICES[slices]]
+    command = [sys.executable, "-m", "realm_jax", "launch", "plan", "--json", *SLICES[slices]]
     command.append(f"--config={ROOT / 'configs' / name}.py")
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if not ended.stdout:

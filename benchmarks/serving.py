@@ -90,7 +90,7 @@ def service(workdir: str, *flags: str) -> Iterator[tuple[subprocess.Popen, int]]
     """The command as a process of its own, ready, and its port."""
     with socket_port() as port:
         pass
-    command = [sys.executable, "-m", "realm_jax.cli.main", "serve", f"--workdir={workdir}", f"--port={port}"]
+    command = [sys.executable, "-m", "realm_jax", "serve", f"--workdir={workdir}", f"--port={port}"]
     process = subprocess.Popen([*command, f"--batch={BATCH}", *flags], stderr=subprocess.DEVNULL)
     try:
         while get(port, "/ready") != 200:
@@ -178,7 +178,7 @@ def edit(args: argparse.Namespace, questions: list[str]) -> None:
     with service(args.workdir, "--refresh=1") as (_, port), Load(port, questions, BATCH) as seen:
         before, began = passages(port), time.monotonic()
         time.sleep(5)
-        command = [sys.executable, "-m", "realm_jax.cli.main", "corpus", "add", args.passages]
+        command = [sys.executable, "-m", "realm_jax", "corpus", "add", args.passages]
         subprocess.run([*command, f"--workdir={args.workdir}"], check=True)
         edited = time.monotonic()
         while passages(port) == before:

@@ -160,8 +160,9 @@ def _type_advice(value: Any, example: Any) -> str:
     return f"takes a value of type {type(example).__name__}, such as {example!r}, not {given}"
 
 
-def advise(name: str, known: Iterable[str]) -> str:
-    """What to write in place of a key that is not there: at most three like it, or what there is at the top.
+def advise(name: str, known: Iterable[str], otherwise: str = "at the top it has") -> str:
+    """What to write in place of a key, or a word, that is not there: at most three like it, or what there is at the
+    top, after `otherwise`.
 
     Alike are those of the same name in another section, else those alike in its section, else those alike.
     """
@@ -173,7 +174,7 @@ def advise(name: str, known: Iterable[str]) -> str:
     near = (same_name or alike or difflib.get_close_matches(name, known, cutoff=0.75))[:3]
     if near:
         return f"did you mean {' or '.join(near)}?"
-    return f"at the top it has {', '.join(sorted({one.partition('.')[0] for one in known}))}"
+    return f"{otherwise} {', '.join(sorted({one.partition('.')[0] for one in known}))}"
 
 
 def help_text(sections: Sections, inherits: bool = True) -> str:

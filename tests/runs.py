@@ -251,7 +251,7 @@ def start(workdir, flags, count=1, devices=8, quick=True):
     if not quick:
         environment |= OPTIMISED
     several = [f"--processes={count}", f"--coordinator={coordinator}"] if count > 1 else []
-    command = [sys.executable, "-m", "realm_jax.cli.main", "train", f"--workdir={workdir}", *flags, *several]
+    command = [sys.executable, "-m", "realm_jax", "train", f"--workdir={workdir}", *flags, *several]
     return [
         subprocess.Popen(
             [*command, *([f"--process={one}"] if count > 1 else [])],

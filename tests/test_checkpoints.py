@@ -54,9 +54,15 @@ def test_checkpoints_are_listed_and_verified(people, straight, tmp_path, capsys)
     assert f"realm/{STEPS}" in listed and listed[f"realm/{STEPS}"]["state"] == "complete"
     assert cli.main(["storage", "verify", workdir]) == 0
     assert capsys.readouterr().out.count(": sound (") == len(listed)
+    assert cli.main(["storage", "verify", "--json", workdir]) == 0
+    verified = {entry["name"]: entry["state"] for entry in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert verified == dict.fromkeys(listed, "sound")
     flip(tmp_path / "run" / "realm" / "checkpoints" / str(STEPS), np.random.default_rng(0))
     assert cli.main(["storage", "verify", f"realm/{STEPS}", workdir]) == 1
     assert f"realm/{STEPS}: DAMAGED: " in capsys.readouterr().out
+    assert cli.main(["storage", "verify", f"realm/{STEPS}", "--json", workdir]) == 1
+    entry = json.loads(capsys.readouterr().out)
+    assert entry["state"] == "damaged" and "damaged" in entry["reason"] and entry["seconds"] >= 0
     assert cli.main(["storage", "verify", "realm/77", workdir]) == 2
 
 

@@ -16,7 +16,7 @@ import pytest
 from ml_collections import ConfigDict, config_dict
 
 import realm_jax
-from realm_jax.cli import config_flags
+from realm_jax import config_flags
 from realm_jax.cli import main as cli
 from realm_jax.config import default, default_like, kind_of, reference, validate
 from realm_jax.errors import UserError
@@ -85,11 +85,29 @@ def test_a_job_without_a_config_refuses_overrides(job, capsys):
     assert end.value.code == 2 and "--config.train.steps=10" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [[], ["fkae"]])
-def test_no_command_or_an_unknown_one_is_an_error(argv):
+def test_no_command_is_an_error():
     with pytest.raises(SystemExit) as end:
-        cli.main(argv)
+        cli.main([])
     assert end.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "line, told",
+    [
+        ("quickstrat", "realm quickstrat: there is no such command; did you mean quickstart?"),
+        ("xyz", "realm xyz: there is no such command; choose among ablate, adapt, ask, "),
+        ("storage lss --workdir=run", "realm storage lss: there is no such command; did you mean ls?"),
+        ("corpus rm p1", "realm corpus rm: there is no such command; choose among add, remove, replace"),
+        ("inspect dta data", "realm inspect dta: there is no such command; did you mean data?"),
+        ("launch --workdir=run dlete", "realm launch dlete: there is no such command; did you mean delete?"),
+        ("weights exprot", "realm weights exprot: there is no such command; did you mean export?"),
+        ("ask --workdir=run --search=hybird", "--search=hybird: there is no such value; did you mean hybrid?"),
+    ],
+)
+def test_a_mistyped_command_or_value_is_one_line_with_what_is_like_it(line, told, capsys):
+    assert cli.main(line.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"realm: error: {told}") and error.count("\n") == 1
 
 
 def test_help_lists_every_command_and_the_help_of_a_job_shows_its_examples(job, capsys):

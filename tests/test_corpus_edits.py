@@ -47,11 +47,13 @@ def test_an_edit_finds_spans_as_those_there_were_found(workdir, capsys):
     assert passages(workdir).stored == 16
 
 
-def test_a_replaced_document_is_in_the_newest_version_alone(workdir):
+def test_a_replaced_document_is_in_the_newest_version_alone(workdir, capsys):
     before = passages(workdir)
     new = write_lines(workdir.parent / "new.jsonl", [article(3, "Ada Dahl was born in 1999. She sings.")])
-    assert corpus(workdir, "replace", new) == 0
-    after = passages(workdir)
+    assert corpus(workdir, "replace", new, "--json") == 0
+    after, told = passages(workdir), json.loads(capsys.readouterr().out)
+    assert (told["passages_before"], told["passages"], told["version"]) == (16, 16, after.fingerprint)
+    assert [told["generation"]] == generation_names(PosixFolder(workdir)) and told["stored_vectors"] == 17
     assert len(after) == len(before) == 16 and after.stored == 17
     row = after.rows_of("p3").start
     assert "1999" in after.text(row) and row == 15

@@ -14,7 +14,7 @@ LAYERS = (
     *("data", "sections", "corpora", "models", "retrieval", "forward", "run", "flops", "compiled_cost"),
     *("compiled_time", "eval", "tasks", "assemble", "config", "recipes", "config_flags"),
     *("refresh", "train", "inference", "serving", "launch", "cli"),
-    *("api",),
+    *("api", "__main__"),
 )
 
 

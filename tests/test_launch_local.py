@@ -465,7 +465,7 @@ def test_two_trainer_processes_and_a_builder_train_a_tiny_run(people, tmp_path):
         f"from ml_collections import ConfigDict\ndef get_config(): return ConfigDict({config.to_dict()!r})\n"
     )
     workdir = tmp_path / "run"
-    command = [sys.executable, "-m", "realm_jax.cli.main", "launch", "--target=local", f"--config={file}"]
+    command = [sys.executable, "-m", "realm_jax", "launch", "--target=local", f"--config={file}"]
     command += [f"--workdir={workdir}", "--spec.trainer.processes=2", "--spec.local.devices=1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)

@@ -63,14 +63,18 @@ def test_who_was_started_and_never_came_is_late(tmp_path):
     assert states(folder, wait) == {"trainer": "late", "builder-0": "alive", "builder-1": "late"}, "a new start"
 
 
-def test_who_was_stopped_is_not_late(tmp_path, monkeypatch):
+def test_who_was_stopped_is_not_late(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("realm_jax.launch.status.STALE_AFTER", 0.0)
     folder = PosixFolder(tmp_path)
     record_expected_jobs(str(tmp_path), ["trainer"])
     put(folder, trainer=("realm", -1, 1))
     clear_expected_jobs(str(tmp_path))
     assert states(folder) == {"trainer": "stopped"}
+    (tmp_path / "config.json").write_text('{"tasks": "realm"}')
+    (tmp_path / "realm").mkdir()
+    (tmp_path / "realm" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5, "retrieval_utility": NaN}\n')
     assert cli.main(["launch", "status", f"--workdir={tmp_path}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["metrics"] == {"step": 1, "loss": 2.5, "retrieval_utility": None}
 
 
 def test_a_start_forgets_builders_of_an_earlier_one(tmp_path):

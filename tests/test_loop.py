@@ -323,7 +323,7 @@ def test_a_process_that_is_killed_and_repeated_ends_as_one_that_never_was(people
 def test_sigterm_saves_the_quickstart_s_model_within_ten_seconds(tmp_path):
     """And the restart goes on from the very step, once in the middle of each task."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | OPTIMISED
-    command = [sys.executable, "-m", "realm_jax.cli.main", "quickstart", f"--workdir={tmp_path}/run"]
+    command = [sys.executable, "-m", "realm_jax", "quickstart", f"--workdir={tmp_path}/run"]
     for task in ("mlm", "ict", "realm", "qa"):
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         until(lambda folder=tmp_path / "run" / task: len(read_lines(folder / "metrics.jsonl")) >= 2, 600.0)

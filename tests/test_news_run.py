@@ -20,7 +20,7 @@ RECORDS, STEPS, REFRESH, BATCH = 2000, 300, 100, 8
 def realm(*arguments: str) -> str:
     """The output of a command that must succeed."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    command = [sys.executable, "-m", "realm_jax.cli.main", *arguments]
+    command = [sys.executable, "-m", "realm_jax", *arguments]
     return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=1500).stdout
 
 

@@ -1,4 +1,5 @@
-"""The package that users install: a wheel with everything in it, which works far from the checkout."""
+"""The package that users install: archive and wheel with everything in them, which work far from the checkout; and what
+its files for a release say."""
 
 import ast
 import json
@@ -8,13 +9,18 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
 
+import realm_jax
 from realm_jax.cli import main as cli
+from realm_jax.config import reference
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "realm_jax"
@@ -42,13 +48,25 @@ def package_files() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """A wheel, built from a copy so that no old build folder of the checkout gets into it."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+def sdist(tmp_path_factory) -> Path:
+    """A source archive, built from a copy so that no old build folder of the checkout gets into it."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("sdist")
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    shutil.copytree(PACKAGE, source / "realm_jax", ignore=shutil.ignore_patterns("__pycache__"))
-    pip("wheel", str(source), "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out))
+    for name in ("realm_jax", "configs"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    program = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", program, str(out)], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (built,) = out.glob("*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory) -> Path:
+    """A wheel, built from the archive as `pip install` of it does."""
+    out = tmp_path_factory.mktemp("wheel")
+    pip("wheel", str(sdist), "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out))
     (built,) = out.glob("*.whl")
     return built
 
@@ -81,9 +99,19 @@ def test_the_wheel_holds_every_file_of_the_package_and_the_licence(wheel):
     assert not [name for name in names if name.startswith(("tests/", "configs/", "build/"))]
 
 
+def test_the_archive_holds_every_file_of_the_package_and_what_builds_it(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {name for name in names if re.match(r"realm_jax/.*\.", name)} == {*package_files()}
+    assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE"} <= names
+    assert "realm_jax/py.typed" in names and not [name for name in names if name.startswith(("tests/", "build/"))]
+
+
 def test_the_installed_command_works_from_another_folder(installed, tmp_path):
-    assert "doctor" in run_installed(installed, tmp_path, "-m", "realm_jax.cli.main", "--help")
-    report = json.loads(run_installed(installed, tmp_path, "-m", "realm_jax.cli.main", "doctor", "--json"))
+    told = run_installed(installed, tmp_path, "-m", "realm_jax", "--help")
+    assert told.startswith("usage: realm ") and "doctor" in told
+    assert run_installed(installed, tmp_path, "-m", "realm_jax", "train", "--help-config") == reference()
+    report = json.loads(run_installed(installed, tmp_path, "-m", "realm_jax", "doctor", "--json"))
     assert report["location"] == str(installed / "realm_jax")
     assert {"jax", "flax", "optax"} <= {package["name"] for package in report["packages"]}
     script = installed / "bin" / "realm"
@@ -94,7 +122,8 @@ def test_every_config_is_found_by_its_name_far_from_the_checkout(installed, tmp_
     configs = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
     program = (
         "from realm_jax import recipes, config\n"
-        "from realm_jax.cli import ablate, config_flags\n"
+        "from realm_jax import config_flags\n"
+        "from realm_jax.cli import ablate\n"
         "for name in recipes.config_names():\n"
         "    like = ablate._config_template if name == 'ablations' else config.default_like\n"
         "    print(name, config_flags.load_config(name, [], config.default, like=like).get('tasks', 'rows'))"
@@ -163,6 +192,31 @@ def test_the_console_script_of_this_environment_is_the_command():
         pytest.skip("realm-jax is not installed in this environment")
     done = subprocess.run([script, "--version"], capture_output=True, text=True)
     assert done.stdout.startswith("realm_jax ")
+
+
+def test_what_is_cited_and_the_changes_are_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (cited["cff-version"], cited["version"], cited["license"]) == ("1.2.0", realm_jax.__version__, "Apache-2.0")
+    (paper,) = cited["references"]
+    assert paper["title"].startswith("REALM: ") and len(paper["authors"]) == 5
+    heads = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert heads == ["Unreleased"] or heads[1] == realm_jax.__version__
+
+
+def test_the_locked_versions_are_those_that_are_allowed():
+    """Of what is required, and of what the tests need."""
+    lines = (ROOT / "requirements-lock.txt").read_text().splitlines()
+    locked = dict(line.lower().replace("_", "-").split("==") for line in lines if not line.startswith("#"))
+    wanted = setup()["options"]["install_requires"] + setup()["options.extras_require"]["test"]
+    checked = 0
+    for line in filter(None, wanted.splitlines()):
+        one = Requirement(line.partition("#")[0])
+        name = one.name.lower().replace("_", "-")
+        if name == "realm-jax" or one.marker and not one.marker.evaluate({"python_version": "3.11"}):
+            continue
+        assert one.specifier.contains(locked[name]), f"{line}: locked is {locked[name]}"
+        checked += 1
+    assert checked > 30
 
 
 def test_the_readme_names_every_command_and_no_other():

@@ -453,7 +453,7 @@ def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(tmp_path, killed
     passages = write_lines(tmp_path / "p.jsonl", records)
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nparis\n")
     flags = f"--passages {passages} --vocab {tmp_path}/vocab.txt --shards 8 --workers 1"
-    command = [sys.executable, *f"-m realm_jax.cli.main prepare {flags} --output {tmp_path}/data".split()]
+    command = [sys.executable, *f"-m realm_jax prepare {flags} --output {tmp_path}/data".split()]
 
     def hear_interrupts():  # a test run in the background of a shell hands on that they are ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)

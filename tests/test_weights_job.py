@@ -1,4 +1,5 @@
-"""`realm weights export`, and runs that start from weights: a folder, one for each network, or a model of the hub."""
+"""`realm weights export` and `push`, and runs that start from weights: a folder, one for each network, or a model of
+the hub."""
 
 import json
 import logging
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from hub import serving
 from tiny_run import tiny_config
 from weight_folders import assert_same_bits, save_tiny_network
 
@@ -31,7 +33,9 @@ from realm_jax.train.workdir import begins_with_reader
 
 NEEDED = {"model.safetensors", "config.json", "vocab.txt", "tokenizer_config.json", "modules.json"}
 NEEDED |= {"1_Pooling/config.json", "2_Dense/model.safetensors"}  # of the files of a repository
-LEFT_OUT = {"pytorch_model.bin", "onnx/model.onnx", "onnx/config.json"}
+NEEDED |= {"reader/config.json", "query_embedder/2_Dense/model.safetensors"}  # of networks
+LEFT_OUT = {"pytorch_model.bin", "onnx/model.onnx", "onnx/config.json", "reader/onnx/model.onnx"}
+TOKEN = "hf_a_secret"
 FILES = ["config.json", "model.safetensors", "modules.json", "tokenizer_config.json", "vocab.txt"]
 MODULES = ["1_Pooling", "2_Dense", "3_Dense", "4_LayerNorm", "README.md", "config_sentence_transformers.json"]
 MODULES += ["sentence_bert_config.json"]
@@ -66,8 +70,9 @@ def test_an_exported_run_is_what_another_starts_from_bit_for_bit(trained_run, ex
 
 def test_each_network_has_a_folder_that_is_whole(trained_run, exported):
     assert sorted(path.name for path in exported.parent.iterdir()) == ["weights"]
-    assert sorted(path.name for path in exported.iterdir()) == ["document_embedder", "query_embedder", "reader"]
-    for folder in exported.iterdir():
+    networks = ["document_embedder", "query_embedder", "reader"]
+    assert sorted(path.name for path in exported.iterdir()) == ["README.md", *networks]
+    for folder in (exported / network for network in networks):
         modules = [] if folder.name == "reader" else MODULES
         assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, *modules])
         found = WordPiece.from_vocab(folder / "vocab.txt")
@@ -80,6 +85,9 @@ def test_a_task_and_transformers_realm_can_be_asked_for(trained_run, tmp_path):
     command = ["weights", "export", f"--workdir={trained_run.workdir}", f"--output={tmp_path / 'ict'}"]
     assert cli.main([*command, "--task=ict", "--names=realm"]) == 0
     assert json.loads((tmp_path / "ict" / "reader" / "config.json").read_text())["architectures"] == ["RealmReader"]
+    card = (tmp_path / "ict" / "README.md").read_text()
+    assert card.startswith("# A retriever") and "* `reader/` opens with `RealmReader` of transformers 4\n" in card
+    assert "the parameters of step 2 of `ict`" in card and "* qa: " not in card
     theirs = restore_params(trained_run, "ict")
     run = heir(Path(trained_run.config.data.path), tmp_path / "run", tmp_path / "ict")
     assert_same_bits(on_host(starting_params(run)), on_host(theirs))
@@ -130,6 +138,75 @@ def test_a_folder_that_is_there_is_not_written_over(tmp_path, capsys):
             cli.main(["weights", *wrong, f"--output={tmp_path / 'other'}"])
     said = capsys.readouterr().err
     assert "arguments are required: --workdir" in said and "unrecognized arguments: --task=qa" in said
+
+
+def test_the_card_says_what_the_networks_are_and_nothing_of_this_machine(trained_run, exported):
+    card = (exported / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: sentence-transformers\n")
+    assert "the parameters of step 2 of `qa`" in card and "* `reader/` opens with `BertForMaskedLM`" in card
+    assert "On development questions:\n\n* exact match: " in card
+    assert f"16 passages of 16 documents, fingerprint `{trained_run.sources.passages.fingerprint}`" in card
+    assert "* ict: 2 steps of 4, learning rate " in card
+    assert str(trained_run.workdir.parent) not in card
+
+
+# ---- to the hub and back
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub on this machine, with a token that may write there."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    with serving(TOKEN) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield hub
+
+
+def push(workdir: Path, *arguments: str) -> int:
+    return cli.main(["weights", "push", f"--workdir={workdir}", "--repo=someone/mine", *arguments])
+
+
+def test_what_is_pushed_to_the_hub_is_what_another_run_starts_from(hub, trained_run, exported, people, tmp_path, capfd):
+    assert push(trained_run.workdir) == 0
+    told = capfd.readouterr()
+    assert told.out == f"{hub.url}/someone/mine\n" and TOKEN not in told.err
+    there = hub.files["someone/mine"]
+    assert there == {str(path.relative_to(exported)): path.read_bytes() for path in exported.rglob("*.*")}
+    assert not hub.private["someone/mine"]
+    run = heir(people, tmp_path / "run", "hf:someone/mine")
+    assert_same_bits(on_host(starting_params(run)), on_host(restore_params(trained_run, "qa")))
+
+
+def test_an_adapted_model_is_pushed_as_it_is_and_privately_where_that_is_asked_for(hub, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "adapt.json").write_text("{}")
+    (tmp_path / "model" / "README.md").write_text("# An encoder\n")
+    assert push(tmp_path, "--private") == 0 and push(tmp_path, "--private") == 0
+    assert hub.files == {"someone/mine": {"README.md": b"# An encoder\n"}} and hub.private == {"someone/mine": True}
+    hub.private["someone/mine"] = False
+    (tmp_path / "model" / "README.md").write_text("# Another\n")
+    assert push(tmp_path, "--private") == 2
+    assert "--repo=someone/mine: exists and is public; make it private there" in capsys.readouterr().err
+    assert hub.files["someone/mine"] == {"README.md": b"# An encoder\n"}
+    assert push(tmp_path, "--config.data.path=x") == 2
+    assert "--config.data.path: changes nothing in an adapted model" in capsys.readouterr().err
+
+
+def test_without_a_token_that_may_write_nothing_is_pushed_and_no_token_is_shown(hub, tmp_path, monkeypatch, capfd):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "adapt.json").write_text("{}")
+    hub.token = "another"
+    assert push(tmp_path) == 2
+    error = capfd.readouterr().err
+    assert "--repo=someone/mine: cannot be uploaded (" in error and "check the name" in error and TOKEN not in error
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert push(tmp_path) == 2 and not hub.files
+    assert "no token of the hub is known; run `hf auth login`, or set HF_TOKEN" in capfd.readouterr().err
 
 
 # ---- in

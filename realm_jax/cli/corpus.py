@@ -9,8 +9,10 @@ import argparse
 import logging
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from realm_jax.cli.build_index import run_builder
+from realm_jax.cli.output import print_json
 from realm_jax.corpora.build import build_store
 from realm_jax.corpora.reader_tokens import write_reader_tokens
 from realm_jax.corpora.texts import read_passages
@@ -58,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", nargs="+", metavar="FILE|ID", help="add, replace: one file; remove: document ids")
     parser.add_argument("--workdir", metavar="DIR", help="a trained run over the corpus; publish a generation for it")
     parser.add_argument("--data", metavar="DIR", help="the prepared folder (default: the run's)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -76,13 +79,28 @@ def run(args: argparse.Namespace) -> None:
         after = edit(data, args.action, args.what)
         if (data / READER / READER_MANIFEST).is_file():
             write_reader_tokens(data, open_tokenizer(data / READER / "tokenizer"), workers=1)
-    print(f"{data}: {len(before):,} -> {len(after):,} passages, version {after.fingerprint[:12]}")
+    record: dict[str, Any] = {"data": place, "passages_before": len(before), "passages": len(after)}
+    record |= {"version": after.fingerprint}
     if args.workdir:
         opened = open_run_for_inference(Path(args.workdir), {"data.path": place})
         manifest = publish(opened)
-        print(f"generation {manifest.generation}: {manifest.rows:,} stored vectors")
+        record |= {"generation": manifest.generation, "stored_vectors": manifest.rows}
         if (opened.workdir / VECTORS).is_file():  # of an adaptation
-            print(f"written anew: {', '.join(_write_vectors_anew(opened, manifest))}")
+            record["written_anew"] = _write_vectors_anew(opened, manifest)
+    if args.json:
+        print_json(record)
+    else:
+        show(record)
+
+
+def show(record: dict[str, Any]) -> None:
+    """What an edit made, for people."""
+    sizes = f"{record['passages_before']:,} -> {record['passages']:,} passages"
+    print(f"{record['data']}: {sizes}, version {record['version'][:12]}")
+    if "generation" in record:
+        print(f"generation {record['generation']}: {record['stored_vectors']:,} stored vectors")
+    if "written_anew" in record:
+        print(f"written anew: {', '.join(record['written_anew'])}")
 
 
 def _check_not_training(workdir: Path) -> None:

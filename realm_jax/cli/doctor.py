@@ -6,7 +6,6 @@ back through its metadata, so that they are written down once. To go on, read `r
 
 import argparse
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -20,6 +19,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 
 import realm_jax
+from realm_jax.cli.output import print_json
 from realm_jax.errors import USER_ERROR
 from realm_jax.host import multiplies_bfloat16, usable_cores
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     """Print what was found; exit code 2 when something stops every run."""
     report = examine()
     if args.json:
-        print(json.dumps(report, indent=2))
+        print_json(report)
     else:
         show(report, Console(soft_wrap=True, highlight=False))
     return 0 if report["usable"] else USER_ERROR

@@ -7,14 +7,14 @@ flags that it needs, and takes those that say what was started, so that a comman
 """
 
 import argparse
-import json
+import math
 from collections.abc import Callable
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from realm_jax.cli.argument_types import positive
-from realm_jax.cli.output import print_records
+from realm_jax.cli.output import print_json, print_records
 from realm_jax.config import default, task_names, validate
 from realm_jax.config_flags import PrintPage, add_config_argument, load_config, with_overrides
 from realm_jax.errors import UserError
@@ -149,7 +149,7 @@ def status(args: argparse.Namespace) -> int:
         raise UserError(f"--workdir={args.workdir}: nothing is there yet; start the run with `realm launch`")
     state = poll(folder) if folder.names() else None
     if args.json:
-        print(json.dumps((record(state) if state else {}) | resources))
+        print_json((record(state) if state else {}) | resources)
     else:
         show(state, **resources)
     return LATE if state and state.late else 0
@@ -242,7 +242,10 @@ def show(state: RunState | None, resources: list[dict[str, str]] | None = None) 
 
 
 def record(state: RunState) -> dict[str, Any]:
-    """A state as JSON: {"task", "checkpoint", "metrics", "generation", "jobs": [{"name", "state", …}]}."""
+    """A state as JSON: {"task", "checkpoint", "metrics", "generation", "jobs": [{"name", "state", …}]}.
+
+    A metric that is not finite is None, as JSON has no number for it.
+    """
     jobs = [
         {"name": job.name, "state": job.state} | {key: getattr(job.status, key) for key in ("stage", "step", "index")}
         for job in state.jobs
@@ -251,7 +254,10 @@ def record(state: RunState) -> dict[str, Any]:
     return {
         "task": state.progress.task,
         "checkpoint": None if saved is None else {"task": saved[0], "step": saved[1]},
-        "metrics": state.progress.metrics,
+        "metrics": {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in state.progress.metrics.items()
+        },
         "generation": state.generation,
         "jobs": jobs,
     }

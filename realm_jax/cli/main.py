@@ -16,8 +16,9 @@ import os
 import select
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 import realm_jax
 from realm_jax.errors import LESS_MEMORY, USER_ERROR, UserError
@@ -55,6 +56,7 @@ JOBS = {  # command → what it does; its module is named like it
     "ask": "ask a trained run a question",
     "serve": "answer questions over HTTP, with a page and an API",
     "doctor": "report what is installed, which devices there are, and what will be slow",
+    "completion": "print a script that completes commands, flags and files in a shell",
 }
 
 
@@ -120,8 +122,8 @@ def _run(argv: list[str], ctrl_c: CtrlC) -> int:
     """Parses `argv`, imports the one job that it names and runs it."""
     name = next((argument for argument in argv if not argument.startswith("-")), None)
     with ctrl_c.held():
-        job = _import_job(name) if name in JOBS else None
-    parser = _parser(name, job)
+        jobs = {name: import_job(name)} if name in JOBS else {}
+    parser = make_parser(jobs)
     # Removed first: argparse would take one with a space in it for a positional argument.
     overrides = {flag: [one for one in argv if one.startswith(f"--{flag}.")] for flag in OVERRIDES}
     given = [one for found in overrides.values() for one in found]
@@ -135,11 +137,10 @@ def _run(argv: list[str], ctrl_c: CtrlC) -> int:
     args.command_line = shlex.join(["realm", *argv])
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    assert job is not None, "the parser requires a command of the table"
     from realm_jax import console  # here, since Rich is not needed for `realm --help`
 
     console.set_up_logging()
-    code = job.run(args)
+    code = jobs[args.command].run(args)
     return 0 if code is None else code
 
 
@@ -148,7 +149,8 @@ def module_of(name: str) -> str:
     return f"realm_jax.cli.{name.replace('-', '_')}"
 
 
-def _import_job(name: str) -> ModuleType:
+def import_job(name: str) -> ModuleType:
+    """The module of a command, imported. Raises UserError for a package that is not installed."""
     module = module_of(name)
     keep_freed_memory()
     allow_open_files()
@@ -167,9 +169,23 @@ def _import_job(name: str) -> ModuleType:
         ) from error
 
 
-def _parser(chosen: str | None, job: ModuleType | None) -> argparse.ArgumentParser:
-    """The parser of all commands, with the arguments of the chosen one only: the others stay unimported."""
-    parser = argparse.ArgumentParser(
+class Parser(argparse.ArgumentParser):
+    """A parser, also of the commands within it, that names what is like a word which an argument does not take."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raise UserError for a value that is not among an argument's choices."""
+        if action.choices is None or value in action.choices:
+            return
+        from realm_jax.schema import advise  # here, since `realm --help` needs no config
+
+        flag = next(reversed(action.option_strings), "")
+        given = f"{flag}={value}: there is no such value" if flag else f"{self.prog} {value}: there is no such command"
+        raise UserError(f"{given}; {advise(str(value), map(str, action.choices), 'choose among')}")
+
+
+def make_parser(jobs: Mapping[str, ModuleType]) -> Parser:
+    """The parser of all commands, with the arguments of those whose modules are given: the others stay unimported."""
+    parser = Parser(
         prog="realm",
         description="Train language models that retrieve before they predict.",
         epilog="`realm COMMAND --help` shows a command's arguments, with examples.",
@@ -185,8 +201,8 @@ def _parser(chosen: str | None, job: ModuleType | None) -> argparse.ArgumentPars
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        if name == chosen and job is not None:
-            job.add_arguments(command)
+        if name in jobs:
+            jobs[name].add_arguments(command)
     return parser
 
 
@@ -198,7 +214,3 @@ def _stdout_is_broken() -> bool:
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
-
-
-if __name__ == "__main__":
-    sys.exit(main())

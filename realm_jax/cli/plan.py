@@ -8,7 +8,6 @@ among them.
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import re
@@ -28,6 +27,7 @@ from rich.table import Table
 from realm_jax.assemble import abstract_run
 from realm_jax.chips import Chip, chip
 from realm_jax.cli.build_index import for_embedding
+from realm_jax.cli.output import print_json
 from realm_jax.compiled_cost import Cost, program_cost
 from realm_jax.compiled_time import program_time, sent, transferred
 from realm_jax.config import default, task_names, validate
@@ -94,7 +94,7 @@ def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]
     found = plan(trainer, builder, task, args.price_per_chip_hour, builders)
     found |= {"useful": useful} if useful else {}
     if args.json:
-        print(json.dumps(found, indent=1))
+        print_json(found)
     else:
         show(found, task)
     return 0 if found["fits"] and found.get("builder", found)["fits"] else 1

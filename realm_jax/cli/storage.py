@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from realm_jax.cli.output import print_records
+from realm_jax.cli.output import print_json, print_records
 from realm_jax.config import kind_of
 from realm_jax.errors import UserError
 from realm_jax.refresh.generations import (
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="TASK/STEP or a generation (default of verify: all)")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of a run")
     parser.add_argument("--force", action="store_true", help="rm: also a generation that a run needs to go on")
-    parser.add_argument("--json", action="store_true", help="ls: one JSON object per line")
+    parser.add_argument("--json", action="store_true", help="ls, verify: one JSON object per line")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for name in args.names:
         _check_name(name, items, workdir)
-    return int(any([verify(name, items[name]) for name in args.names or items]))
+    return int(any([verify(name, items[name], args.json) for name in args.names or items]))
 
 
 class Checkpoint(NamedTuple):
@@ -168,16 +168,22 @@ def _check_name(name: str, known: Collection[str], workdir: Path) -> None:
         raise UserError(f"--workdir={workdir}: there is no {name} stored; `realm storage ls` lists what there is")
 
 
-def verify(name: str, item: Checkpoint | Generation) -> bool:
-    """Print whether something stored is sound; returns whether it is damaged."""
-    began = time.monotonic()
+def verify(name: str, item: Checkpoint | Generation, as_json: bool) -> bool:
+    """Print whether something stored is sound, as a line or as {"name", "state", "reason", "seconds"}; returns whether
+    it is damaged."""
+    began, state, reason, holds = time.monotonic(), "sound", "", None
     try:
         holds = item.verify()
+        state = "unfinished" if holds is None else "sound"
     except (UserError, CheckpointRemoved) as fault:
-        print(f"{name}: DAMAGED: {fault}")
-        return True
-    print(f"{name}: unfinished" if holds is None else f"{name}: sound ({holds}{time.monotonic() - began:.1f} s)")
-    return False
+        state, reason = "damaged", str(fault)
+    seconds = time.monotonic() - began
+    if as_json:
+        print_json({"name": name, "state": state, "reason": reason, "seconds": round(seconds, 3)})
+    else:
+        shown = {"damaged": f"DAMAGED: {reason}", "sound": f"sound ({holds}{seconds:.1f} s)"}
+        print(f"{name}: {shown.get(state, state)}")
+    return state == "damaged"
 
 
 def remove(workdir: Path, names: list[str], saved: Collection[str], force: bool) -> None:

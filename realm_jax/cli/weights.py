@@ -1,9 +1,10 @@
-"""`realm weights`: export a run's networks as Hugging Face model folders, and convert released checkpoints to them.
+"""`realm weights`: export a run's networks as Hugging Face model folders, upload them, convert released checkpoints.
 
     OUTPUT/query_embedder/       model.safetensors, config.json, vocab.txt, tokenizer_config.json; the modules of
                                  sentence-transformers, and a README.md that says what text to encode
     OUTPUT/document_embedder/    or `embedder` for both, where the run has one tower
     OUTPUT/reader/
+    OUTPUT/README.md             a model card, of `export`
 
 The folder appears whole or not at all, and `config.init_from` takes it. Read next: `realm_jax/models/weights.py` for
 names, `realm_jax/models/tf_checkpoints.py` for TensorFlow's.
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from realm_jax.cli.argument_types import nonempty
 from realm_jax.cli.arguments import add_run_arguments, config_changes
 from realm_jax.config import REALM_TASKS
 from realm_jax.data.tokenizer import Tokenizer
@@ -29,8 +31,9 @@ from realm_jax.data.wordpiece import VOCABULARY_FILE, WordPiece
 from realm_jax.errors import UserError
 from realm_jax.models import tf_checkpoints
 from realm_jax.models.bert import LAYER_NORM_EPSILON
-from realm_jax.models.folders import SHARED, TOWERS
+from realm_jax.models.folders import SHARED, TOWERS, open_hub, upload_model
 from realm_jax.models.realm import Realm
+from realm_jax.models.sentence_transformers import README
 from realm_jax.models.weights import (
     HF_REALM,
     SETTINGS,
@@ -39,7 +42,10 @@ from realm_jax.models.weights import (
     write_json,
 )
 from realm_jax.storage import publish_folder
+from realm_jax.train.adaptation import MODEL
+from realm_jax.train.adaptation import RECORD as ADAPTED
 from realm_jax.train.export import save_tokenizer, write_networks
+from realm_jax.train.model_card import run_card
 from realm_jax.train.restore import restore_params
 from realm_jax.train.trained_run import latest_checkpoint, open_run_for_inference, reader_is_trained
 
@@ -48,6 +54,7 @@ logger = logging.getLogger(__name__)
 EXAMPLES = """examples:
   realm weights export --workdir=runs/wiki --output=weights/wiki
   realm weights export --workdir=runs/wiki --output=weights/wiki-realm --names=realm      for transformers 4
+  realm weights push --workdir=runs/wiki --repo=me/wiki-realm --private
   realm weights convert --embedder=cc_news_pretrained/embedder --bert=cc_news_pretrained/bert --output=weights/cc_news
   realm train --config=qa_wiki --config.init_from=weights/cc_news --config.data.path=data/wiki --workdir=runs/qa
 """
@@ -57,12 +64,25 @@ CONVERTED = ("embedder", "bert", "finetuned")  # flags
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `realm weights`."""
     parser.epilog = EXAMPLES
-    actions = parser.add_subparsers(dest="action", metavar="export|convert", required=True)
-    export, convert = (
-        actions.add_parser(name, help=f"{what} to folders", allow_abbrev=False)
-        for name, what in (("export", "a run's networks"), ("convert", "TensorFlow's checkpoints"))
+    actions = parser.add_subparsers(dest="action", metavar="export|push|convert", required=True)
+    export, push, convert = (
+        actions.add_parser(name, help=what, description=f"Write {what}.", allow_abbrev=False)
+        for name, what in (
+            ("export", "a run's networks to folders"),
+            ("push", "a run's networks, or the model of `realm adapt`, with its card to the Hugging Face hub"),
+            ("convert", "TensorFlow's checkpoints to folders"),
+        )
     )
-    add_run_arguments(export)
+    for action in (export, push):
+        add_run_arguments(action)
+    push.add_argument(
+        "--repo", type=nonempty, required=True, metavar="NAME", help="repository, USER/NAME: made if it is not there"
+    )
+    push.add_argument(
+        "--private", action="store_true",
+        help="upload to a private repository alone (default: a new one is public, unless your organisation makes "
+        "private ones). The token is that of `hf auth login` or HF_TOKEN",
+    )  # fmt: skip
     export.add_argument(
         "--task", choices=tuple(REALM_TASKS), help="parameters at the end of it (default: of the last one trained)"
     )
@@ -84,7 +104,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Make the folder."""
+    """Make the folder, or upload it and print where it lies."""
+    if args.action == "push":
+        print(push(Path(args.workdir), args.repo, args.private, config_changes(args)))
+        return
     output = Path(args.output)
     if os.path.lexists(output):
         raise UserError(f"--output={output} already exists; remove it or choose another folder")
@@ -114,7 +137,26 @@ def export(
         reads = reader_is_trained(workdir, name)
         read = sources.for_reader.tokenizer
         write_networks(folder, opened.config, model, params, sources.tokenizer, names, reads, read)
+        networks = sorted(path.name for path in folder.iterdir())
+        (folder / README).write_text(run_card(opened, name, saved.step, networks, names), "utf-8")
     logger.info("%s: %s of %s at step %d of %s", output, ", ".join(params), workdir, saved.step, name)
+
+
+def push(workdir: Path, repository: str, private: bool, changes: dict[str, Any]) -> str:
+    """Upload the networks of a run as `export` writes them, or the model of an adaptation as it is; returns where.
+
+    changes: as those of `export`. Raises UserError as it does, and as `upload_model`.
+    """
+    hub = open_hub(f"--repo={repository}")  # first, since it says at once what is missing
+    if (workdir / ADAPTED).is_file():
+        if not (workdir / MODEL).is_dir():
+            raise UserError(f"--workdir={workdir}: the adaptation is not done; run its command again")
+        if changes:
+            raise UserError(f"--config.{next(iter(changes))}: changes nothing in an adapted model; leave it out")
+        return upload_model(hub, workdir / MODEL, repository, private, "--repo")
+    with tempfile.TemporaryDirectory() as work:
+        export(workdir, Path(work) / MODEL, changes=changes)
+        return upload_model(hub, Path(work) / MODEL, repository, private, "--repo")
 
 
 def _check_realm(model: Realm) -> None:

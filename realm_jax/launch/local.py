@@ -49,7 +49,7 @@ STATUS_SECONDS = 30.0  # between two lines about the run
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before a failed job is started again
 SHORT_GRACE = 5.0  # seconds for what is left of a job that crashed: without the others it cannot save
 LONGEST_LINE = 1 << 16  # bytes
-PROGRAM = [sys.executable, "-m", "realm_jax.cli.main"]  # `realm` of this environment
+PROGRAM = [sys.executable, "-m", "realm_jax"]  # `realm` of this environment
 # Executes its arguments, and gets SIGTERM when the supervisor dies for any reason.
 EXIT_WITH_PARENT = (
     "import ctypes, os, signal, sys\n"

@@ -1,4 +1,4 @@
-"""Locating pretrained models, and which of their folders holds which network.
+"""Locating and publishing pretrained models, and which of their folders holds which network.
 
     FOLDER/model.safetensors            one BERT, for every network; with its heads, where it has them
     FOLDER/<network>/model.safetensors  one for each network, as `realm weights` writes them (`embedder`: both towers)
@@ -11,7 +11,10 @@ Each may be a folder of sentence-transformers (`modules.json`). Read next: `weig
 import importlib.util
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import realm_jax
 from realm_jax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE
 from realm_jax.data.wordpiece import VOCABULARY_FILE
 from realm_jax.errors import UserError
@@ -27,9 +30,10 @@ from realm_jax.models.sentence_transformers import (
 from realm_jax.models.weights import SETTINGS, WEIGHTS
 
 HUB, PACKAGE, IN_PACKAGE = "hf:", "py:", "model"
-FILES = WEIGHTS, SETTINGS, VOCABULARY_FILE, TOKENIZER_CONFIG, TOKENIZER_FILE, INPUT
-FETCHED = MODULES, PROMPTS, *FILES, *(f"[0-9]*_*/{name}" for name in FILES)
 SHARED, TOWERS, READER = "embedder", ("query_embedder", "document_embedder"), "reader"
+FILES = WEIGHTS, SETTINGS, VOCABULARY_FILE, TOKENIZER_CONFIG, TOKENIZER_FILE, INPUT
+OF_A_NETWORK = MODULES, PROMPTS, *FILES, *(f"[0-9]*_*/{name}" for name in FILES)
+FETCHED = *OF_A_NETWORK, *(f"{network}/{name}" for network in (SHARED, *TOWERS, READER) for name in OF_A_NETWORK)
 
 
 def resolve_model_path(name: str, flag: str = "config.init_from") -> Path:
@@ -47,23 +51,58 @@ def resolve_model_path(name: str, flag: str = "config.init_from") -> Path:
 @cache
 def _fetched(name: str, flag: str) -> Path:
     """The folder of a model of the hub, which is asked once: what a run starts from does not change on the way."""
+    hub = _hub(f"{flag}={name}", ", or name a folder")
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    try:
+        return Path(hub.snapshot_download(repository, revision=revision or None, allow_patterns=list(FETCHED)))
+    except Exception as fault:  # of its own kinds, and of the libraries that it speaks to the network with
+        raise UserError(
+            f"{flag}={name}: cannot be fetched ({_reason(fault)}); "
+            "check the name and the network, or fetch the model elsewhere and name its folder"
+        ) from None
+
+
+def open_hub(what: str) -> Any:
+    """The hub's `HfApi` with the user's token. what: needs it. Raises UserError where library or token is missing."""
+    hub = _hub(what)
+    if not (token := hub.get_token()):
+        raise UserError(f"{what}: no token of the hub is known; run `hf auth login`, or set HF_TOKEN")
+    return hub.HfApi(token=token, library_name="realm_jax", library_version=realm_jax.__version__)
+
+
+def upload_model(hub: Any, folder: Path, name: str, private: bool, flag: str) -> str:
+    """Upload a folder to a repository of the hub, which is made if it is not there; returns its address.
+
+    hub: as `open_hub` gives it. private: whether the repository has to be; otherwise a new one is what the hub makes
+    of it. Raises UserError if the hub is out of reach or refuses, and for a public one where it has to be private.
+    """
+    try:
+        url = hub.create_repo(name, private=private or None, exist_ok=True)
+        fits = not private or hub.repo_info(url.repo_id).private
+        if fits:
+            hub.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Upload a model of realm_jax")
+    except Exception as fault:  # as above
+        reason = _reason(fault).replace(hub.token, "…")  # whatever a server answers
+        raise UserError(
+            f"{flag}={name}: cannot be uploaded ({reason}); check the name, the network, and that the token may write"
+        ) from None
+    if not fits:
+        raise UserError(f"{flag}={name}: exists and is public; make it private there first, or name another")
+    return str(url)
+
+
+def _hub(what: str, otherwise: str = "") -> ModuleType:
+    """The hub's library. what: needs it; otherwise: what else can be done. Raises UserError where it is missing."""
     try:
         import huggingface_hub  # here, since it is optional
     except ImportError:
-        raise UserError(
-            f"{flag}={name}: needs Hugging Face's hub; run `pip install '.[huggingface]'`, or name a folder"
-        ) from None
-    repository, _, revision = name.removeprefix(HUB).partition("@")
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=list(FETCHED))
-        )
-    except Exception as fault:  # of its own kinds, and of the libraries that it speaks to the network with
-        reason = " ".join(str(fault).split())[:200]
-        raise UserError(
-            f"{flag}={name}: cannot be fetched ({type(fault).__name__}: {reason}); "
-            "check the name and the network, or fetch the model elsewhere and name its folder"
-        ) from None
+        advice = f"run `pip install '.[huggingface]'`{otherwise}"
+        raise UserError(f"{what}: needs Hugging Face's hub; {advice}") from None
+    return huggingface_hub
+
+
+def _reason(fault: Exception) -> str:
+    return f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}"
 
 
 def _package_folder(name: str, flag: str) -> Path:
