@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from realm_jax.cli import main as cli
-
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "realm_jax"
 
@@ -93,8 +91,8 @@ def test_the_installed_command_works_from_another_folder(installed, tmp_path):
 def test_every_config_is_found_by_its_name_far_from_the_checkout(installed, tmp_path):
     configs = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
     program = (
-        "from realm_jax import recipes, config\n"
-        "from realm_jax.cli import ablate, config_flags\n"
+        "from realm_jax import config, config_flags, recipes\n"
+        "from realm_jax.cli import ablate\n"
         "for name in recipes.config_names():\n"
         "    like = ablate._config_template if name == 'ablations' else config.default_like\n"
         "    print(name, config_flags.load_config(name, [], config.default, like=like).get('tasks', 'rows'))"
@@ -163,8 +161,3 @@ def test_the_console_script_of_this_environment_is_the_command():
         pytest.skip("realm-jax is not installed in this environment")
     done = subprocess.run([script, "--version"], capture_output=True, text=True)
     assert done.stdout.startswith("realm_jax ")
-
-
-def test_the_readme_names_every_command_and_no_other():
-    named = set(re.findall(r"(?:^|`|&& |    )realm ([a-z-]+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.M))
-    assert named == set(cli.JOBS)
