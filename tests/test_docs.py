@@ -151,7 +151,8 @@ def test_every_command_and_flag_of_the_documentation_is_run_by_a_test():
     files = [Exercised(path) for path in (ROOT / "tests").glob("*.py") if path.name not in own]
     wanted = {(one.words[0], flag) for page in PAGES for one in shown(page) for flag in ("", *flags(one))}
     run = {(name, flag) for file in files for name in file.commands for flag in ("", "--help", *file.flags)}
-    assert not wanted - run
+    missing = wanted - run
+    assert not missing
 
 
 # ---- other programs
