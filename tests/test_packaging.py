@@ -19,7 +19,6 @@ import yaml
 from packaging.requirements import Requirement
 
 import realm_jax
-from realm_jax.cli import main as cli
 from realm_jax.config import reference
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,8 +120,7 @@ def test_the_installed_command_works_from_another_folder(installed, tmp_path):
 def test_every_config_is_found_by_its_name_far_from_the_checkout(installed, tmp_path):
     configs = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
     program = (
-        "from realm_jax import recipes, config\n"
-        "from realm_jax import config_flags\n"
+        "from realm_jax import config, config_flags, recipes\n"
         "from realm_jax.cli import ablate\n"
         "for name in recipes.config_names():\n"
         "    like = ablate._config_template if name == 'ablations' else config.default_like\n"
@@ -217,8 +215,3 @@ def test_the_locked_versions_are_those_that_are_allowed():
         assert one.specifier.contains(locked[name]), f"{line}: locked is {locked[name]}"
         checked += 1
     assert checked > 30
-
-
-def test_the_readme_names_every_command_and_no_other():
-    named = set(re.findall(r"(?:^|`|&& |    )realm ([a-z-]+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.M))
-    assert named == set(cli.JOBS)

@@ -172,6 +172,11 @@ def test_data_that_were_interrupted_are_made_again(tmp_path, monkeypatch):
         assert path.read_bytes() == (workdir / path.relative_to(whole)).read_bytes(), path
 
 
+def test_data_alone_are_made_where_nothing_else_is_asked_for(tmp_path):
+    assert quickstart(tmp_path / "run", "--data-only") == 0
+    assert names(tmp_path / "run") == {"text", "data"}
+
+
 def test_data_that_are_there_are_used_again_and_never_for_other_settings(tmp_path, capsys):
     job.make_data(tmp_path, 20, seed=0)
     before = state_of(tmp_path)

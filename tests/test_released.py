@@ -8,6 +8,7 @@ import pytest
 from tiny import VOCABULARY, loud_params, tiny_realm
 from weight_folders import assert_same_bits
 
+from realm_jax.cli import main as cli
 from realm_jax.cli import weights as job
 from realm_jax.errors import UserError
 from realm_jax.models import tf_checkpoints
@@ -157,7 +158,8 @@ def test_pre_trained_modules_become_a_tower_and_a_reader(tensorflow, tmp_path):
     vocabulary(module / "assets")
     tensorflow[str(module / "variables" / "variables")] = tower = checkpoint(TOWER, 0)
     tensorflow["bert.ckpt"] = bert = checkpoint(BERT, 1)
-    job.convert({"embedder": str(module), "bert": "bert.ckpt"}, tmp_path / "out")
+    paths = (f"--embedder={module}", "--bert=bert.ckpt", f"--output={tmp_path / 'out'}")
+    assert cli.main(["weights", "convert", *paths]) == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["embedder", "reader"]
     found = read_back(tmp_path / "out" / "embedder", "query_embedder")
     np.testing.assert_array_equal(found["projection"]["kernel"], tower["module/module/dense/kernel"])

@@ -378,6 +378,15 @@ def test_other_machines_need_a_token_and_a_port_is_free(trained_run, capsys, mon
     assert "give seconds" in refused(capsys, where, "--refresh=-1", "--port=0")
 
 
+def test_the_command_serves_what_its_flags_say(copied_run, monkeypatch):
+    started = []
+    monkeypatch.setattr("realm_jax.cli.serve._serve", lambda server, listening: started.append(server.config.app))
+    assert cli.main(["serve", f"--workdir={copied_run}", "--port=0", "--search=bm25"]) == 0
+    with TestClient(started[0], base_url="http://127.0.0.1") as client:
+        found = client.post("/search", json={"question": QUESTION}).json()["candidates"]
+    assert found and all([*one["ranks"]] == ["bm25"] for one in found)
+
+
 # ---- anything at all
 
 
