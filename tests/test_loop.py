@@ -42,8 +42,9 @@ from realm_jax.tasks import make_task
 from realm_jax.train import loop, recipe
 from realm_jax.train.checkpoints import SavedCheckpoint, saved_folders
 from realm_jax.train.loop import train_task
-from realm_jax.train.metrics import MetricLogger, RecordWriter, read_lines
+from realm_jax.train.metrics import MetricLogger, RecordWriter
 from realm_jax.train.recipe import preemptible, run_recipe
+from realm_jax.train.records import read_lines
 from realm_jax.train.workdir import load_run
 
 pytestmark = pytest.mark.usefixtures("quick_steps")

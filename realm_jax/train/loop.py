@@ -28,13 +28,14 @@ from realm_jax.refresh.status import StatusWriter
 from realm_jax.run import BaseRun, local_rows
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Measure, Task
-from realm_jax.train.best import BestParameters, describe_regression, stage_summary
+from realm_jax.train.best import BestParameters
 from realm_jax.train.built_index import BuiltIndex
 from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
 from realm_jax.train.feed import Feed
 from realm_jax.train.guards import CompileGuard, Profiler, Watchdog, check_replicas
 from realm_jax.train.index_source import IndexSource, Interrupted, start_vectors
 from realm_jax.train.metrics import MetricLogger, StepCost
+from realm_jax.train.records import describe_regression, stage_summary
 from realm_jax.train.restore import Restored, restore
 from realm_jax.train.step import ControlWords, State, make_step, put_control, start_state
 from realm_jax.train.workdir import begins_with_reader

@@ -23,6 +23,7 @@ from realm_jax.console import StageProgress
 from realm_jax.errors import UserError
 from realm_jax.processes import is_process_0
 from realm_jax.storage import write_atomic
+from realm_jax.train.records import read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -172,19 +173,6 @@ class MetricLogger:
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a JSON-lines file; [] when there is none. A last line that was cut off is left out."""
-    if not path.is_file():
-        return []
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
 
 
 class RecordWriter:
