@@ -167,10 +167,11 @@ def run_steps(loop: Loop) -> None:
         loop.index = None  # it was evaluated with one; its steps use none
     while loop.step < loop.total:
         loop.watchdog.heartbeat()
-        loop.consensus = ControlWords(*np.asarray(reduced[0]).tolist()) if len(reduced) == 2 else ControlWords()
-        if loop.consensus.stop if jax.process_count() > 1 else loop.stop.requested:
-            raise Interrupted
         with loop.metrics.step():
+            # Waits for the step before the last, as the devices are behind: without it a step would take no time.
+            loop.consensus = ControlWords(*np.asarray(reduced[0]).tolist()) if len(reduced) == 2 else ControlWords()
+            if loop.consensus.stop if jax.process_count() > 1 else loop.stop.requested:
+                raise Interrupted
             run_due(before_step, loop)
             with jax.profiler.StepTraceAnnotation(task.name, step_num=loop.step):
                 with loop.metrics.waiting("data"):
