@@ -25,8 +25,8 @@ from realm_jax.run import Run
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Measure
 from realm_jax.train.loop import train_task
-from realm_jax.train.metrics import read_lines
 from realm_jax.train.recipe import open_run, starting_params, train
+from realm_jax.train.records import read_lines
 
 N = 4  # steps between two refreshes that a builder beside training would manage
 STEPS = 60 * N

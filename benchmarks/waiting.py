@@ -29,7 +29,8 @@ from realm_jax.recipes import quickstart
 from realm_jax.run import Run
 from realm_jax.train.guards import Profiler
 from realm_jax.train.loop import train_task
-from realm_jax.train.metrics import WAITS, read_lines
+from realm_jax.train.metrics import WAITS
+from realm_jax.train.records import read_lines
 from realm_jax.train.workdir import check_workdir
 
 FIRST = 20  # step whose record is the beginning: compiling and the first index lie before it

@@ -21,6 +21,11 @@ HELD_OUT = Limit(
     "0 for none, or from 0.001 to 1 (documents are held out in thousandths)",
     lambda value: value == 0 or 0.001 <= value <= 1,
 )
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+LOGGED_TO = Limit(
+    f"'' or some of {', '.join(TRACKERS)}, each at most once",
+    lambda value: {*(names := tracker_names(value))} <= {*TRACKERS} and len(names) == len({*names}),
+)
 READER_SIZES = ("layers", "width", "heads", "feed_forward")
 READER_CHOICES = {"hidden_act": ("gelu", "gelu_new"), "tokenizer": ("own",)}
 READER = Limit(
@@ -278,7 +283,6 @@ class Checkpoint:
 
     every: int = key(1000, "steps between two saves", POSITIVE, operations=True)
     keep: int = key(3, "newest saves that stay", POSITIVE, operations=True)
-    keep_every: int = key(0, "saves of every so many steps stay, too; 0: none", NOT_NEGATIVE, operations=True)
 
 
 @dataclass(frozen=True)
@@ -286,6 +290,14 @@ class Log:
     """What is recorded of training."""
 
     every: int = key(10, "steps between two lines of metrics", POSITIVE, operations=True)
+    to: str = key(
+        "tensorboard",
+        "where values go beside the files of records, comma-separated: 'tensorboard' (files in the run folder), "
+        "'wandb', 'mlflow', 'trackio': a run for each task, which a resumed task goes on with. Their own environment "
+        "variables say where that is, such as WANDB_PROJECT and MLFLOW_TRACKING_URI. '': nowhere",
+        LOGGED_TO,
+        operations=True,
+    )
     hang_seconds: float = key(
         3600.0,
         "seconds without the end of a step, a refresh or a measurement after which the process ends with exit code 70 "
@@ -335,6 +347,11 @@ class Evaluation:
         "passages, where an index is measured; fine-tuning by exact match, at the end, every evaluation.every "
         "steps, and at its start if its reader was trained before",
     )
+
+
+def tracker_names(value: str) -> list[str]:
+    """The names of `log.to`."""
+    return [name.strip() for name in value.split(",") if name.strip()]
 
 
 def task_names(config: ConfigDict) -> list[str]:

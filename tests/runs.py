@@ -34,8 +34,9 @@ from realm_jax.tasks.base import Task
 from realm_jax.train import loop
 from realm_jax.train.index_source import shared_folder
 from realm_jax.train.loop import train_task
-from realm_jax.train.metrics import TIMES, read_lines
+from realm_jax.train.metrics import TIMES
 from realm_jax.train.recipe import report_status
+from realm_jax.train.records import read_lines
 from realm_jax.train.restore import restore_params
 from realm_jax.train.step import make_step
 

@@ -26,11 +26,13 @@ from realm_jax.data.questions import Question
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval import adaptation as judge
+from realm_jax.launch.status import Heartbeats
+from realm_jax.launch.watch import run_status
 from realm_jax.models.folders import TOWERS
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.vector_files import write_vectors
 from realm_jax.run import Run
-from realm_jax.storage import read_json
+from realm_jax.storage import open_folder, read_json
 from realm_jax.train import adaptation, adaptation_gate, recipe, workdir
 from realm_jax.train.adaptation import measure_searches
 from realm_jax.train.init_from import init_from_sources
@@ -176,6 +178,13 @@ def test_from_documents_to_a_model_and_a_report(done, capsys):
     assert cli.main(["ask", f"--workdir={done}", "What was Ada Moss?"]) == 0
     out, err = capsys.readouterr()
     assert "found by" in out and "never saw a question" in err
+
+
+def test_its_status_tells_who_watches_that_it_is_done(done):
+    folder = open_folder(done)
+    found = run_status(folder, Heartbeats(folder).look(0.0))
+    assert (found["state"], found["stage"], found["adapted"], found["seconds_left"]) == ("done", "ended", True, None)
+    assert {(task["state"], task["step"] == task["steps"]) for task in found["tasks"]} == {("done", True)}
 
 
 def test_questions_are_read_with_a_blank_and_answered_from_a_passage(done):

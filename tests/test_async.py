@@ -52,8 +52,8 @@ from realm_jax.storage import PosixFolder
 from realm_jax.tasks import make_task
 from realm_jax.train.built_index import BuiltIndex
 from realm_jax.train.checkpoints import saved_folders
-from realm_jax.train.metrics import read_lines
 from realm_jax.train.recipe import report_status
+from realm_jax.train.records import read_lines
 from realm_jax.train.restore import restore_params
 from realm_jax.train.step import ControlWords, reduce_control
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from realm_jax.train.best import compare_with_start, describe_regression, selection_metric
+from realm_jax.train.best import selection_metric
+from realm_jax.train.records import compare_with_start, describe_regression
 
 
 def lines(start: float, end: float, **last) -> list[dict]:

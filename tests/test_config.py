@@ -117,6 +117,8 @@ BAD = [
     ("mesh.model", -1),
     ("checkpoint.keep", 0),
     ("log.every", 0),
+    ("log.to", "tensorbord"),
+    ("log.to", "wandb,wandb"),
     ("ict.null_weight", -0.1),
     ("evaluation.held_out", 0.0004),
     ("evaluation.batch_size", 0),

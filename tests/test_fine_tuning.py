@@ -20,8 +20,8 @@ from realm_jax.tasks import make_task
 from realm_jax.tasks.qa_examples import matching_strings, training_questions
 from realm_jax.train.index_source import start_vectors
 from realm_jax.train.loop import train_task
-from realm_jax.train.metrics import read_lines
 from realm_jax.train.recipe import train as train_recipe
+from realm_jax.train.records import read_lines
 from realm_jax.train.restore import restore_params
 
 pytestmark = pytest.mark.usefixtures("quick_steps")

@@ -17,7 +17,8 @@ from realm_jax.errors import UserError
 from realm_jax.mesh import make_mesh
 from realm_jax.train import guards
 from realm_jax.train.guards import HUNG, TRACED, CompileGuard, Profiler, Watchdog, check_replicas, differing_replicas
-from realm_jax.train.metrics import MetricLogger, StepCost, read_lines
+from realm_jax.train.metrics import MetricLogger, StepCost
+from realm_jax.train.records import read_lines
 
 HANGS = """
 import time

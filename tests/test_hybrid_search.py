@@ -16,8 +16,8 @@ from realm_jax.inference.predictions import records
 from realm_jax.retrieval.fusion import fuse
 from realm_jax.tasks import make_task
 from realm_jax.tasks.realm import unmasked_text
-from realm_jax.train.metrics import read_lines
 from realm_jax.train.recipe import train
+from realm_jax.train.records import read_lines
 from realm_jax.train.results import bm25_question_rows
 from realm_jax.train.trained_run import TrainedRun, ranks_by_search
 

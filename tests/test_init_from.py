@@ -13,12 +13,12 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.run import Run
 from realm_jax.storage import digest, read_json
-from realm_jax.train.best import stage_summary
 from realm_jax.train.checkpoints import DamagedCheckpoint, SavedCheckpoint
 from realm_jax.train.init_from import find_source, record_start
 from realm_jax.train.loop import train_task
 from realm_jax.train.projection import FILE as COMPONENTS
 from realm_jax.train.recipe import starting_params, train
+from realm_jax.train.records import stage_summary
 from realm_jax.train.restore import restore_params, vectors_from_earlier_task
 from realm_jax.train.workdir import begins_with_reader, check_workdir
 

@@ -17,8 +17,8 @@ from realm_jax.storage import read_json
 from realm_jax.tasks import base
 from realm_jax.tasks.qa import Qa
 from realm_jax.train import recipe, workdir
-from realm_jax.train.metrics import read_lines
 from realm_jax.train.recipe import open_run, run_recipe
+from realm_jax.train.records import read_lines
 from realm_jax.train.results import majority_exact_match
 from realm_jax.train.trained_run import RecordedMetrics
 

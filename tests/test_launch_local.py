@@ -23,7 +23,7 @@ from realm_jax.launch.spec import describe
 from realm_jax.launch.status import poll
 from realm_jax.refresh.status import TRAINER, Status, write_status
 from realm_jax.storage import StorageError, open_folder
-from realm_jax.train.metrics import read_lines
+from realm_jax.train.records import read_lines
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -42,8 +42,10 @@ from realm_jax.tasks import make_task
 from realm_jax.train import loop, recipe
 from realm_jax.train.checkpoints import SavedCheckpoint, saved_folders
 from realm_jax.train.loop import train_task
-from realm_jax.train.metrics import MetricLogger, RecordWriter, read_lines
+from realm_jax.train.metrics import MetricLogger, RecordWriter
 from realm_jax.train.recipe import preemptible, run_recipe
+from realm_jax.train.records import read_lines
+from realm_jax.train.step import ControlWords
 from realm_jax.train.workdir import load_run
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
@@ -210,6 +212,19 @@ def test_metrics_are_fetched_once_the_next_step_is_started(people, tmp_path, mon
     monkeypatch.setattr(MetricLogger, "fetch", lambda *given: order.append(f"fetch {given[1]}") or fetch(*given))
     train_measured(open_inline(people, tmp_path, log__every=3, checkpoint__every=100))
     assert order[:7] == [*["start"] * 4, "fetch 3", *["start"] * 2]
+
+
+def test_the_wait_for_the_devices_is_part_of_a_step(people, tmp_path, monkeypatch):
+    """They are waited for where the control words of the step before the last are read."""
+
+    def late(*words: int) -> ControlWords:
+        time.sleep(0.5 if words else 0.0)
+        return ControlWords(*words)
+
+    replace_step(monkeypatch, lambda *_: {})
+    monkeypatch.setattr(loop, "ControlWords", late)
+    train_measured(open_inline(people, tmp_path, checkpoint__every=100))
+    assert read_lines(tmp_path / "realm" / "metrics.jsonl")[-1]["step_seconds"] >= 0.5
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from made_news import expected, make_news
 
 from realm_jax.data.sources import open_sources
-from realm_jax.train.metrics import read_lines
+from realm_jax.train.records import read_lines
 
 RECORDS, STEPS, REFRESH, BATCH = 2000, 300, 100, 8
 

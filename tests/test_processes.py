@@ -18,7 +18,7 @@ from realm_jax.cli.quickstart import ENTITIES, make_data
 from realm_jax.recipes import quickstart
 from realm_jax.storage import read_json
 from realm_jax.train.checkpoints import saved_folders
-from realm_jax.train.metrics import read_lines
+from realm_jax.train.records import read_lines
 from realm_jax.train.restore import restore_params
 from realm_jax.train.workdir import load_run
 

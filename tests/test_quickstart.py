@@ -15,7 +15,7 @@ from realm_jax.data import encyclopedia
 from realm_jax.errors import UserError
 from realm_jax.storage import read_json
 from realm_jax.train import recipe, workdir
-from realm_jax.train.metrics import read_lines
+from realm_jax.train.records import read_lines
 
 SIZES = {
     "encoder": {"projection": 8},

@@ -33,7 +33,8 @@ from tiny_run import tiny_config
 from realm_jax.config import add_sections, task_names
 from realm_jax.refresh.status import TRAINER, read_status
 from realm_jax.storage import open_folder, read_json
-from realm_jax.train.metrics import TIMES, read_lines
+from realm_jax.train.metrics import TIMES
+from realm_jax.train.records import read_lines
 from realm_jax.train.restore import restore_params
 from realm_jax.train.workdir import load_run
 

@@ -37,8 +37,8 @@ from realm_jax.models.tagger import Tagger, decode
 from realm_jax.storage import read_json
 from realm_jax.tasks.tagger import TaggerTask, annotated, default, tagger_examples, tagger_loss
 from realm_jax.train.checkpoints import SavedCheckpoint
-from realm_jax.train.metrics import read_lines
 from realm_jax.train.recipe import open_run
+from realm_jax.train.records import read_lines
 from realm_jax.train.tagger import finder, open_tagger, run_tagger, train
 from realm_jax.train.workdir import recorded_config
 

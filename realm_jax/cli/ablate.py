@@ -28,8 +28,8 @@ from realm_jax.eval.ablations import HEADS, Row, SeedResult, cells, html, markdo
 from realm_jax.recipes import ROW, ablations
 from realm_jax.storage import exclusive_lock, make_folder, write_atomic, write_json_atomic
 from realm_jax.tasks import TASKS
-from realm_jax.train.metrics import read_lines
 from realm_jax.train.recipe import open_run, preemptible, report_status, train
+from realm_jax.train.records import read_lines
 from realm_jax.train.results import hardware
 from realm_jax.train.workdir import recorded_config
 

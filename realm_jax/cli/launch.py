@@ -7,9 +7,7 @@ flags that it needs, and takes those that say what was started, so that a comman
 """
 
 import argparse
-import math
 from collections.abc import Callable
-from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -149,7 +147,7 @@ def status(args: argparse.Namespace) -> int:
         raise UserError(f"--workdir={args.workdir}: nothing is there yet; start the run with `realm launch`")
     state = poll(folder) if folder.names() else None
     if args.json:
-        print_json((record(state) if state else {}) | resources)
+        print_json((state.record() if state else {}) | resources)
     else:
         show(state, **resources)
     return LATE if state and state.late else 0
@@ -239,25 +237,3 @@ def show(state: RunState | None, resources: list[dict[str, str]] | None = None) 
             print(f"newest index: of step {state.generation}")
     if resources is not None:
         print_records(resources, as_json=False, nothing="nothing is there")
-
-
-def record(state: RunState) -> dict[str, Any]:
-    """A state as JSON: {"task", "checkpoint", "metrics", "generation", "jobs": [{"name", "state", …}]}.
-
-    A metric that is not finite is None, as JSON has no number for it.
-    """
-    jobs = [
-        {"name": job.name, "state": job.state} | {key: getattr(job.status, key) for key in ("stage", "step", "index")}
-        for job in state.jobs
-    ]
-    saved = state.progress.checkpoint
-    return {
-        "task": state.progress.task,
-        "checkpoint": None if saved is None else {"task": saved[0], "step": saved[1]},
-        "metrics": {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in state.progress.metrics.items()
-        },
-        "generation": state.generation,
-        "jobs": jobs,
-    }

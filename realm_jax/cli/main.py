@@ -46,6 +46,7 @@ JOBS = {  # command → what it does; its module is named like it
     "train": "run, or resume, the training recipe of a config file",
     "tag": "find the salient spans of prepared passages with a trained tagger",
     "launch": "plan a run, start it here, on TPU VMs or on GKE; see it, stop it, remove it",
+    "watch": "see how a run does, live: loss, recall, its indexes and jobs",
     "build-index": "re-embed the corpus alongside a training run, and publish the index",
     "corpus": "add, replace or remove documents; a trained run then answers from them",
     "storage": "list, verify and remove what a run has stored: checkpoints and indexes",

@@ -6,8 +6,8 @@ started.
 """
 
 import dataclasses
-import json
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,10 +16,12 @@ from realm_jax.errors import UserError
 from realm_jax.refresh.generations import MANIFEST, export_step, generation_names
 from realm_jax.refresh.status import BUILDER, HEARTBEAT_SECONDS, TRAINER, Status, read_status, write_status
 from realm_jax.storage import Damaged, Folder, open_folder
+from realm_jax.train.records import parse_lines
 
 logger = logging.getLogger(__name__)
 
 STALE_AFTER = 2 * HEARTBEAT_SECONDS
+UNKNOWN = "unknown"  # state of a job whose counter was not looked at for that long
 EXPECTED = "jobs/expected.json"  # {"jobs": names of those that should live}
 NEVER_STARTED = Status("", stage="never started", counter=-1)
 
@@ -34,7 +36,7 @@ class Progress(NamedTuple):
 
 class JobState(NamedTuple):
     """A job and what it says of itself. state: 'done', 'alive', 'late' where it should live and has no heartbeat while
-    somebody looks, 'stopped' where it need not."""
+    somebody looks, 'stopped' where it need not, UNKNOWN until that is clear."""
 
     name: str
     status: Status
@@ -42,7 +44,7 @@ class JobState(NamedTuple):
 
 
 class RunState(NamedTuple):
-    """A run as `poll` saw it. generation: step of the newest index, −1 for none."""
+    """A run at one look. generation: step of the newest index, −1 for none."""
 
     progress: Progress
     jobs: list[JobState]
@@ -52,6 +54,32 @@ class RunState(NamedTuple):
     def late(self) -> list[str]:
         """The jobs without a heartbeat."""
         return [job.name for job in self.jobs if job.state == "late"]
+
+    def record(self) -> dict[str, Any]:
+        """As JSON: {"task", "checkpoint", "metrics", "generation", "jobs": [{"name", "state", "stage", "step",
+        "index"}]}; a metric that is not finite is None."""
+        jobs = [
+            {"name": job.name, "state": job.state}
+            | {key: getattr(job.status, key) for key in ("stage", "step", "index")}
+            for job in self.jobs
+        ]
+        saved = self.progress.checkpoint
+        return {
+            "task": self.progress.task,
+            "checkpoint": None if saved is None else {"task": saved[0], "step": saved[1]},
+            "metrics": finite(self.progress.metrics),
+            "generation": self.generation,
+            "jobs": jobs,
+        }
+
+
+def finite(value: Any) -> Any:
+    """A value of JSON with None for numbers that are not finite, for which JSON has no number."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # ---- which jobs should live
@@ -64,7 +92,7 @@ def record_expected_jobs(workdir: str, jobs: Sequence[str]) -> None:
     Raises UserError for a folder that cannot be written to.
     """
     folder = open_folder(workdir)
-    shared = _shared(folder)
+    shared = shared_folder(folder)
     for name, status in _statuses(shared).items():
         if name == TRAINER and status.done:
             write_status(shared, name, dataclasses.replace(status, done=False, index_done=False))
@@ -83,42 +111,72 @@ def clear_expected_jobs(workdir: str) -> None:
 
 def _expected(folder: Folder) -> list[str] | None:
     """None if not recorded."""
-    found = _object(folder, EXPECTED).get("jobs")
+    found = read_object(folder, EXPECTED).get("jobs")
     return [str(name) for name in found] if isinstance(found, list) else None
 
 
 # ---- looking
 
 
+class Heartbeats:
+    """The jobs of a run, by what their counters did since the first look."""
+
+    def __init__(self, folder: Folder, needs_trainer: bool = True) -> None:
+        """needs_trainer: whether a trainer is missed that never came to a run of which nothing is expected."""
+        self._folder, self._missed = folder, [TRAINER] if needs_trainer else []
+        # Counter, since when, and whether it was seen to move; None before the first look.
+        self._moved: dict[str, tuple[int, float, bool]] | None = None
+
+    def look(self, now: float) -> list[JobState]:
+        """What the jobs say at a time in seconds, which does not go back."""
+        expected, before = _expected(self._folder), self._moved
+        found = _statuses(shared_folder(self._folder), self._missed if expected is None else expected)
+        self._moved = {}
+        jobs = []
+        for name, one in found.items():
+            counter, since, seen = (before or {}).get(name, (None, now, False))
+            if counter != one.counter:
+                since, seen = now, before is not None
+            self._moved[name] = one.counter, since, seen
+            silent = "late" if expected is None or name in expected else "stopped"
+            fresh = "alive" if seen else UNKNOWN
+            jobs.append(JobState(name, one, "done" if one.done else fresh if now - since < STALE_AFTER else silent))
+        return jobs
+
+
 def poll(folder: Folder, wait: Callable[[float], None] = time.sleep) -> RunState:
-    """The state of a run; takes STALE_AFTER when a job has no heartbeat, and less when all do."""
-    shared, expected = _shared(folder), _expected(folder)
-    wanted = [TRAINER] if expected is None else expected
-    before = _statuses(shared, wanted)
-    now, waited = before, 0.0
-    while waited < STALE_AFTER and any(_is_stale(name, one, before) for name, one in now.items()):
+    """The state of a run; takes as long as `poll_jobs`."""
+    return run_state(folder, poll_jobs(Heartbeats(folder), wait))
+
+
+def poll_jobs(heartbeats: Heartbeats, wait: Callable[[float], None] = time.sleep) -> list[JobState]:
+    """The jobs, none of them UNKNOWN; takes STALE_AFTER when one has no heartbeat, and less when all do."""
+    waited = 0.0
+    jobs = heartbeats.look(waited)
+    while any(job.state == UNKNOWN for job in jobs):
         wait(0.5)
         waited += 0.5
-        now = _statuses(shared, wanted)
-    jobs = []
-    for name, one in now.items():
-        silent = "late" if expected is None or name in expected else "stopped"
-        jobs.append(JobState(name, one, "done" if one.done else silent if _is_stale(name, one, before) else "alive"))
-    built = [export_step(name) for name in generation_names(shared)]
+        jobs = heartbeats.look(waited)
+    return jobs
+
+
+def run_state(folder: Folder, jobs: list[JobState]) -> RunState:
+    """A run now. jobs: what is known of them."""
+    built = [export_step(name) for name in generation_names(shared_folder(folder))]
     return RunState(progress(folder), jobs, max(built, default=-1))
 
 
 def progress(folder: Folder) -> Progress:
     """Where a run stands, as far as can be read."""
-    for task in reversed(_tasks(folder)):  # a task that has just started has no records yet
-        if metrics := _last_line(folder, f"{task}/metrics.jsonl"):
-            return Progress(task, newest_checkpoint(folder), metrics)
+    for task in reversed(task_names(folder)):  # a task that has just started has no records yet
+        if lines := read_records(folder, f"{task}/metrics.jsonl"):
+            return Progress(task, newest_checkpoint(folder), lines[-1])
     return Progress("", newest_checkpoint(folder), {})
 
 
 def newest_checkpoint(folder: Folder) -> tuple[str, int] | None:
     """(task, step) of the newest checkpoint of the last task that has one."""
-    for task in reversed(_tasks(folder)):
+    for task in reversed(task_names(folder)):
         steps = [int(name) for name in folder.names(f"{task}/checkpoints") if name.isdigit()]
         if steps:
             return task, max(steps)
@@ -127,14 +185,9 @@ def newest_checkpoint(folder: Folder) -> tuple[str, int] | None:
 
 def newest_generation(folder: Folder) -> str:
     """The name of the newest whole generation; '' for none."""
-    shared = _shared(folder)
+    shared = shared_folder(folder)
     whole = (name for name in reversed(generation_names(shared)) if MANIFEST in shared.names(f"index/{name}"))
     return next(whole, "")
-
-
-def _is_stale(name: str, now: Status, before: dict[str, Status]) -> bool:
-    """Whether a job has said nothing new since."""
-    return not now.done and name in before and before[name].counter == now.counter
 
 
 def _statuses(folder: Folder, wanted: Sequence[str] = ()) -> dict[str, Status]:
@@ -144,7 +197,7 @@ def _statuses(folder: Folder, wanted: Sequence[str] = ()) -> dict[str, Status]:
     return dict.fromkeys(wanted, NEVER_STARTED) | {name: one for name, one in found.items() if one is not None}
 
 
-def _object(folder: Folder, name: str) -> dict[str, Any]:
+def read_object(folder: Folder, name: str) -> dict[str, Any]:
     """A JSON object; empty where there is none that can be read."""
     try:
         return folder.read_json(name)
@@ -152,26 +205,25 @@ def _object(folder: Folder, name: str) -> dict[str, Any]:
         return {}
 
 
-def _shared(folder: Folder) -> Folder:
+def read_records(folder: Folder, name: str) -> list[dict[str, Any]]:
+    """The whole lines of a file of records; [] where there is none."""
+    try:
+        return parse_lines(folder.read(name))
+    except FileNotFoundError:
+        return []
+
+
+def shared_folder(folder: Folder) -> Folder:
     """Where the jobs of a run meet: `refresh.shared`, or its own folder."""
-    refresh = _object(folder, "config.json").get("refresh")
+    refresh = read_object(folder, "config.json").get("refresh")
     elsewhere = refresh.get("shared") if isinstance(refresh, dict) else ""
     return open_folder(elsewhere) if elsewhere and isinstance(elsewhere, str) else folder
 
 
-def _tasks(folder: Folder) -> list[str]:
-    tasks = _object(folder, "config.json").get("tasks", "")
+def task_names(folder: Folder) -> list[str]:
+    """The tasks of a run's recipe; [] where it has not begun."""
+    tasks = read_object(folder, "config.json").get("tasks", "")
     return [name.strip() for name in str(tasks).split(",") if name.strip()]
-
-
-def _last_line(folder: Folder, name: str) -> dict[str, Any]:
-    """The last whole line of a file of records."""
-    try:
-        lines = folder.read(name).rpartition(b"\n")[0].rsplit(b"\n", 1)
-        found = json.loads(lines[-1]) if lines[-1] else {}
-    except (FileNotFoundError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 # ---- telling
@@ -179,7 +231,7 @@ def _last_line(folder: Folder, name: str) -> dict[str, Any]:
 
 def summary(folder: Folder) -> str:
     """A run in one line."""
-    return one_line(progress(folder), list(_statuses(_shared(folder)).items()))
+    return one_line(progress(folder), list(_statuses(shared_folder(folder)).items()))
 
 
 def one_line(found: Progress, jobs: list[tuple[str, Status]]) -> str:

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from realm_jax.checksums import arrays_digest
 from realm_jax.storage import Damaged, FileEntry, Folder, digest, side_by_side
 
 logger = logging.getLogger(__name__)
@@ -150,6 +149,8 @@ def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, quer
 
     An earlier export of the step that holds the same towers stays as it is, if it is sound.
     """
+    from realm_jax.checksums import arrays_digest  # here, since who reads a manifest needs no JAX
+
     fingerprint, step = arrays_digest(towers), export["step"]
     earlier = intact_export(folder, step)
     if earlier is not None and earlier.parameters == fingerprint:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from realm_jax.errors import UserError
-from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.storage import Damaged, Folder, read_json, write_json_atomic
 
 logger = logging.getLogger(__name__)
@@ -139,6 +138,8 @@ def trainer_status(folder: Folder, workdir: Path, needs_index: bool) -> Iterator
     first one writes. Raises UserError if the folder is another run's, StorageError where a builder has to hear of the
     trainer and the folder cannot be written to.
     """
+    from realm_jax.processes import is_process_0, run_on_process_0  # here, since who reads a status needs no JAX
+
     status = Status("")
 
     def claim() -> None:

@@ -34,11 +34,12 @@ from realm_jax.models.folders import TOWERS, resolve_model_path, sentence_model
 from realm_jax.models.realm import Params
 from realm_jax.models.router import write_router
 from realm_jax.models.sentence_transformers import PASSAGES, QUERIES, README
+from realm_jax.refresh.status import StatusWriter, trainer_status
 from realm_jax.retrieval.vector_files import FILES as VECTOR_FILES
 from realm_jax.retrieval.vector_files import write_vectors
 from realm_jax.run import Run
 from realm_jax.sections import task_names
-from realm_jax.storage import exclusive_lock, publish_folder, read_json, write_atomic, write_json_atomic
+from realm_jax.storage import exclusive_lock, open_folder, publish_folder, read_json, write_atomic, write_json_atomic
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
 from realm_jax.tasks.ict import Ict
@@ -100,14 +101,15 @@ class Request:
 class Record:
     """adapt.json: what each stage found, which is not found again."""
 
-    def __init__(self, path: Path, begun: dict[str, Any]) -> None:
-        """begun: what stands there first."""
-        self._path = path
+    def __init__(self, path: Path, begun: dict[str, Any], status: StatusWriter) -> None:
+        """begun: what stands there first. status: says which stage is under way."""
+        self._path, self._status = path, status
         self.values: dict[str, Any] = read_json(path) if path.is_file() else begun
 
     def once(self, stage: str, make: Callable[[], Any]) -> Any:
         """What the stage found before, or finds now."""
         if stage not in self.values:
+            self._status.update(stage=stage)
             began = time.monotonic()
             found = json.loads(json.dumps(make()))
             seconds = self.values["seconds"] | {stage: time.monotonic() - began}
@@ -121,12 +123,14 @@ def run_adaptation(request: Request) -> str:
 
     Raises UserError before anything is trained where the documents do not suffice, Preempted after SIGTERM.
     """
-    with exclusive_lock(request.workdir), preemptible():
+    shared = open_folder(request.config.refresh.shared or request.workdir)
+    status = trainer_status(shared, request.workdir, needs_index=False)
+    with exclusive_lock(request.workdir), preemptible(), status as writer:
         begun = {"settings": request.settings, "command": request.command, "seconds": {"preparation": request.spent}}
-        record = Record(request.workdir / RECORD, begun)
+        record = Record(request.workdir / RECORD, begun, writer)
         plan = record.once("plan", lambda: make_plan(request))
         run = open_run(planned_config(request.config, plan), request.workdir)
-        record.once("training", lambda: train(run, plan))
+        record.once("training", lambda: train(run, plan, writer))
         measured = record.once("measured", lambda: measure(run, plan, request.merge))
         params = promote(run, measured)
         if request.settings["forgetting"]:
@@ -341,13 +345,14 @@ def left_out(counts: Mapping[str, Any]) -> dict[str, int]:
 # --- train ------------------------------------------------------------------------------------------------------------
 
 
-def train(run: Run, plan: dict[str, Any]) -> dict[str, int]:
+def train(run: Run, plan: dict[str, Any], status: StatusWriter) -> dict[str, int]:
     """The tasks of the plan; returns their steps. Nothing is measured on the way: start and end are compared once."""
     params = starting_params(run)
     left = sum(plan["estimate"][name] for name in ("embed", "compile", "measure"))
     left += sum(plan["estimate"]["step"][name] * steps for name, steps in plan["steps"].items())
     logger.info("steps: %s; about %s left", plan["steps"], duration(left))
     for task in recipe_tasks(run):
+        status.update(stage=task.name)
         params = train_task(run, task.name, params)
     return dict(plan["steps"])
 

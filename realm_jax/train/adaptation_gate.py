@@ -26,11 +26,11 @@ from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.tasks.base import Task
-from realm_jax.train.best import primary_metric
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.index_source import embed_with_cache
 from realm_jax.train.init_from import recorded_start
 from realm_jax.train.recipe import recipe_tasks
+from realm_jax.train.records import primary_metric
 from realm_jax.train.restore import restore_params, saved_vectors
 
 logger = logging.getLogger(__name__)

@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from realm_jax.models.realm import Params
-from realm_jax.storage import read_json
 from realm_jax.tasks.base import Task
 from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
-from realm_jax.train.metrics import read_lines
+from realm_jax.train.records import primary_metric
 from realm_jax.train.step import State
 
 logger = logging.getLogger(__name__)
-
-RECALLS = ("recall@5", "answer_recall@5")  # what a retriever is judged by: the first that was measured
 
 
 class BestParameters:
@@ -58,56 +55,3 @@ def selection_metric(selects_by: str, found: dict[str, Any]) -> str:
     measured."""
     name = selects_by or primary_metric(found)
     return name if name in found else ""
-
-
-def primary_metric(found: dict[str, Any]) -> str:
-    """The name of what a measurement is judged by; '' where it holds nothing to judge by."""
-    return next((name for name in RECALLS if name in found), "")
-
-
-def compare_with_start(lines: list[dict[str, Any]], baseline: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """How a task ended against its start: {"measure", "start", "end", "kept_step"?, "last"?}; None if unknown.
-
-    lines: the records of its measurements, in order. baseline: what the parameters were worth that it started from,
-    where the task did not measure them. kept_step, last: the step whose parameters it handed on, and what its last ones
-    were worth, where those are not the same.
-    """
-    first = lines[0] if lines and lines[0].get("step") == 0 else baseline
-    if not first or not lines:
-        return None
-    end, name = lines[-1], primary_metric(lines[-1])
-    if not name or name not in first or end.get("refresh") is not False:
-        return None
-    found = {"measure": name, "start": first[name], "end": end[name]}
-    if "best_step" in end:
-        found |= {"kept_step": end["best_step"], "last": end["last"].get(name)}
-    return found
-
-
-def stage_summary(place: Path) -> dict[str, Any] | None:
-    """`compare_with_start` of the task in a folder of a run, by what is recorded there.
-
-    The first task of fresh parameters does not measure its start: that of the untrained retriever is in baselines.json.
-    """
-    file = place.parent / "baselines.json"
-    untrained = read_json(file).get("untrained") if file.is_file() else None
-    return compare_with_start(read_lines(place / "evaluations.jsonl"), untrained)
-
-
-def describe_regression(task: str, stage: dict[str, Any] | None, measure: str | None = None) -> str | None:
-    """One line for a task that is worse at its end than before its first step; else None.
-
-    measure: by which it kept its best parameters, '' where that was not measured; None if it kept none.
-    """
-    if stage is None:
-        return None
-    worst = min(stage["end"], stage["end"] if stage.get("last") is None else stage["last"])
-    if worst >= stage["start"]:
-        return None
-    handed_on = "set config.evaluation.keep_best=True to hand on the best ones"
-    if "kept_step" in stage:
-        handed_on = f"it hands on the parameters of step {stage['kept_step']} ({stage['end']:.3f})"
-    elif measure is not None:
-        why = f"they are kept by {measure.replace('_', ' ')}" if measure else "no measured question has an answer"
-        handed_on = f"it hands on its last parameters, since {why}"
-    return f"{task} is worse than at its start: {stage['measure']} {stage['start']:.3f} -> {worst:.3f}; {handed_on}"

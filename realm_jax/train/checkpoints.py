@@ -49,20 +49,16 @@ _T = TypeVar("_T")
 
 
 class Checkpoints:
-    """The checkpoints under one folder; the newest `keep` stay, and those of every `keep_every`-th step (0: none).
+    """The checkpoints under one folder, of which the newest `keep` stay.
 
     A context manager: leaving waits for saves.
     """
 
-    def __init__(self, folder: Path, keep: int, keep_every: int = 0):
-        policies = ocp.training.preservation_policies
-        kept: list[Any] = [policies.LatestN(keep)]
-        if keep_every:
-            kept.append(policies.EveryNSteps(keep_every))
+    def __init__(self, folder: Path, keep: int):
         self._folder = folder
         self._checkpointer = ocp.training.Checkpointer(
             folder.absolute(),
-            preservation_policy=policies.AnyPreservationPolicy(kept),
+            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
             cleanup_tmp_directories=True,
         )
         self._sealing = ThreadPoolExecutor(1)

@@ -26,17 +26,20 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import any_process, broadcast_from_process_0
 from realm_jax.refresh.status import StatusWriter
 from realm_jax.run import BaseRun, local_rows
+from realm_jax.schema import flatten
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Measure, Task
-from realm_jax.train.best import BestParameters, describe_regression, stage_summary
+from realm_jax.train.best import BestParameters
 from realm_jax.train.built_index import BuiltIndex
 from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
 from realm_jax.train.feed import Feed
 from realm_jax.train.guards import CompileGuard, Profiler, Watchdog, check_replicas
 from realm_jax.train.index_source import IndexSource, Interrupted, start_vectors
 from realm_jax.train.metrics import MetricLogger, StepCost
+from realm_jax.train.records import describe_regression, stage_summary
 from realm_jax.train.restore import Restored, restore
 from realm_jax.train.step import ControlWords, State, make_step, put_control, start_state
+from realm_jax.train.trackers import TaskRun, open_trackers
 from realm_jax.train.workdir import begins_with_reader
 
 logger = logging.getLogger(__name__)
@@ -77,8 +80,7 @@ def train_task(
     saved = SavedCheckpoint.newest_intact(place / "checkpoints", lambda saved: restore(task, saved, params))
     state = start_state(task, task.start(params)) if saved is None else saved.state
     with ExitStack() as stack:
-        keep = run.config.checkpoint
-        checkpoints = stack.enter_context(Checkpoints(place / "checkpoints", keep.keep, keep.keep_every))
+        checkpoints = stack.enter_context(Checkpoints(place / "checkpoints", run.config.checkpoint.keep))
         stop = stack.enter_context(Stop())
         stop.requested = any_process(stop.requested)
         stop.check("every finished task is saved")
@@ -166,10 +168,11 @@ def run_steps(loop: Loop) -> None:
         loop.index = None  # it was evaluated with one; its steps use none
     while loop.step < loop.total:
         loop.watchdog.heartbeat()
-        loop.consensus = ControlWords(*np.asarray(reduced[0]).tolist()) if len(reduced) == 2 else ControlWords()
-        if loop.consensus.stop if jax.process_count() > 1 else loop.stop.requested:
-            raise Interrupted
         with loop.metrics.step():
+            # Waits for the step before the last, as the devices are behind: without it a step would take no time.
+            loop.consensus = ControlWords(*np.asarray(reduced[0]).tolist()) if len(reduced) == 2 else ControlWords()
+            if loop.consensus.stop if jax.process_count() > 1 else loop.stop.requested:
+                raise Interrupted
             run_due(before_step, loop)
             with jax.profiler.StepTraceAnnotation(task.name, step_num=loop.step):
                 with loop.metrics.waiting("data"):
@@ -239,9 +242,12 @@ def make_loop(
     source = make_index_source(task, status, start, checkpoints, should_stop, embedding)
     examples = task.examples(state.params, partial(start_vectors, run, task.name, state.params, stop_if_asked))
     stream = batches(examples, config.seed, task.stream, task.settings.batch_size, start, total, rows)
+    trackers = open_trackers(config.log.to, TaskRun(folder, start, flatten(config.to_dict())))
     loop = Loop(
         task=task, folder=folder, own=own, total=total, stop=stop, watchdog=watchdog, checkpoints=checkpoints,
-        metrics=MetricLogger(folder, task.name, start, total, cost, record, lambda: checkpoints.latest, task.monitor()),
+        metrics=MetricLogger(
+            folder, task.name, start, total, cost, record, lambda: checkpoints.latest, task.monitor(), trackers
+        ),
         best=BestParameters(task, folder, measure is not None and task.keeps_best and own),
         source=source, feed=Feed(task, stream, rows, None if saved is None else saved.in_flight),
         profiler=Profiler(folder / "profile"), programs=padded_lengths(examples), measure=measure,

@@ -1,8 +1,8 @@
-"""Metrics of one task in training: records on disk, TensorBoard files, a progress bar, warnings.
+"""Metrics of one task in training: records on disk, a progress bar, warnings; and what trackers get.
 
 Metrics come one step late, so that the host reads those of step s while the devices work on step s + 1. A resumed run
 cuts its records back to the step that it resumes from, so that a file never holds a step twice.
-Read next: `tasks/collapse.py`, which watches the values.
+Read next: `tasks/collapse.py`, which watches the values; `trackers.py`, where else they go.
 """
 
 import dataclasses
@@ -23,6 +23,8 @@ from realm_jax.console import StageProgress
 from realm_jax.errors import UserError
 from realm_jax.processes import is_process_0
 from realm_jax.storage import write_atomic
+from realm_jax.train.records import read_lines
+from realm_jax.train.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +62,15 @@ class MetricLogger:
         self, folder: Path, task: str, start: int, total: int, work: StepCost, record: dict[str, Any],
         last_saved: Callable[[], int | None] = lambda: None,
         monitor: Callable[[dict[str, Any]], str | None] = lambda record: None,
+        trackers: Trackers | None = None,
     ) -> None:  # fmt: skip
         """start: steps that are done. record: of the checkpoint that the task resumes from, {} for none; of its entries
         `seconds` (spent) and `first_started` (of the task, as `time.time()`) count. last_saved: the newest step that is
-        saved. monitor: says a warning, or None, of each record. The bar carries the folder's name."""
+        saved. monitor: says a warning, or None, of each record. trackers: get the values of every record. The bar
+        carries the folder's name."""
         self._folder, self._task, self._start = folder, task, start
         self._work, self._last_saved = work, last_saved
+        self._trackers = Trackers() if trackers is None else trackers
         self._metrics = RecordWriter(folder, "metrics", start)
         # An evaluation follows the save of its step, so a run that resumes from that save makes it again.
         self._evaluations = RecordWriter(folder, "evaluations", start - 1)
@@ -88,6 +93,7 @@ class MetricLogger:
         self._bar.__exit__(*error)
         self._metrics.close()
         self._evaluations.close()
+        self._trackers.close()
 
     # --- Time
 
@@ -130,6 +136,7 @@ class MetricLogger:
     def log_evaluation(self, step: int, found: dict[str, Any]) -> None:
         """Record the evaluation of the parameters before a step."""
         self._evaluations.write(step, found)
+        self._trackers.send("evaluations", step, found)
         self._shown |= found
         self._warn(step, found)
 
@@ -144,7 +151,9 @@ class MetricLogger:
             return
         (step, values, further), self._pending = self._pending, None
         numbers = self.fetch(step, values) | further
-        self._metrics.write(step, numbers | self._times(step) | {"seconds": self.seconds})
+        written = numbers | self._times(step) | {"seconds": self.seconds}
+        self._metrics.write(step, written)
+        self._trackers.send("metrics", step, written)
         self._shown |= numbers
         self._bar.update(step, {key: self._shown[key] for key in SHOWN if key in self._shown})
         self._warn(step, numbers)
@@ -174,24 +183,8 @@ class MetricLogger:
 # --- Files ------------------------------------------------------------------------------------------------------------
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole records of a JSON-lines file; [] when there is none. A last line that was cut off is left out."""
-    if not path.is_file():
-        return []
-    records = []
-    for line in path.read_text().splitlines():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return records
-
-
 class RecordWriter:
-    """Appends records {"step": …, name: value, …} to `folder/name.jsonl` and, for numbers, to TensorBoard files.
-
-    Of several processes the first one writes.
-    """
+    """Appends records {"step": …, name: value, …} to `folder/name.jsonl`. Of several processes the first one writes."""
 
     def __init__(self, folder: Path, name: str, last: int):
         """`last`: records of later steps are removed; those that stay are `kept`."""
@@ -203,9 +196,6 @@ class RecordWriter:
             return
         write_atomic(path, "".join(json.dumps(record) + "\n" for record in self.kept))
         self._stream = path.open("a")
-        from tensorboardX import SummaryWriter  # here, since it imports torch where that is installed: seconds
-
-        self._board = SummaryWriter(str(folder / "tensorboard" / name), purge_step=last + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """One record, flushed, so that a killed run keeps it."""
@@ -213,12 +203,8 @@ class RecordWriter:
             return
         self._stream.write(json.dumps({"step": step} | values) + "\n")
         self._stream.flush()
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._board.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Close the files; nothing can be written afterwards."""
+        """Close the file; nothing can be written afterwards."""
         if self._stream is not None:
             self._stream.close()
-            self._board.close()

@@ -8,7 +8,7 @@ import logging
 import platform
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,10 +37,19 @@ from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.base import Task
 from realm_jax.tasks.realm import RealmTask
-from realm_jax.train.best import describe_regression, primary_metric, selection_metric, stage_summary
+from realm_jax.train.best import selection_metric
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.index_source import embed_with_cache
-from realm_jax.train.metrics import read_lines
+from realm_jax.train.records import (
+    adoptions,
+    describe_regression,
+    primary_metric,
+    read_lines,
+    recall_history,
+    retrieval_utility,
+    seconds_spent,
+    stage_summary,
+)
 from realm_jax.train.restore import restore_params, saved_index
 from realm_jax.train.workdir import begins_with_reader
 
@@ -162,17 +171,16 @@ def collect_results(run: Run, questions: Sequence[Question], asked: dict[str, An
     seconds = {"baselines": baseline_seconds}
     exact: dict[str, float] = {}
     for name, task in stages.items():
-        last = (read_lines(run.workdir / name / "evaluations.jsonl") or [{}])[-1]
-        steps = read_lines(run.workdir / name / "metrics.jsonl")
-        if steps:
-            seconds[name] = last.get("seconds", steps[-1]["seconds"])
+        measures = read_lines(run.workdir / name / "evaluations.jsonl")
+        last = measures[-1] if measures else {}
+        if steps := read_lines(run.workdir / name / "metrics.jsonl"):
+            seconds[name] = seconds_spent(steps, measures)
         if not task.reads_passages and "exact_match" in last:
             exact[name] = last["exact_match"]
         elif any("recall@" in key for key in last):
             measured[name] = last
     if primary_metric(asked):
         measured[tasks[-1].question_search] = asked
-    utilities = [line["retrieval_utility"] for line in records(run, "metrics") if "retrieval_utility" in line]
     keys = sorted({key for found in measured.values() for key in found if is_retrieval_measure(key)})
     results: dict[str, Any] = {
         key: {name: found[key] for name, found in measured.items() if key in found} for key in keys
@@ -188,8 +196,8 @@ def collect_results(run: Run, questions: Sequence[Question], asked: dict[str, An
     dev = bool(run.sources.questions.get("dev"))
     results["measured_on"] = "development questions" if dev else "masked sentences of held-out documents"
     results["stages"] = {name: stage for name in task_names(run.config) if (stage := describe_end(run, name))}
-    if utilities:
-        results["retrieval_utility"] = float(np.mean(utilities[-max(1, len(utilities) // 10) :]))
+    if (utility := retrieval_utility(records(run, "metrics"))) is not None:
+        results["retrieval_utility"] = utility
     return results | {"seconds": seconds}
 
 
@@ -230,8 +238,8 @@ def describe_run(run: Run, questions: Sequence[Question], results: dict[str, Any
         },
         "results": results,
         "stages": [stage for name in task_names(run.config) if (stage := describe_stage(run, name, results))],
-        "recall_history": recall_history(run),
-        "adoptions": [line for line in records(run, "evaluations") if "generation" in line],
+        "recall_history": recall_history(records(run, "evaluations")),
+        "adoptions": adoptions(records(run, "evaluations")),
         "recall_by_replaced_words": results.get(BY_WORDS, {}),
         "questions_by_replaced_words": Counter(str(question.fields.get(GROUPED_BY)) for question in questions),
         "settings": flatten(run.config.to_dict()),
@@ -248,19 +256,9 @@ def describe_stage(run: Run, name: str, results: dict[str, Any]) -> dict[str, An
     return stage | {"steps": run.config[name].steps, "metrics": metrics}
 
 
-def records(run: Run, kind: str) -> Iterator[dict[str, Any]]:
-    """The records of all tasks of the recipe, in order. kind: `metrics` or `evaluations`."""
-    for name in task_names(run.config):
-        yield from read_lines(run.workdir / name / f"{kind}.jsonl")
-
-
-def recall_history(run: Run) -> list[dict[str, Any]]:
-    """Recall at every measurement of the recipe's tasks, in order."""
-    return [
-        {"stage": name} | {key: value for key, value in line.items() if key in ("step", "refresh") or "call@5" in key}
-        for name in task_names(run.config)
-        for line in read_lines(run.workdir / name / "evaluations.jsonl")
-    ]
+def records(run: Run, kind: str) -> dict[str, list[dict[str, Any]]]:
+    """Task of the recipe → its records, in order. kind: `metrics` or `evaluations`."""
+    return {name: read_lines(run.workdir / name / f"{kind}.jsonl") for name in task_names(run.config)}
 
 
 def report_examples(evaluator: Evaluator, predictions: Sequence[Prediction]) -> list[dict[str, Any]]:

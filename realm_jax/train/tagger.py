@@ -41,6 +41,7 @@ from realm_jax.train.init_from import needs_init
 from realm_jax.train.loop import train_task
 from realm_jax.train.recipe import preemptible
 from realm_jax.train.restore import restore_params
+from realm_jax.train.trackers import check_installed
 from realm_jax.train.workdir import check_workdir, has_begun, recorded_config
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ def open_tagger_run(config: ConfigDict, workdir: Path, devices: list[jax.Device]
     """A validated run over its annotated text; config and vocabulary are recorded in `workdir`, or compared with those
     there. Raises UserError, also where the weights of `init_from` do not fit."""
     validate(config, TaggerTask)
+    check_installed(config.log.to)
     begun = has_begun(workdir, tagger=True)
     splits = open_tagged(config.data.path)
     given = not begun or Path(config.data.vocabulary).is_file()  # compared with that of the run

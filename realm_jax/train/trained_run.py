@@ -40,11 +40,10 @@ from realm_jax.schema import flatten
 from realm_jax.sections import task_names
 from realm_jax.storage import Damaged, read_json
 from realm_jax.tasks import TASKS, make_task
-from realm_jax.train.best import RECALLS, primary_metric
 from realm_jax.train.cached_checkpoint import CachedCheckpoint
 from realm_jax.train.checkpoints import CheckpointRemoved, SavedCheckpoint
 from realm_jax.train.index_source import embed_with_cache, shared_folder
-from realm_jax.train.metrics import read_lines
+from realm_jax.train.records import RECALLS, primary_metric, read_lines
 from realm_jax.train.restore import restore_params, saved_index_with_vectors
 from realm_jax.train.workdir import begins_with_reader, check_data, load_run, recorded_config
 

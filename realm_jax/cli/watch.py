@@ -1,0 +1,219 @@
+"""`realm watch`: a live view of a run on the terminal, made from its records alone.
+
+What is known of a run is found by `realm_jax/launch/watch.py`, which says what each entry means; here is how it looks.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from realm_jax.cli.argument_types import positive
+from realm_jax.cli.output import print_json, stdout, table
+from realm_jax.errors import UserError
+from realm_jax.eval.format import duration, share
+from realm_jax.launch.status import Heartbeats, describe_status, poll_jobs
+from realm_jax.launch.watch import DONE, NOT_BEGUN, RUNNING, SILENT, STOPPED, run_status
+from realm_jax.refresh.status import HEARTBEAT_SECONDS, Status
+from realm_jax.storage import Folder, StorageError, open_folder
+
+WIDEST, NARROWEST = 40, 6  # characters of a curve
+BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
+GAP = 2  # characters between columns
+STYLES = {RUNNING: "green", "alive": "green", SILENT: "bold red", "late": "bold red", STOPPED: "yellow"}
+EXAMPLES = """examples:
+  realm watch --workdir=runs/wiki
+  realm watch --workdir=gs://bucket/runs/realm --every=60
+  realm watch --workdir=runs/wiki --json
+
+Ctrl-C ends it, and so does the end of the run; the run itself is not touched.
+"""
+JSON = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `realm watch`."""
+    parser.epilog = EXAMPLES
+    add = parser.add_argument
+    add(
+        "--workdir", required=True, metavar="DIR", help="folder of the run: a path, or a URL such as gs://BUCKET/FOLDER"
+    )
+    add("--every", type=positive, default=int(HEARTBEAT_SECONDS), metavar="SECONDS", help="between two looks at it "
+        f"(default: {HEARTBEAT_SECONDS:g})")  # fmt: skip
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--once", action="store_true", help="print it once, as where stdout is no terminal; waits up to "
+        "ten seconds for heartbeats")  # fmt: skip
+    how.add_argument("--json", action="store_true", help="print one JSON object, likewise")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Show the run until it ends, or once."""
+    folder, console = open_folder(args.workdir), stdout()
+    if not folder.names():
+        raise UserError(f"--workdir={args.workdir}: nothing is there yet; name the folder of a run")
+    heartbeats = Heartbeats(folder, needs_trainer=False)
+    if args.json:
+        print_json(run_status(folder, poll_jobs(heartbeats)))
+    elif args.once or not console.is_terminal:
+        console.print(view(run_status(folder, poll_jobs(heartbeats)), args.workdir, console))
+    else:
+        watch(folder, heartbeats, args.workdir, args.every, console)
+
+
+def watch(folder: Folder, heartbeats: Heartbeats, name: str, every: float, console: Console) -> None:
+    """Show the run again and again, until it is done or Ctrl-C comes."""
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        try:
+            while True:
+                try:
+                    status = run_status(folder, heartbeats.look(time.monotonic()))
+                except StorageError as fault:  # a network's: it may come back
+                    live.update(Text(f"{fault}; trying again"), refresh=True)
+                else:
+                    live.update(view(status, name, console), refresh=True)
+                    if status["state"] == DONE:
+                        return
+                time.sleep(every)
+        except KeyboardInterrupt:
+            return
+
+
+# ---- how it looks
+
+
+def view(status: JSON, name: str, console: Console) -> RenderableType:
+    """A run as wide as the console. name: of its folder. status: as of `run_status`."""
+    blocks = ASCII if console.options.ascii_only else BLOCKS
+    parts: list[RenderableType] = [headline(status, name)]
+    for found in (
+        tasks(status["tasks"], console.width, blocks),
+        facts(status, console.width, blocks),
+        generations(status["index"], console.width),
+        jobs(status["jobs"]),
+    ):
+        parts += ["", found] if found is not None else []
+    for warning in status["warnings"]:
+        parts += ["", Text(warning, "yellow")]
+    return Group(*parts)
+
+
+def headline(status: JSON, name: str) -> Text:
+    """The folder, how the run does, what it is at, and how long that takes."""
+    state, stage, left = status["state"], status["stage"], status["seconds_left"]
+    now = next((task for task in status["tasks"] if task["name"] == stage), None)
+    parts = [state if state in (DONE, NOT_BEGUN) or not stage else f"{state}, {stage}"]
+    if status["seconds"]:
+        parts.append(f"{duration(round(status['seconds']))} of training")
+    if left is not None:
+        parts.append(f"about {duration(round(left))} left")
+    elif now is not None and now["seconds_left"] is not None:
+        parts.append(f"about {duration(round(now['seconds_left']))} of {stage} left")
+    return Text.assemble((name, "bold"), ": ", ("; ".join(parts), STYLES.get(state, "")))
+
+
+def tasks(found: Sequence[JSON], width: int, blocks: str) -> RenderableType | None:
+    """A line a task: steps, time, loss and its curve."""
+    heads, rows = ["task", "", "step", "time", "loss"], []
+    for task in found:
+        step = f"{task['step']:,}" + (f"/{task['steps']:,}" if task["steps"] is not None else "")
+        loss = f"{task['loss'][-1][1]:.3g}" if task["loss"] and task["loss"][-1][1] is not None else ""
+        taken = duration(round(task["seconds"])) if task["seconds"] is not None else ""
+        rows.append([task["name"], task["state"], step, taken, loss])
+    if not rows:
+        return None
+    room = width - sum(max(map(len, column)) + GAP for column in zip(heads, *rows, strict=True))
+    if room >= NARROWEST:
+        heads.append("")
+        for row, task in zip(rows, found, strict=True):
+            row.append(sparkline([value for _, value in task["loss"]], min(room, WIDEST), blocks))
+    return table(heads, rows)
+
+
+def facts(status: JSON, width: int, blocks: str) -> RenderableType | None:
+    """A line each: recall, utility, where time goes, the index, the newest checkpoint, what came out."""
+    rows, room = [], min(WIDEST, width // 4)
+    if recall := status["recall"]:
+        values = [point["value"] for point in recall["points"]]
+        by_task = {point["task"]: point["value"] for point in recall["points"]}
+        ends = ", ".join(f"{task} {share(value)}" for task, value in by_task.items())
+        rows.append([recall["measure"], f"{sparkline(values, room, blocks)} {share(values[0])} at first; {ends}"])
+    if utility := status["retrieval_utility"]:
+        curve = sparkline([value for _, value in utility["curve"]], room, blocks)
+        rows.append(["utility", f"{curve} {utility['value']:+.3f} nats of retrieval"])
+    if status["goodput"] is not None:
+        waits = [
+            f"{name} {value:.0%}" for name, value in status["waits"].items() if value is not None and value >= 0.005
+        ]
+        shown = [f"{status['goodput']:.0%} of the time of {status['task']} went into steps"]
+        rows.append(["goodput", "; waits: ".join([*shown, ", ".join(waits)] if waits else shown)])
+    if index := status["index"]:
+        rows.append(["index", describe_index(index)])
+    if saved := status["checkpoint"]:
+        rows.append(["checkpoint", f"{saved['task']}/{saved['step']}"])
+    if exact := status["results"].get("exact_match"):
+        rows.append(["exact match", ", ".join(f"{name} {share(value)}" for name, value in exact.items())])
+    if status["adapted"] is not None:
+        rows.append(["decision", "what was learned is kept" if status["adapted"] else "the start is kept"])
+    grid = Table.grid(padding=(0, GAP))
+    for row in rows:
+        grid.add_row(*row)
+    return grid if rows else None
+
+
+def describe_index(index: JSON) -> str:
+    """The index in use in words."""
+    if index["step"] is None:
+        return "none is in use yet"
+    parts = [f"of step {index['step']:,} of {index['task']}"]
+    if index["age"] is not None:
+        parts.append(f"{index['age']:,} steps old")
+    if index["drift"] is not None:
+        parts.append(f"the last change kept {index['drift']:.0%} of the first ranks")
+    return ", ".join(parts)
+
+
+def generations(index: JSON | None, width: int) -> RenderableType | None:
+    """A line a generation of the index builder; columns that a narrow terminal has no room for are left out."""
+    if not index or not index["generations"]:
+        return None
+    adopted = {line["generation"]: line for line in index["adoptions"]}
+    heads = ["generation", "age", "state", "drift", "adopted at", "built in", "waited"]
+    rows = []
+    for one in index["generations"]:
+        line = adopted.get(one["generation"], {})
+        drift, at, waited = (line.get(key) for key in ("drift", "step", "waited"))
+        built = one.get("seconds")
+        row = [one["generation"], f"{one['age']:,}", one["state"], "–" if drift is None else f"{drift:.2f}"]
+        rows.append([*row, "–" if at is None else f"{at:,}", duration(built), duration(waited)])
+    while sum(max(map(len, column)) + GAP for column in zip(heads, *rows, strict=True)) > width + GAP:
+        heads.pop()
+        rows = [row[:-1] for row in rows]
+    return table(heads, rows)
+
+
+def jobs(found: Sequence[JSON]) -> RenderableType | None:
+    """A line a job."""
+    rows = []
+    for job in found:
+        status = Status("", stage=job["stage"], step=job["step"], done=job["state"] == "done")
+        state = "late: no heartbeat" if job["state"] == "late" else job["state"]
+        rows.append([job["name"], state, "" if status.done else describe_status(job["name"], status)])
+    return table(["job", "", "at"], rows) if rows else None
+
+
+def sparkline(values: Sequence[float | None], width: int, blocks: str = BLOCKS) -> str:
+    """A curve from the lowest value to the highest, of at most `width` characters: means of parts of the values."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    count = min(width, len(known))
+    ends = [len(known) * part // count for part in range(count + 1)]
+    means = [sum(known[a:b]) / (b - a) for a, b in zip(ends, ends[1:], strict=False)]
+    low, high = min(means), max(means)
+    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
+    return "".join(blocks[round((value - low) * scale)] for value in means)
