@@ -79,8 +79,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         name = "/".join(path.removeprefix("/api/models").split("/")[1:3])
-        files = self.server.files[name]
-        if not path.startswith("/api/"):
+        files = self.server.files.get(name)
+        if files is None:
+            self._answer(404, {"error": "Repository not found"})
+        elif not path.startswith("/api/"):
             self._send(200, files[path.split("/", 5)[5]], self.server.commit(name))
         elif "/tree/" in path:
             kinds = [(file, len(data), hashlib.sha1(data).hexdigest()) for file, data in files.items()]

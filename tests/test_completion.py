@@ -45,7 +45,7 @@ def folder(tmp_path) -> Path:
         ("realm qu", {"quickstart"}),
         ("realm storage ", {"ls", "verify", "rm"}),
         ("realm storage --workdir=runs/one v", {"verify"}),
-        ("realm weights ", {"export", "push", "convert"}),
+        ("realm inspect ", {"data", "text"}),
         ("realm weights export --na", {"--names"}),
         ("realm launch sta", {"start", "status"}),
         ("realm ask --search=h", {"hybrid"}),

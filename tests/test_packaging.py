@@ -50,9 +50,9 @@ def package_files() -> list[str]:
 def sdist(tmp_path_factory) -> Path:
     """A source archive, built from a copy so that no old build folder of the checkout gets into it."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("sdist")
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    for name in ("realm_jax", "configs"):
+    for name in ("realm_jax", "configs", "tests"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     program = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", program, str(out)], cwd=source, capture_output=True, text=True)

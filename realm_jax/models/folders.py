@@ -82,9 +82,9 @@ def upload_model(hub: Any, folder: Path, name: str, private: bool, flag: str) ->
         if fits:
             hub.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Upload a model of realm_jax")
     except Exception as fault:  # as above
-        reason = _reason(fault).replace(hub.token, "…")  # whatever a server answers
         raise UserError(
-            f"{flag}={name}: cannot be uploaded ({reason}); check the name, the network, and that the token may write"
+            f"{flag}={name}: cannot be uploaded ({_reason(fault, hub.token)}); "
+            "check the name, the network, and that the token may write"
         ) from None
     if not fits:
         raise UserError(f"{flag}={name}: exists and is public; make it private there first, or name another")
@@ -101,8 +101,10 @@ def _hub(what: str, otherwise: str = "") -> ModuleType:
     return huggingface_hub
 
 
-def _reason(fault: Exception) -> str:
-    return f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}"
+def _reason(fault: Exception, token: str = "") -> str:
+    """An error of the library in a line, without the token, whatever a server answers."""
+    text = " ".join(str(fault).split())
+    return f"{type(fault).__name__}: {(text.replace(token, '…') if token else text)[:200]}"
 
 
 def _package_folder(name: str, flag: str) -> Path:
