@@ -12,7 +12,7 @@ Names here and the keys of what they return follow semantic versioning; all othe
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,10 @@ from realm_jax.config import default, default_like, kind_of
 from realm_jax.errors import Resumable, UserError
 from realm_jax.inference.model import Model
 from realm_jax.storage import read_json
+from realm_jax.train.metrics import Progress, listening
 from realm_jax.train.recipe import open_run, run_recipe
 
-__all__ = ["Model", "UserError", "load_config", "prepare", "train_model"]
+__all__ = ["Model", "Progress", "UserError", "load_config", "prepare", "train_model"]
 
 
 def load_config(name: str | None = None, changes: Mapping[str, Any] | None = None) -> ConfigDict:
@@ -54,17 +55,28 @@ def prepare(passages: Path_, output: Path_, **options: Any) -> None:
     prepare_folder(passages, output, **options)
 
 
-def train_model(config: ConfigDict, workdir: str | os.PathLike[str], *, controls: bool = False) -> dict[str, Any]:
+def train_model(
+    config: ConfigDict,
+    workdir: str | os.PathLike[str],
+    *,
+    callback: Callable[[Progress], None] | None = None,
+    controls: bool = False,
+) -> dict[str, Any]:
     """Run the recipe of a config in a folder, or resume it; returns the content of its results.json, {} where the data
     have no questions to measure.
 
-    controls: whether the control runs are trained, too. Raises UserError for a config or data that do not fit, and
+    callback: called with each `Progress`, {task, kind, step, values}, as it is recorded: 'metrics' of logged steps, and
+    'evaluations'; what it raises ends the training, and the same call goes on from the last save. controls: whether the
+    control runs are trained, too. Raises UserError for a config or data that do not fit, and
     `Resumable` after SIGTERM, once the state is saved.
     """
     if kind_of(config) is not None:
         raise UserError("train_model: this is the config of a tagger; train it with `realm train`")
     cache_programs()
-    if run_recipe(open_run(config, Path(workdir)), controls, f"realm_jax.train_model(config, {os.fspath(workdir)!r})"):
+    command = f"realm_jax.train_model(config, {os.fspath(workdir)!r})"
+    with listening(callback):
+        code = run_recipe(open_run(config, Path(workdir)), controls, command)
+    if code:
         raise Resumable(f"{workdir}: SIGTERM; the state is saved, call train_model again to resume")
     results = Path(workdir) / "results.json"
     return dict(read_json(results)) if results.is_file() else {}

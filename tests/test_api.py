@@ -38,11 +38,30 @@ def test_texts_are_prepared_trained_on_and_asked_about(tmp_path):
     realm_jax.prepare(files[0], tmp_path / "data", questions=[files[1]], vocabulary_size=300, workers=1)
     config = tiny_config(tmp_path / "data")
     config.ict.batch_size = config.qa.batch_size = 8
-    results = realm_jax.train_model(config, tmp_path / "run")
+    seen: list[realm_jax.Progress] = []
+    results = realm_jax.train_model(config, tmp_path / "run", callback=seen.append)
+    assert [(one.task, one.step) for one in seen if one.kind == "metrics"][-1] == ("qa", 2)
+    assert any("recall@5" in one.values for one in seen if one.kind == "evaluations")
     assert 0 <= results["exact_match"]["retrieval"] <= 1
     model = realm_jax.Model(tmp_path / "run", task="qa", config={"answering.read": 2})
     assert repr(model).endswith("task qa at step 2, 16 passages)")
     assert len(model.ask(QUESTION)["candidates"]) == 2
+
+
+def test_a_callback_can_end_a_training_which_then_goes_on(people, tmp_path):
+    config = tiny_config(people)
+    config.tasks, config.ict.batch_size, config.ict.steps, config.checkpoint.every, config.log.every = "ict", 8, 4, 1, 1
+
+    def stop(progress: realm_jax.Progress) -> None:
+        steps.append(progress.step)
+        if progress.kind == "metrics" and progress.step == 2:
+            raise RuntimeError("enough")
+
+    steps: list[int] = []
+    with pytest.raises(RuntimeError, match="enough"):
+        realm_jax.train_model(config, tmp_path / "run", callback=stop)
+    realm_jax.train_model(config, tmp_path / "run", callback=lambda progress: steps.append(progress.step))
+    assert steps[-1] == 4 and steps.count(1) < steps.count(4)
 
 
 def test_an_answer_is_that_of_the_command(trained_run, model, capsys):

@@ -13,8 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -45,6 +46,30 @@ class StepCost:
     peak: float | None
 
 
+class Progress(NamedTuple):
+    """A record of a run as it is made. task: the name of its folder; kind: 'metrics' or 'evaluations', the file."""
+
+    task: str
+    kind: str
+    step: int
+    values: dict[str, Any]
+
+
+Listener = Callable[[Progress], None]
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def listening(listener: Listener | None) -> Iterator[None]:
+    """Within it every record of tasks that begin is given to the listener, in the thread that trains, once it is
+    written. What it raises ends the task as Ctrl-C does."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
 class MetricLogger:
     """The records, progress and warnings of one task. A context manager: leaving closes bar and files.
 
@@ -71,6 +96,7 @@ class MetricLogger:
         self._folder, self._task, self._start = folder, task, start
         self._work, self._last_saved = work, last_saved
         self._trackers = Trackers() if trackers is None else trackers
+        self._listener = _listener.get()
         self._metrics = RecordWriter(folder, "metrics", start)
         # An evaluation follows the save of its step, so a run that resumes from that save makes it again.
         self._evaluations = RecordWriter(folder, "evaluations", start - 1)
@@ -135,8 +161,7 @@ class MetricLogger:
 
     def log_evaluation(self, step: int, found: dict[str, Any]) -> None:
         """Record the evaluation of the parameters before a step."""
-        self._evaluations.write(step, found)
-        self._trackers.send("evaluations", step, found)
+        self._record(self._evaluations, "evaluations", step, found)
         self._shown |= found
         self._warn(step, found)
 
@@ -152,11 +177,16 @@ class MetricLogger:
         (step, values, further), self._pending = self._pending, None
         numbers = self.fetch(step, values) | further
         written = numbers | self._times(step) | {"seconds": self.seconds}
-        self._metrics.write(step, written)
-        self._trackers.send("metrics", step, written)
+        self._record(self._metrics, "metrics", step, written)
         self._shown |= numbers
         self._bar.update(step, {key: self._shown[key] for key in SHOWN if key in self._shown})
         self._warn(step, numbers)
+
+    def _record(self, writer: "RecordWriter", kind: str, step: int, values: dict[str, Any]) -> None:
+        writer.write(step, values)
+        self._trackers.send(kind, step, values)
+        if self._listener is not None:
+            self._listener(Progress(self._folder.name, kind, step, values))
 
     def fetch(self, step: int, values: Values) -> dict[str, float]:
         """The metrics of a step as floats. Raises UserError when its loss or gradient is not finite.
