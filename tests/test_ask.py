@@ -106,6 +106,14 @@ def test_asking_changes_nothing_in_the_run_and_embeds_nothing_anew(trained_run, 
     assert {path: path.stat().st_mtime_ns for path in trained_run.workdir.rglob("*")} == files
 
 
+def test_a_run_that_records_a_key_of_an_earlier_version_is_opened(copied_run):
+    path = copied_run / "config.json"
+    config = json.loads(path.read_text())
+    config["checkpoint"]["keep_every"] = 100
+    path.write_text(json.dumps(config))
+    assert "keep_every" not in open_run_for_inference(copied_run).config.checkpoint
+
+
 def newest(run, task):
     return SavedCheckpoint.newest(run.workdir / task / "checkpoints")
 

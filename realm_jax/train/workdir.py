@@ -21,6 +21,7 @@ from realm_jax.train.checkpoints import SavedCheckpoint
 START = "start.json"  # what is known of where a run began
 # Keys that may name a file or a folder.
 PLACES = ("data.path", "data.vocabulary", "init_from", "reader_from", "refresh.shared")
+RETIRED = (("checkpoint", "keep_every"),)  # operations keys of earlier versions, which change nothing in a run
 _ELSEWHERE = re.compile(r"[a-z0-9]+:")  # begins what lies in no folder: gs://, hf:, py:, tfds:
 
 
@@ -115,6 +116,9 @@ def recorded_config(workdir: Path, name: str = "--workdir", tagger: bool | None 
     if tagger is not None and (kind_of(config) is not None) != tagger:
         found, wanted = ("REALM", "a tagger") if tagger else ("a tagger", "REALM")
         raise UserError(f"{name}={workdir}: {found} was trained there, not {wanted}; name another folder")
+    for section, key in RETIRED:
+        if isinstance(config.get(section), dict):
+            config[section].pop(key, None)
     known = default_like(config)
     if gone := sorted(key for key in {*flatten(config)} - {*flatten(known.to_dict())} if "." in key):
         raise UserError(
