@@ -105,8 +105,11 @@ class ErrorReply(TypedDict):
 
 
 class ModelFacts(TypedDict):
-    """The model that answers: name of its run, task and step of its parameters, what finds passages, and whether
-    questions get answers or passages alone."""
+    """The model that answers: name of its run, task and step of its parameters, and what finds passages.
+
+    answers: whether `/ask` replies, or `/search` alone; reader: what it learnt to point at answers from, None if it did
+    not.
+    """
 
     run: str
     task: str
@@ -115,6 +118,7 @@ class ModelFacts(TypedDict):
     passages: int
     vector_size: int
     answers: bool
+    reader: Literal["questions", "blanks"] | None
     ready: bool
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from realm_jax.data.staging import PREPARED, READER_RECORD, is_remote
 from realm_jax.data.store import MANIFEST as STORE
@@ -63,6 +63,7 @@ class Service:
             passages=model.passages,
             vector_size=model.vector_size,
             answers=model.generation is None,
+            reader=_reader(model),
             ready=self.ready,
         )
 
@@ -118,6 +119,12 @@ class Service:
         size = next(size for size in _sizes(self._most) if size >= len(good))
         found = iter(_computed(model, kind, good, size) if good else [])
         return [next(found) if fault is None else fault for fault in checked]
+
+
+def _reader(model: Model) -> Literal["questions", "blanks"] | None:
+    if model.generation is not None or not model.trained.reads:
+        return None
+    return "blanks" if model.trained.reads_blanks else "questions"
 
 
 def _sizes(most: int) -> list[int]:
