@@ -26,6 +26,8 @@ from realm_jax.data.questions import Question
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval import adaptation as judge
+from realm_jax.eval import prediction
+from realm_jax.inference.model import Model
 from realm_jax.launch.status import Heartbeats
 from realm_jax.launch.watch import run_status
 from realm_jax.models.folders import TOWERS
@@ -163,7 +165,7 @@ def largest_change(before: Params, after: Params) -> float:
     return max(jax.tree.leaves(jax.tree.map(lambda a, b: float(abs(a - b).max()), before, after)))
 
 
-def test_from_documents_to_a_model_and_a_report(done, capsys):
+def test_from_documents_to_a_model_and_a_report(done, capsys, monkeypatch):
     record = read_json(done / "adapt.json")
     assert record["plan"]["steps"] == {"evidence_contrast": 3, "realm": 3}
     estimate = record["plan"]["estimate"]
@@ -176,6 +178,11 @@ def test_from_documents_to_a_model_and_a_report(done, capsys):
     assert "http:" not in page and "https:" not in page and record["plan"]["fingerprint"] in card
     assert np.load(done / "vectors.npy").shape == (60, 16)
     assert cli.main(["ask", f"--workdir={done}", "What was Ada Moss?"]) == 0
+    monkeypatch.setattr(prediction, "SPANS", 10_000)  # all, as what explains an answer adds up
+    model = Model(done)
+    answer, seen = model.ask("What was Ada Moss?"), model.inspect("What was Ada Moss?")
+    assert seen["answer"] == answer["answer"]  # both read it with a blank
+    assert seen["probability"] == pytest.approx(answer["probability"], rel=1e-3)
     out, err = capsys.readouterr()
     assert "found by" in out and "never saw a question" in err
 

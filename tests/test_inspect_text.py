@@ -15,7 +15,9 @@ from realm_jax.cli import main as cli
 from realm_jax.data.examples import query_arrays
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
-from realm_jax.eval.inspection import Masked, inspect_masked, inspect_question, masked_text, null_likelihood, parse
+from realm_jax.eval.inspection import Masked, inspect_masked, masked_text, null_likelihood, parse
+from realm_jax.inference.answers import answers
+from realm_jax.inference.inspection import see_question, to_record
 from realm_jax.models.inputs import Documents, null_documents, reader_inputs
 from realm_jax.models.realm import flatten_passages
 from realm_jax.train.trained_run import restore
@@ -146,18 +148,30 @@ def test_what_is_no_text_fills_no_blank_and_others_are_read_beside_the_very_same
 def test_the_numbers_of_a_question_add_up(trained_run):
     trained = restore(trained_run)
     question, store = "When was Ada Almgren born?", trained.run.sources.passages
-    read = inspect_question(trained.run, trained.params, trained.index, question, "1800").passages
+    read = see_question(trained, question, "1800").passages
     answer = str(1800 + int(store.document_id(read[1].row)[1:]))  # the year in the second passage
-    seen = inspect_question(trained.run, trained.params, trained.index, question, answer)
+    seen = see_question(trained, question, answer)
     assert len(seen.passages) == trained.run.config.qa.passages and seen.alone is None
     check_sums(seen, null=False)
     assert [one.row for one in seen.passages] == [one.row for one in read]
     assert all((one.likelihood > 0) == (answer in store.text(one.row)) for one in seen.passages)
 
 
+@pytest.mark.parametrize("search", ["bm25", "hybrid"])
+def test_a_question_is_explained_with_the_passages_that_it_is_answered_from(trained_run, search):
+    trained = restore(trained_run, search=search)
+    question = "When was Ada Almgren born?"
+    (answer,) = answers(trained, [question])
+    seen = to_record(trained, question, see_question(trained, question))
+    by_rank = sorted((one for one in answer["candidates"]), key=lambda one: -one["probability"])
+    assert [one["id"] for one in seen["passages"]] == [one["id"] for one in by_rank]
+    priors = [one["probability"] for one in by_rank]
+    assert [one["prior"] for one in seen["passages"]] == pytest.approx(priors, rel=1e-4)
+
+
 def test_an_answer_that_no_passage_holds_has_no_posterior(trained_run):
     trained = restore(trained_run)
-    seen = inspect_question(trained.run, trained.params, trained.index, "When was Ada Almgren born?", "dahl ada")
+    seen = see_question(trained, "When was Ada Almgren born?", "dahl ada")
     assert seen.probability == 0 and all(one.likelihood == 0 for one in seen.passages)
     assert all(one.posterior is None and one.gain is None for one in seen.passages)
     assert sum(one.prior for one in seen.passages) == pytest.approx(1, abs=1e-5)

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from realm_jax.data.examples import Example, Lengths, as_read, query_arrays, question_arrays
 from realm_jax.data.tokenizer import MARK, Tokenizer
 from realm_jax.errors import UserError
+from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import (
     Index,
-    Rerank,
     StepContext,
     masked_inputs,
     masked_spans,
@@ -288,26 +288,20 @@ def _null_log_likelihood(context: StepContext, params: Params, batch: Any) -> ja
 # --- a question -------------------------------------------------------------------------------------------------------
 
 
-def inspect_question(
-    run: Run, params: Params, index: Index, question: str, answer: str, rerank: Rerank | None = None
-) -> TextInspection:
+def inspect_question(asked: Evaluator, params: Params, index: Index, answer: str) -> TextInspection:
     """The probability that a fine-tuned model gives to an answer: p(y|z,x) is the sum over the spans that are the
     answer.
 
-    rerank: what orders passages anew, if anything does. Raises UserError for an answer that can be no span.
+    asked: with one question. Raises UserError for an answer that can be no span.
     """
-    lengths, tokenizer, own = run.lengths, run.sources.for_reader.tokenizer, run.sources.tokenizer
-    example = question_arrays(tokenizer.encode(question).ids, [answer], tokenizer, lengths)
-    if run.sources.reader is not None:
-        ids = np.array(own.encode(question).ids, np.int32)
-        example = as_read(example) | query_arrays(ids, lengths.query, own)
-    if not example["answer_lengths"].any():
+    run = asked.run
+    target = question_arrays([], [answer], run.sources.for_reader.tokenizer, run.lengths)
+    if not target["answer_lengths"].any():
         raise UserError(
-            f"the answer {answer!r} has no tokens or more than config.model.span_width={lengths.span_width}"
+            f"the answer {answer!r} has no tokens or more than config.model.span_width={run.lengths.span_width}"
         )
-    if run.context.qa_search != "vectors":
-        example |= run.bm25_search([question], run.question_context.qa_passages).arrays(0)
-    context = dataclasses.replace(run.question_context, rerank=rerank)
+    example = asked.queries[0] | {name: target[name] for name in ("answers", "answer_lengths")}
+    context = dataclasses.replace(run.question_context, qa_search=asked.search, rerank=asked.rerank)
     found = _inspect_question_batch(context, params, _put(run, [example]), index)
     rows, prior, reading, held = (to_host(part)[0] for part in found)
     passages = _passages(rows.tolist(), prior, reading)

@@ -145,15 +145,20 @@ class Evaluator:
         return size + -size % self.run.mesh.size
 
     @cached_property
-    def _batches(self) -> list[dict[str, NDArray]]:
-        """Query arrays of all questions; the last batch is filled up with its first question."""
+    def queries(self) -> list[Example]:
+        """What the retriever and the reader take of each question, with what BM25 found where it takes part."""
         rows = self._queries(self.run.sources.tokenizer)
         if self.cloze or self.run.sources.reader is not None:
             read = map(as_read, self._queries(self.run.sources.for_reader.tokenizer, self.cloze))
             rows = [row | other for row, other in zip(rows, read, strict=True)]
         if self._found is not None:
             rows = [row | self._found.arrays(number) for number, row in enumerate(rows)]
-        size = self.batch_size
+        return rows
+
+    @cached_property
+    def _batches(self) -> list[dict[str, NDArray]]:
+        """Arrays of all questions; the last batch is filled up with its first question."""
+        rows, size = self.queries, self.batch_size
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
         parts = [part + [part[0]] * (size - len(part)) for part in parts]
         return [{key: np.stack([row[key] for row in part]) for key in part[0]} for part in parts]

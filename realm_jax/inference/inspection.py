@@ -83,10 +83,10 @@ def see_sentence(trained: TrainedRun, text: Masked, pieces: int = 1) -> TextInsp
 
 def see_question(trained: TrainedRun, question: str, answer: str | None = None) -> TextInspection:
     """A checked question and an answer (default: the likeliest). Raises UserError for an answer that can be no span."""
+    asked = trained.evaluator([Question(question, [])], 1)
     if answer is None:
-        evaluator = trained.evaluator([Question(question, [])], 1)
-        answer = evaluator.predict(trained.params, trained.index)[0].answer
-    return inspect_question(trained.run, trained.params, trained.index, question, answer, trained.rerank)
+        answer = asked.predict(trained.params, trained.index)[0].answer
+    return inspect_question(asked, trained.params, trained.index, answer)
 
 
 def to_record(trained: TrainedRun, text: str, seen: TextInspection) -> Inspection:
