@@ -40,6 +40,7 @@ from realm_jax.models.likelihood import NEGATIVE, log_prior, log_sum_selected
 from realm_jax.models.realm import Params
 from realm_jax.run import Run, put_batch
 
+GUESSING = 8  # candidates whose answers are weighed, as many as the paper has; each answer is read with all candidates
 _BLANK = re.compile(r"_{2,}|\[([^\[\]]+)\]")
 
 
@@ -201,8 +202,8 @@ def _log_total(context: StepContext, params: Params, batch: Any, index: Index) -
 def inspect_masked(run: Run, params: Params, index: Index, text: Masked, pieces: int = 1) -> TextInspection:
     """How the model fills the blank of a sentence. Without an answer, of the likeliest one of `pieces` tokens.
 
-    Answers that are weighed against each other are the likeliest beside each candidate. Raises UserError as
-    `masked_text`.
+    Answers that are weighed against each other are the likeliest beside each of the first GUESSING candidates. Raises
+    UserError as `masked_text`.
     """
     tokenizer = run.sources.for_reader.tokenizer
     example = masked_text(text, pieces, run.lengths, tokenizer)
@@ -215,7 +216,8 @@ def inspect_masked(run: Run, params: Params, index: Index, text: Masked, pieces:
     count = int(example["weights"].sum())
     if text.answer is not None:
         return _text_inspection(seen, example["targets"][:count], tokenizer)
-    guesses = np.unique(seen.guesses[np.isfinite(seen.prior) & (seen.prior > np.log(1e-9))][:, :count], axis=0)
+    first = np.argsort(-seen.prior, kind="stable")[:GUESSING]
+    guesses = np.unique(seen.guesses[first[seen.prior[first] > np.log(1e-9)]][:, :count], axis=0)
     looks = _inspect_examples(run, params, index, [_filled_in(example, guess) for guess in guesses])
     found = [_text_inspection(one, guess, tokenizer) for one, guess in zip(looks, guesses, strict=True)]
     best, *others = sorted(found, key=lambda one: -one.probability)
