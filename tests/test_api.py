@@ -102,7 +102,9 @@ def test_an_explanation_adds_up(model):
     assert sum(one["prior"] for one in seen["passages"]) == pytest.approx(1, abs=1e-5)
     assert seen["probability"] == pytest.approx(sum(one["prior"] * one["likelihood"] for one in seen["passages"]))
     blank = model.inspect("Ada Almgren was born in [1800].")
-    assert blank["answer"] == "1800" and blank["passages"]
+    assert blank["answer"] == "1800" and blank["passages"] and blank["task"] == "qa"
+    named = realm_jax.Model(model.workdir, task="ict").inspect("Ada Almgren was born in [1800].")
+    assert named["task"] == "ict" and named["probability"] != blank["probability"]
 
 
 def test_a_run_is_measured_on_a_split_and_on_records(model):

@@ -64,10 +64,10 @@ class Model:
     ) -> None:
         """Open the run of a folder.
 
-        task: whose parameters (default: of the last task with a checkpoint). search: what finds passages, 'vectors',
-        'bm25' or 'hybrid' (default: the config's qa.search). generation: the index of this name, or the 'newest', which
-        searches but does not answer. config: operations and evaluation keys to change, such as
-        {"answering.read": 50, "data.path": "moved/data"}.
+        task: whose parameters (default: of the last task with a checkpoint; for blanks, of pre-training). search: what
+        finds passages, 'vectors', 'bm25' or 'hybrid' (default: the config's qa.search). generation: the index of this
+        name, or the 'newest', which searches but does not answer. config: operations and evaluation keys to change,
+        such as {"answering.read": 50, "data.path": "moved/data"}.
 
         Raises UserError where there is no run, no checkpoint, or no such task or generation, and where the prepared
         folder is gone or another one.
@@ -83,7 +83,7 @@ class Model:
             self.trained = restore(opened, task, search=search, warn=False)
         else:
             self.trained = open_generation(opened, generation)
-        self.generation = generation
+        self.generation, self._named = generation, task
 
     @property
     def run(self) -> Run:
@@ -212,8 +212,8 @@ class Model:
 
     @cached_property
     def _pretrained(self) -> TrainedRun:
-        """The run at the end of the task whose parameters fill blanks."""
-        task = inspected_task(self.run.config, False)
+        """The run at the end of the task whose parameters fill blanks: the named one, else that of pre-training."""
+        task = self._named or inspected_task(self.run.config, False)
         if task in (None, self.task):
             return dataclasses.replace(self.trained, params={**self.trained.params, **self._towers})
         return restore(self.run, task, for_answers=False)
