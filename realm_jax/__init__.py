@@ -7,6 +7,7 @@ What is public is listed here, and loaded when it is first asked for, so that im
     prepare        texts and questions to a folder to train from
     train_model    a recipe, run or resumed
     Progress       a record of a run in training, as a callback of train_model gets it
+    Resumable      a UserError of work that was interrupted, and goes on where it is asked for again
     UserError      what is raised for what the caller can correct, in one line
 
 Start reading at `realm_jax/cli/quickstart.py` (the whole recipe) and `realm_jax/train/loop.py` (the train loop).
@@ -18,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from realm_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from realm_jax.api import Model, Progress, load_config, prepare, train_model
+    from realm_jax.api import Model, Progress, Resumable, load_config, prepare, train_model
 
 __version__ = "0.1.0"
-__all__ = ["Model", "Progress", "UserError", "__version__", "load_config", "prepare", "train_model"]
+__all__ = ["Model", "Progress", "Resumable", "UserError", "__version__", "load_config", "prepare", "train_model"]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,17 +29,17 @@ from realm_jax.storage import read_json
 from realm_jax.train.metrics import Progress, listening
 from realm_jax.train.recipe import open_run, run_recipe
 
-__all__ = ["Model", "Progress", "UserError", "load_config", "prepare", "train_model"]
+__all__ = ["Model", "Progress", "Resumable", "UserError", "load_config", "prepare", "train_model"]
 
 
-def load_config(name: str | None = None, changes: Mapping[str, Any] | None = None) -> ConfigDict:
+def load_config(name: str | os.PathLike[str] | None = None, changes: Mapping[str, Any] | None = None) -> ConfigDict:
     """A config: of a NAME that travels with the package ('quickstart', 'real_text', 'real_text:argument', …), or of a
     Python file with get_config(); None: the paper's sizes. changes: {"section.key": value}.
 
     Raises UserError for a config or a key that does not exist, and for a value that is not of the key's type.
     """
     overrides = [f"--config.{key}={value}" for key, value in (changes or {}).items()]
-    return config_flags.load_config(name, overrides, default, like=default_like)
+    return config_flags.load_config(None if name is None else os.fspath(name), overrides, default, like=default_like)
 
 
 def prepare(passages: Path_, output: Path_, **options: Any) -> None:
@@ -50,6 +50,8 @@ def prepare(passages: Path_, output: Path_, **options: Any) -> None:
     questions=["train=nq-train.json", "dev=nq-dev.json"] and vocab="hf:NAME". Raises UserError for faults in the inputs,
     and where `output` exists otherwise.
     """
+    if isinstance(options.get("questions"), str | os.PathLike):
+        raise UserError("questions: takes a list of files; put the one into it")
     if unknown := sorted({*options} - {*Options.__dataclass_fields__}):
         raise UserError(f"prepare has no option {unknown[0]}; `realm prepare --help` lists them")
     prepare_folder(passages, output, **options)

@@ -157,8 +157,7 @@ def test_the_first_process_alone_names_a_run(tmp_path, monkeypatch):
     """Two that start together and each make up a name would take each other for another run."""
     folder = PosixFolder(tmp_path)
     with monkeypatch.context() as patch:
-        for module in ("processes", "refresh.status"):
-            patch.setattr(f"realm_jax.{module}.is_process_0", lambda: False)
+        patch.setattr("realm_jax.processes.is_process_0", lambda: False)
         with trainer_status(folder, tmp_path, True):
             pass
         assert not list(tmp_path.iterdir())

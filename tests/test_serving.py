@@ -5,6 +5,7 @@ import base64
 import contextlib
 import json
 import logging
+import shutil
 import socket
 import threading
 import time
@@ -19,6 +20,7 @@ from tiny_run import PEOPLE, question, write_lines
 
 import realm_jax
 from realm_jax.cli import main as cli
+from realm_jax.serving import app as service_app
 from realm_jax.serving.app import BODY, HEADERS, Limits, make_app
 from realm_jax.serving.batching import Batcher, Full
 from realm_jax.serving.service import Service, _sizes
@@ -70,7 +72,8 @@ def test_vectors_are_those_of_the_towers_in_both_encodings(client, model, tower)
     numbers = client.post("/v1/embeddings", json={"input": texts[0], "model": tower}).json()
     np.testing.assert_allclose(numbers["data"][0]["embedding"], packed[0], rtol=1e-6)
     pieces = model.run.sources.tokenizer.encode_batch(texts)
-    assert reply["usage"]["total_tokens"] == sum(len(one.ids) + 2 for one in pieces)
+    special = 2 if tower == "query" else 3
+    assert reply["usage"]["total_tokens"] == sum(len(one.ids) + special for one in pieces)
 
 
 def test_replies_are_of_the_form_that_openapi_describes(client):
@@ -105,6 +108,7 @@ def test_replies_are_of_the_form_that_openapi_describes(client):
         ("/ask", {"question": "who " * 40}, 400, "this run reads at most 14"),
         ("/ask", {"question": "w" * 20_001}, 422, "20000 characters"),
         ("/ask", {"question": ["a"] * 257}, 422, "256 items"),
+        ("/ask/", {"question": "a"}, 404, "Not Found"),
         ("/search", {"question": "a", "top": 101}, 422, "top: "),
         ("/inspect", {"text": "___ ___"}, 400, "2 blanks"),
         ("/inspect", {"text": "a [b]", "answer": "c"}, 400, "goes with a question"),
@@ -212,6 +216,12 @@ def test_what_waits_is_computed_together_kind_by_kind():
     found, sizes = run_with_batcher(work, 3, 100, scenario)
     assert found == [["a 0"], ["a 1"] * 2, ["b 2"] * 2, ["a 3"] * 2, ["b 4"] * 2]
     assert sizes == [1, 3, 3, 1, 1]
+
+
+def test_more_texts_than_may_wait_are_refused_for_good():
+    with TestClient(make_app(Slow(), Limits(most=1, waiting=2, every=0))) as client:
+        reply = client.post("/ask", json={"question": ["a"] * 3})
+    assert reply.status_code == 422 and "send at most 2 at a time" in reply.text
 
 
 def test_a_full_queue_refuses_and_what_was_given_up_makes_room_and_is_not_computed():
@@ -326,6 +336,47 @@ def test_a_client_that_went_away_is_not_computed_for():
     assert asyncio.run(main()) == 499
 
 
+def test_a_body_that_does_not_come_is_a_408_and_one_that_breaks_off_no_defect(monkeypatch, caplog):
+    monkeypatch.setattr(service_app, "BODY_SECONDS", 0.1)
+    app = make_app(Slow(), Limits(most=1, every=0))
+    scope = {
+        "type": "http", "method": "POST", "path": "/ask", "raw_path": b"/ask", "query_string": b"", "root_path": "",
+        "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+        "server": ("localhost", 80), "client": ("localhost", 9), "asgi": {"version": "3.0"},
+    }  # fmt: skip
+
+    async def status_of(*messages):
+        sent, left = [], list(messages)
+
+        async def receive():
+            return left.pop(0) if left else await asyncio.sleep(60)
+
+        async def send(message):
+            sent.append(message)
+
+        await app(dict(scope), receive, send)
+        return sent[0]["status"]
+
+    async def main():
+        part = {"type": "http.request", "body": b'{"quest', "more_body": True}
+        async with app.router.lifespan_context(app):
+            return await status_of(part), await status_of(part, {"type": "http.disconnect"})
+
+    assert asyncio.run(main()) == (408, 499)
+    assert "Traceback" not in caplog.text
+
+
+def test_a_service_that_cannot_answer_an_example_gives_up(caplog):
+    class Broken(Slow):
+        def warm_up(self, stop):
+            raise RuntimeError("no memory")
+
+    given_up = threading.Event()
+    with TestClient(make_app(Broken(), Limits(most=1, every=0), give_up=given_up.set)):
+        assert given_up.wait(10)
+    assert "an example cannot be answered" in caplog.text
+
+
 # ---- a run that changes
 
 
@@ -355,6 +406,8 @@ def test_what_cannot_be_opened_is_said_once_and_the_model_stays(copied_run, tmp_
         assert not service.renew(STAY) and not service.renew(STAY)
     assert service.model is before and service.failed == 1
     assert caplog.text.count("the model before goes on") == 1
+    shutil.rmtree(copied_run)
+    assert not service.renew(STAY) and not service.renew(STAY) and service.failed == 2
     assert service.work("ask", [QUESTION])[0]["answer"]
 
 

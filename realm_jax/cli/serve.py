@@ -11,9 +11,11 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from realm_jax.cli.argument_types import nonempty, positive
 from realm_jax.cli.arguments import add_run_arguments, add_search_argument, config_changes
@@ -24,7 +26,8 @@ logger = logging.getLogger(__name__)
 
 TOKEN = "REALM_TOKEN"  # environment variable
 PORT = 8000
-STOPPING = 30  # seconds that requests under way have after SIGTERM
+STOPPING = 20  # seconds that requests under way have after SIGTERM; Kubernetes gives 30 in all
+DAY = 86_400
 EXAMPLES = """examples:
   realm serve --workdir=runs/wiki                                    then open http://127.0.0.1:8000
   realm serve --workdir=runs/docs --port=9000 --search=hybrid
@@ -47,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--host", type=nonempty, default="127.0.0.1", metavar="ADDRESS", help="address to listen at (127.0.0.1: this "
         f"machine alone); any other needs a token, which requests carry, in the environment as {TOKEN}")  # fmt: skip
-    add("--port", type=_port, default=PORT, metavar="N", help=f"port to listen at; 0: a free one ({PORT})")
+    add("--port", type=port, default=PORT, metavar="N", help=f"port to listen at; 0: a free one ({PORT})")
     how = parser.add_mutually_exclusive_group()
     add_search_argument(how)
     how.add_argument("--generation", type=nonempty, metavar="NAME", help="search this generation of the index, or the "
@@ -62,12 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM or Ctrl-C; requests under way are answered."""
-    token = os.environ.get(TOKEN) or None
+    token = os.environ.get(TOKEN, "").strip() or None
+    args.host = args.host.strip("[]")
     local = _is_loopback(args.host)
     if not local and token is None:
         raise UserError(f"--host={args.host}: other machines could ask; set {TOKEN} to a secret that requests carry")
-    if args.refresh < 0:
-        raise UserError(f"--refresh={args.refresh}: give seconds, or 0 for never")
+    if not 0 <= args.refresh <= DAY:
+        raise UserError(f"--refresh={args.refresh}: give seconds up to a day, or 0 for never")
     try:
         import uvicorn
 
@@ -84,7 +88,8 @@ def run(args: argparse.Namespace) -> None:
         limits = Limits(args.batch, args.waiting, args.timeout, args.refresh)
         # A page elsewhere must not reach a service on this machine by a name of its own (DNS rebinding).
         hosts = {"localhost", "127.0.0.1", "::1", args.host} if local else set()
-        app = make_app(service, limits, token, hosts)
+        failed = threading.Event()
+        app = make_app(service, limits, token, hosts, failed.set)
         server = uvicorn.Server(
             uvicorn.Config(
                 app, log_config=None, access_log=False, lifespan="on", ws="none", server_header=False,
@@ -92,11 +97,14 @@ def run(args: argparse.Namespace) -> None:
             )
         )  # fmt: skip
         logger.info("http://%s:%d answers with %s", _in_url(args.host), listening.getsockname()[1], service.model)
-        _serve(server, listening)
+        _serve(server, listening, failed)
+        if failed.is_set():
+            raise UserError(f"--workdir={args.workdir}: an example could not be answered; the log above has the reason")
 
 
-def _serve(server: "uvicorn.Server", listening: socket.socket) -> None:  # type: ignore[name-defined] # noqa: F821
-    """Run until a signal; its own way with signals would end the process by the same signal again."""
+def _serve(server: Any, listening: socket.socket, failed: threading.Event) -> None:
+    """Run until a signal, or until it failed. uvicorn's own way with signals would end the process by the same signal
+    again."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         server.handle_exit(number, frame)
@@ -106,8 +114,20 @@ def _serve(server: "uvicorn.Server", listening: socket.socket) -> None:  # type:
         with signal_handler(signal.SIGTERM, stop), signal_handler(signal.SIGINT, stop):
             yield
 
+    async def serve() -> None:
+        watching = asyncio.create_task(stop_where_failed())
+        await server.serve(sockets=[listening])
+        watching.cancel()
+
+    async def stop_where_failed() -> None:
+        while not failed.is_set():
+            await asyncio.sleep(0.5)
+        server.should_exit = True
+
     server.capture_signals = stopped_by_signals
-    asyncio.run(server.serve(sockets=[listening]))
+    for name in ("uvicorn", "uvicorn.error"):  # what it says of requests that are no HTTP is of no use to anybody
+        logging.getLogger(name).setLevel(logging.ERROR)
+    asyncio.run(serve())
     logger.info("stopped")
 
 
@@ -131,14 +151,15 @@ def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host.lower() == "localhost"
 
 
 def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _port(text: str) -> int:
+def port(text: str) -> int:
+    """A number of a port."""
     number = int(text)
     if not 0 <= number < 1 << 16:
         raise ValueError(text)

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from realm_jax.cli.argument_types import positive
+from realm_jax.cli.argument_types import nonempty, positive
 from realm_jax.cli.output import print_json, stdout, table
 from realm_jax.errors import UserError
 from realm_jax.eval.format import duration, share
@@ -41,7 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add = parser.add_argument
     add(
-        "--workdir", required=True, metavar="DIR", help="folder of the run: a path, or a URL such as gs://BUCKET/FOLDER"
+        "--workdir",
+        type=nonempty,
+        required=True,
+        metavar="DIR",
+        help="folder of the run: a path, or a URL such as gs://BUCKET/FOLDER",
     )
     add("--every", type=positive, default=int(HEARTBEAT_SECONDS), metavar="SECONDS", help="between two looks at it "
         f"(default: {HEARTBEAT_SECONDS:g})")  # fmt: skip

@@ -108,6 +108,8 @@ def checked_questions(records: Iterable[Mapping[str, Any]]) -> list[Question]:
     and if there is none."""
     found = []
     for number, record in enumerate(records):
+        if not isinstance(record, Mapping):
+            raise UserError(f'question {number}: is no record; give {{"question": …, "answers": […]}}')
         try:
             found.append(_question(dict(record), check_patterns=True, need_right=True))
         except BadRecord as fault:

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from realm_jax.data.questions import Question
 from realm_jax.eval.prediction import Answer as FoundAnswer
-from realm_jax.eval.prediction import Prediction
+from realm_jax.eval.prediction import Evaluator, Prediction
 from realm_jax.train.trained_run import NBEST, TrainedRun, float32_digits, ranks_by_search, recorded_metrics
 
 NEAREST = 5  # passages of a search, if nothing else is asked for
@@ -123,7 +123,7 @@ def place(trained: TrainedRun, row: int) -> Place:
     return Place(id=document, part=row - store.rows_of(document).start, title=store.title(row))
 
 
-def _evaluator(trained: TrainedRun, questions: Sequence[str], batch_size: int):
+def _evaluator(trained: TrainedRun, questions: Sequence[str], batch_size: int) -> Evaluator:
     return trained.evaluator([Question(question, []) for question in questions], batch_size)
 
 

@@ -4,7 +4,7 @@ It is what `realm_jax.Model` is, and what `realm serve` answers with.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -129,7 +129,8 @@ class Model:
         if self.generation is not None:
             raise UserError("this model was opened at a generation of the index: use search, or open it without")
         check_reads_passages(self.trained)
-        return self._each(question, batch_size, lambda some, size: answers(self.trained, some, top, size))
+        most = None if top is None else _at_least_one(top, "top")
+        return self._each(question, batch_size, lambda some, size: answers(self.trained, some, most, size))
 
     @overload
     def search(self, question: str, *, top: int = NEAREST, batch_size: int = BATCH) -> Nearest: ...
@@ -139,19 +140,22 @@ class Model:
     def search(self, question: str | Texts, *, top: int = NEAREST, batch_size: int = BATCH) -> Nearest | list[Nearest]:
         """The `top` nearest passages of a question, or of each of some: `inference.answers.Nearest`.
 
+        For each other `top` or `batch_size` a program is compiled.
         Raises UserError as `ask`.
         """
         check_reads_passages(self.trained)
-        return self._each(question, batch_size, lambda some, size: nearest(self.trained, some, top, size))
+        most = _at_least_one(top, "top")
+        return self._each(question, batch_size, lambda some, size: nearest(self.trained, some, most, size))
 
     def _each(
         self, question: str | Texts, batch_size: int, make: Callable[[list[str], int], list[Made]]
     ) -> Made | list[Made]:
         """`make` of checked questions; of one, in a batch of its own."""
         single = isinstance(question, str)
-        asked = [question] if isinstance(question, str) else list(question)
+        asked = [question] if isinstance(question, str) else _texts(question, "questions")
         checked = [check_question(self.run, one, self.trained.search) for one in asked]
-        found = make(checked, 1 if single else batch_size) if checked else []
+        size = min(_at_least_one(batch_size, "batch_size"), max(len(checked), 1))
+        found = make(checked, size) if checked else []
         return found[0] if single else found
 
     # --- vectors
@@ -166,20 +170,21 @@ class Model:
     ) -> NDArray[np.float32]:
         """Vectors of texts, float32 [texts, vector_size], cut to the lengths of the run.
 
-        kind: whether the query or the document tower embeds them; titles: of documents, empty where not given. A
+        kind: whether the query or the document tower embeds them; titles: of documents, empty where not given;
+        batch_size: of queries, as documents are embedded in the batches of the corpus. A
         document's vector is that of the index; a query's inner product with it, divided by the temperature of the run
         (1 in most), is the score of a search.
         """
-        if isinstance(texts, str):
-            raise UserError("encode takes a list of texts; put the text into one")
+        given = _texts(texts, "texts")
+        size = _at_least_one(batch_size, "batch_size")
         if kind == "query":
             if titles is not None:
                 raise UserError("titles: go with kind='document'; leave them out")
             tower = {name: self.trained.params[name] for name in self.run.model.embedder_names[:1]}
-            return query_vectors(self.run, tower, texts, batch_size)
+            return query_vectors(self.run, tower, given, size)
         if kind != "document":
             raise UserError(f"kind={kind}: choose 'query' or 'document'")
-        return document_vectors(self.run, self._towers, texts, titles)
+        return document_vectors(self.run, self._towers, given, None if titles is None else _texts(titles, "titles"))
 
     @cached_property
     def _towers(self) -> Params:
@@ -195,10 +200,9 @@ class Model:
         parameters of pre-training; or a question, of which the `answer` is inspected (default: the likeliest). Raises
         UserError for a text that is too long, and for an answer that can be no span.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise UserError("the text: is not valid UTF-8; decode it as UTF-8") from None
+        _texts([text], "text")
+        _texts([] if answer is None else [answer], "answer")
+        _at_least_one(pieces, "pieces")
         sentence = parse(text)
         if sentence is None:
             check_has_priors(self.trained)
@@ -236,3 +240,24 @@ class Model:
         if not isinstance(questions, str | Path):
             return checked_questions(questions)
         return load_questions(open_run_for_inference(self.workdir, self._changes), str(questions), need_right=True)
+
+
+def _texts(given: Iterable[Any], name: str) -> list[str]:
+    """Some texts as a list. Raises UserError for a single one, and for what is no text."""
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise UserError(f"{name}: takes a list of texts; put what you have into one")
+    found = list(given)
+    for number, text in enumerate(found):
+        if not isinstance(text, str):
+            raise UserError(f"{name}: number {number} is no text but a {type(text).__name__}")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise UserError(f"{name}: number {number} is not valid UTF-8; decode it as UTF-8") from None
+    return found
+
+
+def _at_least_one(given: Any, name: str) -> int:
+    if not isinstance(given, int) or given < 1:
+        raise UserError(f"{name}={given}: give a whole number from 1")
+    return given

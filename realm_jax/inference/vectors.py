@@ -24,7 +24,7 @@ def query_vectors(run: Run, params: Params, texts: Sequence[str], batch_size: in
     tokenizer, made = run.sources.tokenizer, []
     size = batch_size + -batch_size % run.mesh.size
     for start in range(0, len(texts), size):
-        encoded = tokenizer.encode_batch(_checked(texts[start : start + size]))
+        encoded = tokenizer.encode_batch(texts[start : start + size])
         rows = [query_arrays(np.asarray(one.ids, np.int32), run.lengths.query, tokenizer) for one in encoded]
         batch = {name: filled_up(np.stack([row[name] for row in rows]), size) for name in rows[0]}
         placed = put_batch(run.mesh, batch)
@@ -45,7 +45,7 @@ def document_vectors(
         raise UserError(f"{len(texts)} texts have {len(headed)} titles; give one for each text, or none")
     if not texts:
         return _all([], run)
-    pieces = zip(*(tokenizer.encode_batch(_checked(some)) for some in (headed, texts)), strict=True)
+    pieces = zip(*(tokenizer.encode_batch(some) for some in (headed, texts)), strict=True)
     rows = [document_arrays(np.asarray(t.ids), np.asarray(b.ids), length, tokenizer) for t, b in pieces]
     ids, lengths, title_lengths = (
         np.stack([row[name] for row in rows]) for name in ("document", "document_length", "document_title_length")
@@ -56,15 +56,6 @@ def document_vectors(
 @partial(jax.jit, static_argnums=0)
 def _embed_queries(model: Retriever, params: Params, query: jax.Array, lengths: jax.Array) -> jax.Array:
     return model.query_vectors(params, query, lengths)
-
-
-def _checked(texts: Sequence[str]) -> Sequence[str]:
-    for number, text in enumerate(texts):
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError:
-            raise UserError(f"text {number}: is not valid UTF-8; decode it as UTF-8") from None
-    return texts
 
 
 def _all(parts: list[NDArray[np.float32]], run: Run) -> NDArray[np.float32]:

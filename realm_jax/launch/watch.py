@@ -4,6 +4,7 @@
 `realm launch status` (`launch/status.py`); what follows from records is what the report has (`train/records.py`).
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -214,7 +215,7 @@ def _recall(evaluations: dict[str, Lines]) -> JSON | None:
     points = [
         {"task": point["stage"], "step": point["step"], "value": point[measure], "refresh": bool(point.get("refresh"))}
         for point in history
-        if measure in point
+        if _has_numbers(point, [measure]) and math.isfinite(point[measure])
     ]
     return {"measure": measure, "points": points} if points else None
 

@@ -1,6 +1,6 @@
 """The service over HTTP: paths, limits, errors, metrics, and the page. Made by `make_app`, run by `cli/serve.py`.
 
-Every reply that is not 200 has {"error": {"type", "message"}}. What a request holds is checked before it waits; what
+What the application refuses has {"error": {"type", "message"}}. What a request holds is checked before it waits; what
 waits is bounded; who went away is not answered.
 """
 
@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -46,8 +46,8 @@ from realm_jax.serving.service import Service
 
 logger = logging.getLogger(__name__)
 
-BODY = 1 << 20  # bytes of a request at most
-ANSWERING = (400, 401, 413, 415, 422, 429, 503, 504)  # how a request for the devices can fail
+BODY, BODY_SECONDS = 1 << 20, 10  # bytes of a request at most, and the time that it may take to come
+ANSWERING = (400, 401, 408, 413, 415, 422, 429, 503, 504)  # how a request for the devices can fail
 HEADERS = {
     b"content-security-policy": b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     b"img-src 'self' data:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
@@ -77,9 +77,16 @@ class Fault(Exception):
         self.status, self.kind, self.headers = status, kind, headers
 
 
-def make_app(service: Service, limits: Limits, token: str | None = None, hosts: Collection[str] = ()) -> Starlette:
-    """The application. token: what requests must carry, if any; hosts: names it may be called by (none: by any)."""
-    handlers = _Handlers(service, limits)
+def make_app(
+    service: Service,
+    limits: Limits,
+    token: str | None = None,
+    hosts: Collection[str] = (),
+    give_up: Callable[[], None] = lambda: None,
+) -> Starlette:
+    """The application. token: what requests must carry, if any; hosts: names it may be called by (none: by any);
+    give_up: called where not even an example can be answered."""
+    handlers = _Handlers(service, limits, give_up)
     endpoints = handlers.endpoints()
     description = openapi(endpoints, secured=token is not None)
     routes = [Route(one.path, one.handler, methods=["GET" if one.takes is None else "POST"]) for one in endpoints]
@@ -90,7 +97,7 @@ def make_app(service: Service, limits: Limits, token: str | None = None, hosts: 
         Route("/openapi.json", lambda request: JSONResponse(description)),
     ]
     page = _page_routes()
-    return Starlette(
+    app = Starlette(
         routes=routes + page,
         lifespan=handlers.lifespan,
         middleware=[
@@ -99,6 +106,8 @@ def make_app(service: Service, limits: Limits, token: str | None = None, hosts: 
         ],
         exception_handlers={Fault: _fault_reply, HTTPException: _http_reply, Exception: _defect_reply},
     )
+    app.router.redirect_slashes = False
+    return app
 
 
 def _page_routes() -> list[Route]:
@@ -115,8 +124,8 @@ def _sender(path: Path) -> Callable[[Request], Response]:
 class _Handlers:
     """The paths, and what they share."""
 
-    def __init__(self, service: Service, limits: Limits) -> None:
-        self._service, self._limits, self._stop = service, limits, threading.Event()
+    def __init__(self, service: Service, limits: Limits, give_up: Callable[[], None]) -> None:
+        self._service, self._limits, self._give_up, self._stop = service, limits, give_up, threading.Event()
         self.registry = CollectorRegistry()
         self.requests = Counter("realm_requests", "Requests", ["path", "status"], registry=self.registry)
         self.seconds = Histogram("realm_request_seconds", "Time of a request", ["path"], registry=self.registry)
@@ -126,7 +135,7 @@ class _Handlers:
         self.batcher = Batcher(service.work, limits.most, limits.waiting, batches.observe)
         gauges = {
             "realm_waiting": ("Texts that wait", lambda: self.batcher.waiting),
-            "realm_ready": ("Whether all programs are compiled", lambda: service.ready),
+            "realm_ready": ("Whether examples of all requests were answered", lambda: service.ready),
             "realm_step": ("Step of the parameters", lambda: service.model.step),
             "realm_passages": ("Passages of the corpus", lambda: service.model.passages),
             "realm_models_taken_up": ("Newer models that were taken up", lambda: service.renewed),
@@ -137,12 +146,15 @@ class _Handlers:
 
     def endpoints(self) -> list[Endpoint]:
         """What OpenAPI describes."""
-        asked, told, seen = QuestionRequest, ANSWERING, Inspection
+        answers, passages = Answer | list[Answer], Nearest | list[Nearest]
+        computed = [
+            Endpoint("/ask", self.ask, QuestionRequest, answers, "Answer questions from passages"),
+            Endpoint("/search", self.search, QuestionRequest, passages, "Find the nearest passages"),
+            Endpoint("/inspect", self.inspect, InspectRequest, Inspection, "How passages affect a prediction"),
+            Endpoint("/v1/embeddings", self.embeddings, EmbeddingsRequest, Embeddings, "Embed texts"),
+        ]
         return [
-            Endpoint("/ask", self.ask, asked, Answer | list[Answer], "Answer questions from passages", told),
-            Endpoint("/search", self.search, asked, Nearest | list[Nearest], "Find the nearest passages", told),
-            Endpoint("/inspect", self.inspect, InspectRequest, seen, "How passages affect a prediction", told),
-            Endpoint("/v1/embeddings", self.embeddings, EmbeddingsRequest, Embeddings, "Embed texts", told),
+            *(endpoint._replace(fails=ANSWERING) for endpoint in computed),
             Endpoint("/v1/models", self.models, None, dict[str, Any], "The towers, as OpenAI's clients list", (401,)),
             Endpoint("/model", self.model, None, ModelFacts, "The model that answers", (401,)),
         ]
@@ -160,7 +172,12 @@ class _Handlers:
                 await asyncio.to_thread(thread.join)
 
     def _keep_up_to_date(self) -> None:
-        self._service.warm_up(self._stop)
+        try:
+            self._service.warm_up(self._stop)
+        except Exception:
+            logger.exception("an example cannot be answered; the service ends")
+            self._give_up()
+            return
         while self._limits.every and not self._stop.wait(self._limits.every):
             self._service.renew(self._stop)
 
@@ -194,12 +211,14 @@ class _Handlers:
             Embedding(object="embedding", index=place, embedding=_encoded(vector, asked.encoding_format))
             for place, vector in enumerate(vectors)
         ]
-        tokens = await asyncio.to_thread(self._service.tokens, asked.texts)
+        tokens = await asyncio.to_thread(self._service.tokens, asked.model, asked.texts)
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return JSONResponse({"object": "list", "data": data, "model": asked.model, "usage": usage})
 
     async def _computed(self, request: Request, kind: str, payloads: list[Any]) -> list[Any]:
         """What the devices give for each payload, unless it takes too long, or nobody waits for it any more."""
+        if len(payloads) > self._limits.waiting:
+            raise Fault(422, "body", f"{len(payloads)} texts; send at most {self._limits.waiting} at a time")
         try:
             return await _while_connected(request, self.batcher.submit(kind, payloads), self._limits.seconds)
         except Full:
@@ -210,7 +229,7 @@ class _Handlers:
     # --- what does not
 
     async def ready(self, request: Request) -> Response:
-        """GET /ready: 503 until all programs are compiled."""
+        """GET /ready: 503 until examples of all requests were answered, in all batch sizes."""
         return JSONResponse({"ready": self._service.ready}, 200 if self._service.ready else 503)
 
     async def model(self, request: Request) -> Response:
@@ -232,19 +251,30 @@ async def _parsed(request: Request, schema: type[T]) -> T:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Fault(415, "body", "send JSON, with the header content-type: application/json")
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > BODY:
-            raise Fault(413, "body", f"the body is larger than {BODY:,} bytes")
     try:
-        return schema.model_validate_json(bytes(body))  # type: ignore[attr-defined]
+        async with asyncio.timeout(BODY_SECONDS):
+            body = await _body(request)
+    except ClientDisconnect:
+        raise Fault(GONE, "gone", "the client went away") from None
+    except TimeoutError:
+        raise Fault(408, "body", f"the body did not come within {BODY_SECONDS} seconds") from None
+    try:
+        return schema.model_validate_json(body)  # type: ignore[attr-defined]
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False, include_context=False)
         # Of a text or a list of texts: what is wrong with the one that was given, not that it is not the other.
         first = next((one for one in found if one["type"] not in ("string_type", "list_type")), found[0])
         place = ".".join(str(part) for number, part in enumerate(first["loc"]) if number == 0 or isinstance(part, int))
         raise Fault(422, "body", f"{place}: {first['msg']}" if place else first["msg"]) from None
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > BODY:
+            raise Fault(413, "body", f"the body is larger than {BODY:,} bytes")
+    return bytes(body)
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, T], seconds: float) -> T:
@@ -341,7 +371,8 @@ class _Guard:
             return _reply(400, "host", "this service is not known by that name; ask localhost")
         if self._token is None or scope["path"] in self._free:
             return None
-        if hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {self._token}".encode()):
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(given, self._token.encode()):
             return None
         return _reply(401, "token", "send the token: authorization: Bearer …", {"www-authenticate": "Bearer"})
 

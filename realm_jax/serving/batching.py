@@ -103,7 +103,10 @@ class Batcher:
     def _results(self, kind: str, payloads: list[Any]) -> list[Any]:
         """What the work gives; a defect in it ends these requests and no others."""
         try:
-            return self._work(kind, payloads)
+            results = self._work(kind, payloads)
+            if len(results) != len(payloads):
+                raise RuntimeError(f"{len(results)} results of {len(payloads)} payloads")
+            return results
         except Exception as error:
             logger.exception("%d requests (%s) failed", len(payloads), kind)
             return [error] * len(payloads)

@@ -136,6 +136,7 @@ class Endpoint(NamedTuple):
 FAULTS = {
     400: "the text cannot be answered as it is",
     401: "the token is missing or another one",
+    408: "the body did not come in time",
     413: "the body is too large",
     415: "the body is not declared as application/json",
     422: "the body does not have the form that is described",

@@ -5,6 +5,7 @@ have changed, compiles what requests need, and puts the new model into the place
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ from realm_jax.train.workdir import recorded_config
 
 logger = logging.getLogger(__name__)
 
-EXAMPLE = "What is it?"
+EXAMPLE, BLANK = "What is it?", "It is ___."
+SHORTEST, LONGEST = 30.0, 600.0  # seconds until what could not be opened is tried again; doubled each time
 
 
 class Service:
@@ -40,6 +42,7 @@ class Service:
         self._files = _files(workdir, options)
         self.model = self._open()
         self._generations = _generations(self.model)
+        self._fault, self._pause, self._again = "", 0.0, math.inf
         self.ready = False
         self.renewed = self.failed = 0
 
@@ -49,7 +52,7 @@ class Service:
         return model
 
     def warm_up(self, stop: threading.Event) -> None:
-        """Compile the programs of all batch sizes; requests that come before wait for theirs alone."""
+        """Compile what requests need, in all batch sizes; requests that come before wait for theirs alone."""
         self.ready = self._compile(self.model, stop)
 
     def facts(self) -> ModelFacts:
@@ -67,10 +70,11 @@ class Service:
             ready=self.ready,
         )
 
-    def tokens(self, texts: Sequence[str]) -> int:
-        """How many tokens texts have, as the towers read them."""
+    def tokens(self, kind: str, texts: Sequence[str]) -> int:
+        """How many tokens the tower of a kind reads of texts, special ones included."""
         run = self.model.run
-        return sum(min(len(one.ids) + 2, run.lengths.query) for one in run.sources.tokenizer.encode_batch(texts))
+        special, most = (2, run.lengths.query) if kind == "query" else (3, run.lengths.document)
+        return sum(min(len(one.ids) + special, most) for one in run.sources.tokenizer.encode_batch(texts))
 
     def _compile(self, model: Model, stop: threading.Event) -> bool:
         """Answer an example in every batch size; returns whether it was not stopped."""
@@ -83,30 +87,43 @@ class Service:
                 _computed(model, "ask", texts, size)
             _computed(model, "search", texts, size)
             _computed(model, "query", texts, size)
+        for kind, payload in (("document", EXAMPLE), ("inspect", {"text": EXAMPLE}), ("inspect", {"text": BLANK})):
+            if stop.is_set():
+                return False
+            _computed(model, kind, [payload], 1)
         logger.info("ready after %.0f seconds: %s", time.monotonic() - began, model)
         return True
 
     def renew(self, stop: threading.Event) -> bool:
         """Take up what changed in the run or its corpus since the model was opened; returns whether anything did.
 
-        What cannot be opened is logged once, and the model stays.
+        Where that fails, whatever the reason, the model stays, and it is tried again later; a fault is logged once.
         """
         try:
             files, generations = _files(self._workdir, self._options), _generations(self.model)
-            if (files, generations) == (self._files, self._generations):
+            if (files, generations) == (self._files, self._generations) and time.monotonic() < self._again:
                 return False
             self._files, self._generations = files, generations
             model = self._open()
             if not self._compile(model, stop):
                 return False
-        except (UserError, OSError) as fault:
-            logger.warning("the run has changed, but cannot be opened (%s); the model before goes on", fault)
-            self.failed += 1
+        except Exception as fault:
+            self._failed(fault)
             return False
         # A generation that came meanwhile holds the vectors that were made for this model.
         self.model, self._generations = model, _generations(model)
+        self._fault, self._pause, self._again = "", 0.0, math.inf
         self.renewed += 1
         return True
+
+    def _failed(self, fault: Exception) -> None:
+        said = str(fault) or type(fault).__name__
+        if said != self._fault:
+            details = None if isinstance(fault, UserError | OSError) else fault
+            logger.warning("the run cannot be opened anew (%s); the model before goes on", said, exc_info=details)
+            self.failed += 1
+        self._fault, self._pause = said, min(max(2 * self._pause, SHORTEST), LONGEST)
+        self._again = time.monotonic() + self._pause
 
     def work(self, kind: str, payloads: list[Any]) -> list[Any]:
         """A result, or the exception of what is wrong with it, for each payload of a kind.

@@ -184,7 +184,10 @@ MODULES = {"tensorboard": "tensorboardX"}  # where it is not the tracker's name
 def check_installed(named: str) -> None:
     """Raise UserError for a tracker of `config.log.to` that is not installed; imports none of them."""
     for name in tracker_names(named):
-        if importlib.util.find_spec(MODULES.get(name, name)) is None:
+        found = importlib.util.find_spec(MODULES.get(name, name))
+        # wandb leaves a folder of its name where it ran, which Python takes for a package without files.
+        is_folder = found is not None and found.origin is None and bool(found.submodule_search_locations)
+        if found is None or is_folder:
             raise UserError(f"config.log.to={named}: {name} is not installed; `pip install {name}`, or leave it out")
 
 

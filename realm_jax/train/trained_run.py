@@ -50,6 +50,7 @@ from realm_jax.train.workdir import begins_with_reader, check_data, load_run, re
 logger = logging.getLogger(__name__)
 
 NBEST = 5  # answers of a question that are shown or written, if nothing else is asked for
+LONGEST = 20_000  # characters of a question
 LOW_EXACT_MATCH, LOW_RECALL = 0.2, 0.5  # below these a user is warned
 
 
@@ -372,6 +373,8 @@ def check_question(run: Run, question: str, search: str = "vectors") -> str:
     """A question without the space around it. Raises UserError when it is empty or longer than the run reads,
     or where it has no word that BM25 alone could find it by."""
     question = question.strip()
+    if len(question) > LONGEST:  # before it is cut into tokens, which takes its time
+        raise UserError(f"the question has {len(question):,} characters; shorten it")
     try:
         question.encode("utf-8")
     except UnicodeEncodeError:
