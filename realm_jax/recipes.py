@@ -30,7 +30,7 @@ def is_name(name: str) -> bool:
 def quickstart() -> ConfigDict:
     """The whole recipe on the synthetic encyclopedia, for two CPU cores; `realm quickstart` uses it.
 
-    Four to eight minutes; recall@5 of the gold passage 0.52 before REALM and 0.97 after it: `benchmarks/README.md`.
+    Four to six minutes; recall@5 of the gold passage 0.52 before REALM and 0.97 after it: `benchmarks/README.md`.
     """
     config = _tiny()
     config.data.update(query_length=20, document_length=64, predictions=4)
