@@ -433,7 +433,7 @@ def test_other_machines_need_a_token_and_a_port_is_free(trained_run, capsys, mon
 
 def test_the_command_serves_what_its_flags_say(copied_run, monkeypatch):
     started = []
-    monkeypatch.setattr("realm_jax.cli.serve._serve", lambda server, listening: started.append(server.config.app))
+    monkeypatch.setattr("realm_jax.cli.serve._serve", lambda server, *_: started.append(server.config.app))
     assert cli.main(["serve", f"--workdir={copied_run}", "--port=0", "--search=bm25"]) == 0
     with TestClient(started[0], base_url="http://127.0.0.1") as client:
         found = client.post("/search", json={"question": QUESTION}).json()["candidates"]

@@ -7,6 +7,7 @@ import logging
 import struct
 import sys
 import threading
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import jax
@@ -75,10 +76,15 @@ def log(folder: Path, named: str, start: int = 0, last: int = STEPS) -> None:
 
 
 def test_a_tracker_that_is_not_installed_is_named_before_anything_begins(people, tmp_path, monkeypatch):
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None if name == "wandb" else name)
-    check_installed("tensorboard, mlflow")
-    with pytest.raises(UserError, match="config.log.to=mlflow,wandb: wandb is not installed; `pip install wandb`"):
-        check_installed("mlflow,wandb")
+    there = ModuleSpec("there", None, origin="there.py")
+    folder = ModuleSpec("wandb", None, is_package=True)
+    folder.submodule_search_locations = ["wandb"]
+    for wandb in (None, folder):  # nothing, or a folder without a module, as wandb itself leaves one where it ran
+        specs = {"wandb": wandb}
+        monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name, specs=specs: specs.get(name, there))
+        check_installed("tensorboard, mlflow")
+        with pytest.raises(UserError, match="config.log.to=mlflow,wandb: wandb is not installed; `pip install wandb`"):
+            check_installed("mlflow,wandb")
 
 
 def test_none_is_imported_unless_it_is_named(stand_ins, tmp_path):
