@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -88,8 +89,8 @@ class Load:
 @contextmanager
 def service(workdir: str, *flags: str) -> Iterator[tuple[subprocess.Popen, int]]:
     """The command as a process of its own, ready, and its port."""
-    with socket_port() as port:
-        pass
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     command = [sys.executable, "-m", "realm_jax", "serve", f"--workdir={workdir}", f"--port={port}"]
     process = subprocess.Popen([*command, f"--batch={BATCH}", *flags], stderr=subprocess.DEVNULL)
     try:
@@ -101,15 +102,6 @@ def service(workdir: str, *flags: str) -> Iterator[tuple[subprocess.Popen, int]]
     finally:
         process.terminate()
         process.wait()
-
-
-@contextmanager
-def socket_port() -> Iterator[int]:
-    """A free port."""
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        yield free.getsockname()[1]
 
 
 def get(port: int, path: str) -> int | None:

@@ -274,6 +274,13 @@ def test_sizes_double_up_to_the_largest():
 # ---- requests that take too long, or that nobody waits for
 
 
+SCOPE = {  # of a POST to /ask, as a server gives it to the application
+    "type": "http", "method": "POST", "path": "/ask", "raw_path": b"/ask", "query_string": b"", "root_path": "",
+    "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+    "server": ("localhost", 80), "client": ("localhost", 9), "asgi": {"version": "3.0"},
+}  # fmt: skip
+
+
 class Slow:
     """A service that answers when it is told to."""
 
@@ -313,11 +320,6 @@ def test_a_client_that_went_away_is_not_computed_for():
     slow = Slow()
     app = make_app(slow, Limits(most=1, waiting=9, every=0))
     body = {"type": "http.request", "body": b'{"question": "a"}', "more_body": False}
-    scope = {
-        "type": "http", "method": "POST", "path": "/ask", "raw_path": b"/ask", "query_string": b"", "root_path": "",
-        "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
-        "server": ("localhost", 80), "client": ("localhost", 9), "asgi": {"version": "3.0"},
-    }  # fmt: skip
 
     async def main():
         sent, messages = [], [{"type": "http.disconnect"}, body]
@@ -329,7 +331,7 @@ def test_a_client_that_went_away_is_not_computed_for():
             sent.append(message)
 
         async with app.router.lifespan_context(app):
-            await app(scope, receive, send)
+            await app(dict(SCOPE), receive, send)
             slow.go.set()
         return sent[0]["status"]
 
@@ -339,11 +341,6 @@ def test_a_client_that_went_away_is_not_computed_for():
 def test_a_body_that_does_not_come_is_a_408_and_one_that_breaks_off_no_defect(monkeypatch, caplog):
     monkeypatch.setattr(service_app, "BODY_SECONDS", 0.1)
     app = make_app(Slow(), Limits(most=1, every=0))
-    scope = {
-        "type": "http", "method": "POST", "path": "/ask", "raw_path": b"/ask", "query_string": b"", "root_path": "",
-        "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
-        "server": ("localhost", 80), "client": ("localhost", 9), "asgi": {"version": "3.0"},
-    }  # fmt: skip
 
     async def status_of(*messages):
         sent, left = [], list(messages)
@@ -354,7 +351,7 @@ def test_a_body_that_does_not_come_is_a_408_and_one_that_breaks_off_no_defect(mo
         async def send(message):
             sent.append(message)
 
-        await app(dict(scope), receive, send)
+        await app(dict(SCOPE), receive, send)
         return sent[0]["status"]
 
     async def main():
