@@ -214,17 +214,14 @@ def _summed(
         means = task.loss({**frozen, **trained}, part, index, _part_key(key, number))
         return means["loss"].total, means
 
-    def one(number: Array, part: Batch) -> tuple[Params, Means]:
+    def add(sums: Params, entry: tuple[Array, Batch]) -> tuple[Params, Means]:
+        number, part = entry
         (_, means), grads = jax.value_and_grad(total, has_aux=True)(trained, part, number)
-        return grads, means
+        return jax.tree.map(jnp.add, sums, grads), means
 
-    def add(sums: tuple[Params, Means], entry: tuple[Array, Batch]) -> tuple[tuple[Params, Means], None]:
-        return jax.tree.map(jnp.add, sums, one(*entry)), None
-
-    numbers = jnp.arange(_length(batch))
-    shapes = jax.eval_shape(one, numbers[0], jax.tree.map(lambda x: x[0], batch))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    (grads, means), _ = jax.lax.scan(add, zeros, (numbers, batch))
+    zeros = jax.tree.map(jnp.zeros_like, trained)
+    grads, means = jax.lax.scan(add, zeros, (jnp.arange(_length(batch)), batch))
+    means = jax.tree.map(lambda of_parts: of_parts.sum(axis=0), means)
     count = jnp.maximum(means["loss"].number, 1.0)
     return jax.tree.map(lambda gradient: gradient / count, grads), means
 
