@@ -121,6 +121,22 @@ def test_help_lists_every_command_and_the_help_of_a_job_shows_its_examples(job, 
     assert "  realm fake --workdir=runs/first\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("command", "shown", "elsewhere"),
+    [
+        ("weights push", "  realm weights push --workdir=runs/wiki --repo=me/wiki-realm --private\n", "weights export"),
+        ("inspect text", '  realm inspect text "Who built the bridge?" --workdir=runs/wiki', "inspect data"),
+        ("launch status", "  realm launch status --workdir=gs://bucket/runs/realm\n", "launch logs"),
+    ],
+)
+def test_the_help_of_an_action_shows_its_own_examples(command, shown, elsewhere, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command.split(), "--help"])
+    assert end.value.code == 0
+    told = capsys.readouterr().out
+    assert shown in told and f"  realm {elsewhere}" not in told
+
+
 def test_the_keys_of_configs_are_listed_without_any_other_argument(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["train", "--help-config"])

@@ -13,6 +13,7 @@ import importlib
 import io
 import logging
 import os
+import re
 import select
 import shlex
 import sys
@@ -204,7 +205,18 @@ def make_parser(jobs: Mapping[str, ModuleType]) -> Parser:
         )
         if name in jobs:
             jobs[name].add_arguments(command)
+            _share_examples(command)
     return parser
+
+
+def _share_examples(command: argparse.ArgumentParser) -> None:
+    """Give the help of each action of a command those of the command's examples that show it."""
+    examples = re.findall(r"^  realm .*?[^\\]$", command.epilog or "", re.MULTILINE | re.DOTALL)
+    inner = [action for action in command._actions if isinstance(action, argparse._SubParsersAction)]
+    for name, action in ((name, action) for group in inner for name, action in group.choices.items()):
+        shown = [example for example in examples if example.startswith(f"  {command.prog} {name} ")]
+        action.epilog = "\n".join(["examples:", *shown]) if shown else None
+        action.formatter_class = command.formatter_class
 
 
 def _stdout_is_broken() -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.data.questions import Question, checked_questions
+from realm_jax.data.staging import is_remote
 from realm_jax.errors import UserError
 from realm_jax.eval.inspection import masked_text, parse
 from realm_jax.inference.answers import NEAREST, Answer, Nearest, answers, nearest
@@ -76,6 +77,8 @@ class Model:
             raise UserError(f"search={search}: choose among {', '.join(SEARCHES)}")
         if generation is not None and (task, search) != (None, None):
             raise UserError(f"generation={generation}: goes without task and search; leave them out")
+        if is_remote(str(workdir)):
+            raise UserError(f"workdir={workdir}: a model is opened from a folder; copy the run to a disk, or mount it")
         self.workdir = Path(workdir)
         self._changes = run_changes([f"--config.{key}={value}" for key, value in (config or {}).items()])
         opened = open_run_for_inference(self.workdir, self._changes, questions=False)
