@@ -68,8 +68,8 @@ def mask(
     row = np.array(ids, dtype=np.int32)
     length = len(row) if room is None else min(room, len(row))
     if kind in OF_SPANS:
-        known = ~np.isin(row[:length], list(vocabulary.special_ids))
-        hidden = _salient(np.asarray(spans, dtype=np.int32).reshape(-1, 2), known, rng)
+        within = np.asarray(spans, dtype=np.int32).reshape(-1, 2)
+        hidden = _salient(within, row[:length].tolist(), vocabulary.special_ids, rng)
     elif kind == "uniform":
         hidden = _uniform(length, _budget(length, max_predictions), rng)
     else:
@@ -104,10 +104,14 @@ def _budget(length: int, max_predictions: int) -> int:
     return min(max(1, round(MASKED_SHARE * length)), max_predictions, length)
 
 
-def _salient(spans: NDArray[np.int32], known: NDArray[np.bool_], rng: np.random.Generator) -> NDArray[np.int64]:
-    """Choose one span among those within `known` `[length]` whose pieces are all known: [UNK] is no answer."""
+def _salient(
+    spans: NDArray[np.int32], ids: list[int], special: frozenset[int], rng: np.random.Generator
+) -> NDArray[np.int64]:
+    """Choose one span of those within `ids` that hold no special piece: [UNK] is no answer."""
     fitting = [
-        (first, last) for first, last in spans.tolist() if 0 <= first < last <= len(known) and known[first:last].all()
+        (first, last)
+        for first, last in spans.tolist()
+        if 0 <= first < last <= len(ids) and special.isdisjoint(ids[first:last])
     ]
     if not fitting:
         return np.zeros(0, np.int64)
