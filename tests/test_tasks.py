@@ -47,7 +47,7 @@ from realm_jax.forward import (
 )
 from realm_jax.models.inputs import Documents, reader_inputs
 from realm_jax.models.likelihood import UNSEEN, masked_word_marginal, pointing
-from realm_jax.tasks import make_task
+from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.qa import batch_reader_input
 from realm_jax.tasks.realm import realm_metrics
 from realm_jax.train.step import loss_and_metrics, metric_values
@@ -608,6 +608,18 @@ def test_each_task_names_what_it_trains(name, separate, shared, retrieves):
     assert task.name == name and task.retrieves == retrieves
     assert set(task.trained) == separate
     assert set(task_of(name, one_tower).trained) == shared
+
+
+@pytest.mark.parametrize(
+    ("tasks", "batch", "parts"),
+    [("mlm,realm", 48, 1), ("mlm,realm", 96, 2), ("mlm,realm", 4096, 8), ("mlm", 48, 8)],
+)
+def test_a_part_of_the_warm_up_is_no_larger_than_a_part_of_realm(tasks, batch, parts):
+    config = default()
+    config.tasks, config.optimizer.microbatches, config.mlm.batch_size = tasks, 8, batch
+    config.realm.batch_size, config.realm.candidates = 24, 16  # 48 sequences a part
+    run = SimpleNamespace(config=config, context=SimpleNamespace(qa_search="vectors"))
+    assert TASKS["mlm"](run).parts == parts
 
 
 @pytest.mark.parametrize("name", ["ict", "mlm"])

@@ -200,6 +200,11 @@ class Task(abc.ABC):
         return {part: self.settings.batch_size * value for part, value in self.example_flops().items()}
 
     @property
+    def parts(self) -> int:
+        """Parts of a batch whose gradients are added up one after another; they divide it."""
+        return int(self.run.config.optimizer.microbatches) if self.is_parted else 1
+
+    @property
     def keeps_best(self) -> bool:
         """Whether it hands on the parameters that measured best."""
         return bool(self.run.config.evaluation.get("keep_best", False))

@@ -27,7 +27,7 @@ from realm_jax.forward import Batch, StepContext, batch_candidates, read_targets
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
-from realm_jax.sections import TaskSection, joint_length
+from realm_jax.sections import TaskSection, joint_length, task_names
 from realm_jax.tasks.base import Embed, Means, Measure, Shapes, Task, document_shapes, masked_shapes, query_shapes
 
 Array = jax.Array
@@ -49,6 +49,19 @@ class Mlm(Task):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self.trained = ("reader",)
+
+    @property
+    def parts(self) -> int:
+        """As few as have no more joints each than a part of REALM's batch, which has all candidates of its sentences.
+
+        A step in small parts takes a quarter longer on two cores (`benchmarks/README.md`).
+        """
+        config, most = self.run.config, super().parts
+        if "realm" not in task_names(config):
+            return most
+        joints = config.realm.batch_size * config.realm.candidates // most
+        divisors = (parts for parts in range(1, most) if most % parts == 0)
+        return next((parts for parts in divisors if self.settings.batch_size // parts <= joints), most)
 
     @classmethod
     def supervision(cls, config: ConfigDict) -> str:

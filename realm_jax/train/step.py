@@ -140,13 +140,12 @@ def make_step(task: Task) -> Step:
     import optax
 
     run, optimizer = task.run, task_optimizer(task)
-    seed, parts = run.config.seed, run.config.optimizer.microbatches if task.is_parted else 1
-    dropout, rates = run.model.bert.dropout > 0, task_rates(task)
+    seed, dropout, rates = run.config.seed, run.model.bert.dropout > 0, task_rates(task)
 
     def step(state: State, batch: Any, index: Index | None, control: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), task.stream), state.step) if dropout else None
 
-        grads, metrics = gradients(task, state.trained, state.frozen, batch, index, key, parts)
+        grads, metrics = gradients(task, state.trained, state.frozen, batch, index, key, task.parts)
         grads = zero_frozen_gradients(grads, rates)
         updates, moments = optimizer.update(grads, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
