@@ -83,7 +83,7 @@ class StageProgress:
     `total` (None: not known) and `start` are counts of finished steps; `start` is not zero for a stage that goes on
     from a checkpoint. On a terminal it is a bar with steps, metric values (plain floats; the first ones that fit) and
     time left. Elsewhere, and where another bar is shown already (`bar`), it is a log line at the first update, at most
-    every `every_seconds`, and at the end.
+    every `every_seconds`, and at the end; the time left is told from the second on, by what came after the first.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class StageProgress:
         self._name, self._total, self._start, self._step = name, total, start, start
         self._every_seconds, self._clock = every_seconds, clock
         self._metrics: Mapping[str, float] = {}
-        self._began = clock()
+        self._first: tuple[float, int] | None = None  # of the updates: before it programs are compiled
         self._last_line: tuple[float, int] | None = None
         self._bar = _bar(to or console()) if bar and (to or console()).is_terminal else None
 
@@ -113,6 +113,7 @@ class StageProgress:
     def update(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
         """Shows that `step` steps are finished; without `metrics` the last ones stay."""
         self._step = step
+        self._first = self._first or (self._clock(), step)
         self._metrics = metrics or self._metrics
         if self._bar:
             self._bar.update(self._task, completed=step, metrics=self._metrics_that_fit(self._bar.console.width))
@@ -141,9 +142,10 @@ class StageProgress:
         self._last_line = (now, self._step)
         total = self._total or self._step
         parts = [f"{self._name} {self._step}" + (f"/{total}" if self._total else ""), describe(self._metrics)]
-        done, left = self._step - self._start, total - self._step
+        began, start = self._first or (now, self._step)
+        done, left = self._step - start, total - self._step
         if done > 0 and left > 0:
-            parts.append(f"{timedelta(seconds=round((now - self._began) / done * left))} left")
+            parts.append(f"{timedelta(seconds=round((now - began) / done * left))} left")
         logger.info("  ".join(part for part in parts if part))
 
 

@@ -146,7 +146,9 @@ def test_a_run_before_fine_tuning_shows_passages_and_claims_no_answer(trained_ru
     assert answer["candidates"] and all("text" in one and "span" not in one for one in answer["candidates"])
     assert cli.main(["ask", f"--workdir={tmp_path}/run", QUESTION]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("p(z|x)  found by") and "[[" not in out and "probability" not in out
+    first = answer["candidates"][0]
+    assert out.startswith(f"{first['title']} ({first['id']})\n{first['text']}\n\np(z|x)  found by")
+    assert "[[" not in out and "probability" not in out
 
 
 def test_a_folder_without_a_run_or_without_a_checkpoint_is_named(trained_run, tmp_path, capsys):

@@ -160,15 +160,13 @@ def show(answer: Mapping[str, Any], to: Console) -> None:
     if not answer["candidates"]:
         to.print("no passage shares a word with the question; ask with other words, or with --search=vectors")
         return
-    if passage is None:
-        _print_candidates(answer["candidates"], to)
+    if passage is not None:
+        found = Text(printable(answer["answer"]) or "no answer", style="bold green")
+        to.print(Text.assemble(found, f"  (probability {answer['probability']:.3g})"))
         to.print()
-        return
-    found = Text(printable(answer["answer"]) or "no answer", style="bold green")
-    to.print(Text.assemble(found, f"  (probability {answer['probability']:.3g})"))
-    to.print()
-    to.print(Text(printable(f"{passage['title'] or 'passage'} ({passage['id']})"), style="bold"))
-    to.print(highlight_span(passage["text"], passage["span"], to))
+    whole = passage or answer["candidates"][0]
+    to.print(Text(printable(f"{whole['title'] or 'passage'} ({whole['id']})"), style="bold"))
+    to.print(highlight_span(whole["text"], whole.get("span", [0, 0]), to))
     to.print()
     _print_candidates(answer["candidates"], to)
     to.print()

@@ -176,7 +176,8 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
         logger.warning("%s", reason)
         return PREEMPTED
     if is_process_0():
-        show(results, run.workdir)
+        asked = run.sources.questions.get("dev")  # without them masked sentences are measured
+        show(results, run.workdir, asked[0].question if asked else "question")
     return 0
 
 
@@ -274,8 +275,8 @@ def _with_keys(run: Run, keys: Mapping[str, Any], task: str) -> Run:
     return with_config(run, config)
 
 
-def show(results: dict[str, Any], workdir: Path) -> None:
-    """The results as a table, and where to look next."""
+def show(results: dict[str, Any], workdir: Path, question: str) -> None:
+    """The results as a table, and where to look next. question: one that could be asked."""
     table = Table(title="Results", title_justify="left", show_header=False)
     for measure in ("recall@5", "answer_recall@5"):
         for name, value in results.get(measure, {}).items():
@@ -289,6 +290,6 @@ def show(results: dict[str, Any], workdir: Path) -> None:
     console().print(table)
     for line in (
         f"report: {shlex.quote(str(workdir / 'report.html'))}",
-        f'ask:    realm ask --workdir={shlex.quote(str(workdir))} "question"',
+        f"ask:    realm ask --workdir={shlex.quote(str(workdir))} {shlex.quote(question)}",
     ):
         console().print(line, soft_wrap=True, markup=False)
