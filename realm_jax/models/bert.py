@@ -148,10 +148,10 @@ def _product_backward(kept: tuple[Array, Array], cotangent: Array) -> tuple[Arra
     # A CPU copies the left side transposed, and computes what it is made of anew meanwhile: so the narrower one, which
     # is not what an activation gives (measured: `benchmarks/README.md`).
     if x.shape[-1] > cotangent.shape[-1]:
-        slope = _sum_in_float32(cotangent, x, (leading, leading)).T
+        of_kernel = _sum_in_float32(cotangent, x, (leading, leading)).T
     else:
-        slope = _sum_in_float32(x, cotangent, (leading, leading))
-    return _sum_in_float32(cotangent, kernel, ((x.ndim - 1,), (1,))), slope
+        of_kernel = _sum_in_float32(x, cotangent, (leading, leading))
+    return _sum_in_float32(cotangent, kernel, ((x.ndim - 1,), (1,))), of_kernel
 
 
 matrix_product.defvjp(_product_forward, _product_backward)
