@@ -248,9 +248,9 @@ class AnyOptimizer:
     warmup: int = key(0, "steps of learning-rate warm-up; 0: min(10000, max(100, steps / 10))", NOT_NEGATIVE)
     microbatches: int = key(
         1,
-        "parts of a batch whose gradients are added up one after another, to save memory; mlm takes as few as have no "
-        "more sequences each than realm's, and where the query tower alone is trained (ict.negatives=index) a batch "
-        "stays whole",
+        "parts of a batch whose gradients are added up one after another, to save memory; mlm and closed_book take as "
+        "few as have no more sequences each than realm's, and where the query tower alone is trained "
+        "(ict.negatives=index) a batch stays whole",
         POSITIVE,
         operations=True,
     )

@@ -215,8 +215,8 @@ def _share_examples(command: argparse.ArgumentParser) -> None:
     inner = [action for action in command._actions if isinstance(action, argparse._SubParsersAction)]
     for name, action in ((name, action) for group in inner for name, action in group.choices.items()):
         shown = [example for example in examples if example.startswith(f"  {command.prog} {name} ")]
-        action.epilog = "\n".join(["examples:", *shown]) if shown else None
-        action.formatter_class = command.formatter_class
+        if shown:
+            action.epilog, action.formatter_class = "\n".join(["examples:", *shown]), command.formatter_class
 
 
 def _stdout_is_broken() -> bool:

@@ -145,8 +145,8 @@ def _product_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array
 def _product_backward(kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
     x, kernel = kept
     leading = tuple(range(x.ndim - 1))
-    # A CPU copies the left side transposed, and computes what it is made of anew meanwhile: so the narrower one, which
-    # is not what an activation gives (measured: `benchmarks/README.md`).
+    # XLA on a CPU transposes the left operand in a copy and computes what is fused into it again, element by element:
+    # so the narrower one goes left, and not the activations (measured: `benchmarks/README.md`).
     if x.shape[-1] > cotangent.shape[-1]:
         of_kernel = _sum_in_float32(cotangent, x, (leading, leading)).T
     else:

@@ -14,10 +14,11 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 from rich.table import Table
+from rich.text import Text
 
 from realm_jax.assemble import make_model, make_run, prompt_encoder, with_config
 from realm_jax.config import add_sections, validate
-from realm_jax.console import console
+from realm_jax.console import console, printable
 from realm_jax.data.questions import Question
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.data.store import PassageStore
@@ -177,7 +178,7 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
         return PREEMPTED
     if is_process_0():
         asked = run.sources.questions.get("dev")  # without them masked sentences are measured
-        show(results, run.workdir, asked[0].question if asked else "question")
+        show(results, run.workdir, asked[0].question if asked else "your question")
     return 0
 
 
@@ -292,4 +293,4 @@ def show(results: dict[str, Any], workdir: Path, question: str) -> None:
         f"report: {shlex.quote(str(workdir / 'report.html'))}",
         f"ask:    realm ask --workdir={shlex.quote(str(workdir))} {shlex.quote(question)}",
     ):
-        console().print(line, soft_wrap=True, markup=False)
+        console().print(Text(printable(line)), soft_wrap=True)
