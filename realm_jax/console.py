@@ -83,7 +83,7 @@ class StageProgress:
     `total` (None: not known) and `start` are counts of finished steps; `start` is not zero for a stage that goes on
     from a checkpoint. On a terminal it is a bar with steps, metric values (plain floats; the first ones that fit) and
     time left. Elsewhere, and where another bar is shown already (`bar`), it is a log line at the first update, at most
-    every `every_seconds`, and at the end; the time left is told from the second on, by what came after the first.
+    every `every_seconds`, and at the end; the time left is shown from the second on, by what came after the first.
     """
 
     def __init__(

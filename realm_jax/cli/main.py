@@ -212,8 +212,8 @@ def make_parser(jobs: Mapping[str, ModuleType]) -> Parser:
 def _share_examples(command: argparse.ArgumentParser) -> None:
     """Give the help of each action of a command those of the command's examples that show it."""
     examples = re.findall(r"^  realm .*?[^\\]$", command.epilog or "", re.MULTILINE | re.DOTALL)
-    inner = [action for action in command._actions if isinstance(action, argparse._SubParsersAction)]
-    for name, action in ((name, action) for group in inner for name, action in group.choices.items()):
+    groups = [group.choices for group in command._actions if isinstance(group, argparse._SubParsersAction)]
+    for name, action in groups[0].items() if groups else ():
         shown = [example for example in examples if example.startswith(f"  {command.prog} {name} ")]
         if shown:
             action.epilog, action.formatter_class = "\n".join(["examples:", *shown]), command.formatter_class
