@@ -1,115 +1,162 @@
-"""How fast passages are embedded on a CPU beside onnxruntime and PyTorch: the same weights, passages and batches.
+"""How fast passages are embedded beside onnxruntime and PyTorch: the same weights and passages.
 
-The passages come from a prepared folder. onnxruntime runs the network that `torch.onnx` exports, in float32 and with
-`quantize_dynamic`'s int8 matrices, whatever the dtype of the others; PyTorch runs `transformers.BertModel` with
-scaled_dot_product_attention, as it is and through `torch.compile`. All use the cores that the process may use. Rows are
-sorted by length for all; ours are padded to buckets of lengths, theirs to the longest of a
-batch. All profit from the memory settings of `keep_freed_memory`. Every way embeds all batches once to warm up, then
-`--repeats` times, the ways in turn; medians count. The vectors are compared with those of the first way.
+Ours is `Run.embed`, as an index is built. onnxruntime, on a CPU, runs the network that `torch.onnx` exports, in float32
+and with `quantize_dynamic`'s int8 matrices, whatever the dtype of the others; PyTorch runs `transformers.BertModel`
+with scaled_dot_product_attention, as it is and through `torch.compile`. All use the cores that the process may use.
+Rows are sorted by length for all; ours are padded to buckets of lengths, theirs to the longest of a batch. On a CPU all
+profit from the memory settings of `keep_freed_memory`. Every way embeds all batches once to warm up, then `--repeats`
+times, the ways in turn; medians count. The vectors are compared with those of the first way. On a GPU whose peak is
+known, the share of it is that of the operations of tokens, padding not counted.
 
     pip install torch==2.13.0 transformers onnx onnxruntime
     taskset -c 0 python benchmarks/embedding.py --data=DIR --sizes "384 x 6" --ways realm_jax onnxruntime
+    python benchmarks/embedding.py --device=cuda --passages=20000 --length=288 --dtypes bfloat16
 """
 
 import argparse
 import dataclasses
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import onnxruntime
 import torch
 from numpy.typing import NDArray
-from onnxruntime.quantization import QuantType, quantize_dynamic
 from transformers import BertConfig as TorchConfig
 from transformers import BertModel
 
+from realm_jax.assemble import abstract_run
+from realm_jax.chips import peak
+from realm_jax.config import default
 from realm_jax.data.sources import open_sources
+from realm_jax.flops import embedding_flops
 from realm_jax.host import keep_freed_memory
 from realm_jax.models.bert import BertConfig
-from realm_jax.models.encoder import Embedder
 from realm_jax.models.inputs import Documents, document_segments, token_mask
-from realm_jax.retrieval.embed import CorpusRows, embed_corpus, in_groups
+from realm_jax.retrieval.embed import CorpusRows
+from realm_jax.run import Run
 
 SIZES = {  # width, layers, heads, feed-forward
     "384 x 6": (384, 6, 12, 1536),
     "768 x 12": (768, 12, 12, 3072),
 }
-BATCH, PROJECTION = 32, 128
-Run = Callable[[], NDArray[np.float32]]
+BATCHES = {"cpu": 32, "cuda": 256}  # passages that PyTorch and onnxruntime embed at a time
+CLS, SEP, WORDS = 101, 102, 30_522  # of BERT's uncased vocabulary
+FIRST_WORD = 1000  # pieces before it are specials, letters and unused ones
+Embed = Callable[[], NDArray[np.float32]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--data", help="a prepared folder; else tokens are drawn at random")
+    parser.add_argument("--device", default="cpu", choices=BATCHES)
     parser.add_argument("--passages", type=int, default=512)
     parser.add_argument("--length", type=int, default=128, help="tokens of a passage at most")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cpu-time", action="store_true", help="CPU seconds, where other work shares the cores")
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all of the device")
     args = parser.parse_args()
-    keep_freed_memory()
-    sources = open_sources(args.data, questions=False)
-    rows = np.random.default_rng(0).choice(len(sources.passages), args.passages, replace=False)
-    every = CorpusRows(*sources.passages.document_matrix(args.length, sources.tokenizer.special))
-    corpus = CorpusRows(*(part[np.sort(rows)] for part in every))
-    torch.set_num_threads(threads())
+    prepare_backends(args.device, args.dtypes)
+    corpus, words = corpus_of(args.data, args.passages, args.length)
+    wanted = args.ways or [way for way in WAYS if args.device == "cpu" or "onnx" not in way]
     clock = time.process_time if args.cpu_time else time.monotonic
-    print(f"{args.passages} passages, {corpus.lengths.mean():.0f} tokens in the mean; jax {jax.__version__}, "
-          f"onnxruntime {onnxruntime.__version__}, torch {torch.__version__}, {threads()} threads")  # fmt: skip
-    print(f"{'model':>9} {'dtype':>9} {'way':>22} {'passages/s':>11} {'to the first':>13} {'largest difference':>19}")
+    print(f"{jax.devices()[0].device_kind}: {args.passages} passages, {corpus.lengths.mean():.0f} tokens in the mean; "
+          f"jax {jax.__version__}, torch {torch.__version__}, {threads()} threads")  # fmt: skip
+    print(f"{'model':>9} {'dtype':>9} {'way':>22} {'passages/s':>11} {'to the first':>13} {'largest difference':>19} "
+          f"{'of the peak':>12}")  # fmt: skip
     for name in args.sizes:
         for dtype in args.dtypes:
-            compare(name, dtype, corpus, sources.tokenizer.size, args.ways, args.repeats, clock)
+            compare(name, dtype, corpus, words, wanted, args, clock)
+
+
+def prepare_backends(device: str, dtypes: list[str]) -> None:
+    """Let JAX and PyTorch use this device, with all threads and with products as exact as their dtype.
+
+    Ends the program where there is no such device.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if device == "cpu":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        jax.config.update("jax_platforms", "cpu")
+        keep_freed_memory()
+        torch.set_num_threads(threads())
+    elif jax.default_backend() != "gpu" or not torch.cuda.is_available():
+        sys.exit("--device=cuda: JAX and PyTorch both need a GPU here")
+    if "float32" in dtypes:
+        jax.config.update("jax_default_matmul_precision", "float32")  # a GPU would round to 10 bits
 
 
 def threads() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def corpus_of(data: str | None, rows: int, length: int) -> tuple[CorpusRows, int]:
+    """Some document rows of a prepared folder, or of random tokens, and the size of their vocabulary."""
+    rng = np.random.default_rng(0)
+    if data:
+        sources = open_sources(data, questions=False)
+        every = CorpusRows(*sources.passages.document_matrix(length, sources.tokenizer.special))
+        some = rng.choice(len(every.ids), min(rows, len(every.ids)), replace=False)
+        return every.take(np.sort(some)), sources.tokenizer.size
+    ids = rng.integers(FIRST_WORD, WORDS, (rows, length), np.uint16)
+    lengths = rng.integers(length // 2, length + 1, rows).astype(np.uint16)
+    titles = rng.integers(1, 9, rows).astype(np.uint16)
+    each = np.arange(rows)
+    ids[:, 0], ids[each, titles + 1], ids[each, lengths - 1] = CLS, SEP, SEP
+    ids[np.arange(length) >= lengths[:, None]] = 0
+    return CorpusRows(ids, lengths, titles), WORDS
+
+
 def compare(
-    name: str, dtype: str, corpus: CorpusRows, words: int, wanted: list[str], repeats: int, clock: Callable[[], float]
-) -> None:
-    width, layers, heads, hidden = SIZES[name]
-    sizes = (words, width, layers, heads, hidden, 512, 0.0, jnp.dtype(dtype))
-    config = BertConfig(*sizes, attention="cpu", hidden_act="gelu")
-    tower = Embedder(config, PROJECTION)
-    some = jnp.zeros((1, 8), jnp.int32)
-    params = nn.unbox(jax.jit(tower.init)(jax.random.key(0), some, some, some > 0))
-    params = jax.tree.map(np.array, params)
-    ways = {way: WAYS[way](tower, params, corpus) for way in wanted}
-    vectors = {way: run() for way, run in ways.items()}
+    name: str, dtype: str, corpus: CorpusRows, words: int, wanted: list[str], args: argparse.Namespace,
+    clock: Callable[[], float],
+) -> None:  # fmt: skip
+    run = run_of(name, dtype, corpus, words)
+    params = jax.tree.map(np.array, run.initial_params())
+    ways = {way: WAYS[way](run, params, args.device) for way in wanted}
+    vectors = {way: embed() for way, embed in ways.items()}
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(repeats):
-        for way, run in ways.items():
+    for _ in range(args.repeats):
+        for way, embed in ways.items():
             began = clock()
-            run()
+            embed()
             times[way].append(clock() - began)
-    speed = {way: len(corpus.ids) / statistics.median(found) for way, found in times.items()}
-    for way in ways:
+    lengths, counts = np.unique(corpus.lengths, return_counts=True)
+    each = [embedding_flops(run.config, int(length)) for length in lengths]
+    operations = float(np.dot(each, counts))
+    limit = peak(jax.devices()[0].device_kind) if dtype == "bfloat16" else None
+    for way, found in times.items():
+        seconds = statistics.median(found)
         apart = np.abs(vectors[way] - vectors[wanted[0]]).max()
-        ratio = speed[way] / speed[wanted[0]]
-        print(f"{name:>9} {dtype:>9} {way:>22} {speed[way]:11.2f} {ratio:13.2f} {apart:19.1e}", flush=True)
+        ratio = statistics.median(times[wanted[0]]) / seconds
+        share = f"{operations / seconds / limit:12.1%}" if limit else f"{'':12}"
+        print(f"{name:>9} {dtype:>9} {way:>22} {len(corpus.ids) / seconds:11.2f} {ratio:13.2f} {apart:19.1e} {share}",
+              flush=True)  # fmt: skip
 
 
-def ours(tower: Embedder, params: Any, corpus: CorpusRows) -> Run:
-    params = jax.device_put(params)
-    return lambda: embed_corpus(lambda batch: _ours(tower, params, Documents(*map(jnp.asarray, batch))), corpus, BATCH)
+def run_of(name: str, dtype: str, corpus: CorpusRows, words: int) -> Run:
+    """A run of this corpus with a fresh BERT of such a size."""
+    config = default()
+    config.model.width, config.model.layers, config.model.heads, config.model.feed_forward = SIZES[name]
+    config.model.dtype, config.model.hidden_act = dtype, "gelu"
+    config.data.document_length = corpus.ids.shape[1]
+    run = abstract_run(config, Path("."), len(corpus.ids), words, special=(CLS, SEP))
+    run.__dict__["corpus"] = corpus  # where cached_property keeps it
+    return run
 
 
-@jax.jit(static_argnums=0)
-def _ours(tower: Embedder, params: Any, documents: Documents) -> jax.Array:
-    return in_groups(lambda group: tower.apply(params, *inputs(group)), documents)
+def ours(run: Run, params: Any, device: str) -> Embed:
+    placed = jax.device_put(params, run.param_shardings)
+    return lambda: run.embed(placed)
 
 
 def inputs(documents: Documents) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -121,7 +168,7 @@ def inputs(documents: Documents) -> tuple[jax.Array, jax.Array, jax.Array]:
 class TorchTower(torch.nn.Module):
     """The same tower around `BertModel`."""
 
-    def __init__(self, config: BertConfig, attention: str) -> None:
+    def __init__(self, config: BertConfig, projection: int, attention: str) -> None:
         super().__init__()
         sizes = TorchConfig(
             vocab_size=config.vocabulary_size, hidden_size=config.width, num_hidden_layers=config.layers,
@@ -129,8 +176,8 @@ class TorchTower(torch.nn.Module):
             max_position_embeddings=config.max_length, hidden_act="gelu", attn_implementation=attention,
         )  # fmt: skip
         self.bert = BertModel(sizes)
-        self.projection = torch.nn.Linear(config.width, PROJECTION)
-        self.norm = torch.nn.LayerNorm(PROJECTION, eps=1e-12)
+        self.projection = torch.nn.Linear(config.width, projection)
+        self.norm = torch.nn.LayerNorm(projection, eps=1e-12)
 
     def forward(self, ids: torch.Tensor, segments: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         pooled = self.bert(ids, mask, segments).pooler_output
@@ -139,7 +186,7 @@ class TorchTower(torch.nn.Module):
 
 def torch_tower(config: BertConfig, params: Any, attention: str = "sdpa") -> TorchTower:
     """The tower with these weights."""
-    found = TorchTower(config, attention).eval()
+    found = TorchTower(config, params["projection"]["bias"].shape[0], attention).eval()
     bert = params["bert"]
     norms = {"embeddings.LayerNorm": bert["embedding_norm"]}
     linears = {"pooler.dense": params["pooler"]}
@@ -167,26 +214,36 @@ def torch_tower(config: BertConfig, params: Any, attention: str = "sdpa") -> Tor
     return found.to(getattr(torch, jnp.dtype(config.dtype).name))
 
 
-def with_torch(tower: Embedder, params: Any, corpus: CorpusRows) -> Run:
-    model = torch_tower(tower.config, params["params"])
-    return lambda: theirs(lambda *batch: _infer(model, batch), corpus)
+def with_torch(run: Run, params: Any, device: str) -> Embed:
+    return embed_with(torch_tower(run.model.bert, params["document_embedder"]), run.corpus, device)
 
 
-def with_compiled_torch(tower: Embedder, params: Any, corpus: CorpusRows) -> Run:
-    model = torch.compile(torch_tower(tower.config, params["params"]), dynamic=True)
-    return lambda: theirs(lambda *batch: _infer(model, batch), corpus)
+def with_compiled_torch(run: Run, params: Any, device: str) -> Embed:
+    model = torch.compile(torch_tower(run.model.bert, params["document_embedder"]), dynamic=True)
+    return embed_with(model, run.corpus, device)
 
 
-def _infer(model: Any, batch: tuple[NDArray, ...]) -> NDArray[np.float32]:
-    with torch.inference_mode():
-        found: NDArray[np.float32] = model(*map(torch.from_numpy, batch)).numpy()
-    return found
+def embed_with(model: Any, corpus: CorpusRows, device: str) -> Embed:
+    model = model.to(device)
+
+    def embed(*batch: NDArray) -> torch.Tensor:
+        with torch.inference_mode():
+            found: torch.Tensor = model(*(torch.from_numpy(part).to(device) for part in batch))
+        return found
+
+    def fetch(vectors: list[torch.Tensor]) -> NDArray[np.float32]:
+        return torch.cat(vectors).cpu().numpy()
+
+    return theirs(embed, fetch, corpus, BATCHES[device])
 
 
-def with_onnx(tower: Embedder, params: Any, corpus: CorpusRows, int8: bool = False) -> Run:
+def with_onnx(run: Run, params: Any, device: str, int8: bool = False) -> Embed:
     """onnxruntime over float32, or over matrices in int8."""
-    exact = dataclasses.replace(tower.config, dtype=jnp.float32)
-    model = torch_tower(exact, params["params"], attention="eager")
+    import onnxruntime
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    exact = dataclasses.replace(run.model.bert, dtype=jnp.float32)
+    model = torch_tower(exact, params["document_embedder"], attention="eager")
     with tempfile.TemporaryDirectory() as folder:
         path, small = Path(folder) / "model.onnx", Path(folder) / "int8.onnx"
         names, example = ["ids", "segments", "mask"], [torch.ones((2, 8), dtype=torch.long) for _ in range(3)]
@@ -198,26 +255,38 @@ def with_onnx(tower: Embedder, params: Any, corpus: CorpusRows, int8: bool = Fal
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.inter_op_num_threads = threads(), 1
         session = onnxruntime.InferenceSession(small if int8 else path, options, providers=["CPUExecutionProvider"])
-    return lambda: theirs(lambda *batch: session.run(None, dict(zip(names, batch, strict=True)))[0], corpus)
+    embed = lambda *batch: session.run(None, dict(zip(names, batch, strict=True)))[0]  # noqa: E731
+    return theirs(embed, np.concatenate, run.corpus, BATCHES[device])
 
 
-def with_int8(tower: Embedder, params: Any, corpus: CorpusRows) -> Run:
-    return with_onnx(tower, params, corpus, int8=True)
+def with_int8(run: Run, params: Any, device: str) -> Embed:
+    return with_onnx(run, params, device, int8=True)
 
 
-def theirs(embed: Callable[..., NDArray[np.float32]], corpus: CorpusRows) -> NDArray[np.float32]:
-    """All vectors, by a function of int64 ids, segments and mask [rows, length]."""
-    vectors = np.empty((len(corpus.ids), PROJECTION), np.float32)
+def theirs(embed: Callable[..., Any], fetch: Callable[[list], NDArray[np.float32]], corpus: CorpusRows, size: int) -> Embed:
+    """A way to all vectors, `size` passages at a time, by a function of int64 ids, segments and mask [rows, length]
+    whose results `fetch` brings to the host at the end."""
     order = np.argsort(corpus.lengths, kind="stable")
-    for start in range(0, len(order), BATCH):
-        rows = order[start : start + BATCH]
-        width = int(corpus.lengths[rows].max())
-        documents = Documents(corpus.ids[rows, :width], corpus.lengths[rows], corpus.title_lengths[rows])
-        vectors[rows] = embed(*(np.asarray(part, np.int64) for part in inputs(documents)))
-    return vectors
+    parts = [order[start : start + size] for start in range(0, len(order), size)]
+    batches = [padded(corpus.take(rows)) for rows in parts]
+
+    def run() -> NDArray[np.float32]:
+        found = fetch([embed(*batch) for batch in batches])
+        vectors = np.empty_like(found)
+        vectors[order] = found
+        return vectors
+
+    return run
 
 
-WAYS: dict[str, Callable[[Embedder, Any, CorpusRows], Run]] = {
+def padded(rows: CorpusRows) -> list[NDArray[np.int64]]:
+    """Ids, segments and mask [rows, length of the longest]."""
+    width = int(rows.lengths.max())
+    documents = Documents(rows.ids[:, :width], rows.lengths, rows.title_lengths)
+    return [np.asarray(part, np.int64) for part in inputs(documents)]
+
+
+WAYS: dict[str, Callable[[Run, Any, str], Embed]] = {
     "realm_jax": ours,
     "onnxruntime": with_onnx,
     "onnxruntime int8": with_int8,

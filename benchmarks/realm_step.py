@@ -30,7 +30,7 @@ import jax
 import numpy as np
 import torch
 import torch_realm
-from embedding import inputs, torch_tower
+from embedding import CLS, SEP, corpus_of, inputs, prepare_backends, torch_tower
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
@@ -49,8 +49,7 @@ from realm_jax.train.optimizer import CLIP, WEIGHT_DECAY
 from realm_jax.train.step import ControlWords, make_step, put_control, start_state
 
 SIZES = {"128": (128, 2, 2, 512), "384": (384, 6, 12, 1536), "base": (768, 12, 12, 3072)}
-CLS, SEP, MASK, WORDS = 101, 102, 103, 30_522  # of BERT's uncased vocabulary
-FIRST_WORD = 1000  # pieces before it are specials, letters and unused ones
+MASK = 103  # of BERT's uncased vocabulary
 OURS = "realm_jax"
 CHECKED = 3  # first steps whose losses and gradient norms are compared; the rate is 0 at the first of them
 CLOSE = 1e-4  # relative, in float32
@@ -66,9 +65,9 @@ class Way(NamedTuple):
 
 def main() -> None:
     args = arguments()
-    prepare_backends(args)
+    prepare_backends(args.device, [args.dtype])
     config = config_of(args)
-    corpus, words = corpus_of(args)
+    corpus, words = corpus_of(args.data, args.rows, args.document)
     run = abstract_run(config, Path("."), len(corpus.ids), words, special=(CLS, SEP))
     documents = jax.device_put(Documents(*corpus), logical_sharding(run.mesh, "rows"))
     run.__dict__.update(corpus=corpus, documents=documents, _held_out=None)  # where cached_property keeps them
@@ -104,19 +103,6 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def prepare_backends(args: argparse.Namespace) -> None:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if args.device == "cpu":
-        os.environ["JAX_PLATFORMS"] = "cpu"
-        jax.config.update("jax_platforms", "cpu")
-        keep_freed_memory()
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-    elif jax.default_backend() != "gpu" or not torch.cuda.is_available():
-        sys.exit("--device=cuda: JAX and PyTorch both need a GPU here")
-    if args.dtype == "float32":
-        jax.config.update("jax_default_matmul_precision", "float32")  # a GPU would round to 10 bits
-
-
 def config_of(args: argparse.Namespace) -> ConfigDict:
     config = default()
     config.tasks = "realm"
@@ -129,22 +115,6 @@ def config_of(args: argparse.Namespace) -> ConfigDict:
     task.batch_size, config.optimizer.microbatches = args.batch, args.microbatches
     task.steps, config.optimizer.warmup, task.learning_rate = 1000, 1, 1e-5
     return config
-
-
-def corpus_of(args: argparse.Namespace) -> tuple[CorpusRows, int]:
-    """Document rows and the size of their vocabulary."""
-    if args.data:
-        sources = open_sources(args.data)
-        every = CorpusRows(*sources.passages.document_matrix(args.document, sources.tokenizer.special))
-        return CorpusRows(*(part[: args.rows] for part in every)), sources.tokenizer.size
-    rng = np.random.default_rng(0)
-    ids = rng.integers(FIRST_WORD, WORDS, (args.rows, args.document), np.uint16)
-    lengths = rng.integers(args.document // 2, args.document + 1, args.rows).astype(np.uint16)
-    titles = rng.integers(1, 9, args.rows).astype(np.uint16)
-    each = np.arange(args.rows)
-    ids[:, 0], ids[each, titles + 1], ids[each, lengths - 1] = CLS, SEP, SEP
-    ids[np.arange(args.document) >= lengths[:, None]] = 0
-    return CorpusRows(ids, lengths, titles), WORDS
 
 
 def batch_of(run: Run, rng: np.random.Generator) -> dict[str, NDArray]:
