@@ -263,7 +263,9 @@ def with_int8(run: Run, params: Any, device: str) -> Embed:
     return with_onnx(run, params, device, int8=True)
 
 
-def theirs(embed: Callable[..., Any], fetch: Callable[[list], NDArray[np.float32]], corpus: CorpusRows, size: int) -> Embed:
+def theirs(
+    embed: Callable[..., Any], fetch: Callable[[list], NDArray[np.float32]], corpus: CorpusRows, size: int
+) -> Embed:
     """A way to all vectors, `size` passages at a time, by a function of int64 ids, segments and mask [rows, length]
     whose results `fetch` brings to the host at the end."""
     order = np.argsort(corpus.lengths, kind="stable")

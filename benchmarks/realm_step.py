@@ -17,7 +17,6 @@ PyTorch does not compute the metrics that ours reports beside the loss.
 import argparse
 import gc
 import itertools
-import os
 import statistics
 import sys
 import time
@@ -37,11 +36,8 @@ from numpy.typing import NDArray
 from realm_jax.assemble import abstract_run
 from realm_jax.chips import peak
 from realm_jax.config import default
-from realm_jax.data.sources import open_sources
-from realm_jax.host import keep_freed_memory
 from realm_jax.mesh import logical_sharding
 from realm_jax.models.inputs import Documents
-from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import joint_length
 from realm_jax.tasks import make_task
