@@ -71,8 +71,6 @@ def main() -> None:
     clock = time.process_time if args.cpu_time else time.monotonic
     print(f"{jax.devices()[0].device_kind}: {args.passages} passages, {corpus.lengths.mean():.0f} tokens in the mean; "
           f"jax {jax.__version__}, torch {torch.__version__}, {threads()} threads")  # fmt: skip
-    print(f"{'model':>9} {'dtype':>9} {'way':>22} {'passages/s':>11} {'to the first':>13} {'largest difference':>19} "
-          f"{'of the peak':>12}")  # fmt: skip
     for name in args.sizes:
         for dtype in args.dtypes:
             compare(name, dtype, corpus, words, wanted, args, clock)
@@ -123,7 +121,11 @@ def compare(
     run = run_of(name, dtype, corpus, words)
     params = jax.tree.map(np.array, run.initial_params())
     ways = {way: WAYS[way](run, params, args.device) for way in wanted}
-    vectors = {way: embed() for way, embed in ways.items()}
+    vectors = {}
+    for way, embed in ways.items():
+        began = time.monotonic()
+        vectors[way] = embed()
+        print(f"{way}: first pass, with compiling, {time.monotonic() - began:.0f} s", flush=True)
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(args.repeats):
         for way, embed in ways.items():
@@ -133,6 +135,8 @@ def compare(
     lengths, counts = np.unique(corpus.lengths, return_counts=True)
     each = [embedding_flops(run.config, int(length)) for length in lengths]
     operations = float(np.dot(each, counts))
+    print(f"{'model':>9} {'dtype':>9} {'way':>22} {'passages/s':>11} {'to the first':>13} {'largest difference':>19} "
+          f"{'of the peak':>12}")  # fmt: skip
     limit = peak(jax.devices()[0].device_kind) if dtype == "bfloat16" else None
     for way, found in times.items():
         seconds = statistics.median(found)

