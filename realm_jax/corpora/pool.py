@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
+from multiprocessing.queues import Queue
+from types import FrameType
 from typing import Any, TypeVar
 
 from realm_jax.errors import Resumable
@@ -71,14 +73,21 @@ def _start_worker(function: Callable[[Any], Any]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _end(*_: Any) -> None:
-    """End at once in the middle of a batch, and else before the next one: half a result in its pipe would make the
-    parent wait for the other half for ever. SIGALRM ends a worker whose parent reads no more."""
+def _end(_: int, frame: FrameType | None) -> None:
+    """End at once in the middle of a batch or where none comes, and else before the next one: half a result in its pipe
+    would make the parent wait for the other half for ever. SIGALRM ends a worker whose parent reads no more."""
     global _ending
-    if _working:
+    if _working or _waits(frame):
         os._exit(1)
     _ending = True
     signal.alarm(SENDING_SECONDS)
+
+
+def _waits(frame: FrameType | None) -> bool:
+    """Whether a worker that is here waits for a batch: `Queue.get` of multiprocessing, by ProcessPoolExecutor."""
+    while frame is not None and frame.f_code is not Queue.get.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _end_with_parent() -> None:
