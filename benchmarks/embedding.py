@@ -3,10 +3,11 @@
 Ours is `Run.embed`, as an index is built. onnxruntime, on a CPU, runs the network that `torch.onnx` exports, in float32
 and with `quantize_dynamic`'s int8 matrices, whatever the dtype of the others; PyTorch runs `transformers.BertModel`
 with scaled_dot_product_attention, as it is and through `torch.compile`. All use the cores that the process may use.
-Rows are sorted by length for all; ours are padded to buckets of lengths, theirs to the longest of a batch. On a CPU all
-profit from the memory settings of `keep_freed_memory`. Every way embeds all batches once to warm up, then `--repeats`
-times, the ways in turn; medians count. The vectors are compared with those of the first way. On a GPU whose peak is
-known, the share of it is that of the operations of tokens, padding not counted.
+Rows are sorted by length for all; ours are padded to multiples of 32, and a last batch is filled up; theirs are padded
+to the longest of a batch. On a CPU all profit from the memory settings of `keep_freed_memory`. Every way embeds all
+batches once to warm up, then `--repeats` times, the ways in turn; medians count. The vectors are compared with those of
+the first way. On a GPU whose peak is known, the share of it is that of our operations, padding not counted (the last
+layer is computed for one token).
 
     pip install torch==2.13.0 transformers onnx onnxruntime
     taskset -c 0 python benchmarks/embedding.py --data=DIR --sizes "384 x 6" --ways realm_jax onnxruntime
@@ -65,22 +66,19 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, help="default: all of the device")
     args = parser.parse_args()
-    prepare_backends(args.device, args.dtypes)
+    prepare_backends(args.device)
     corpus, words = corpus_of(args.data, args.passages, args.length)
     wanted = args.ways or [way for way in WAYS if args.device == "cpu" or "onnx" not in way]
     clock = time.process_time if args.cpu_time else time.monotonic
-    print(f"{jax.devices()[0].device_kind}: {args.passages} passages, {corpus.lengths.mean():.0f} tokens in the mean; "
-          f"jax {jax.__version__}, torch {torch.__version__}, {threads()} threads")  # fmt: skip
+    print(f"{jax.devices()[0].device_kind}: {len(corpus.ids)} passages, {corpus.lengths.mean():.0f} tokens in the mean;"
+          f" jax {jax.__version__}, torch {torch.__version__}, {threads()} threads")  # fmt: skip
     for name in args.sizes:
         for dtype in args.dtypes:
             compare(name, dtype, corpus, words, wanted, args, clock)
 
 
-def prepare_backends(device: str, dtypes: list[str]) -> None:
-    """Let JAX and PyTorch use this device, with all threads and with products as exact as their dtype.
-
-    Ends the program where there is no such device.
-    """
+def prepare_backends(device: str) -> None:
+    """Let JAX and PyTorch use this device, with all threads. Ends the program where there is none."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if device == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -89,8 +87,11 @@ def prepare_backends(device: str, dtypes: list[str]) -> None:
         torch.set_num_threads(threads())
     elif jax.default_backend() != "gpu" or not torch.cuda.is_available():
         sys.exit("--device=cuda: JAX and PyTorch both need a GPU here")
-    if "float32" in dtypes:
-        jax.config.update("jax_default_matmul_precision", "float32")  # a GPU would round to 10 bits
+
+
+def exact_products(dtype: str) -> None:
+    """Have JAX multiply float32 as such, where that is what is compared: a GPU would round to 10 bits."""
+    jax.config.update("jax_default_matmul_precision", "float32" if dtype == "float32" else None)
 
 
 def threads() -> int:
@@ -118,6 +119,7 @@ def compare(
     name: str, dtype: str, corpus: CorpusRows, words: int, wanted: list[str], args: argparse.Namespace,
     clock: Callable[[], float],
 ) -> None:  # fmt: skip
+    exact_products(dtype)
     run = run_of(name, dtype, corpus, words)
     params = jax.tree.map(np.array, run.initial_params())
     ways = {way: WAYS[way](run, params, args.device) for way in wanted}
@@ -178,6 +180,7 @@ class TorchTower(torch.nn.Module):
             vocab_size=config.vocabulary_size, hidden_size=config.width, num_hidden_layers=config.layers,
             num_attention_heads=config.heads, intermediate_size=config.feed_forward,
             max_position_embeddings=config.max_length, hidden_act="gelu", attn_implementation=attention,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )  # fmt: skip
         self.bert = BertModel(sizes)
         self.projection = torch.nn.Linear(config.width, projection)
@@ -274,10 +277,9 @@ def theirs(
     whose results `fetch` brings to the host at the end."""
     order = np.argsort(corpus.lengths, kind="stable")
     parts = [order[start : start + size] for start in range(0, len(order), size)]
-    batches = [padded(corpus.take(rows)) for rows in parts]
 
     def run() -> NDArray[np.float32]:
-        found = fetch([embed(*batch) for batch in batches])
+        found = fetch([embed(*padded(corpus.take(rows))) for rows in parts])
         vectors = np.empty_like(found)
         vectors[order] = found
         return vectors
@@ -289,7 +291,8 @@ def padded(rows: CorpusRows) -> list[NDArray[np.int64]]:
     """Ids, segments and mask [rows, length of the longest]."""
     width = int(rows.lengths.max())
     documents = Documents(rows.ids[:, :width], rows.lengths, rows.title_lengths)
-    return [np.asarray(part, np.int64) for part in inputs(documents)]
+    with jax.default_device(jax.devices("cpu")[0]):
+        return [np.asarray(part, np.int64) for part in inputs(documents)]
 
 
 WAYS: dict[str, Callable[[Run, Any, str], Embed]] = {

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 import torch
 import torch_realm
-from embedding import CLS, SEP, corpus_of, inputs, prepare_backends, torch_tower
+from embedding import CLS, SEP, corpus_of, exact_products, inputs, prepare_backends, torch_tower
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
@@ -61,7 +61,8 @@ class Way(NamedTuple):
 
 def main() -> None:
     args = arguments()
-    prepare_backends(args.device, [args.dtype])
+    prepare_backends(args.device)
+    exact_products(args.dtype)
     config = config_of(args)
     corpus, words = corpus_of(args.data, args.rows, args.document)
     run = abstract_run(config, Path("."), len(corpus.ids), words, special=(CLS, SEP))
@@ -73,10 +74,11 @@ def main() -> None:
           f"{args.document}, {len(corpus.ids):,} vectors; jax {jax.__version__}, torch {torch.__version__}, "
           f"{torch.get_num_threads()} threads", flush=True)  # fmt: skip
     params = jax.tree.map(np.array, run.initial_params())
-    if args.tower:
+    if "tower" in args.only:
         compare_towers(run, params, batch, args)
         gc.collect()
-    compare_steps(run, params, batch, args)
+    if "step" in args.only:
+        compare_steps(run, params, batch, args)
 
 
 def arguments() -> argparse.Namespace:
@@ -95,7 +97,7 @@ def arguments() -> argparse.Namespace:
     add("--microbatches", type=int, default=1, help="config.optimizer.microbatches of ours")
     add("--modes", nargs="+", default=["default"], help="of torch.compile; on a GPU try max-autotune")
     add("--repeats", type=int, default=5)
-    add("--tower", action=argparse.BooleanOptionalAction, default=True, help="first time one tower alone")
+    add("--only", nargs="+", default=["tower", "step"], choices=["tower", "step"], help="what to time; both")
     add("--cpu-time", action="store_true", help="count CPU seconds: on one core that others use too")
     add("--data", help="a prepared folder; else tokens are drawn at random")
     return parser.parse_args()

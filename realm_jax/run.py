@@ -61,12 +61,13 @@ class BaseRun:
     sources: Any
 
     def initial_params(self) -> Params:
-        """Fresh parameters, initialised sharded: for GPUs on their host, whose compiler is the faster one by far."""
-        key = jax.random.key(self.config.seed)
-        if not _of_gpus(self.mesh):
-            return _init_program(self.model, self.mesh)(key)
-        with jax.default_device(host_device()):
-            return jax.device_put(jax.jit(self.model.init)(jax.device_put(key)), self.param_shardings)
+        """Fresh parameters, initialised sharded; for the GPUs of one process on its CPU, which compiles this sooner."""
+        host = host_of_gpus(self.mesh)
+        if host is None:
+            return _init_program(self.model, self.mesh)(jax.random.key(self.config.seed))
+        with jax.default_device(host):
+            made = _init_program(self.model, None)(jax.random.key(self.config.seed))
+        return jax.device_put(made, self.param_shardings)
 
     @property
     def abstract_params(self) -> Any:
@@ -79,12 +80,11 @@ class BaseRun:
         return _shardings(self.model, self.mesh)
 
 
-def _of_gpus(mesh: Mesh) -> bool:
-    return mesh.devices.flat[0].platform == "gpu"
-
-
-def host_device() -> jax.Device | None:
-    """A CPU device of this process; None, which is the default device, where JAX_PLATFORMS leaves none."""
+def host_of_gpus(mesh: Mesh) -> jax.Device | None:
+    """The CPU beside a mesh of GPUs; None for other meshes, for those of several processes, whose CPUs may differ in
+    the last bit, and where JAX_PLATFORMS leaves no CPU."""
+    if mesh.devices.flat[0].platform != "gpu" or jax.process_count() > 1:
+        return None
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
@@ -108,8 +108,8 @@ def _shardings(model: Any, mesh: Mesh) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _init_program(model: Any, mesh: Mesh) -> Callable[[jax.Array], Params]:
-    return jax.jit(model.init, out_shardings=_shardings(model, mesh))
+def _init_program(model: Any, mesh: Mesh | None) -> Callable[[jax.Array], Params]:
+    return jax.jit(model.init, out_shardings=None if mesh is None else _shardings(model, mesh))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -136,9 +136,12 @@ def test_shardings_can_be_used_to_make_the_parameters():
 def test_parameters_for_gpus_are_made_on_their_host_and_are_the_same(monkeypatch):
     run = abstract_run(tiny_config(Path("data")), Path("run"), 16, 300, jax.devices()[:4])
     here = run.initial_params()
-    monkeypatch.setattr(realm_jax.run, "_of_gpus", lambda mesh: True)
-    made = []
-    monkeypatch.setattr(realm_jax.run, "host_device", lambda: made.append(jax.devices()[3]) or made[0])
+    used = []
+    made = realm_jax.run._init_program(run.model, None)
+    monkeypatch.setattr(realm_jax.run, "host_of_gpus", lambda mesh: jax.devices()[7])
+    monkeypatch.setattr(
+        realm_jax.run, "_init_program", lambda model, mesh: lambda key: used.append(made(key)) or used[0]
+    )
     by_host = run.initial_params()
-    assert made
+    assert {leaf.devices() == {jax.devices()[7]} for leaf in jax.tree.leaves(used)} == {True}
     assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding and np.array_equal(a, b), here, by_host))

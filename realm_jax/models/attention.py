@@ -22,7 +22,7 @@ Array = jax.Array
 Dropout = AttentionDropout | None
 LONG = 2**18  # scores of a sequence from which on it is worth attending in it alone
 HEAD_SIZE, CAPABILITY = 128, 8.0  # largest head, and least compute capability, that cuDNN's kernel takes everywhere
-SHORT = 16  # tokens of a sequence below which its scores are too few for a kernel
+SHORT = 16  # tokens of a sequence below which no kernel is called; not measured
 
 
 def dot_product_attention(
@@ -59,8 +59,8 @@ def cudnn_attention(query: Array, key: Array, value: Array, mask: Array, heads: 
     """`dot_product_attention` as one kernel of cuDNN that keeps no scores: for NVIDIA GPUs, in bfloat16.
 
     A mask has to be a length. Short sequences, and the few queries of a last layer, have few scores; they are attended
-    to as a whole, and so is where weights drop out, as the kernel would draw others. The kernel's backward pass takes
-    even lengths alone.
+    to as a whole, and so is where weights drop out, as the kernel would draw others. Lengths are made even: JAX 0.11
+    refuses odd ones as soon as there is a backward pass ("Unsupported sequence length Q 3, KV 3").
     """
     length, size = query.shape[1], query.shape[-1] // heads
     if dropout or length != key.shape[1] or length < SHORT or size > HEAD_SIZE or size % 8:
