@@ -108,7 +108,9 @@ def test_only_what_changed_is_embedded(workdir, monkeypatch, capsys):
     found, scores = {one["id"] for one in candidates}, [one["score"] for one in candidates]
     assert "p16" in found and "p2" not in found and len(found) == 15 and scores == sorted(scores, reverse=True)
     assert cli.main(by_newest) == 0
-    head, *lines = capsys.readouterr().out.strip().splitlines()
+    whole, table = capsys.readouterr().out.strip().split("\n\n")
+    head, *lines = table.strip().splitlines()
+    assert whole.startswith(f"{candidates[0]['title']} ({candidates[0]['id']})\n")
     assert head.split() == ["score", "found", "by", "title", "passage"] and len(lines) == 15
     assert cli.main(["ask", "New 16", f"--workdir={workdir}", "--generation=7-none"]) == 2
     assert "there is no generation 7-none; `realm storage ls` lists them" in capsys.readouterr().err
