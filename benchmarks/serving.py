@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ import numpy as np
 import psutil
 
 import realm_jax
+from realm_jax.launch.local import free_port
 
 BATCH = 8
 
@@ -89,8 +89,7 @@ class Load:
 @contextmanager
 def service(workdir: str, *flags: str) -> Iterator[tuple[subprocess.Popen, int]]:
     """The command as a process of its own, ready, and its port."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "realm_jax", "serve", f"--workdir={workdir}", f"--port={port}"]
     process = subprocess.Popen([*command, f"--batch={BATCH}", *flags], stderr=subprocess.DEVNULL)
     try:

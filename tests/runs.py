@@ -5,7 +5,6 @@ whenever it is told to, so that nothing depends on the clock.
 """
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from realm_jax.cli.build_index import Job, for_embedding
 from realm_jax.config import add_sections, flatten
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import Preempted, Stop
+from realm_jax.launch.local import free_port
 from realm_jax.models.realm import Params
 from realm_jax.processes import WorkShare
 from realm_jax.refresh.exporter import Exporter
@@ -224,12 +224,6 @@ def with_first_generation_only(run, act, seconds=PATIENCE):
 
 
 # --- As commands, in processes of their own ---------------------------------------------------------------------------
-
-
-def free_port():
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return server.getsockname()[1]
 
 
 def flags_of(config):

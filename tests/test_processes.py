@@ -9,12 +9,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from runs import finish, flags_of, free_port, records, start, until
+from runs import finish, flags_of, records, start, until
 from tiny_run import tiny_config
 
 from realm_jax import processes
 from realm_jax.cli import main as cli
 from realm_jax.cli.quickstart import ENTITIES, make_data
+from realm_jax.launch.local import free_port
 from realm_jax.recipes import quickstart
 from realm_jax.storage import read_json
 from realm_jax.train.checkpoints import saved_folders

@@ -27,10 +27,11 @@ import jax
 import numpy as np
 import pytest
 import small_chunks
-from runs import flags_of, free_port
+from runs import flags_of
 from tiny_run import tiny_config
 
 from realm_jax.config import add_sections, task_names
+from realm_jax.launch.local import free_port
 from realm_jax.refresh.status import TRAINER, read_status
 from realm_jax.storage import open_folder, read_json
 from realm_jax.train.metrics import TIMES

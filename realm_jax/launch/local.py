@@ -311,7 +311,7 @@ class Supervisor:
     def _start(self, job: Job) -> None:
         """Raises UserError; what was started by then is among the job's children."""
         job.progress = self._try_read(job.reached, job.progress)
-        for process in self._processes(_free_port())[job.name]:
+        for process in self._processes(free_port())[job.name]:
             try:
                 job.children.append(self._spawn(process))
             except OSError as fault:
@@ -363,7 +363,8 @@ def _describe_exit(code: int) -> str:
     return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
     with socket.socket() as found:
         found.bind(("localhost", 0))
         return int(found.getsockname()[1])
