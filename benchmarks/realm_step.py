@@ -97,7 +97,7 @@ def arguments() -> argparse.Namespace:
     add("--microbatches", type=int, default=1, help="config.optimizer.microbatches of ours")
     add("--modes", nargs="+", default=["default"], help="of torch.compile; on a GPU try max-autotune")
     add("--repeats", type=int, default=5)
-    add("--only", nargs="+", default=["tower", "step"], choices=["tower", "step"], help="what to time; both")
+    add("--only", nargs="+", default=["tower", "step"], choices=["tower", "step"], help="what to time (default: both)")
     add("--cpu-time", action="store_true", help="count CPU seconds: on one core that others use too")
     add("--data", help="a prepared folder; else tokens are drawn at random")
     return parser.parse_args()

@@ -329,12 +329,12 @@ def test_attending_in_turn_has_the_gradient_of_attending_at_once(dtype, toleranc
 
 @pytest.mark.parametrize("length", [20, 21, 3])
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 0.05)])
-def test_a_fused_kernel_is_told_of_lengths_and_scale(monkeypatch, dtype, tolerance, length):
+def test_a_fused_kernel_is_given_lengths_and_scale(monkeypatch, dtype, tolerance, length):
     """XLA's own version of the kernel, since cuDNN's is for GPUs; a passage without a word disturbs no other."""
-    told = []
+    called_with = []  # lengths
 
     def of_xla(*parts, implementation, **options):
-        told.append(parts[0].shape[1])
+        called_with.append(parts[0].shape[1])
         return fused(*parts, implementation="xla", **options)
 
     fused = jax.nn.dot_product_attention
@@ -350,7 +350,7 @@ def test_a_fused_kernel_is_told_of_lengths_and_scale(monkeypatch, dtype, toleran
         both = dot_product_attention, attention.cudnn_attention
         ways = [jax.value_and_grad(functools.partial(total, way), (0, 1, 2))(*arrays) for way in both]
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a.astype(float), b.astype(float), atol=tolerance), *ways)
-    assert told == {20: [20], 21: [22], 3: []}[length]  # cuDNN's backward pass refuses odd lengths
+    assert called_with == {20: [20], 21: [22], 3: []}[length]
 
 
 @pytest.mark.parametrize(
