@@ -1,7 +1,8 @@
 """A whole REALM training step beside PyTorch: same weights, same batch, same arithmetic, on the same machine.
 
 Query tower → exact search over all vectors → gather the documents' tokens → document tower → reader over query and
-document → marginal likelihood → backward → clipping → AdamW. Ours is `make_step`, as training runs it; PyTorch's is
+document → marginal likelihood → backward → clipping → AdamW. Ours is `make_step`, as training runs it: with sequences
+packed where their lengths leave enough padding for that; and with all of them padded, as PyTorch's are, which is
 `torch_realm.py`, eager and through `torch.compile`, with the whole last layer or at needed positions only. Every way
 takes its first steps from the same weights; losses and gradient norms are printed and have to agree in float32. Then
 the ways take turns, and the median counts. First one tower alone, forward and backward, beside
@@ -21,8 +22,10 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -36,17 +39,20 @@ from numpy.typing import NDArray
 from realm_jax.assemble import abstract_run
 from realm_jax.chips import peak
 from realm_jax.config import default
+from realm_jax.forward import PackedPlaces
 from realm_jax.mesh import logical_sharding
 from realm_jax.models.inputs import Documents
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import joint_length
 from realm_jax.tasks import make_task
+from realm_jax.tasks.packed import packed_places
 from realm_jax.train.optimizer import CLIP, WEIGHT_DECAY
 from realm_jax.train.step import ControlWords, make_step, put_control, start_state
 
 SIZES = {"128": (128, 2, 2, 512), "384": (384, 6, 12, 1536), "base": (768, 12, 12, 3072)}
 MASK = 103  # of BERT's uncased vocabulary
-OURS = "realm_jax"
+OURS, PADDED = "realm_jax", "realm_jax, padded"
+SAMPLED = 2000  # sentences whose lengths say how many places packing needs
 CHECKED = 3  # first steps whose losses and gradient norms are compared; the rate is 0 at the first of them
 CLOSE = 1e-4  # relative, in float32
 Values = tuple[float, float]  # loss and norm of the gradient
@@ -180,7 +186,9 @@ def tower_step(model: Any, call: Any, arrays: Any, pull: torch.Tensor, args: arg
 
 def compare_steps(run: Run, params: Any, batch: Any, args: argparse.Namespace) -> None:
     vectors = np.random.default_rng(3).normal(size=(len(run.corpus.ids), run.model.projection)).astype(np.float32)
-    ways = {OURS: our_way(run, params, batch, vectors)}
+    places = places_of(run)
+    print(f"places of a batch, packed: {places}", flush=True)
+    ways = {OURS: our_way(run, params, batch, vectors, places), PADDED: our_way(run, params, batch, vectors, None)}
     for mode in (None, *args.modes):
         for needed in (False, True):
             name = "PyTorch eager" if mode is None else f"PyTorch compiled, {mode}"
@@ -204,7 +212,7 @@ def compare_steps(run: Run, params: Any, batch: Any, args: argparse.Namespace) -
 
 def show(times: dict[str, float], memory: dict[str, float], run: Run, args: argparse.Namespace) -> None:
     operations = sum(make_task("realm", run).flops().values())
-    best = min(value for name, value in times.items() if name != OURS)
+    best = min(value for name, value in times.items() if not name.startswith(OURS))
     limit = peak(jax.devices()[0].device_kind) if args.device == "cuda" else None
     device = f" {'MFU':>6} {'GiB':>6}" if limit else ""
     print(f"\n{'step':>44} {'seconds':>8} {'to best PyTorch':>16} {'TFLOP/s':>8}{device}")
@@ -214,8 +222,22 @@ def show(times: dict[str, float], memory: dict[str, float], run: Run, args: argp
         print(f"{name:>44} {seconds:8.3f} {best / seconds:16.2f} {speed / 1e12:8.2f}{device}", flush=True)
 
 
-def our_way(run: Run, params: Any, batch: Any, vectors: NDArray[np.float32]) -> Way:
+def places_of(run: Run) -> PackedPlaces:
+    """Of the sequences of a batch, as a run with these passages would have it."""
+    rng = np.random.default_rng(4)
+    rows = rng.choice(len(run.corpus.ids), SAMPLED)
+    queries = np.array([example_of(run, row, rng)["query_length"] for row in rows], np.int64)
+    titles = run.corpus.title_lengths.astype(np.int64)
+    lengths = run.corpus.lengths - titles - 3, titles
+    passages = SimpleNamespace(lengths=lambda: lengths)
+    sources = SimpleNamespace(passages=passages, for_reader=SimpleNamespace(passages=passages))
+    size, candidates = run.config.realm.batch_size, run.context.candidates - 1
+    return packed_places(replace(run, sources=sources), queries, queries, size, candidates, candidates)
+
+
+def our_way(run: Run, params: Any, batch: Any, vectors: NDArray[np.float32], packed: PackedPlaces | None) -> Way:
     task = make_task("realm", run)
+    task.__dict__["packed_context"] = replace(task.context, packed=packed)  # where cached_property keeps it
     step = make_step(task)
     index, placed = run.index(vectors), put_batch(run.mesh, batch)
     control = put_control(run.mesh, ControlWords())
@@ -229,6 +251,8 @@ def our_way(run: Run, params: Any, batch: Any, vectors: NDArray[np.float32]) -> 
 
     def checked() -> Values:
         metrics = once()
+        if packed and metrics["unplaced"] > 0:
+            sys.exit(f"packing lost {metrics['unplaced']:.1%} of the pieces")
         return float(metrics["loss"]), float(metrics["gradient_norm"])
 
     return Way(once, checked)
@@ -300,7 +324,7 @@ def peak_memory(name: str, args: argparse.Namespace) -> float:
     """GiB on the GPU at most: for ours since the start, for PyTorch in the way that ran last."""
     if args.device == "cpu":
         return float("nan")
-    if name == OURS:
+    if name.startswith(OURS):
         return jax.devices()[0].memory_stats()["peak_bytes_in_use"] / 2**30
     found = torch.cuda.max_memory_allocated() / 2**30
     torch.cuda.reset_peak_memory_stats()
