@@ -1,14 +1,15 @@
 """A whole REALM training step beside PyTorch: same weights, same batch, same arithmetic, on the same machine.
 
 Query tower → exact search over all vectors → gather the documents' tokens → document tower → reader over query and
-document → marginal likelihood → backward → clipping → AdamW. Ours is `make_step`, as training runs it: with sequences
-packed where their lengths leave enough padding for that; and with all of them padded, as PyTorch's are, which is
-`torch_realm.py`, eager and through `torch.compile`, with the whole last layer or at needed positions only. Every way
-takes its first steps from the same weights; losses and gradient norms are printed and have to agree in float32. Then
-the ways take turns, and the median counts. First one tower alone, forward and backward, beside
+document → marginal likelihood → backward → clipping → AdamW. Ours is `make_step`, twice: with sequences packed where
+their lengths leave enough padding for that, as in training, and with all of them padded. PyTorch's is `torch_realm.py`,
+padded: eager and through `torch.compile`, with the whole last layer or at needed positions only, as ours always is.
+Every way takes its first steps from the same weights; losses and gradient norms are printed and have to agree in
+float32. Then the ways take turns, and the median counts. First one tower alone, forward and backward, beside
 `transformers.BertModel`: the PyTorch side is no slower than that.
 
-PyTorch does not compute the metrics that ours reports beside the loss.
+Operations are those of ours: at packed or padded lengths, the last layer at needed positions. PyTorch does not compute
+the metrics that ours reports beside the loss.
 
     pip install torch==2.13.0 transformers
     python benchmarks/realm_step.py [--size 384] [--data=DIR]
@@ -50,6 +51,7 @@ from realm_jax.train.optimizer import CLIP, WEIGHT_DECAY
 from realm_jax.train.step import ControlWords, make_step, put_control, start_state
 
 SIZES = {"128": (128, 2, 2, 512), "384": (384, 6, 12, 1536), "base": (768, 12, 12, 3072)}
+WAYS = ["packed", "padded", "eager", "eager-needed", "compiled", "compiled-needed"]
 MASK = 103  # of BERT's uncased vocabulary
 OURS, PADDED = "realm_jax", "realm_jax, padded"
 SAMPLED = 2000  # sentences whose lengths say how many places packing needs
@@ -59,10 +61,11 @@ Values = tuple[float, float]  # loss and norm of the gradient
 
 
 class Way(NamedTuple):
-    """One way to take a step: as it is timed, and with what is checked."""
+    """One way to take a step: as it is timed, and with what is checked; and the operations of a step."""
 
     step: Callable[[], Any]
     checked: Callable[[], Values]
+    operations: float
 
 
 def main() -> None:
@@ -102,6 +105,7 @@ def arguments() -> argparse.Namespace:
     add("--remat", default="none", help="config.model.remat of ours")
     add("--microbatches", type=int, default=1, help="config.optimizer.microbatches of ours")
     add("--modes", nargs="+", default=["default"], help="of torch.compile; on a GPU try max-autotune")
+    add("--ways", nargs="+", default=WAYS, choices=WAYS, help="to take a step (default: all)")
     add("--repeats", type=int, default=5)
     add("--only", nargs="+", default=["tower", "step"], choices=["tower", "step"], help="what to time (default: both)")
     add("--cpu-time", action="store_true", help="count CPU seconds: on one core that others use too")
@@ -185,45 +189,61 @@ def tower_step(model: Any, call: Any, arrays: Any, pull: torch.Tensor, args: arg
 
 
 def compare_steps(run: Run, params: Any, batch: Any, args: argparse.Namespace) -> None:
+    """One way after another is made and checked; then they take turns."""
     vectors = np.random.default_rng(3).normal(size=(len(run.corpus.ids), run.model.projection)).astype(np.float32)
-    places = places_of(run)
-    print(f"places of a batch, packed: {places}", flush=True)
-    ways = {OURS: our_way(run, params, batch, vectors, places), PADDED: our_way(run, params, batch, vectors, None)}
-    for mode in (None, *args.modes):
-        for needed in (False, True):
-            name = "PyTorch eager" if mode is None else f"PyTorch compiled, {mode}"
-            name += ", needed positions" if needed else ""
-            ways[name] = their_way(run, params, batch, vectors, mode, needed, args)
+    ways: dict[str, Way] = {}
     first: dict[str, list[Values]] = {}
-    memory = {}
-    for name, way in ways.items():
-        began = time.monotonic()
-        first[name] = [way.checked() for _ in range(CHECKED)]
-        memory[name] = peak_memory(name, args)
-        print(f"{name}: {CHECKED} steps with compiling {time.monotonic() - began:.0f} s", flush=True)
-    apart = {name: difference(values, first[OURS]) for name, values in first.items()}
-    for name, values in first.items():
-        print(f"{name:>44}: loss and gradient norm of step {CHECKED} {values[-1][0]:.5f} {values[-1][1]:.5f}, "
-              f"largest difference {apart[name]:.1e}", flush=True)  # fmt: skip
-    show(in_turn({name: way.step for name, way in ways.items()}, args), memory, run, args)
+    apart: dict[str, float] = {}
+    memory: dict[str, float] = {}
+    for name, make in makers(run, params, batch, vectors, args).items():
+        began, before = time.monotonic(), device_memory(name, args)
+        ways[name] = make()
+        first[name] = [ways[name].checked() for _ in range(CHECKED)]
+        memory[name] = added_memory(name, before, device_memory(name, args))
+        apart[name] = difference(first[name], next(iter(first.values())))
+        loss, norm = first[name][-1]
+        print(f"{name:>44}: {CHECKED} steps with compiling {time.monotonic() - began:.0f} s; loss and gradient norm of "
+              f"the last {loss:.5f} {norm:.5f}, largest difference {apart[name]:.1e}", flush=True)  # fmt: skip
+    show(in_turn({name: way.step for name, way in ways.items()}, args), ways, memory, args)
     if args.dtype == "float32" and max(apart.values()) > CLOSE:
         sys.exit(f"losses or gradient norms differ by more than {CLOSE:.0e}")
 
 
-def show(times: dict[str, float], memory: dict[str, float], run: Run, args: argparse.Namespace) -> None:
-    operations = sum(make_task("realm", run).flops().values())
-    best = min(value for name, value in times.items() if not name.startswith(OURS))
+def makers(
+    run: Run, params: Any, batch: Any, vectors: NDArray[np.float32], args: argparse.Namespace
+) -> dict[str, Callable[[], Way]]:
+    """What makes each of the ways that are wanted, by its name in the table."""
+    ours = partial(our_way, run, params, batch, vectors)
+    found: dict[str, Callable[[], Way]] = {}
+    if "packed" in args.ways:
+        places = places_of(run)
+        print(f"{OURS} packs a part of a batch into these places (0: it pads): {places}", flush=True)
+        if any(places[1:]):
+            found[OURS] = partial(ours, places)
+    if "padded" in args.ways:
+        found[PADDED] = partial(ours, None)
+    for mode in (None, *args.modes):
+        kind, name = ("eager", "PyTorch eager") if mode is None else ("compiled", f"PyTorch compiled, {mode}")
+        if kind in args.ways:
+            found[name] = partial(their_way, run, params, batch, vectors, mode, False, args)
+        if f"{kind}-needed" in args.ways:
+            found[f"{name}, needed positions"] = partial(their_way, run, params, batch, vectors, mode, True, args)
+    return found
+
+
+def show(times: dict[str, float], ways: dict[str, Way], memory: dict[str, float], args: argparse.Namespace) -> None:
+    best = min((value for name, value in times.items() if not name.startswith(OURS)), default=float("nan"))
     limit = peak(jax.devices()[0].device_kind) if args.device == "cuda" else None
     device = f" {'MFU':>6} {'GiB':>6}" if limit else ""
     print(f"\n{'step':>44} {'seconds':>8} {'to best PyTorch':>16} {'TFLOP/s':>8}{device}")
     for name, seconds in times.items():
-        speed = operations / seconds
+        speed = ways[name].operations / seconds
         device = f" {speed / limit:6.1%} {memory[name]:6.1f}" if limit else ""
         print(f"{name:>44} {seconds:8.3f} {best / seconds:16.2f} {speed / 1e12:8.2f}{device}", flush=True)
 
 
 def places_of(run: Run) -> PackedPlaces:
-    """Of the sequences of a batch, as a run with these passages would have it."""
+    """Of the sequences of a part of a batch, as training works it out, from sentences drawn as the batch's are."""
     rng = np.random.default_rng(4)
     rows = rng.choice(len(run.corpus.ids), SAMPLED)
     queries = np.array([example_of(run, row, rng)["query_length"] for row in rows], np.int64)
@@ -252,10 +272,10 @@ def our_way(run: Run, params: Any, batch: Any, vectors: NDArray[np.float32], pac
     def checked() -> Values:
         metrics = once()
         if packed and metrics["unplaced"] > 0:
-            sys.exit(f"packing lost {metrics['unplaced']:.1%} of the pieces")
+            print(f"packing had no place for {metrics['unplaced']:.1%} of the pieces", flush=True)
         return float(metrics["loss"]), float(metrics["gradient_norm"])
 
-    return Way(once, checked)
+    return Way(once, checked, sum(task.flops().values()))
 
 
 def their_way(
@@ -281,7 +301,7 @@ def their_way(
         trainer.update(rate(next(number), config))
         return values
 
-    return Way(once, checked)
+    return Way(once, checked, sum(make_task("realm", run).flops().values()))
 
 
 def rate(step: int, config: ConfigDict) -> float:
@@ -320,15 +340,23 @@ def synchronize(args: argparse.Namespace) -> None:
         torch.cuda.synchronize()
 
 
-def peak_memory(name: str, args: argparse.Namespace) -> float:
-    """GiB on the GPU at most: for ours since the start, for PyTorch in the way that ran last."""
+def device_memory(name: str, args: argparse.Namespace) -> tuple[int, int]:
+    """Bytes on the GPU in use, and at most so far: for PyTorch since it was last asked."""
     if args.device == "cpu":
-        return float("nan")
+        return 0, 0
     if name.startswith(OURS):
-        return jax.devices()[0].memory_stats()["peak_bytes_in_use"] / 2**30
-    found = torch.cuda.max_memory_allocated() / 2**30
+        found = jax.devices()[0].memory_stats()
+        return found["bytes_in_use"], found["peak_bytes_in_use"]
+    most = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    return found
+    return torch.cuda.memory_allocated(), most
+
+
+def added_memory(name: str, before: tuple[int, int], after: tuple[int, int]) -> float:
+    """GiB that a way needs at most; unknown for one of ours after another that needs more, whose peak stays."""
+    if name.startswith(OURS) and after[1] <= before[1]:
+        return float("nan")
+    return (after[1] - before[0]) / 2**30
 
 
 if __name__ == "__main__":
