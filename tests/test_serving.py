@@ -94,6 +94,21 @@ def test_replies_are_of_the_form_that_openapi_describes(client):
 
 
 @pytest.mark.parametrize(
+    ("path", "field", "most"), [("/ask", "top", 100), ("/search", "top", 100), ("/inspect", "pieces", 16)]
+)
+def test_openapi_names_the_limits_of_numbers(client, path, field, most):
+    described = client.get("/openapi.json").json()
+    schema = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    schema |= {"components": described["components"]}
+    text = {"text": "a"} if path == "/inspect" else {"question": "a"}
+    for fits in (1, 1.0, most):
+        jsonschema.validate(text | {field: fits}, schema)
+    for wrong in (0, most + 1, 1.5, "1"):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(text | {field: wrong}, schema)
+
+
+@pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
         ("/ask", {}, 422, "question: Field required"),

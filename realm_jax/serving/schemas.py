@@ -24,8 +24,10 @@ def _whole(given: Any) -> Any:
     return int(given) if isinstance(given, float) and given.is_integer() else given
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
-Top = Annotated[Whole | None, Field(ge=1, le=DEPTH, description="passages to give")]
+# Limits stand before the validator and apply to the number alone: elsewhere pydantic leaves them out of OpenAPI.
+Amount = Annotated[int, Field(ge=1, le=DEPTH), BeforeValidator(_whole)]
+Pieces = Annotated[int, Field(ge=1, le=16), BeforeValidator(_whole)]
+Top = Annotated[Amount | None, Field(description="passages to give")]
 
 
 class _Request(BaseModel):
@@ -50,7 +52,7 @@ class InspectRequest(_Request):
 
     text: Text
     answer: Text | None = None
-    pieces: Annotated[Whole, Field(ge=1, le=16)] = 1
+    pieces: Pieces = 1
 
 
 class EmbeddingsRequest(_Request):
