@@ -49,6 +49,9 @@ def prepare(passages: Path_, output: Path_, **options: Any) -> None:
     made from the same inputs with the same settings. options: the flags of `realm prepare` with underscores, such as
     questions=["train=nq-train.json", "dev=nq-dev.json"] and vocab="hf:NAME". Raises UserError for faults in the inputs,
     and where `output` exists otherwise.
+
+    More texts than a few are prepared by several processes, which import the script that calls this: put what it does
+    under `if __name__ == "__main__":`, as always with multiprocessing, or give workers=1. A notebook needs neither.
     """
     if isinstance(options.get("questions"), str | os.PathLike):
         raise UserError("questions: takes a list of files; put the one into it")

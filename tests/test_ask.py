@@ -209,6 +209,24 @@ def test_a_damaged_checkpoint_is_named(trained_run, tmp_path, capsys):
     assert "qa/checkpoints/2 is damaged" in error and "see `realm storage verify`" in error
 
 
+def test_names_of_arrays_that_cannot_be_read_are_damage(trained_run, tmp_path, capsys):
+    shutil.copytree(trained_run.workdir, tmp_path / "run")
+    for path in (tmp_path / "run" / "qa" / "checkpoints" / "2" / "state").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[:20])
+    error = refused(capsys, f"--workdir={tmp_path}/run", QUESTION)
+    assert "qa/checkpoints/2 is damaged" in error and "see `realm storage verify`" in error
+
+
+@pytest.mark.parametrize("content", ["[]", "", "{"])
+def test_results_that_cannot_be_read_keep_nobody_from_an_answer(trained_run, tmp_path, capsys, content):
+    shutil.copytree(trained_run.workdir, tmp_path / "run")
+    (tmp_path / "run" / "results.json").write_text(content)
+    assert cli.main(["ask", f"--workdir={tmp_path}/run", "--json", QUESTION]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["candidates"]
+    assert "results.json cannot be read as results; answers come without what was measured" in said.err
+
+
 def test_a_folder_with_another_config_is_no_run(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
     line = refused(capsys, f"--workdir={tmp_path}", QUESTION)

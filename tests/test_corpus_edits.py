@@ -138,6 +138,27 @@ def test_asking_reads_the_new_text_without_embedding_anything(workdir, monkeypat
     assert found.get("p3", "Zebra zebra zebra.") == "Zebra zebra zebra."
 
 
+def test_a_generation_whose_vectors_a_newer_one_needs_is_superseded_and_stays(workdir, capsys):
+    for number in (16, 17):
+        new = write_lines(workdir.parent / "new.jsonl", [article(number, "Ada Dahl was born in 1999.")])
+        assert corpus(workdir, "add", new) == 0
+    folder = PosixFolder(workdir)
+    capsys.readouterr()
+    assert cli.main(["storage", "ls", "--json", f"--workdir={workdir}"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    states = {line["state"]: line["generation"] for line in lines if "generation" in line and "checkpoint" not in line}
+    assert {*states} == {"superseded", "published"}
+    older, newer = states["superseded"], states["published"]
+    assert cli.main(["storage", "rm", older, f"--workdir={workdir}"]) == 0
+    assert capsys.readouterr().out == f"{older}: {newer} needs its vectors, which stay\n"
+    assert {older, newer} == {*generation_names(folder)}
+    assert load_vectors(folder, read_manifest(folder, newer)).shape == (18, 8)
+    assert cli.main(["storage", "verify", f"--workdir={workdir}"]) == 0
+    assert f"{older}: superseded" in capsys.readouterr().out
+    assert cli.main(["storage", "rm", newer, f"--workdir={workdir}"]) == 0
+    assert capsys.readouterr().out == f"{newer}: removed\n"
+
+
 def test_a_removed_gold_passage_is_a_miss_beside_one_that_stays(workdir, capsys):
     asked = {"question": f"When was {PEOPLE[3]} born?", "gold_passages": {"p3": 1, "p9": 1}}
     file, output = write_lines(workdir.parent / "asked.jsonl", [asked]), workdir.parent / "p.jsonl"

@@ -5,12 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from realm_jax.cli.output import checked_output, print_line, write_output
+from realm_jax.cli.output import checked_output, print_line, print_records, write_output
 from realm_jax.errors import UserError
 
 
 def put(path: Path, text: str) -> None:
     write_output(checked_output(path, "--trec"), text)
+
+
+def test_names_in_a_table_are_whole_where_no_terminal_limits_it(capsys):
+    print_records([{"name": "n" * 100, "other": "o" * 100}], as_json=False, nothing="")
+    assert capsys.readouterr().out.split() == ["name", "other", "n" * 100, "o" * 100]
 
 
 def test_a_link_stays_and_the_file_that_it_leads_to_is_written(tmp_path):

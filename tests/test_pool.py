@@ -1,5 +1,7 @@
 """Worker processes: the order of results, and how they end before all batches are done."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -33,6 +35,16 @@ def test_a_fault_does_not_wait_for_the_batches_that_other_workers_are_at():
         for _ in ordered_parallel_map(long_after_three, range(100), 3):
             began = began or time.monotonic()  # workers are up
     assert began is not None and time.monotonic() - began < 0.8 * SENDING_SECONDS
+
+
+def test_a_script_without_its_guard_is_named(tmp_path):
+    script = tmp_path / "script.py"
+    code = "from realm_jax.corpora.pool import ordered_parallel_map\nprint([*ordered_parallel_map(abs, range(9), 2)])\n"
+    script.write_text(code)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert ended.returncode == 1 and 'needs `if __name__ == "__main__":`' in ended.stderr.splitlines()[-1]
+    script.write_text(code.replace("print", "if __name__ == '__main__': print"))
+    assert subprocess.run([sys.executable, script], capture_output=True, text=True).stdout == f"{[*range(9)]}\n"
 
 
 @pytest.mark.parametrize("results", range(3))

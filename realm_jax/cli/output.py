@@ -15,6 +15,8 @@ from rich.table import Table
 from realm_jax.errors import UserError
 from realm_jax.storage import make_folder, write_atomic
 
+WIDE = 1000  # columns of a table where no terminal limits it: another program may read the names in it
+
 
 def stdout() -> Console:
     """Stdout for tables and text; numbers in it are not coloured."""
@@ -34,10 +36,10 @@ def print_line(name: str, values: Iterable[Any], digits: str) -> None:
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = False) -> Table:
     """A table without lines between its cells. numbers: whether columns hold numbers, all but the first and those
     without a head, which are notes."""
-    made = Table(heads[0], box=None, pad_edge=False, header_style="bold")
-    for head in heads[1:]:
-        right = numbers and head != ""
-        made.add_column(head, justify="right" if right else "left", no_wrap=right, style="dim" if not head else None)
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for place, head in enumerate(heads):
+        right, style = numbers and place > 0 and head != "", "dim" if place > 0 and not head else None
+        made.add_column(head, justify="right" if right else "left", no_wrap=right, style=style, overflow="fold")
     for row in rows:
         made.add_row(*row)
     return made
@@ -51,7 +53,10 @@ def print_records(records: Sequence[dict[str, Any]], as_json: bool, nothing: str
         return
     keys = [*dict.fromkeys(key for record in records for key in record)]
     rows = [[_cell(record.get(key)) for key in keys] for record in records]
-    stdout().print(table([key.replace("_", " ") for key in keys], rows) if records else nothing)
+    out = stdout()
+    if not out.is_terminal:
+        out.width = WIDE
+    out.print(table([key.replace("_", " ") for key in keys], rows) if records else nothing)
 
 
 def _cell(value: Any) -> str:

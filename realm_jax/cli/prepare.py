@@ -208,6 +208,8 @@ def prepare(passages: Path_ | None, output: Path_, **further: Any) -> None:
     the same inputs with the same settings. Without `passages` the tokens of `reader_vocab` are added to a prepared
     folder. Raises UserError for faults in the inputs and when `output` exists otherwise.
     """
+    if not os.fspath(output):
+        raise UserError("--output: is empty; name a folder to make")
     options = Options(passages, output, **further)
     if passages is None and options.reader_vocab is None:
         raise UserError("--passages: name the texts to retrieve from")

@@ -17,6 +17,7 @@ from realm_jax.refresh.generations import (
     export_step,
     generation_names,
     load_vectors,
+    manifests,
     read_manifest,
     rejection,
     remove_generation,
@@ -115,6 +116,8 @@ class Generation(NamedTuple):
         except Damaged as fault:
             return found | {"state": "damaged", "reason": str(fault)}
         reason = rejection(self.folder, self.name)
+        if manifest is None and self.holder() is not None:
+            found["state"] = "superseded"
         if reason is not None:
             found |= {"state": "refused", "reason": reason.get("reason", "")}
         elif manifest is not None:
@@ -131,9 +134,16 @@ class Generation(NamedTuple):
         found["pinned"] = trainer is not None and step in trainer.pins
         return found
 
+    def holder(self) -> str | None:
+        """A generation of an edited corpus that has files of this one, which then stay; None if there is none."""
+        others = manifests(self.folder, [name for name in generation_names(self.folder) if name != self.name])
+        home = f"index/{self.name}/"
+        found = (other for other in others if any(file.name.startswith(home) for file in other.files))
+        return next((other.generation for other in found), None)
+
     def verify(self) -> str | None:
         """Compare every file with its size and checksum, and every vector for being one; how many there are, or None
-        if it is unfinished. Raises for one that is damaged."""
+        if it is unfinished or superseded. Raises for one that is damaged."""
         manifest = read_manifest(self.folder, self.name)
         if manifest is None:
             return None
@@ -174,7 +184,7 @@ def verify(name: str, item: Checkpoint | Generation, as_json: bool) -> bool:
     began, state, reason, holds = time.monotonic(), "sound", "", None
     try:
         holds = item.verify()
-        state = "unfinished" if holds is None else "sound"
+        state = item.describe()["state"] if holds is None else "sound"
     except (UserError, CheckpointRemoved) as fault:
         state, reason = "damaged", str(fault)
     seconds = time.monotonic() - began
@@ -204,4 +214,5 @@ def remove(workdir: Path, names: list[str], saved: Collection[str], force: bool)
             raise UserError(f"generation {name} is needed to resume the run; remove it anyway with --force")
     for name in names:
         remove_generation(known[name].folder, name)
-        print(f"{name}: removed")
+        holder = known[name].holder()
+        print(f"{name}: {f'{holder} needs its vectors, which stay' if holder else 'removed'}")

@@ -13,9 +13,13 @@ from multiprocessing.queues import Queue
 from types import FrameType
 from typing import Any, TypeVar
 
-from realm_jax.errors import Resumable
+from realm_jax.errors import Resumable, UserError
 
 SENDING_SECONDS = 10  # that a worker has to finish sending its result once it is asked to stop
+NO_WORKER = (
+    'worker processes ended as they started; a script needs `if __name__ == "__main__":` around what it does, or '
+    "workers=1 here"
+)
 _BATCHES_WORTH_A_POOL = 4  # starting processes takes about as long as doing this many batches
 
 _T = TypeVar("_T")
@@ -27,8 +31,8 @@ def ordered_parallel_map(
 ) -> Iterator[_R]:
     """`map`, by so many processes; in this one when the batches are fewer than `few`.
 
-    A script that uses more than one process needs the usual `if __name__ == "__main__":` guard. Raises Resumable when
-    the system kills a worker.
+    A script that uses more than one process needs the usual `if __name__ == "__main__":` guard. Raises UserError where
+    no worker could start, as without it, and Resumable when the system kills one.
     """
     batches = iter(batches)
     first = list(islice(batches, few))
@@ -40,6 +44,7 @@ def ordered_parallel_map(
     context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(workers, context, _start_worker, (function,))
+    can_start = pool.submit(_can_start)
     try:
         waiting: deque[Future[_R]] = deque()
         for batch in batches:
@@ -49,6 +54,8 @@ def ordered_parallel_map(
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
+        if can_start.exception() is not None:
+            raise UserError(NO_WORKER) from None
         raise Resumable("a worker process was killed, probably for lack of memory; use fewer workers") from None
     except BaseException:
         for process in set(multiprocessing.active_children()) - others:
@@ -61,6 +68,10 @@ def ordered_parallel_map(
 _function: Callable[[Any], Any]
 _working = False  # whether this worker is at a batch; else it sends a result or waits for a batch
 _ending = False  # whether it was asked to stop
+
+
+def _can_start() -> None:
+    """The first that a worker does: a process that imports a script without its guard ends before."""
 
 
 def _start_worker(function: Callable[[Any], Any]) -> None:

@@ -299,9 +299,13 @@ def inspect_question(asked: Evaluator, params: Params, index: Index, answer: str
     run = asked.run
     target = question_arrays([], [answer], run.sources.for_reader.tokenizer, run.lengths)
     if not target["answer_lengths"].any():
-        raise UserError(
-            f"the answer {answer!r} has no tokens or more than config.model.span_width={run.lengths.span_width}"
-        )
+        tokens, most = len(run.sources.for_reader.tokenizer.encode(answer).ids), run.lengths.span_width
+        if tokens:
+            raise UserError(
+                f"the answer {answer!r} has {tokens} tokens, and this run points at {most} at most "
+                "(config.model.span_width); give a shorter one"
+            )
+        raise UserError(f"the answer {answer!r} has no tokens; give a word that a passage may hold")
     example = asked.queries[0] | {name: target[name] for name in ("answers", "answer_lengths")}
     context = dataclasses.replace(run.question_context, qa_search=asked.search, rerank=asked.rerank)
     found = _inspect_question_batch(context, params, _put(run, [example]), index)

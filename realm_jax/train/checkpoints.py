@@ -276,7 +276,10 @@ class SavedCheckpoint:
     def _metadata(self) -> Any:
         """Names, shapes and types of all arrays, by item."""
         with self._reading():
-            return ocp.checkpointables_metadata(self._path).metadata
+            found = ocp.checkpointables_metadata(self._path).metadata
+            if found.get("state") is None:
+                raise ValueError("the names of its arrays cannot be read")
+            return found
 
     def read(self, item: str, like: Any = None) -> Any:
         """An item, of 'state', 'vectors', 'tower' and 'in_flight'; None if it was not saved.

@@ -252,13 +252,24 @@ class RecordedMetrics:
         return f"this run {' and '.join(filter(None, (answers, found)))}: check the passages below"
 
 
+def _results(file: Path) -> dict[str, Any]:
+    """What a run ended with; {} where there is nothing or, after a warning, where it cannot be read."""
+    try:
+        found: Any = read_json(file) if file.is_file() else {}
+    except UserError:
+        found = None
+    if isinstance(found, dict):
+        return found
+    logger.warning("%s cannot be read as results; answers come without what was measured", file)
+    return {}
+
+
 def recorded_metrics(run: Run, task: str) -> RecordedMetrics | None:
     """The newest measurement of what a task trained; None if it was never measured.
 
     results.json has what the run ended with, evaluations.jsonl of the task what was measured on the way.
     """
-    file = run.workdir / "results.json"
-    results = read_json(file) if file.is_file() else {}
+    results = _results(run.workdir / "results.json")
     methods = (make_task(task, run).question_search, task)
     by = next((by for by in methods if any(by in results.get(name, {}) for name in RECALLS)), task)
     ended = {name: one[by] for name in RECALLS if by in (one := results.get(name, {}))}
