@@ -70,7 +70,9 @@ def test_a_mistyped_option_is_an_error_in_one_line_below_the_usage(job, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["fake", "--workdri=w"])
     assert end.value.code == 2 and not job.seen
-    assert capsys.readouterr().err.splitlines()[-1] == "realm: error: unrecognized arguments: --workdri=w"
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("usage: realm fake ")
+    assert said[-1] == "realm: error: unrecognized arguments: --workdri=w; did you mean --workdir?"
 
 
 def test_an_override_without_an_equals_sign_says_how_to_write_it(job, capsys):

@@ -226,8 +226,13 @@ def test_the_command_shows_json_pages_and_alignments(trained_run, tmp_path, caps
     told = json.loads(capsys.readouterr().out)
     assert told["answer"] == "1801" and 0 < told["bert"] < 1
     assert sum(one["prior"] for one in told["passages"]) == pytest.approx(1, abs=1e-5)
-    assert cli.main(["inspect", "text", "When was Ada Almgren born?", workdir, "--answer=1800", "--json"]) == 0
+    asked = ["inspect", "text", "When was Ada Almgren born?", workdir]
+    assert cli.main([*asked, "--answer=1800", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["task"] == "qa"
+    assert cli.main([*asked, f"--answer={'1800 ' * 20}"]) == 2
+    assert "has 20 tokens, and this run points at " in capsys.readouterr().err
+    assert cli.main([*asked, "--answer=\N{ZERO WIDTH SPACE}"]) == 2
+    assert "has no tokens; give a word that a passage may hold" in capsys.readouterr().err
     file = linked(tmp_path / "alignment.jsonl")
     long = "Clara " * 30 + "was born in 1809."
     text = f"Ada Almgren was born in 1800. {long} Boris Dahl was born in 1807."

@@ -650,3 +650,9 @@ def test_arguments_are_checked_before_a_text_is_read(tmp_path, passages, monkeyp
     with pytest.raises(UserError, match=message):
         prepare(passages, tmp_path / "data", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["passages.jsonl"]
+
+
+def test_an_empty_output_is_named(tmp_path, capsys):
+    texts = write_lines(tmp_path / "a.jsonl", [{"id": "a", "title": "A", "text": "Ada was born in 1800."}])
+    assert cli.main(["prepare", f"--passages={texts}", "--output="]) == 2
+    assert capsys.readouterr().err == "realm: error: --output: is empty; name a folder to make\n"

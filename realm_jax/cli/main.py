@@ -8,6 +8,7 @@ the form `--config.key=value`, and `args.spec_overrides` those of the form `--sp
 """
 
 import argparse
+import difflib
 import errno
 import importlib
 import io
@@ -19,7 +20,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import realm_jax
 from realm_jax.errors import LESS_MEMORY, USER_ERROR, UserError
@@ -138,12 +139,28 @@ def _run(argv: list[str], ctrl_c: CtrlC) -> int:
         rest += [] if hasattr(args, flag) else overrides[flag]
     args.command_line = shlex.join(["realm", *argv])
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        _refuse(parser, args.command, rest)
     from realm_jax import console  # here, since Rich is not needed for `realm --help`
 
     console.set_up_logging()
     code = jobs[args.command].run(args)
     return 0 if code is None else code
+
+
+def _refuse(parser: argparse.ArgumentParser, name: str, rest: list[str]) -> NoReturn:
+    """End with the usage of a command, the arguments that it does not take, and a flag that is like the first."""
+    command = _subcommands(parser)[name]
+    known = [flag for action in command._actions for flag in action.option_strings]
+    near = difflib.get_close_matches(rest[0].partition("=")[0], known, 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    command.print_usage(sys.stderr)
+    parser.exit(2, f"{parser.prog}: error: unrecognized arguments: {' '.join(rest)}{hint}\n")
+
+
+def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of a parser's commands or actions, by name."""
+    groups = [group.choices for group in parser._actions if isinstance(group, argparse._SubParsersAction)]
+    return dict(groups[0]) if groups else {}
 
 
 def module_of(name: str) -> str:
@@ -212,8 +229,7 @@ def make_parser(jobs: Mapping[str, ModuleType]) -> Parser:
 def _share_examples(command: argparse.ArgumentParser) -> None:
     """Give the help of each action of a command those of the command's examples that show it."""
     examples = re.findall(r"^  realm .*?[^\\]$", command.epilog or "", re.MULTILINE | re.DOTALL)
-    groups = [group.choices for group in command._actions if isinstance(group, argparse._SubParsersAction)]
-    for name, action in groups[0].items() if groups else ():
+    for name, action in _subcommands(command).items():
         shown = [example for example in examples if example.startswith(f"  {command.prog} {name} ")]
         if shown:
             action.epilog, action.formatter_class = "\n".join(["examples:", *shown]), command.formatter_class
