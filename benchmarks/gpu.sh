@@ -1,5 +1,6 @@
 #!/bin/sh
-# What needs an NVIDIA GPU, on one H100 or H200: REALM's step and embedding beside PyTorch, a real adaptation, the quickstart.
+# What needs an NVIDIA GPU, on one H100 or H200: REALM's step and embedding beside PyTorch, a real adaptation, the
+# quickstart.
 #
 #     OUT=results benchmarks/gpu.sh
 #     OUT=results PARTS="machine base" benchmarks/gpu.sh
@@ -8,9 +9,9 @@
 #
 # Wants Python 3.12 or newer, with venv where it has to make an environment, and a driver of 580 or newer. Every part
 # writes a log to $OUT and has a time limit; one that fails or has no time left does not stop the others, and the last
-# line names it. All together may take MINUTES, 90 by default; the adaptation is left out without DOCUMENTS. PARTS names the parts to
-# run, all by default. Relative paths start at the repository. Programs that were compiled are kept in $SCRATCH for the
-# next time.
+# line names it. All together may take MINUTES, 90 by default; the adaptation is left out without DOCUMENTS. PARTS names
+# the parts to run, all by default. Relative paths start at the repository. Programs that were compiled are kept in
+# $SCRATCH for the next time.
 set -eu
 cd "$(dirname "$0")/.."
 OUT=${OUT:-gpu-results}

@@ -17,10 +17,10 @@ from realm_jax.refresh.generations import (
     export_step,
     generation_names,
     load_vectors,
-    manifests,
     read_manifest,
     rejection,
     remove_generation,
+    sharing,
 )  # fmt: skip
 from realm_jax.refresh.status import TRAINER, read_status
 from realm_jax.storage import Damaged, Folder
@@ -116,7 +116,7 @@ class Generation(NamedTuple):
         except Damaged as fault:
             return found | {"state": "damaged", "reason": str(fault)}
         reason = rejection(self.folder, self.name)
-        if manifest is None and self.holder() is not None:
+        if manifest is None and sharing(self.folder, self.name):
             found["state"] = "superseded"
         if reason is not None:
             found |= {"state": "refused", "reason": reason.get("reason", "")}
@@ -133,13 +133,6 @@ class Generation(NamedTuple):
         found["in_use"] = trainer is not None and trainer.index == step
         found["pinned"] = trainer is not None and step in trainer.pins
         return found
-
-    def holder(self) -> str | None:
-        """A generation of an edited corpus that has files of this one, which then stay; None if there is none."""
-        others = manifests(self.folder, [name for name in generation_names(self.folder) if name != self.name])
-        home = f"index/{self.name}/"
-        found = (other for other in others if any(file.name.startswith(home) for file in other.files))
-        return next((other.generation for other in found), None)
 
     def verify(self) -> str | None:
         """Compare every file with its size and checksum, and every vector for being one; how many there are, or None
@@ -214,5 +207,5 @@ def remove(workdir: Path, names: list[str], saved: Collection[str], force: bool)
             raise UserError(f"generation {name} is needed to resume the run; remove it anyway with --force")
     for name in names:
         remove_generation(known[name].folder, name)
-        holder = known[name].holder()
-        print(f"{name}: {f'{holder} needs its vectors, which stay' if holder else 'removed'}")
+        others = sharing(known[name].folder, name)
+        print(f"{name}: {f'{others[0].generation} needs its vectors, which stay' if others else 'removed'}")

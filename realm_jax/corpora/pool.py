@@ -44,8 +44,8 @@ def ordered_parallel_map(
     context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(workers, context, _start_worker, (function,))
-    can_start = pool.submit(_can_start)
     try:
+        can_start = pool.submit(_can_start)
         waiting: deque[Future[_R]] = deque()
         for batch in batches:
             waiting.append(pool.submit(_work, batch))

@@ -325,15 +325,21 @@ def numpy_dtype(name: str) -> Any:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
+def sharing(folder: Folder, generation: str) -> list[Manifest]:
+    """The other generations, of edited corpora, that have files of this one."""
+    others = manifests(folder, [name for name in generation_names(folder) if name != generation])
+    return [other for other in others if any(file.name.startswith(f"index/{generation}/") for file in other.files)]
+
+
 def remove_generation(folder: Folder, generation: str) -> None:
     """The manifest first; then every file that no other generation shares."""
     folder.remove(f"index/{generation}/{MANIFEST}")
-    kept = {file.name for manifest in manifests(folder, generation_names(folder)) for file in manifest.files}
     home = f"index/{generation}"
-    if not any(name.startswith(f"{home}/") for name in kept):
+    needed = {file.name for other in sharing(folder, generation) for file in other.files}
+    if not needed:
         folder.remove(home)
         return
-    used = {name.removeprefix(f"{home}/").partition("/")[0] for name in kept if name.startswith(f"{home}/")}
+    used = {name.removeprefix(f"{home}/").partition("/")[0] for name in needed if name.startswith(f"{home}/")}
     for name in folder.names(home):
         if name not in used:
             folder.remove(f"{home}/{name}")
