@@ -46,7 +46,7 @@ from realm_jax.models.inputs import Documents
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import joint_length
 from realm_jax.tasks import make_task
-from realm_jax.tasks.packed import packed_places
+from realm_jax.tasks.packed import SAMPLED, Texts, packed_places
 from realm_jax.train.optimizer import CLIP, WEIGHT_DECAY
 from realm_jax.train.step import ControlWords, make_step, put_control, start_state
 
@@ -54,7 +54,6 @@ SIZES = {"128": (128, 2, 2, 512), "384": (384, 6, 12, 1536), "base": (768, 12, 1
 WAYS = ["packed", "padded", "eager", "eager-needed", "compiled", "compiled-needed"]
 MASK = 103  # of BERT's uncased vocabulary
 OURS, PADDED = "realm_jax", "realm_jax, padded"
-SAMPLED = 2000  # sentences whose lengths say how many places packing needs
 CHECKED = 3  # first steps whose losses and gradient norms are compared; the rate is 0 at the first of them
 CLOSE = 1e-4  # relative, in float32
 Values = tuple[float, float]  # loss and norm of the gradient
@@ -251,8 +250,9 @@ def places_of(run: Run) -> PackedPlaces:
     lengths = run.corpus.lengths - titles - 3, titles
     passages = SimpleNamespace(lengths=lambda: lengths)
     sources = SimpleNamespace(passages=passages, for_reader=SimpleNamespace(passages=passages))
-    size, candidates = run.config.realm.batch_size, run.context.candidates - 1
-    return packed_places(replace(run, sources=sources), queries, queries, size, candidates, candidates)
+    at_once = run.config.realm.batch_size // run.config.optimizer.microbatches
+    sampled, read = Texts(queries, queries), run.context.candidates - 1
+    return packed_places(replace(run, sources=sources), sampled, at_once, read, read, titles=False, null=True)
 
 
 def our_way(run: Run, params: Any, batch: Any, vectors: NDArray[np.float32], packed: PackedPlaces | None) -> Way:

@@ -126,10 +126,10 @@ class StepContext:
     qa_documents: bool = False  # whether fine-tuning trains the document embedder as well
     rerank: Rerank | None = None  # what orders them anew; nothing does while a task is trained
     reader_special: tuple[int, int] | None = None  # ids of [CLS] and [SEP] of a reader with a tokenizer of its own
-    packed: PackedPlaces | None = None  # how masked sentences and candidates are packed; None: they are padded
+    packed: PackedPlaces | None = None  # how texts and passages are packed; None: they are padded
 
     def places(self, examples: int) -> PackedPlaces:
-        """How a batch of so many masked sentences is packed: as was worked out for it, another is padded."""
+        """How a batch of so many texts is packed: as was worked out for it, another is padded."""
         packed = self.packed
         fits = packed is not None and examples == packed.examples * batch_parts(self.mesh)
         return packed if packed is not None and fits else PackedPlaces(examples)
@@ -390,9 +390,9 @@ def hidden_span(batch: Batch) -> tuple[Array, Array]:
     return batch["targets"][:, None], batch["weights"].sum(axis=1, keepdims=True).astype(jnp.int32)
 
 
-class MaskedSpans(NamedTuple):
-    """The spans of passages that a masked text is read with, titles too. Arrays but `joint`: [batch, k, length,
-    span_width]; allowed: which may be pointed at; correct: which are the hidden one."""
+class SpanReading(NamedTuple):
+    """The spans of passages that are read with a text. Arrays but `joint`: [batch, k, length, span_width]; allowed:
+    which may be pointed at; correct: which are an answer."""
 
     joint: ReaderInput
     scores: Array
@@ -402,13 +402,23 @@ class MaskedSpans(NamedTuple):
 
 def masked_spans(
     context: StepContext, params: Params, batch: Batch, documents: Documents, key: Array | None = None
-) -> MaskedSpans:
-    """Read masked texts with passages [batch, k, d] to point at what is hidden."""
+) -> SpanReading:
+    """Read masked texts with passages [batch, k, d], titles too, to point at what is hidden."""
     joint = reader_inputs(*reader_query(batch), documents, titles=True)
+    return read_spans(context, params, joint, hidden_span(batch), key)
+
+
+def read_spans(
+    context: StepContext, params: Params, joint: ReaderInput, answers: tuple[Array, Array], key: Array | None
+) -> SpanReading:
+    """Read joint arrays [batch, k, length] to point at answers: pieces [batch, a, m] and their numbers [batch, a].
+
+    No span may be pointed at in what packing had no place for.
+    """
     packed = context.places(len(joint.ids)).joints
     placed = joint._replace(lengths=placed_lengths(context, joint.lengths, packed, joint.ids.shape[-1]))
-    places = answer_spans(placed, *hidden_span(batch), context.model.reader.span_width)
-    return MaskedSpans(joint, score_spans(context, params, joint, key, packed), *places)
+    places = answer_spans(placed, *answers, context.model.reader.span_width)
+    return SpanReading(joint, score_spans(context, params, joint, key, packed), *places)
 
 
 def placed_lengths(context: StepContext, lengths: Array, places: int, longest: int) -> Array:
@@ -450,7 +460,7 @@ class QuestionReading(NamedTuple):
 
     rows, scores [batch, k]; joint and span_scores of [batch, k, length(, width)]. beam: of all that was retrieved;
     allowed, correct [batch, k, length, width]: the spans that may be answers, and those that are one of the batch's
-    answers; prior [batch, k]: log p(z|x); spans, like `allowed`: log p(span|z,x).
+    answers; prior [batch, k]: log p(z|x); spans, like `allowed`: log p(span|z,x). unplaced: as of `MaskedReading`.
     """
 
     rows: Array
@@ -462,6 +472,7 @@ class QuestionReading(NamedTuple):
     correct: Array
     prior: Array
     spans: Array
+    unplaced: Mean
 
 
 def read_question(
@@ -476,19 +487,26 @@ def read_question(
     keys = dropout_keys(key, 3 if context.qa_documents else 2)
     found, queries = question_beam(context, params, batch, index, keys[0], beam)
     scores, rows = found.scores, found.rows[:, :passages]
+    places = context.places(len(rows))
+    packed = [] if queries is None else [(context.model.query_lengths(batch["query_length"]), places.queries)]
     if context.qa_documents and context.rerank is None:
-        taken = embed_candidates(context, params, gather_documents(index, rows), keys[2])
+        documents = gather_documents(index, rows)
+        packed.append((context.model.document_lengths(documents), places.documents))
+        taken = embed_candidates(context, params, documents, keys[2], places.documents)
         fresh = jnp.einsum("bd,bkd->bk", queries, taken)
         fresh = jnp.where(rows >= 0, fresh, NEGATIVE)
         scores = jnp.concatenate([fresh, scores[:, passages:]], axis=1)
     joint = reader_inputs(*reader_query(batch), take_for_reader(index, rows), context.qa_titles)
-    spans = score_spans(context, params, joint, keys[1])
     read_scores = scores[:, :passages]
     nothing = jnp.zeros((len(batch["query"]), 1, 1), jnp.int32)
     answers = batch.get("answers", nothing), batch.get("answer_lengths", nothing[:, :, 0])
-    allowed, correct = answer_spans(joint, *answers, context.model.reader.span_width)
-    likely = answer_log_probabilities(read_scores, spans, allowed, context.qa_objective)
-    return QuestionReading(rows, read_scores, joint, spans, found._replace(scores=scores), allowed, correct, *likely)
+    read = read_spans(context, params, joint, answers, keys[1])
+    likely = answer_log_probabilities(read_scores, read.scores, read.allowed, context.qa_objective)
+    unplaced = unplaced_pieces(context, [*packed, (joint.lengths, places.joints)], 2 * joint.ids.shape[-1])
+    beam_found = found._replace(scores=scores)
+    return QuestionReading(
+        rows, read_scores, joint, read.scores, beam_found, read.allowed, read.correct, *likely, unplaced
+    )
 
 
 def score_spans(context: StepContext, params: Params, joint: ReaderInput, key: Array | None, places: int = 0) -> Array:
@@ -522,7 +540,8 @@ def searched(
         rows = batch["bm25_rows"][:, :depth]
         scores = jnp.where(rows >= 0, batch["bm25_scores"][:, :depth], NEGATIVE)
         return FusedRanking(rows, scores, ranks_of("bm25", jnp, rows)), None
-    queries = context.model.embed_queries(params, batch["query"], batch["query_length"], key)
+    places = context.places(len(batch["query"])).queries
+    queries = context.model.embed_queries(params, batch["query"], batch["query_length"], key, places)
     return search_passages(context, context.qa_search, queries, batch, index, depth), queries
 
 

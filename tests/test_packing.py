@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from tiny import mesh_of_slices
-from tiny_run import tiny_config
+from tiny_run import prepare_people, tiny_config
 
 from realm_jax.assemble import make_run
 from realm_jax.cli.plan import devices_to_compile_for
 from realm_jax.compiled_cost import program_cost
+from realm_jax.config import add_sections
 from realm_jax.data.examples import batches
 from realm_jax.data.sources import open_sources
 from realm_jax.forward import unplaced_pieces
@@ -29,7 +30,7 @@ from realm_jax.models.packing import fitting_lengths, pack, packing, take_positi
 from realm_jax.models.tpu_attention import fits_packed
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
-from realm_jax.tasks.packed import PlacesMonitor, dealt, places_needed, spread_queries
+from realm_jax.tasks.packed import PlacesMonitor, deal_out, dealt, places_needed
 from realm_jax.train.step import gradients
 
 LENGTHS = np.array([12, 1, 7, 3, 12, 9])
@@ -182,14 +183,14 @@ def test_long_queries_are_dealt_out():
     mesh = make_mesh(devices=jax.devices()[:4], data=1, fsdp=4)
     lengths = np.random.default_rng(0).integers(5, 90, 32)
     batch = {"query": np.repeat(lengths[:, None], 3, 1), "query_length": lengths}
-    found = jax.jit(partial(spread_queries, mesh=mesh))(batch)
+    found = jax.jit(partial(deal_out, mesh=mesh))(batch)
     np.testing.assert_array_equal(found["query"][:, 2], found["query_length"])
     assert sorted(found["query_length"].tolist()) == sorted(lengths.tolist())
     sums = found["query_length"].reshape(4, 8).sum(1)
     assert sums.max() - sums.min() < 0.2 * np.ptp(lengths.reshape(4, 8).sum(1))
     assert found["query"].sharding.is_equivalent_to(logical_sharding(mesh, "batch", None), 2)
     alone = make_mesh(devices=jax.devices()[:1], data=1, fsdp=1)
-    assert spread_queries(batch, alone) is batch
+    assert deal_out(batch, alone) is batch
 
 
 def test_queries_are_dealt_out_within_a_slice():
@@ -198,7 +199,7 @@ def test_queries_are_dealt_out_within_a_slice():
     rows = np.stack([lengths, 2 * lengths], axis=1)
     batch = {"query": rows, "query_length": lengths, "retrieved_rows": rows}
     batch = {name: jax.device_put(one, logical_sharding(mesh, "batch")) for name, one in batch.items()}
-    work = jax.jit(partial(spread_queries, mesh=mesh))
+    work = jax.jit(partial(deal_out, mesh=mesh))
     found = work(batch)
     for share in (slice(0, 16), slice(16, 32)):
         assert sorted(found["query_length"][share].tolist()) == sorted(lengths[share].tolist())
@@ -249,12 +250,66 @@ def test_a_step_of_realm_is_the_same_packed(people, tmp_path, devices, marginal)
         work = jax.jit(lambda params, batch: gradients(task, params, {}, batch, index, jax.random.key(0), 2))
         return work(params, batch)
 
-    (wanted, padded), (found, values) = of(None), of(packed)
-    for name in ("loss", "accuracy", "retrieval_utility"):
-        np.testing.assert_allclose(values[name], padded[name], rtol=1e-5)
+    assert_same_step(of(packed), of(None), ("loss", "accuracy", "retrieval_utility"))
+
+
+def assert_same_step(packed, padded, names):
+    """Two pairs of gradients and values."""
+    (found, values), (wanted, others) = packed, padded
+    for name in names:
+        np.testing.assert_allclose(values[name], others[name], rtol=1e-5)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * max(1, np.abs(other).max()))
-    assert values["unplaced"] == padded["unplaced"] == 0
+    assert values["unplaced"] == others["unplaced"] == 0
+
+
+@pytest.fixture(scope="module")
+def named_people(tmp_path_factory):
+    """People whose names occur twice in their passages, as the warm-up needs them."""
+    return prepare_people(tmp_path_factory.mktemp("named"), house="of {}")
+
+
+@pytest.mark.parametrize(
+    "name, devices, changes",
+    [
+        ("mlm", 1, {}),
+        ("mlm", 4, {}),
+        ("qa", 1, {}),
+        ("qa", 4, {}),
+        pytest.param("qa", 1, {"refresh_every": 1, "titles": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_of_other_tasks_is_the_same_packed(named_people, tmp_path, name, devices, changes):
+    config = tiny_config(named_people)
+    add_sections(config, [name])
+    config.tasks = name
+    config[name].update({"batch_size": 16, "steps": 2, **changes})
+    config.model.dropout = 0.2 if devices == 1 else 0.0
+    run = make_run(config, tmp_path, open_sources(named_people), jax.devices()[:devices])
+    task = make_task(name, run)
+    packed = task.packed_context.packed
+    assert packed is not None and packed.examples == 16 // devices
+    read = {"mlm": 1, "qa": 3}[name] * packed.examples
+    assert 0 < packed.joints < read * 62
+    assert (0 < packed.documents < read * 48) == ("refresh_every" in changes)
+    params = run.initial_params()
+    index = run.index(np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)) if name == "qa" else None
+    batch = put_batch(run.mesh, next(batches(task.examples(params, lambda: None), 0, task.stream, 16, 0, 1)))
+
+    def of(places):
+        task.__dict__["packed_context"] = dataclasses.replace(run.context, packed=places)
+        work = jax.jit(lambda params, batch: gradients(task, params, {}, batch, index, jax.random.key(0), 1))
+        return work(params, batch)
+
+    names = {"mlm": ("loss", "accuracy"), "qa": ("loss", "accuracy", "answer_in_passages", "log_likelihood")}[name]
+    assert_same_step(of(packed), of(None), names)
+
+
+def test_fine_tuning_beside_one_passage_stays_padded(people, tmp_path):
+    config = tiny_config(people)
+    config.update({"tasks": "qa", "qa": {"objective": "positive"}})
+    task = make_task("qa", make_run(config, tmp_path, open_sources(people), jax.devices()[:1]))
+    assert task.packed_context.packed is None, "batches are of questions of like length"
 
 
 def test_what_has_no_place_is_reported():

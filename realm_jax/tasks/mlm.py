@@ -3,6 +3,11 @@
 Read `mlm_loss`, then what examples there are: `warmup_examples`.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,12 +28,14 @@ from realm_jax.data.examples import (
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import reader_of, word_flops
-from realm_jax.forward import Batch, StepContext, batch_candidates, read_targets
+from realm_jax.forward import Batch, PackedPlaces, StepContext, batch_candidates, read_targets, unplaced_pieces
+from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.sections import TaskSection, joint_length, task_names
 from realm_jax.tasks.base import Embed, Means, Measure, Shapes, Task, document_shapes, masked_shapes, query_shapes
+from realm_jax.tasks.packed import SAMPLED, PlacesMonitor, dealt_batch, packed_joints
 
 Array = jax.Array
 WHOLE_RATE = 0.5  # excerpts that hold all other sentences; the rest are mostly short
@@ -71,29 +78,63 @@ class Mlm(Task):
         )
 
     def examples(self, params: Params, embed: Embed) -> Examples:
+        return self.warmup
+
+    @cached_property
+    def warmup(self) -> Examples:
+        """Its examples, which depend on no parameters."""
         (tokenizer, passages, text), lengths = self.run.sources.for_reader, self.run.lengths
         kept = self.run.learned_rows(passages), self.run.learned_rows(text)
         return warmup_examples(passages, text, tokenizer, lengths, kept=kept)
+
+    @cached_property
+    def packed_context(self) -> StepContext:
+        """The context of a step, with joints packed where there are data to say how long they are."""
+        if self.run.sources is None:
+            return self.context
+        rng = np.random.default_rng(self.run.config.seed)
+        numbers = rng.integers(self.warmup.total, size=SAMPLED).tolist()
+        lengths = np.array([joint_lengths(self.warmup.make(number, rng)) for number in numbers], np.int64)
+        at_once = self.settings.batch_size // self.parts
+        return replace(self.context, packed=packed_joints(self.run, lengths, joint_length(self.run.config), at_once))
 
     def array_shapes(self) -> Shapes:
         bert = self.run.model.reader.bert
         return masked_shapes(self.run, query_shapes(self.run, bert)) | document_shapes(self.run, bert)
 
     def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Means:
-        return mlm_loss(self.context, params, batch, key)
+        context = self.packed_context
+        return mlm_loss(context, params, dealt_batch(context, batch, joint_lengths(batch)), key)
 
     def example_flops(self) -> dict[str, float]:
         config, predictions = self.run.config, self.run.lengths.predictions
-        return {"reader": 3 * (reader_of(config).forward(joint_length(config), predictions) + word_flops(self.run))}
+        packed = self.packed_context.packed or PackedPlaces(1)
+        read = reader_of(config).forward(joint_length(config), predictions, packed.joints / packed.examples)
+        return {"reader": 3 * (read + word_flops(self.run))}
 
     def measure(self) -> Measure | None:
         return None
 
+    def monitor(self) -> Callable[[dict[str, Any]], str | None]:
+        return PlacesMonitor()
+
 
 def mlm_loss(context: StepContext, params: Params, batch: Batch, key: Array | None) -> Means:
     """Cross-entropy of masked words, mean over predicted pieces; the passage, if any, comes with the batch."""
-    log_p, right = (part[:, 0] for part in read_targets(context, params, batch, batch_candidates(batch), key))
-    return cross_entropy(log_p, right, batch["weights"])
+    places = context.places(len(batch["query"])).joints
+    read = read_targets(context, params, batch, batch_candidates(batch), key, places)
+    log_p, right = (part[:, 0] for part in read)
+    lengths = joint_lengths(batch)
+    longest = batch["query"].shape[1] + batch["document"].shape[1]
+    unplaced = unplaced_pieces(context, [(lengths, places)], longest)
+    return cross_entropy(log_p, right, batch["weights"]) | {"unplaced": unplaced}
+
+
+def joint_lengths(arrays: Mapping[str, Any]) -> Any:
+    """Pieces of a text with the passage that comes with it, as `reader_inputs` joins them: of a batch, int32 [batch],
+    or of one example."""
+    passage = arrays["document_length"] - arrays["document_title_length"] - DOCUMENT_SPECIALS
+    return arrays["query_length"] + passage
 
 
 def cross_entropy(log_p: Array, right: Array, weights: Array) -> Means:

@@ -1,11 +1,11 @@
-"""How many places the tokens of REALM's sequences take, by the lengths of its data.
+"""How many places the tokens of a step's sequences take, by the lengths of its data.
 
-Passages end before their row does and most sentences are short, so a fifth to a quarter of padded joints is padding.
-Candidates are drawn at random here: what is retrieved differs little in length, and the slack is for that. Long queries
-are dealt out to the parts of a batch, since a program has as many places as the fullest part needs.
+Passages end before their row does and most sentences and questions are short, so a fifth to a quarter of padded joints
+is padding. Passages are drawn at random here: what is retrieved differs little in length, and the slack is for that.
+Long queries are dealt out to the parts of a batch, since a program has as many places as the fullest part needs.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from realm_jax.data.examples import Lengths
 from realm_jax.data.store import PassageStore
-from realm_jax.forward import Batch, PackedPlaces, reader_query
+from realm_jax.forward import Batch, PackedPlaces, StepContext, reader_query
 from realm_jax.mesh import batch_parts, logical_sharding
 from realm_jax.models.prompts import longest_passage, passage_lengths
 from realm_jax.run import Run
@@ -24,38 +24,66 @@ RARE = 10_000  # one part in so many needs more places than there are, if candid
 SLACK = 1.05  # places, as a multiple of what batches need in the mean, at least
 WORTH = 0.92  # with more places than this share of the padded ones sequences stay padded
 DRAWN = 4_000_000  # lengths drawn at most
+SAMPLED = 2048  # texts whose lengths say how many places a batch takes
 MANY = 0.01  # share of a batch's pieces that are lost, from which on it is said
+Array = jax.Array
 NOTHING = np.zeros(1, np.int64)  # lengths of what is not there
 
 
+class Texts(NamedTuple):
+    """Lengths of some texts of a task, specials counted: of what is searched with, and of what the reader reads."""
+
+    queries: NDArray[np.int64]
+    read: NDArray[np.int64]
+
+
 def packed_places(
-    run: Run, queries: NDArray[np.int64], texts: NDArray[np.int64], examples: int, read: int, embedded: int
+    run: Run, sampled: Texts, examples: int, read: int, embedded: int, titles: bool, null: bool
 ) -> PackedPlaces:
-    """The places of a part of a batch. queries, texts: lengths of what is searched with and of what the reader reads,
-    of the same sentences, specials counted; examples: of a whole batch; read, embedded: candidates of each that are
-    read and embedded."""
-    parts, points, longest = batch_parts(run.mesh), run.context.points, run.lengths.query
-    own = examples // (parts * run.config.optimizer.microbatches)
-    dealt_to = parts // run.mesh.shape["slices"]
+    """The places of what retrieves. examples: whose gradients are computed at once; read, embedded: passages of each
+    that are read and embedded; titles: they are read with their titles; null: so is the null document."""
+    (queries, texts), longest = sampled, run.lengths.query
+    dealt_to, own = _shares(run, examples)
 
     def needed(asked: NDArray[np.int64], passages: NDArray[np.int64], candidates: int, longest: int) -> int:
         return places_needed(asked, passages, (dealt_to, own, candidates), longest, run.model.bert.alignment, texts)
 
     lengths, widest = run.model.query_lengths(queries), run.model.query_lengths(longest)
     asked = needed(lengths, NOTHING, 1, widest)
-    nulls = 0 if points else needed(texts + 1, NOTHING, 1, longest + 1)
+    nulls = needed(texts + 1, NOTHING, 1, longest + 1) if null else 0
     body, title = clipped_lengths(run.sources.for_reader.passages, run.lengths)
-    joint = body + (title + 2 if points else 1)
-    joints = needed(texts, joint, read, longest + run.lengths.document - (1 if points else 2))
+    joint = body + (title + 2 if titles else 1)
+    joints = needed(texts, joint, read, longest + run.lengths.document - (1 if titles else 2))
     body, title = clipped_lengths(run.sources.passages, run.lengths)
     template, alone = run.model.passage_template, np.zeros_like(texts)  # a passage is embedded without a query
     tower, longest = passage_lengths(body, title, template), longest_passage(run.lengths.document, template)
     return PackedPlaces(own, asked, nulls, joints, needed(alone, tower, embedded, longest) if embedded else 0)
 
 
-def spread_queries(batch: Batch, mesh: Mesh) -> Batch:
-    """A batch in another order, in which all parts of a slice's share have texts of about the same length in all."""
-    slices, (_, lengths) = mesh.shape["slices"], reader_query(batch)
+def packed_joints(run: Run, lengths: NDArray[np.int64], longest: int, examples: int) -> PackedPlaces:
+    """The places of what is read beside a passage that comes with it. lengths: of some joints; longest: none is longer;
+    examples: as above."""
+    dealt_to, own = _shares(run, examples)
+    joints = places_needed(lengths, NOTHING, (dealt_to, own, 1), longest, run.model.bert.alignment)
+    return PackedPlaces(own, joints=joints)
+
+
+def _shares(run: Run, examples: int) -> tuple[int, int]:
+    """Among how many devices examples are dealt out, and how many each has."""
+    parts = batch_parts(run.mesh)
+    return parts // run.mesh.shape["slices"], examples // parts
+
+
+def dealt_batch(context: StepContext, batch: Batch, lengths: Array | None = None) -> Batch:
+    """`deal_out` of a batch of which any lengths differ that places were worked out for; another as it is."""
+    places = context.places(len(batch["query"]))
+    return deal_out(batch, context.mesh, lengths) if places.queries or places.nulls or places.joints else batch
+
+
+def deal_out(batch: Batch, mesh: Mesh, lengths: Array | None = None) -> Batch:
+    """A batch in another order, in which all parts of a slice's share have about the same length in all. lengths:
+    [batch], by default of the texts that are read."""
+    slices, lengths = mesh.shape["slices"], reader_query(batch)[1] if lengths is None else lengths
     parts = batch_parts(mesh) // slices
     if parts == 1:
         return batch
@@ -90,7 +118,7 @@ class PlacesMonitor:
         self._said = True
         return (
             f"step {record['step']}: packing had no place for {lost:.1%} of the pieces, so the longest sequences lost "
-            "their last ones; what is retrieved is longer than passages are in the mean (tasks/packed.py)"
+            "their last ones; texts or passages of batches are longer than those of the data (tasks/packed.py)"
         )
 
 

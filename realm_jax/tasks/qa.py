@@ -5,34 +5,37 @@ released code; 'positive', L_ret, and L_read of one passage a question that hold
 answers and passages questions are trained with is `qa_examples.py`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
+from numpy.typing import NDArray
 
-from realm_jax.data.examples import Examples
+from realm_jax.data.examples import Examples, query_arrays
 from realm_jax.data.questions import answered
-from realm_jax.data.tokenizer import id_dtype
+from realm_jax.data.tokenizer import Tokenizer, id_dtype
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, reader_of, score_flops
 from realm_jax.forward import (
     Batch,
     Index,
+    PackedPlaces,
     StepContext,
     bm25_list_length,
     dropout_keys,
     question_beam,
     read_question,
+    read_spans,
     reader_query,
-    score_spans,
     take_for_reader,
 )
 from realm_jax.models import likelihood
-from realm_jax.models.inputs import ReaderInput, answer_spans, has_answer_span, token_mask
+from realm_jax.models.inputs import ReaderInput, has_answer_span, token_mask
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
@@ -51,6 +54,7 @@ from realm_jax.tasks.base import (
 )
 from realm_jax.tasks.closed_book import ClosedBook
 from realm_jax.tasks.collapse import CollapseMonitor
+from realm_jax.tasks.packed import SAMPLED, PlacesMonitor, Texts, dealt_batch, packed_places
 from realm_jax.tasks.qa_examples import fine_tuning_examples, question_depth
 
 Array = jax.Array
@@ -168,28 +172,54 @@ class Qa(Task):
             "body_start": ((), np.int32),
         }
 
+    @cached_property
+    def packed_context(self) -> StepContext:
+        """The context of a step, with sequences packed where there are questions to say how long they are.
+
+        With one passage a question, batches are of questions of like length and stay padded.
+        """
+        run, context = self.run, self.context
+        asked = [] if run.sources is None or self.is_positive else run.sources.answered("train")
+        if not asked:
+            return context
+        chosen = np.random.default_rng(run.config.seed).integers(len(asked), size=SAMPLED).tolist()
+        texts = [asked[number].question for number in chosen]
+        tokenizers = run.sources.tokenizer, run.sources.for_reader.tokenizer
+        sampled = Texts(*(text_lengths(tokenizer, texts, run.lengths.query) for tokenizer in tokenizers))
+        read, titles = context.qa_passages, context.qa_titles
+        embedded = read if context.qa_documents else 0
+        at_once = self.settings.batch_size // self.parts
+        places = packed_places(run, sampled, at_once, read, embedded, titles, null=False)
+        return replace(context, packed=places)
+
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
-        loss = positive_qa_loss if self.is_positive else qa_loss
-        return loss(self.context, params, batch, index, key)
+        if self.is_positive:
+            return positive_qa_loss(self.context, params, batch, index, key)
+        context = self.packed_context
+        return qa_loss(context, params, dealt_batch(context, batch), index, key)
 
     def example_flops(self) -> dict[str, float]:
         """A question beside its positive passage counts as long as the longest can be; the length of batches is up to
         data."""
         config, joint = self.run.config, joint_length(self.run.config)
-        reader = reader_of(config)
+        reader, packed = reader_of(config), self.packed_context.packed or PackedPlaces(1)
         spans = 2 * joint * reader.width * 2 * self.context.model.reader.span_hidden
         read = 1 if self.is_positive else config.qa.passages
-        parts = {"reader": 3 * read * (reader.forward(joint) + spans)}
+        places = packed.joints / (packed.examples * read)
+        parts = {"reader": 3 * read * (reader.forward(joint, places=places) + spans)}
         if not self.context.qa_words:
-            queries = 3 * embedding_flops(config, config.data.query_length)
+            asked = packed.queries / packed.examples
+            queries = 3 * embedding_flops(config, config.data.query_length, places=asked)
             parts |= {"search": self.context.rows * score_flops(self.run), "queries": queries}
         if self.refresh_every:
-            documents = embedding_flops(config, config.data.document_length)
+            embedded = packed.documents / (packed.examples * read)
+            documents = embedding_flops(config, config.data.document_length, places=embedded)
             parts["documents"] = 3 * config.qa.passages * documents
         return parts
 
     def monitor(self) -> Callable[[dict[str, Any]], str | None]:
-        return CollapseMonitor().questions
+        collapse, places = CollapseMonitor().questions, PlacesMonitor()
+        return lambda record: places(record) or collapse(record)
 
     def controls(self) -> list[ControlRun]:
         return [ControlRun(ClosedBook.name, ClosedBook.name)]
@@ -200,6 +230,12 @@ def trained_towers(context: StepContext) -> tuple[str, ...]:
     if context.qa_words:
         return ()
     return context.model.embedder_names if context.qa_documents else context.model.embedder_names[:1]
+
+
+def text_lengths(tokenizer: Tokenizer, texts: Sequence[str], longest: int) -> NDArray[np.int64]:
+    """Pieces of texts as queries of at most so many, specials counted: int64 [texts]."""
+    encoded = [np.array(one.ids, np.int32) for one in tokenizer.encode_batch(list(texts))]
+    return np.array([query_arrays(ids, longest, tokenizer)["query_length"] for ids in encoded], np.int64)
 
 
 # --- the losses -------------------------------------------------------------------------------------------------------
@@ -221,6 +257,7 @@ def qa_loss(context: StepContext, params: Params, batch: Batch, index: Index, ke
         "accuracy": batch_mean(top1_is_correct(final, read.correct)),
         "answer_in_passages": batch_mean(answered),
         "log_likelihood": Mean(jnp.where(answered, log_likelihood, 0.0).sum(), answered.sum().astype(jnp.float32)),
+        "unplaced": read.unplaced,
     }
 
 
@@ -237,12 +274,8 @@ def positive_qa_loss(context: StepContext, params: Params, batch: Batch, index: 
     beam of the index, whose passages are not read. `joint` of the batch: ids [batch, length]; see `positive_examples`.
     """
     keys = dropout_keys(key, 2)
-    joint, answers = (
-        batch_reader_input(batch),
-        (batch["answers"], batch["answer_lengths"], context.model.reader.span_width),
-    )
-    allowed, correct = answer_spans(joint, *answers)
-    spans = score_spans(context, params, joint, keys[1])
+    joint, answers = batch_reader_input(batch), (batch["answers"], batch["answer_lengths"])
+    _, spans, allowed, correct = read_spans(context, params, joint, answers, keys[1])
     terms = likelihood.reader_terms(jnp.zeros(joint.lengths.shape), spans, allowed, correct)
     right = top1_is_correct(jnp.where(allowed, spans, likelihood.NEGATIVE), correct)
     found = {"accuracy": batch_mean(right), "reader_loss": batch_mean(terms)}

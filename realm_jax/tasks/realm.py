@@ -65,11 +65,9 @@ from realm_jax.tasks.base import (
 )
 from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.tasks.ict import Ict
-from realm_jax.tasks.packed import PlacesMonitor, packed_places, spread_queries
+from realm_jax.tasks.packed import SAMPLED, PlacesMonitor, Texts, dealt_batch, packed_places
 
 logger = logging.getLogger(__name__)
-
-SAMPLED = 2048  # sentences whose lengths say how many places a batch takes
 
 Array = jax.Array
 RetrieverQuery = Callable[[int, int, NDArray[np.int64]], Example]  # row, sentence, hidden places → arrays
@@ -188,12 +186,12 @@ class RealmTask(Task):
         rng = np.random.default_rng(run.config.seed)
         numbers = rng.integers(examples.total, size=SAMPLED).tolist()
         made = [examples.make(number, rng) for number in numbers]
-        queries, texts = (np.array([one[name] for one in made], np.int64) for name in ("query_length", text))
+        sampled = Texts(*(np.array([one[name] for one in made], np.int64) for name in ("query_length", text)))
         candidates = context.candidates - 1
         pointed = min(POINTED, candidates) if context.points else candidates
         embedded = 0 if context.frozen_documents else candidates
-        size = self.settings.batch_size
-        return replace(context, packed=packed_places(run, queries, texts, size, pointed, embedded))
+        points, at_once = context.points, self.settings.batch_size // self.parts
+        return replace(context, packed=packed_places(run, sampled, at_once, pointed, embedded, points, not points))
 
     def masked_examples(self, masking: str, kept: NDArray[np.bool_] | None = None) -> Examples:
         """Its examples with any masking; kept: as of the function of this name."""
@@ -215,10 +213,7 @@ class RealmTask(Task):
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
         context = self.packed_context
-        places = context.places(len(batch["query"]))
-        if places.queries or places.nulls or places.joints:
-            batch = spread_queries(batch, self.run.mesh)
-        return realm_loss(context, params, batch, index, key)
+        return realm_loss(context, params, dealt_batch(context, batch), index, key)
 
     def example_flops(self) -> dict[str, float]:
         config, candidates, reader = self.run.config, self.context.candidates - 1, reader_of(self.run.config)
