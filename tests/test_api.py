@@ -146,6 +146,7 @@ def test_a_run_is_measured_on_a_split_and_on_records(model):
         (lambda model: realm_jax.Model(model.workdir, task="realm"), "has no such task"),
         (lambda model: realm_jax.Model(model.workdir, config={"model.width": 8}), "fixed by the run"),
         (lambda model: realm_jax.Model(model.workdir, config={"answering.reed": 8}), "no such key"),
+        (lambda model: realm_jax.Model(model.workdir, config="quickstart"), "takes the keys to change as a dict"),
         (lambda model: realm_jax.Model(model.workdir / "nothing"), "no run there"),
         (lambda model: realm_jax.Model("gs://bucket/run"), "workdir=gs://bucket/run: a model is opened from a folder"),
         (lambda model: realm_jax.prepare("a", "b", vocabulary=3), "no option vocabulary"),

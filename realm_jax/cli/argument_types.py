@@ -13,5 +13,5 @@ def nonempty(text: str) -> str:
 def positive(text: str) -> int:
     """Argument type: a positive integer."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
     return int(text)

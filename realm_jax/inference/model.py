@@ -79,6 +79,8 @@ class Model:
             raise UserError(f"generation={generation}: goes without task and search; leave them out")
         if is_remote(str(workdir)):
             raise UserError(f"workdir={workdir}: a model is opened from a folder; copy the run to a disk, or mount it")
+        if not isinstance(config, Mapping | None):
+            raise UserError(f"config={config!r}: takes the keys to change as a dict, such as {{'answering.read': 50}}")
         self.workdir = Path(workdir)
         self._changes = run_changes([f"--config.{key}={value}" for key, value in (config or {}).items()])
         opened = open_run_for_inference(self.workdir, self._changes, questions=False)
