@@ -46,7 +46,7 @@ from realm_jax.models.inputs import Documents
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import joint_length
 from realm_jax.tasks import make_task
-from realm_jax.tasks.packed import SAMPLED, Texts, packed_places
+from realm_jax.tasks.packed import SAMPLED, PlaceCounter, TextLengths
 from realm_jax.train.optimizer import CLIP, WEIGHT_DECAY
 from realm_jax.train.step import ControlWords, make_step, put_control, start_state
 
@@ -251,8 +251,15 @@ def places_of(run: Run) -> PackedPlaces:
     passages = SimpleNamespace(lengths=lambda: lengths)
     sources = SimpleNamespace(passages=passages, for_reader=SimpleNamespace(passages=passages))
     at_once = run.config.realm.batch_size // run.config.optimizer.microbatches
-    sampled, read = Texts(queries, queries), run.context.candidates - 1
-    return packed_places(replace(run, sources=sources), sampled, at_once, read, read, titles=False, null=True)
+    lengths, candidates = TextLengths(queries, queries), run.context.candidates - 1
+    count = PlaceCounter(replace(run, sources=sources), at_once)
+    return PackedPlaces(
+        count.examples,
+        count.queries(lengths),
+        count.nulls(lengths),
+        count.joints(lengths, candidates, titles=False),
+        count.documents(lengths, candidates),
+    )
 
 
 def our_way(run: Run, params: Any, batch: Any, vectors: NDArray[np.float32], packed: PackedPlaces | None) -> Way:

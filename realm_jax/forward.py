@@ -415,10 +415,10 @@ def read_spans(
 
     No span may be pointed at in what packing had no place for.
     """
-    packed = context.places(len(joint.ids)).joints
-    placed = joint._replace(lengths=placed_lengths(context, joint.lengths, packed, joint.ids.shape[-1]))
-    places = answer_spans(placed, *answers, context.model.reader.span_width)
-    return SpanReading(joint, score_spans(context, params, joint, key, packed), *places)
+    places = context.places(len(joint.ids)).joints
+    placed = joint._replace(lengths=placed_lengths(context, joint.lengths, places, joint.ids.shape[-1]))
+    allowed, correct = answer_spans(placed, *answers, context.model.reader.span_width)
+    return SpanReading(joint, score_spans(context, params, joint, key, places), allowed, correct)
 
 
 def placed_lengths(context: StepContext, lengths: Array, places: int, longest: int) -> Array:
@@ -487,12 +487,9 @@ def read_question(
     keys = dropout_keys(key, 3 if context.qa_documents else 2)
     found, queries = question_beam(context, params, batch, index, keys[0], beam)
     scores, rows = found.scores, found.rows[:, :passages]
-    places = context.places(len(rows))
-    packed = [] if queries is None else [(context.model.query_lengths(batch["query_length"]), places.queries)]
     if context.qa_documents and context.rerank is None:
-        documents = gather_documents(index, rows)
-        packed.append((context.model.document_lengths(documents), places.documents))
-        taken = embed_candidates(context, params, documents, keys[2], places.documents)
+        documents, places = gather_documents(index, rows), context.places(len(rows)).documents
+        taken = embed_candidates(context, params, documents, keys[2], places)
         fresh = jnp.einsum("bd,bkd->bk", queries, taken)
         fresh = jnp.where(rows >= 0, fresh, NEGATIVE)
         scores = jnp.concatenate([fresh, scores[:, passages:]], axis=1)
@@ -501,12 +498,20 @@ def read_question(
     nothing = jnp.zeros((len(batch["query"]), 1, 1), jnp.int32)
     answers = batch.get("answers", nothing), batch.get("answer_lengths", nothing[:, :, 0])
     read = read_spans(context, params, joint, answers, keys[1])
-    likely = answer_log_probabilities(read_scores, read.scores, read.allowed, context.qa_objective)
-    unplaced = unplaced_pieces(context, [*packed, (joint.lengths, places.joints)], 2 * joint.ids.shape[-1])
-    beam_found = found._replace(scores=scores)
+    prior, log_p = answer_log_probabilities(read_scores, read.scores, read.allowed, context.qa_objective)
+    found, unplaced = found._replace(scores=scores), unplaced_of_question(context, batch, index, rows, joint)
     return QuestionReading(
-        rows, read_scores, joint, read.scores, beam_found, read.allowed, read.correct, *likely, unplaced
+        rows, read_scores, joint, read.scores, found, read.allowed, read.correct, prior, log_p, unplaced
     )
+
+
+def unplaced_of_question(context: StepContext, batch: Batch, index: Index, rows: Array, joint: ReaderInput) -> Mean:
+    """`unplaced_pieces` of questions, of their passages where these are embedded, and of both read together."""
+    places = context.places(len(rows))
+    packed = [(context.model.query_lengths(batch["query_length"]), places.queries), (joint.lengths, places.joints)]
+    if context.qa_documents:
+        packed.append((context.model.document_lengths(gather_documents(index, rows)), places.documents))
+    return unplaced_pieces(context, packed, 2 * joint.ids.shape[-1])  # whatever templates add
 
 
 def score_spans(context: StepContext, params: Params, joint: ReaderInput, key: Array | None, places: int = 0) -> Array:

@@ -20,8 +20,8 @@ from realm_jax.compiled_cost import program_cost
 from realm_jax.config import add_sections
 from realm_jax.data.examples import batches
 from realm_jax.data.sources import open_sources
-from realm_jax.forward import unplaced_pieces
-from realm_jax.mesh import logical_sharding, make_mesh
+from realm_jax.forward import PackedPlaces, read_question, unplaced_pieces
+from realm_jax.mesh import batch_parts, logical_sharding, make_mesh
 from realm_jax.models.attention import dot_product_attention, packed_attention, tpu_packed_attention
 from realm_jax.models.bert import Bert, BertConfig
 from realm_jax.models.dropout import AttentionDropout, dropout_seeds
@@ -30,7 +30,7 @@ from realm_jax.models.packing import fitting_lengths, pack, packing, take_positi
 from realm_jax.models.tpu_attention import fits_packed
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
-from realm_jax.tasks.packed import PlacesMonitor, deal_out, dealt, places_needed
+from realm_jax.tasks.packed import PlacesMonitor, deal_out, dealing_order, places_needed
 from realm_jax.train.step import gradients
 
 LENGTHS = np.array([12, 1, 7, 3, 12, 9])
@@ -179,7 +179,7 @@ def test_places_are_what_batches_need():
 
 
 def test_long_queries_are_dealt_out():
-    assert dealt(12, 3).tolist() == [0, 5, 6, 11, 1, 4, 7, 10, 2, 3, 8, 9]
+    assert dealing_order(12, 3).tolist() == [0, 5, 6, 11, 1, 4, 7, 10, 2, 3, 8, 9]
     mesh = make_mesh(devices=jax.devices()[:4], data=1, fsdp=4)
     lengths = np.random.default_rng(0).integers(5, 90, 32)
     batch = {"query": np.repeat(lengths[:, None], 3, 1), "query_length": lengths}
@@ -245,17 +245,23 @@ def test_a_step_of_realm_is_the_same_packed(people, tmp_path, devices, marginal)
     stream = batches(task.examples(params, lambda: None), 0, task.stream, 8, 0, 1)
     batch = put_batch(run.mesh, next(stream))
 
+    assert_same_step(task, params, batch, index, ("loss", "accuracy", "retrieval_utility"))
+
+
+def assert_same_step(task, params, batch, index, names):
+    """A step's gradients and values are the same packed, as its task works it out, and padded."""
+    context = task.packed_context
+    packed, rows = context.packed, batch_parts(context.mesh)
+    states = f"tensor<{rows}x{packed.joints}x{context.model.reader.bert.width}x"
+
     def of(places):
-        task.__dict__["packed_context"] = dataclasses.replace(run.context, packed=places)
-        work = jax.jit(lambda params, batch: gradients(task, params, {}, batch, index, jax.random.key(0), 2))
-        return work(params, batch)
+        task.__dict__["packed_context"] = dataclasses.replace(context, packed=places)
+        work = jax.jit(lambda params, batch: gradients(task, params, {}, batch, index, jax.random.key(0), task.parts))
+        lowered = work.lower(params, batch)
+        return states in lowered.as_text(), *lowered.compile()(params, batch)
 
-    assert_same_step(of(packed), of(None), ("loss", "accuracy", "retrieval_utility"))
-
-
-def assert_same_step(packed, padded, names):
-    """Two pairs of gradients and values."""
-    (found, values), (wanted, others) = packed, padded
+    (is_packed, found, values), (is_not, wanted, others) = of(packed), of(None)
+    assert is_packed and not is_not, "hidden states of as many places as were counted"
     for name in names:
         np.testing.assert_allclose(values[name], others[name], rtol=1e-5)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -269,40 +275,59 @@ def named_people(tmp_path_factory):
     return prepare_people(tmp_path_factory.mktemp("named"), house="of {}")
 
 
+NO_VECTORS = {"search": "bm25"}
+OTHER_TASKS = {  # task → what a step reports that packing leaves as it is
+    "mlm": ("loss", "accuracy"),
+    "closed_book": ("loss", "accuracy"),
+    "qa": ("loss", "accuracy", "answer_in_passages", "log_likelihood"),
+}
+
+
 @pytest.mark.parametrize(
-    "name, devices, changes",
+    "name, devices, parts, changes",
     [
-        ("mlm", 1, {}),
-        ("mlm", 4, {}),
-        ("qa", 1, {}),
-        ("qa", 4, {}),
-        pytest.param("qa", 1, {"refresh_every": 1, "titles": True}, marks=pytest.mark.slow),
+        ("mlm", 1, 1, {}),
+        ("mlm", 4, 2, {}),
+        ("closed_book", 1, 1, {}),
+        ("qa", 1, 2, {}),
+        ("qa", 4, 1, {"refresh_every": 1}),
+        pytest.param("qa", 1, 1, {"refresh_every": 1, "titles": True}, marks=pytest.mark.slow),
+        pytest.param("qa", 1, 1, NO_VECTORS, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_of_other_tasks_is_the_same_packed(named_people, tmp_path, name, devices, changes):
+def test_a_step_of_other_tasks_is_the_same_packed(named_people, tmp_path, name, devices, parts, changes):
     config = tiny_config(named_people)
     add_sections(config, [name])
     config.tasks = name
     config[name].update({"batch_size": 16, "steps": 2, **changes})
+    config.optimizer.microbatches = parts
     config.model.dropout = 0.2 if devices == 1 else 0.0
     run = make_run(config, tmp_path, open_sources(named_people), jax.devices()[:devices])
     task = make_task(name, run)
     packed = task.packed_context.packed
-    assert packed is not None and packed.examples == 16 // devices
-    read = {"mlm": 1, "qa": 3}[name] * packed.examples
+    assert packed.examples == 16 // devices // parts
+    read = packed.examples * (3 if name == "qa" else 1)
     assert 0 < packed.joints < read * 62
     assert (0 < packed.documents < read * 48) == ("refresh_every" in changes)
+    assert packed.queries == 0 or changes != NO_VECTORS, "no tower reads questions"
     params = run.initial_params()
-    index = run.index(np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)) if name == "qa" else None
+    vectors = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    index = None
+    if name == "qa":
+        index = run.index_without_vectors if changes == NO_VECTORS else run.index(vectors)
     batch = put_batch(run.mesh, next(batches(task.examples(params, lambda: None), 0, task.stream, 16, 0, 1)))
+    assert_same_step(task, params, batch, index, OTHER_TASKS[name])
 
-    def of(places):
-        task.__dict__["packed_context"] = dataclasses.replace(run.context, packed=places)
-        work = jax.jit(lambda params, batch: gradients(task, params, {}, batch, index, jax.random.key(0), 1))
-        return work(params, batch)
 
-    names = {"mlm": ("loss", "accuracy"), "qa": ("loss", "accuracy", "answer_in_passages", "log_likelihood")}[name]
-    assert_same_step(of(packed), of(None), names)
+def test_a_task_without_passages_has_its_own_lengths(people, tmp_path):
+    """No name occurs twice in these passages, which the warm-up could not learn from."""
+    config = tiny_config(people)
+    add_sections(config, ["closed_book"])
+    config.tasks = "closed_book"
+    task = make_task("closed_book", make_run(config, tmp_path, open_sources(people), jax.devices()[:1]))
+    longest = max(int(task.fixed_examples.make(n, np.random.default_rng(0))["query_length"]) for n in range(8))
+    packed = task.packed_context.packed
+    assert 0 < packed.joints <= packed.examples * (longest + 1), "nothing stands beside them"
 
 
 def test_fine_tuning_beside_one_passage_stays_padded(people, tmp_path):
@@ -310,6 +335,23 @@ def test_fine_tuning_beside_one_passage_stays_padded(people, tmp_path):
     config.update({"tasks": "qa", "qa": {"objective": "positive"}})
     task = make_task("qa", make_run(config, tmp_path, open_sources(people), jax.devices()[:1]))
     assert task.packed_context.packed is None, "batches are of questions of like length"
+
+
+def test_no_answer_is_pointed_at_in_what_has_no_place(people, tmp_path):
+    config = tiny_config(people)
+    config.update({"tasks": "qa", "qa": {"batch_size": 8}})
+    run = make_run(config, tmp_path, open_sources(people), jax.devices()[:1])
+    context = dataclasses.replace(run.context, packed=PackedPlaces(8, joints=8 * 3 * 20))
+    batch = next(batches(make_task("qa", run).examples({}, lambda: None), 0, 0, 8, 0, 1))
+    index = run.index(np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32))
+    work = jax.jit(lambda params, batch: read_question(context, params, batch, index, None, 3, 3))
+    read = work(run.initial_params(), batch)
+    lengths = read.joint.lengths
+    kept = fitting_lengths(lengths.reshape(1, -1), 62, 8 * 3 * 20, 1).reshape(lengths.shape)
+    assert (kept < lengths).any() and read.unplaced.total > 0
+    allowed = read.allowed.any(axis=-1)
+    assert allowed.any(axis=-1).all() and not (allowed & (np.arange(62) >= kept[..., None])).any()
+    assert not (read.correct & ~read.allowed).any()
 
 
 def test_what_has_no_place_is_reported():

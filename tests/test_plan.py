@@ -213,18 +213,27 @@ def test_the_share_of_tokens_follows_from_the_lengths_of_the_data(people, tmp_pa
         (["--config.data.path=gs://bucket/data"], (13_353_718, 30_522), False),
         (["--config.data.path=.", "--vocabulary=500"], (13_353_718, 500), False),  # no prepared folder
         (["--config.data.path={people}", "--task=ict"], (16, 135), False),
+        (["--config.data.path={people}", "--task=qa", "--config.tasks=qa"], (16, 135), False),
     ],
 )
 def test_what_is_planned_has_the_sizes_of_data_that_are_there(people, monkeypatch, capsys, flags, sizes, useful):
     from realm_jax.cli import plan
 
     monkeypatch.setattr(plan, "tpu_devices", lambda *_: jax.devices()[:1])
-    monkeypatch.setattr(plan, "step_needs", lambda *_: {"fits": True, "bytes": {}})
+    planned = {}
+
+    def step_needs(run, task, *_):
+        planned.update(task=make_task(task, run))
+        return {"fits": True, "bytes": {}}
+
+    monkeypatch.setattr(plan, "step_needs", step_needs)
     monkeypatch.setattr(plan, "plan_of_builder", lambda *_: {"builder": {"fits": True}})
     small = ["--config.mesh.fsdp=1", "--config.optimizer.microbatches=1", "--json"]
     assert cli.main(["launch", "plan", *(flag.format(people=people) for flag in flags), *small]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["passages"], found["vocabulary"], "useful" in found) == (*sizes, useful)
+    packs = sizes[1] == 135 and planned["task"].name in ("realm", "qa")
+    assert (planned["task"].packed_context.packed is not None) == packs, "as it will be trained on these data"
 
 
 RECORDED = runpy.run_path(str(ROOT / "benchmarks" / "plans.py"))

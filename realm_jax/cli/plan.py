@@ -69,7 +69,7 @@ def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]
     and vocabulary where neither flags nor data say them."""
     config = load_config(args.config, args.overrides, default)
     prepared = Path(config.data.path or "-", PREPARED).is_file()
-    sources = open_sources(config.data.path, questions=False) if prepared else None
+    sources = open_sources(config.data.path) if prepared else None
     known = usual if sources is None else (len(sources.passages), sources.tokenizer.size)
     sizes = args.passages or known[0], args.vocabulary or known[1]
     config.data.path = config.data.path or "-"
@@ -87,10 +87,10 @@ def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]
         chips = tpu_devices(launch, BUILDER, 1)  # every builder is a program of its own
         builder = abstract_run(for_embedding(config, len(chips)), Path("."), *sizes, chips)
     useful = {}
-    if sources is not None and TASKS[task].follows_builder:  # it learns from sentences
+    if sources is not None:
         sources = sources.of_passages_alone() if config.data.text == "passages" else sources
         trainer = dataclasses.replace(trainer, sources=sources)
-        useful = useful_share(trainer, task)
+        useful = useful_share(trainer, task) if TASKS[task].follows_builder else {}  # it learns from sentences
     found = plan(trainer, builder, task, args.price_per_chip_hour, builders)
     found |= {"useful": useful} if useful else {}
     if args.json:

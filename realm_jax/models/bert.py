@@ -193,7 +193,8 @@ class LayerNorm(nn.LayerNorm):
     """Flax's. Of states [1, places, width] XLA takes three times as long on a CPU, backward, as of [places, width]."""
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
-        return super().__call__(x[0], mask=mask)[None] if len(x) == 1 else super().__call__(x, mask=mask)
+        one_row = len(x) == 1 and mask is None
+        return super().__call__(x[0])[None] if one_row else super().__call__(x, mask=mask)
 
 
 def layer_norm(name: str, epsilon: float = LAYER_NORM_EPSILON, scale: float = 1.0) -> nn.LayerNorm:

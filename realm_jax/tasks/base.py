@@ -10,6 +10,8 @@ reported. Means of the parts of a batch add up to those of the whole. `index` is
 
 import abc
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -25,7 +27,7 @@ from realm_jax.data.sources import Sources
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.forward import Batch, Index, Rerank, StepContext
+from realm_jax.forward import Batch, Index, PackedPlaces, Rerank, StepContext
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Network, Params, Realm
@@ -203,6 +205,20 @@ class Task(abc.ABC):
     def parts(self) -> int:
         """Parts of a batch whose gradients are added up one after another; they divide it."""
         return int(self.run.config.optimizer.microbatches) if self.is_parted else 1
+
+    @property
+    def microbatch(self) -> int:
+        """Examples whose gradients are computed at once."""
+        return int(self.settings.batch_size) // self.parts
+
+    @cached_property
+    def packed_context(self) -> StepContext:
+        """The context of its steps, with sequences packed where there are data to say how long they are."""
+        return replace(self.context, packed=None if self.run.sources is None else self.packed_places())
+
+    def packed_places(self) -> PackedPlaces | None:
+        """Into how many places its steps pack sequences, by the lengths of its data; None: they stay padded."""
+        return None
 
     @property
     def keeps_best(self) -> bool:

@@ -6,7 +6,7 @@ the likeliest tokens in those places, up to [SEP].
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +35,7 @@ from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params, Realm
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import TaskSection
-from realm_jax.tasks.base import Embed, Measure, Short, dev_questions
+from realm_jax.tasks.base import Measure, Short, dev_questions
 from realm_jax.tasks.mlm import Mlm
 from realm_jax.tasks.qa_examples import check_string_answers
 
@@ -67,7 +67,8 @@ class ClosedBook(Mlm):
     def needs_vectors(self, search: str = "") -> bool:
         return False
 
-    def examples(self, params: Params, embed: Embed) -> Examples:
+    @cached_property
+    def fixed_examples(self) -> Examples:
         tokenizer, _, text = self.run.sources.for_reader
         return closed_book_examples(text, self.run.sources.answered("train"), tokenizer, self.run.lengths)
 

@@ -4,9 +4,8 @@ Read `mlm_loss`, then what examples there are: `warmup_examples`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.sections import TaskSection, joint_length, task_names
 from realm_jax.tasks.base import Embed, Means, Measure, Shapes, Task, document_shapes, masked_shapes, query_shapes
-from realm_jax.tasks.packed import SAMPLED, PlacesMonitor, dealt_batch, packed_joints
+from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor, order_batch
 
 Array = jax.Array
 WHOLE_RATE = 0.5  # excerpts that hold all other sentences; the rest are mostly short
@@ -78,25 +77,21 @@ class Mlm(Task):
         )
 
     def examples(self, params: Params, embed: Embed) -> Examples:
-        return self.warmup
+        return self.fixed_examples
 
     @cached_property
-    def warmup(self) -> Examples:
+    def fixed_examples(self) -> Examples:
         """Its examples, which depend on no parameters."""
         (tokenizer, passages, text), lengths = self.run.sources.for_reader, self.run.lengths
         kept = self.run.learned_rows(passages), self.run.learned_rows(text)
         return warmup_examples(passages, text, tokenizer, lengths, kept=kept)
 
-    @cached_property
-    def packed_context(self) -> StepContext:
-        """The context of a step, with joints packed where there are data to say how long they are."""
-        if self.run.sources is None:
-            return self.context
+    def packed_places(self) -> PackedPlaces:
         rng = np.random.default_rng(self.run.config.seed)
-        numbers = rng.integers(self.warmup.total, size=SAMPLED).tolist()
-        lengths = np.array([joint_lengths(self.warmup.make(number, rng)) for number in numbers], np.int64)
-        at_once = self.settings.batch_size // self.parts
-        return replace(self.context, packed=packed_joints(self.run, lengths, joint_length(self.run.config), at_once))
+        numbers = rng.integers(self.fixed_examples.total, size=SAMPLED).tolist()
+        lengths = np.array([joint_lengths(self.fixed_examples.make(number, rng)) for number in numbers], np.int64)
+        count = PlaceCounter(self.run, self.microbatch)
+        return PackedPlaces(count.examples, joints=count.joined(lengths, joint_length(self.run.config)))
 
     def array_shapes(self) -> Shapes:
         bert = self.run.model.reader.bert
@@ -104,7 +99,7 @@ class Mlm(Task):
 
     def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Means:
         context = self.packed_context
-        return mlm_loss(context, params, dealt_batch(context, batch, joint_lengths(batch)), key)
+        return mlm_loss(context, params, order_batch(context, batch, joint_lengths(batch)), key)
 
     def example_flops(self) -> dict[str, float]:
         config, predictions = self.run.config, self.run.lengths.predictions
@@ -130,9 +125,12 @@ def mlm_loss(context: StepContext, params: Params, batch: Batch, key: Array | No
     return cross_entropy(log_p, right, batch["weights"]) | {"unplaced": unplaced}
 
 
-def joint_lengths(arrays: Mapping[str, Any]) -> Any:
-    """Pieces of a text with the passage that comes with it, as `reader_inputs` joins them: of a batch, int32 [batch],
-    or of one example."""
+Numbers = TypeVar("Numbers", Array, NDArray)
+
+
+def joint_lengths(arrays: Mapping[str, Numbers]) -> Numbers:
+    """Pieces of texts with the passage that comes with each, as `reader_inputs` joins them: int32 [batch] of a batch,
+    [] of one example."""
     passage = arrays["document_length"] - arrays["document_title_length"] - DOCUMENT_SPECIALS
     return arrays["query_length"] + passage
 

@@ -1,10 +1,12 @@
 """How many places the tokens of a step's sequences take, by the lengths of its data.
 
 Passages end before their row does and most sentences and questions are short, so a fifth to a quarter of padded joints
-is padding. Passages are drawn at random here: what is retrieved differs little in length, and the slack is for that.
-Long queries are dealt out to the parts of a batch, since a program has as many places as the fullest part needs.
+is padding, and half of those of the warm-up. What will be retrieved is not known, so passages are drawn at random: it
+differs little from them in length, and the slack is for that. The longest texts, or joints, are dealt out to the parts
+of a batch, since a program has as many places as the fullest part needs.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 
 from realm_jax.data.examples import Lengths
 from realm_jax.data.store import PassageStore
-from realm_jax.forward import Batch, PackedPlaces, StepContext, reader_query
+from realm_jax.forward import Batch, StepContext, reader_query
 from realm_jax.mesh import batch_parts, logical_sharding
 from realm_jax.models.prompts import longest_passage, passage_lengths
 from realm_jax.run import Run
@@ -30,52 +32,67 @@ Array = jax.Array
 NOTHING = np.zeros(1, np.int64)  # lengths of what is not there
 
 
-class Texts(NamedTuple):
+class TextLengths(NamedTuple):
     """Lengths of some texts of a task, specials counted: of what is searched with, and of what the reader reads."""
 
     queries: NDArray[np.int64]
-    read: NDArray[np.int64]
+    texts: NDArray[np.int64]
 
 
-def packed_places(
-    run: Run, sampled: Texts, examples: int, read: int, embedded: int, titles: bool, null: bool
-) -> PackedPlaces:
-    """The places of what retrieves. examples: whose gradients are computed at once; read, embedded: passages of each
-    that are read and embedded; titles: they are read with their titles; null: so is the null document."""
-    (queries, texts), longest = sampled, run.lengths.query
-    dealt_to, own = _shares(run, examples)
+@dataclass(frozen=True)
+class PlaceCounter:
+    """Counts the places of a device's share of the examples whose gradients are computed at once (`microbatch`)."""
 
-    def needed(asked: NDArray[np.int64], passages: NDArray[np.int64], candidates: int, longest: int) -> int:
-        return places_needed(asked, passages, (dealt_to, own, candidates), longest, run.model.bert.alignment, texts)
+    run: Run
+    microbatch: int
 
-    lengths, widest = run.model.query_lengths(queries), run.model.query_lengths(longest)
-    asked = needed(lengths, NOTHING, 1, widest)
-    nulls = needed(texts + 1, NOTHING, 1, longest + 1) if null else 0
-    body, title = clipped_lengths(run.sources.for_reader.passages, run.lengths)
-    joint = body + (title + 2 if titles else 1)
-    joints = needed(texts, joint, read, longest + run.lengths.document - (1 if titles else 2))
-    body, title = clipped_lengths(run.sources.passages, run.lengths)
-    template, alone = run.model.passage_template, np.zeros_like(texts)  # a passage is embedded without a query
-    tower, longest = passage_lengths(body, title, template), longest_passage(run.lengths.document, template)
-    return PackedPlaces(own, asked, nulls, joints, needed(alone, tower, embedded, longest) if embedded else 0)
+    @property
+    def examples(self) -> int:
+        """Of a device."""
+        return self.microbatch // batch_parts(self.run.mesh)
+
+    def queries(self, lengths: TextLengths) -> int:
+        """Of what is searched with."""
+        model = self.run.model
+        asked, longest = (model.query_lengths(of) for of in (lengths.queries, self.run.lengths.query))
+        return self._needed(asked, NOTHING, 1, longest, lengths.texts)
+
+    def nulls(self, lengths: TextLengths) -> int:
+        """Of texts that are read with the null document."""
+        return self._needed(lengths.texts + 1, NOTHING, 1, self.run.lengths.query + 1, lengths.texts)
+
+    def joints(self, lengths: TextLengths, passages: int, titles: bool) -> int:
+        """Of texts that are each read with so many passages, and with their titles or without."""
+        sizes = self.run.lengths
+        body, title = clipped_lengths(self.run.sources.for_reader.passages, sizes)
+        added, longest = (title + 2, sizes.document - 1) if titles else (1, sizes.document - 2)
+        return self._needed(lengths.texts, body + added, passages, sizes.query + longest, lengths.texts)
+
+    def joined(self, lengths: NDArray[np.int64], longest: int) -> int:
+        """Of texts that come with a passage each, by the lengths of some of these joints; longest: none is longer."""
+        return self._needed(lengths, NOTHING, 1, longest, lengths)
+
+    def documents(self, lengths: TextLengths, passages: int) -> int:
+        """Of passages that are embedded, so many for each text."""
+        template = self.run.model.passage_template
+        body, title = clipped_lengths(self.run.sources.passages, self.run.lengths)
+        longest = longest_passage(self.run.lengths.document, template)
+        alone = np.zeros_like(lengths.texts)  # a passage is embedded without a query
+        return self._needed(alone, passage_lengths(body, title, template), passages, longest, lengths.texts)
+
+    def _needed(
+        self, asked: NDArray[np.int64], passages: NDArray[np.int64], candidates: int, longest: int,
+        dealt_by: NDArray[np.int64],
+    ) -> int:  # fmt: skip
+        """`places_needed` on these devices; dealt_by: the lengths by which a batch is dealt out."""
+        mesh = self.run.mesh
+        shape = batch_parts(mesh) // mesh.shape["slices"], self.examples, candidates
+        return places_needed(asked, passages, shape, longest, self.run.model.bert.alignment, dealt_by)
 
 
-def packed_joints(run: Run, lengths: NDArray[np.int64], longest: int, examples: int) -> PackedPlaces:
-    """The places of what is read beside a passage that comes with it. lengths: of some joints; longest: none is longer;
-    examples: as above."""
-    dealt_to, own = _shares(run, examples)
-    joints = places_needed(lengths, NOTHING, (dealt_to, own, 1), longest, run.model.bert.alignment)
-    return PackedPlaces(own, joints=joints)
-
-
-def _shares(run: Run, examples: int) -> tuple[int, int]:
-    """Among how many devices examples are dealt out, and how many each has."""
-    parts = batch_parts(run.mesh)
-    return parts // run.mesh.shape["slices"], examples // parts
-
-
-def dealt_batch(context: StepContext, batch: Batch, lengths: Array | None = None) -> Batch:
-    """`deal_out` of a batch of which any lengths differ that places were worked out for; another as it is."""
+def order_batch(context: StepContext, batch: Batch, lengths: Array | None = None) -> Batch:
+    """A batch as it is packed: dealt out by these lengths, or as it came where it stays padded. lengths: as of
+    `deal_out`."""
     places = context.places(len(batch["query"]))
     return deal_out(batch, context.mesh, lengths) if places.queries or places.nulls or places.joints else batch
 
@@ -88,7 +105,7 @@ def deal_out(batch: Batch, mesh: Mesh, lengths: Array | None = None) -> Batch:
     if parts == 1:
         return batch
     ranked = jnp.argsort(lengths.reshape(slices, -1), axis=1, descending=True)
-    order = ranked[:, dealt(ranked.shape[1], parts)]
+    order = ranked[:, dealing_order(ranked.shape[1], parts)]
 
     def ordered(values: jax.Array) -> jax.Array:
         shares = values.reshape(slices, -1, *values.shape[1:])
@@ -98,7 +115,7 @@ def deal_out(batch: Batch, mesh: Mesh, lengths: Array | None = None) -> Batch:
     return jax.tree.map(ordered, batch)
 
 
-def dealt(examples: int, parts: int) -> NDArray[np.int64]:
+def dealing_order(examples: int, parts: int) -> NDArray[np.int64]:
     """Which of ranked examples go to which part, one after another: each round of them the other way round."""
     rounds = np.arange(examples).reshape(-1, parts)
     rounds[1::2] = rounds[1::2, ::-1]
@@ -143,7 +160,7 @@ def places_needed(
     draws = max(16, min(20 * RARE, DRAWN // (parts * sequences)))
     rng = np.random.default_rng(0)
     drawn = rng.integers(len(queries), size=(draws, parts * examples))
-    order = np.argsort((queries if texts is None else texts)[drawn])[:, ::-1][:, dealt(parts * examples, parts)]
+    order = np.argsort((queries if texts is None else texts)[drawn])[:, ::-1][:, dealing_order(parts * examples, parts)]
     asked = queries[np.take_along_axis(drawn, order, axis=1)].reshape(-1, examples, 1)
     joined = asked + rng.choice(passages, (draws * parts, examples, candidates))
     used = (-(-np.minimum(joined, longest) // alignment) * alignment).sum(axis=(1, 2))

@@ -6,8 +6,7 @@ answers and passages questions are trained with is `qa_examples.py`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.data.examples import Examples, query_arrays
+from realm_jax.data.examples import Examples
 from realm_jax.data.questions import answered
 from realm_jax.data.tokenizer import Tokenizer, id_dtype
 from realm_jax.errors import UserError
@@ -54,7 +53,7 @@ from realm_jax.tasks.base import (
 )
 from realm_jax.tasks.closed_book import ClosedBook
 from realm_jax.tasks.collapse import CollapseMonitor
-from realm_jax.tasks.packed import SAMPLED, PlacesMonitor, Texts, dealt_batch, packed_places
+from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor, TextLengths, order_batch
 from realm_jax.tasks.qa_examples import fine_tuning_examples, question_depth
 
 Array = jax.Array
@@ -172,31 +171,28 @@ class Qa(Task):
             "body_start": ((), np.int32),
         }
 
-    @cached_property
-    def packed_context(self) -> StepContext:
-        """The context of a step, with sequences packed where there are questions to say how long they are.
-
-        With one passage a question, batches are of questions of like length and stay padded.
-        """
-        run, context = self.run, self.context
-        asked = [] if run.sources is None or self.is_positive else run.sources.answered("train")
-        if not asked:
-            return context
+    def packed_places(self) -> PackedPlaces | None:
+        """With one passage a question batches are of questions of like length, and stay padded."""
+        run, context, asked = self.run, self.context, self.run.sources.answered("train")
+        if self.is_positive or not asked:
+            return None
         chosen = np.random.default_rng(run.config.seed).integers(len(asked), size=SAMPLED).tolist()
         texts = [asked[number].question for number in chosen]
         tokenizers = run.sources.tokenizer, run.sources.for_reader.tokenizer
-        sampled = Texts(*(text_lengths(tokenizer, texts, run.lengths.query) for tokenizer in tokenizers))
-        read, titles = context.qa_passages, context.qa_titles
-        embedded = read if context.qa_documents else 0
-        at_once = self.settings.batch_size // self.parts
-        places = packed_places(run, sampled, at_once, read, embedded, titles, null=False)
-        return replace(context, packed=places)
+        lengths = TextLengths(*(text_lengths(tokenizer, texts, run.lengths.query) for tokenizer in tokenizers))
+        count = PlaceCounter(run, self.microbatch)
+        return PackedPlaces(
+            count.examples,
+            queries=0 if context.qa_words else count.queries(lengths),
+            joints=count.joints(lengths, context.qa_passages, context.qa_titles),
+            documents=count.documents(lengths, context.qa_passages) if context.qa_documents else 0,
+        )
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
         if self.is_positive:
             return positive_qa_loss(self.context, params, batch, index, key)
         context = self.packed_context
-        return qa_loss(context, params, dealt_batch(context, batch), index, key)
+        return qa_loss(context, params, order_batch(context, batch), index, key)
 
     def example_flops(self) -> dict[str, float]:
         """A question beside its positive passage counts as long as the longest can be; the length of batches is up to
@@ -234,8 +230,8 @@ def trained_towers(context: StepContext) -> tuple[str, ...]:
 
 def text_lengths(tokenizer: Tokenizer, texts: Sequence[str], longest: int) -> NDArray[np.int64]:
     """Pieces of texts as queries of at most so many, specials counted: int64 [texts]."""
-    encoded = [np.array(one.ids, np.int32) for one in tokenizer.encode_batch(list(texts))]
-    return np.array([query_arrays(ids, longest, tokenizer)["query_length"] for ids in encoded], np.int64)
+    counts = np.array([len(one.ids) for one in tokenizer.encode_batch(list(texts))], np.int64)
+    return np.minimum(counts, longest - 2) + 2
 
 
 # --- the losses -------------------------------------------------------------------------------------------------------

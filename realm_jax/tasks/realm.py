@@ -5,8 +5,8 @@ Read `realm_loss`, then what it is given: `realm_jax/forward.py`.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -65,7 +65,7 @@ from realm_jax.tasks.base import (
 )
 from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.tasks.ict import Ict
-from realm_jax.tasks.packed import SAMPLED, PlacesMonitor, Texts, dealt_batch, packed_places
+from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor, TextLengths, order_batch
 
 logger = logging.getLogger(__name__)
 
@@ -168,16 +168,10 @@ class RealmTask(Task):
     def examples(self, params: Params, embed: Embed) -> Examples:
         return self.masked_examples(self.run.config.realm.masking, self.run.learned_rows(self.run.sources.pretraining))
 
-    @cached_property
-    def packed_context(self) -> StepContext:
-        """The context of a step, with sequences packed where there are data to say how long they are.
-
-        Sentences with a name say it, which are as long as those that other kinds of masking take, or longer.
-        """
-        run, context = self.run, self.run.context
-        if run.sources is None:
-            return context
-        read = run.sources.for_reader
+    def packed_places(self) -> PackedPlaces:
+        """Sentences with a name say how long texts are, which are as long as those that other kinds of masking take, or
+        longer."""
+        run, context, read = self.run, self.context, self.run.sources.for_reader
         kind = "salient" if len(read.pretraining.salient_rows(run.lengths.query - 2)) else "uniform"
         examples = masked_examples(
             read.pretraining, read.tokenizer, run.lengths, kind, run.sources.pretraining_is_corpus, query=self.query
@@ -186,12 +180,16 @@ class RealmTask(Task):
         rng = np.random.default_rng(run.config.seed)
         numbers = rng.integers(examples.total, size=SAMPLED).tolist()
         made = [examples.make(number, rng) for number in numbers]
-        sampled = Texts(*(np.array([one[name] for one in made], np.int64) for name in ("query_length", text)))
-        candidates = context.candidates - 1
-        pointed = min(POINTED, candidates) if context.points else candidates
-        embedded = 0 if context.frozen_documents else candidates
-        points, at_once = context.points, self.settings.batch_size // self.parts
-        return replace(context, packed=packed_places(run, sampled, at_once, pointed, embedded, points, not points))
+        lengths = TextLengths(*(np.array([one[name] for one in made], np.int64) for name in ("query_length", text)))
+        count, candidates = PlaceCounter(run, self.microbatch), context.candidates - 1
+        read_with = min(POINTED, candidates) if context.points else candidates
+        return PackedPlaces(
+            count.examples,
+            queries=count.queries(lengths),
+            nulls=0 if context.points else count.nulls(lengths),
+            joints=count.joints(lengths, read_with, titles=context.points),
+            documents=0 if context.frozen_documents else count.documents(lengths, candidates),
+        )
 
     def masked_examples(self, masking: str, kept: NDArray[np.bool_] | None = None) -> Examples:
         """Its examples with any masking; kept: as of the function of this name."""
@@ -213,7 +211,7 @@ class RealmTask(Task):
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
         context = self.packed_context
-        return realm_loss(context, params, dealt_batch(context, batch), index, key)
+        return realm_loss(context, params, order_batch(context, batch), index, key)
 
     def example_flops(self) -> dict[str, float]:
         config, candidates, reader = self.run.config, self.context.candidates - 1, reader_of(self.run.config)
