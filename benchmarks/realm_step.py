@@ -247,8 +247,8 @@ def places_of(run: Run) -> PackedPlaces:
     rows = rng.choice(len(run.corpus.ids), SAMPLED)
     queries = np.array([example_of(run, row, rng)["query_length"] for row in rows], np.int64)
     titles = run.corpus.title_lengths.astype(np.int64)
-    lengths = run.corpus.lengths - titles - 3, titles
-    passages = SimpleNamespace(lengths=lambda: lengths)
+    bodies_and_titles = run.corpus.lengths - titles - 3, titles
+    passages = SimpleNamespace(lengths=lambda: bodies_and_titles)
     sources = SimpleNamespace(passages=passages, for_reader=SimpleNamespace(passages=passages))
     at_once = run.config.realm.batch_size // run.config.optimizer.microbatches
     lengths, candidates = TextLengths(queries, queries), run.context.candidates - 1
