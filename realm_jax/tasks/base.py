@@ -216,6 +216,11 @@ class Task(abc.ABC):
         """The context of its steps, with sequences packed where there are data to say how long they are."""
         return replace(self.context, packed=None if self.run.sources is None else self.packed_places())
 
+    @property
+    def share_places(self) -> PackedPlaces:
+        """The places of a device's share of a microbatch; of one example and all 0 where nothing is packed."""
+        return self.packed_context.packed or PackedPlaces(1)
+
     def packed_places(self) -> PackedPlaces | None:
         """Into how many places its steps pack sequences, by the lengths of its data; None: they stay padded."""
         return None

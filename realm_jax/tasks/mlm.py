@@ -37,6 +37,7 @@ from realm_jax.tasks.base import Embed, Means, Measure, Shapes, Task, document_s
 from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor, order_batch
 
 Array = jax.Array
+Numbers = TypeVar("Numbers", Array, NDArray)
 WHOLE_RATE = 0.5  # excerpts that hold all other sentences; the rest are mostly short
 NULL_RATE = 0.15  # examples that are a sentence of X with the empty document: plain masked words are learned too
 UNRELATED_RATE = 0.15  # that are beside a passage drawn at random: most that is retrieved at first does not help
@@ -103,8 +104,8 @@ class Mlm(Task):
 
     def example_flops(self) -> dict[str, float]:
         config, predictions = self.run.config, self.run.lengths.predictions
-        packed = self.packed_context.packed or PackedPlaces(1)
-        read = reader_of(config).forward(joint_length(config), predictions, packed.joints / packed.examples)
+        places = self.share_places.joints / self.share_places.examples
+        read = reader_of(config).forward(joint_length(config), predictions, places)
         return {"reader": 3 * (read + word_flops(self.run))}
 
     def measure(self) -> Measure | None:
@@ -123,9 +124,6 @@ def mlm_loss(context: StepContext, params: Params, batch: Batch, key: Array | No
     longest = batch["query"].shape[1] + batch["document"].shape[1]
     unplaced = unplaced_pieces(context, [(lengths, places)], longest)
     return cross_entropy(log_p, right, batch["weights"]) | {"unplaced": unplaced}
-
-
-Numbers = TypeVar("Numbers", Array, NDArray)
 
 
 def joint_lengths(arrays: Mapping[str, Numbers]) -> Numbers:

@@ -28,8 +28,9 @@ WORTH = 0.92  # with more places than this share of the padded ones sequences st
 DRAWN = 4_000_000  # lengths drawn at most
 SAMPLED = 2048  # texts whose lengths say how many places a batch takes
 MANY = 0.01  # share of a batch's pieces that are lost, from which on it is said
-Array = jax.Array
 NOTHING = np.zeros(1, np.int64)  # lengths of what is not there
+
+Array = jax.Array
 
 
 class TextLengths(NamedTuple):

@@ -198,7 +198,7 @@ class Qa(Task):
         """A question beside its positive passage counts as long as the longest can be; the length of batches is up to
         data."""
         config, joint = self.run.config, joint_length(self.run.config)
-        reader, packed = reader_of(config), self.packed_context.packed or PackedPlaces(1)
+        reader, packed = reader_of(config), self.share_places
         spans = 2 * joint * reader.width * 2 * self.context.model.reader.span_hidden
         read = 1 if self.is_positive else config.qa.passages
         places = packed.joints / (packed.examples * read)

@@ -216,7 +216,7 @@ class RealmTask(Task):
     def example_flops(self) -> dict[str, float]:
         config, candidates, reader = self.run.config, self.context.candidates - 1, reader_of(self.run.config)
         data, predictions = config.data, self.run.lengths.predictions
-        packed = self.packed_context.packed or PackedPlaces(1)
+        packed = self.share_places
         read = min(POINTED, candidates) if self.context.points else candidates
         padded = embedding_flops(config, data.query_length)  # as hosts embed it
         query = embedding_flops(config, data.query_length, places=packed.queries / packed.examples)
