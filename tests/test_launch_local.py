@@ -72,6 +72,10 @@ name, run, folder = os.environ["NAME"], int(os.environ["RUN"]), os.environ["FOLD
 def ready(count, number):
     os.mkdir(f"{folder}/{name}.ready")
     if sum(one.endswith(".ready") for one in os.listdir(folder)) == count:
+        try:
+            os.mkdir(f"{folder}/signalled")  # two may see that all are ready, and a second signal means to kill
+        except FileExistsError:
+            return
         os.kill(os.getppid(), number)
 """
 
