@@ -17,7 +17,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.data.store import PassageStore
 from realm_jax.models.tpu_attention import TILE
 from realm_jax.recipes import paper
-from realm_jax.tasks.packed import places_needed
+from realm_jax.tasks.packed import clipped_lengths, places_needed
 
 
 def main() -> None:
@@ -34,7 +34,8 @@ def main() -> None:
     of_passages = passages.mean() / data.document_length
     print(f"passages of {passages.mean():.1f} in {data.document_length}: {of_passages:.3f} are tokens")
     print(f"queries of {queries.mean():.1f} in {data.query_length}\n")
-    tokens = queries.mean() + passages.mean() - 1
+    bodies, _ = clipped_lengths(store, data.document_length)
+    tokens = queries.mean() + bodies.mean() + 1  # a joint is without the title
     print("| joints | programs | padded to | tokens |\n|---|---|---|---|")
     row("as they come", 1, data.query_length + data.document_length, tokens)
     for multiple in (32, 16, 8):
@@ -43,8 +44,7 @@ def main() -> None:
             padded = sorted_width(rng.permutation(queries), widths, batch, window) + data.document_length
             row(f"sorted in windows of {window}, by {multiple}", len(np.unique(widths)), padded, tokens)
     own, longest = batch // args.chips, data.query_length + data.document_length
-    lengths = queries.astype(np.int64), passages.astype(np.int64) - 1
-    places = places_needed(*lengths, (args.chips, own, candidates), longest, TILE)
+    places = places_needed(queries.astype(np.int64), bodies + 1, (args.chips, own, candidates), longest, TILE)
     row(f"packed, {args.chips} chips", 1, places / (own * candidates), tokens)
 
 

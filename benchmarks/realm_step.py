@@ -258,7 +258,7 @@ def places_of(run: Run) -> PackedPlaces:
         count.queries(lengths),
         count.nulls(lengths),
         count.joints(lengths, candidates, titles=False),
-        count.documents(lengths, candidates),
+        count.documents(candidates),
     )
 
 

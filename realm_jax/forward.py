@@ -31,7 +31,7 @@ from realm_jax.models.inputs import (
     reader_inputs,
 )
 from realm_jax.models.likelihood import NEGATIVE, Mean, answer_log_probabilities
-from realm_jax.models.packing import fitting_lengths
+from realm_jax.models.packing import Dealing, fitting_lengths
 from realm_jax.models.realm import Params, Realm, flatten_passages
 from realm_jax.retrieval.exact import search
 from realm_jax.retrieval.fusion import FUSION_DEPTH, FusedRanking, fuse, ranks_of
@@ -426,8 +426,11 @@ def placed_lengths(context: StepContext, lengths: Array, places: int, longest: i
     they are padded; longest: no sequence is longer."""
     if not places:
         return lengths
-    of_parts = lengths.reshape(batch_parts(context.mesh), -1)
-    return fitting_lengths(of_parts, longest, places, context.model.bert.alignment).reshape(lengths.shape)
+    flat = lengths.reshape(-1)
+    dealing = Dealing.of(flat, context.mesh)  # as the networks deal them out
+    of_parts = dealing.deal(flat).reshape(batch_parts(context.mesh), -1)
+    fitting = fitting_lengths(of_parts, longest, places, context.model.bert.alignment)
+    return dealing.restore(fitting.reshape(-1)).reshape(lengths.shape)
 
 
 def masked_inputs(batch: Batch, documents: Documents) -> tuple[ReaderInput, Array]:

@@ -26,11 +26,19 @@ from realm_jax.models.attention import dot_product_attention, packed_attention, 
 from realm_jax.models.bert import Bert, BertConfig
 from realm_jax.models.dropout import AttentionDropout, dropout_seeds
 from realm_jax.models.encoder import Embedder
-from realm_jax.models.packing import fitting_lengths, pack, packing, take_positions, unpack
+from realm_jax.models.packing import (
+    Dealing,
+    dealing_order,
+    fitting_lengths,
+    pack,
+    packing,
+    take_positions,
+    unpack,
+)
 from realm_jax.models.tpu_attention import fits_packed
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
-from realm_jax.tasks.packed import PlacesMonitor, deal_out, dealing_order, places_needed
+from realm_jax.tasks.packed import PlacesMonitor, places_needed
 from realm_jax.train.step import gradients
 
 LENGTHS = np.array([12, 1, 7, 3, 12, 9])
@@ -165,9 +173,11 @@ def test_what_the_kernel_takes(packed, padded, wanted):
 def test_places_are_what_batches_need():
     """Of sequences that are all alike as many as they have; of others seldom fewer than a batch needs."""
     same = places_needed(np.array([10]), np.array([21]), (1, 8, 5), 64)
-    assert same == np.ceil(1.05 * 8 * 5 * 31)
+    assert same == 8 * 5 * (31 + 0.05 * 10), "texts are a sample"
+    longer = places_needed(np.array([10]), np.array([15, 27]), (100, 8, 50), 64)
+    assert 8 * 50 * (31 + 0.199 * 6) < longer < 8 * 50 * (31 + 0.201 * 6), "what is retrieved is longer"
     aligned = places_needed(np.array([10]), np.array([21]), (1, 8, 5), 64, alignment=16)
-    assert aligned == np.ceil(1.05 * 8 * 5 * 32 / 16) * 16
+    assert aligned == np.ceil(8 * 5 * (32 + 0.05 * 10) / 16) * 16
     assert places_needed(np.array([10]), np.array([53]), (1, 8, 5), 64) == 0, "hardly anything is padding"
     assert places_needed(np.array([1]), np.array([2]), (1, 1, 2), 64) == 64, "a kernel's window fits"
     rng = np.random.default_rng(1)
@@ -175,35 +185,62 @@ def test_places_are_what_batches_need():
     places = places_needed(queries, passages, (1, 8, 5), 90)
     drawn = (rng.choice(queries, (20_000, 8, 1)) + rng.choice(passages, (20_000, 8, 5))).sum(axis=(1, 2))
     assert 0 < (drawn > places).sum() < 20 and places < 0.8 * 8 * 5 * 90
-    assert places_needed(queries, passages, (16, 8, 5), 90) < places, "long queries are shared out"
+    assert places_needed(queries, passages, (16, 8, 5), 90) < places, "long joints are shared out"
 
 
-def test_long_queries_are_dealt_out():
+def test_sequences_are_dealt_out_by_length():
     assert dealing_order(12, 3).tolist() == [0, 5, 6, 11, 1, 4, 7, 10, 2, 3, 8, 9]
     mesh = make_mesh(devices=jax.devices()[:4], data=1, fsdp=4)
     lengths = np.random.default_rng(0).integers(5, 90, 32)
-    batch = {"query": np.repeat(lengths[:, None], 3, 1), "query_length": lengths}
-    found = jax.jit(partial(deal_out, mesh=mesh))(batch)
-    np.testing.assert_array_equal(found["query"][:, 2], found["query_length"])
-    assert sorted(found["query_length"].tolist()) == sorted(lengths.tolist())
-    sums = found["query_length"].reshape(4, 8).sum(1)
+    ids = np.repeat(lengths[:, None], 3, 1)
+
+    @jax.jit
+    def dealt_and_restored(lengths, ids):
+        dealing = Dealing.of(lengths, mesh)
+        found = dealing.deal((lengths, ids))
+        return found, dealing.restore((found, found[1] > 40))
+
+    (found, rows), ((again, _), long) = dealt_and_restored(lengths, ids)
+    np.testing.assert_array_equal(rows[:, 2], found)
+    sums = found.reshape(4, 8).sum(1)
     assert sums.max() - sums.min() < 0.2 * np.ptp(lengths.reshape(4, 8).sum(1))
-    assert found["query"].sharding.is_equivalent_to(logical_sharding(mesh, "batch", None), 2)
+    assert rows.sharding.is_equivalent_to(logical_sharding(mesh, "batch", None), 2)
+    np.testing.assert_array_equal(again, lengths)
+    np.testing.assert_array_equal(long, ids > 40)
     alone = make_mesh(devices=jax.devices()[:1], data=1, fsdp=1)
-    assert deal_out(batch, alone) is batch
+    assert Dealing.of(lengths, alone).order is None and Dealing.of(lengths, None).order is None
 
 
-def test_queries_are_dealt_out_within_a_slice():
+def test_gradients_go_back_to_the_sequences_that_they_are_of():
+    mesh = make_mesh(devices=jax.devices()[:4], data=1, fsdp=4)
+    rng = np.random.default_rng(0)
+    lengths, states, weights = rng.integers(5, 90, 32), rng.normal(size=(32, 3)), rng.normal(size=(32, 3))
+
+    def value(states):
+        return (jnp.sin(Dealing.of(lengths, mesh).restore(states)) * weights).sum()
+
+    order = np.asarray(Dealing.of(lengths, mesh).order[0])
+    states, weights = states.astype(np.float32), weights.astype(np.float32)
+    found = jax.jit(jax.grad(value))(states)
+    np.testing.assert_allclose(found, np.cos(states) * weights[order], rtol=1e-5)
+
+
+def test_sequences_are_dealt_out_within_a_slice():
     mesh = mesh_of_slices(2, 2, 2, 1)
     lengths = np.random.default_rng(0).integers(5, 90, 32)
-    rows = np.stack([lengths, 2 * lengths], axis=1)
-    batch = {"query": rows, "query_length": lengths, "retrieved_rows": rows}
+    batch = {"length": lengths, "ids": np.stack([lengths, 2 * lengths], axis=1)}
     batch = {name: jax.device_put(one, logical_sharding(mesh, "batch")) for name, one in batch.items()}
-    work = jax.jit(partial(deal_out, mesh=mesh))
-    found = work(batch)
+
+    def gradient(batch):
+        dealing = Dealing.of(batch["length"], mesh)
+        found = dealing.deal(batch)
+        return found, jax.grad(lambda states: (dealing.restore(states) ** 2).sum())(found["ids"].astype(jnp.float32))
+
+    work = jax.jit(gradient)
+    found, _ = work(batch)
     for share in (slice(0, 16), slice(16, 32)):
-        assert sorted(found["query_length"][share].tolist()) == sorted(lengths[share].tolist())
-    np.testing.assert_array_equal(found["retrieved_rows"][:, 1], 2 * found["query_length"])
+        assert sorted(found["length"][share].tolist()) == sorted(lengths[share].tolist())
+    np.testing.assert_array_equal(found["ids"][:, 1], 2 * found["length"])
     travels = program_cost(work.lower(batch).compile().as_text()).collectives
     assert travels and all(len({place // 4 for place in one.group}) == 1 for one in travels), "within a slice alone"
 
@@ -227,7 +264,9 @@ def test_lost_pieces_are_said_once():
     assert monitor({"step": 4, "unplaced": 0.02}) is None
 
 
-@pytest.mark.parametrize("devices, marginal", [pytest.param(1, "example", marks=pytest.mark.slow), (4, "span")])
+@pytest.mark.parametrize(
+    "devices, marginal", [pytest.param(1, "example", marks=pytest.mark.slow), (4, "example"), (4, "span")]
+)
 def test_a_step_of_realm_is_the_same_packed(people, tmp_path, devices, marginal):
     config = tiny_config(people)
     config.tasks = "realm"
@@ -358,5 +397,5 @@ def test_what_has_no_place_is_reported():
     model = SimpleNamespace(bert=SimpleNamespace(alignment=1))
     context = SimpleNamespace(mesh=make_mesh(devices=jax.devices()[:2], data=1, fsdp=2), model=model)
     joints, passages = jnp.array([[12, 1], [7, 9], [2, 2], [2, 2]]), jnp.array([[5], [5], [5], [5]])
-    lost = unplaced_pieces(context, [(joints, 20), (passages, 0)], 12)
-    assert (lost.total, lost.number) == (10, 37 + 20), "of 12, 1, 7 and 9 there stay 6, 1, 6 and 6"
+    lost = unplaced_pieces(context, [(joints, 15), (passages, 0)], 12)
+    assert (lost.total, lost.number) == (8, 37 + 20), "10 stay of 12 beside 2, 2 and 1, and 5 of 9 and 7 beside 2, 2"

@@ -31,6 +31,7 @@ from realm_jax.flops import Tower, embedding_flops
 from realm_jax.mesh import replicated
 from realm_jax.tasks import make_task, packed
 from realm_jax.tasks.qa_examples import positive_examples
+from realm_jax.tasks.realm import RealmTask
 from realm_jax.train.step import make_step
 
 ROOT = Path(__file__).parents[1]
@@ -203,6 +204,20 @@ def test_the_share_of_tokens_follows_from_the_lengths_of_the_data(people, tmp_pa
     monkeypatch.setattr(packed, "WORTH", 0.0)
     padded = useful_share(make_run(config, tmp_path, sources, jax.devices()[:1]), "realm")["share"]
     assert 0 < padded < longer < 1 and padded < shorter < 1, "packed sequences are padded less"
+
+
+@pytest.mark.parametrize("part, marginal", [("reader", "example"), ("reader", "span"), ("documents", "example")])
+def test_tokens_of_titles_count_where_they_are_read(people, tmp_path, monkeypatch, part, marginal):
+    """With a part that takes as many operations as a passage has pieces."""
+    config, sources = tiny_config(people), open_sources(people)
+    config.realm.marginal = marginal
+    work = {"reader": 0, "documents": 0}
+    monkeypatch.setattr(RealmTask, "flops", lambda task: work | {part: task.run.config.data.document_length})
+    found = useful_share(make_run(config, tmp_path, sources, jax.devices()[:1]), "realm")
+    bodies, titles = sources.passages.lengths()
+    assert titles.mean() > 1
+    read = bodies.mean() if (part, marginal) == ("reader", "example") else (bodies + titles).mean()
+    assert found["share"] == round(read + 3) / config.data.document_length
 
 
 @pytest.mark.parametrize(

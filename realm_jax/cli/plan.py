@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
@@ -41,13 +40,14 @@ from realm_jax.forward import Index
 from realm_jax.host import enlarge_compiler_stacks
 from realm_jax.launch.spec import Launch
 from realm_jax.mesh import corpus_devices, logical_sharding, replicated, row_major, slice_of
-from realm_jax.models.inputs import Documents
+from realm_jax.models.inputs import DOCUMENT_SPECIALS, Documents
 from realm_jax.refresh.exporter import sample_queries
 from realm_jax.refresh.status import BUILDER, TRAINER
 from realm_jax.retrieval.embed import EMBED_BATCH
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.run import Run, embed_program
 from realm_jax.tasks import TASKS, make_task
+from realm_jax.tasks.packed import clipped_lengths
 from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.restore import abstract_state
 from realm_jax.train.step import ControlWords, control_sharding, make_step
@@ -158,12 +158,19 @@ def useful_share(trainer: Run, task: str) -> dict[str, float]:
     counted, and the share. Raises UserError where no passage has a salient span.
     """
     query = float(sample_queries(trainer)["query_length"].mean())
-    config = ConfigDict(trainer.config.to_dict())
-    passage = float(np.minimum(trainer.sources.passages.passage_lengths(), config.data.document_length).mean())
-    config.data.query_length, config.data.document_length = round(query), round(passage)
-    computed = make_task(task, trainer).flops()
-    real = make_task(task, dataclasses.replace(trainer, config=config, sources=None)).flops()  # type: ignore[arg-type]
-    return {"query": query, "passage": passage, "share": sum(real.values()) / sum(computed.values())}
+    bodies, titles = clipped_lengths(trainer.sources.passages, trainer.lengths.document)
+    body, title = float(bodies.mean()) + DOCUMENT_SPECIALS + 1, float(titles.mean())
+
+    def padded_flops(passage: float) -> dict[str, float]:
+        config = ConfigDict(trainer.config.to_dict())
+        config.data.query_length, config.data.document_length = round(query), round(passage)
+        padded = dataclasses.replace(trainer, config=config, sources=None)  # type: ignore[arg-type]
+        return make_task(task, padded).flops()
+
+    computed, real = make_task(task, trainer).flops(), padded_flops(body + title)
+    if not trainer.context.points:
+        real["reader"] = padded_flops(body)["reader"]  # titles are read where it points
+    return {"query": query, "passage": body + title, "share": sum(real.values()) / sum(computed.values())}
 
 
 def host_search(trainer: Run, task: str) -> dict[str, float]:

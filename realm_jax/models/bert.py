@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from realm_jax.mesh import batch_parts
 from realm_jax.models.attention import ATTENTION, causal_attention, packed_attention, tpu_packed_attention
 from realm_jax.models.dropout import AttentionDropout, Dropout, dropout_seeds
-from realm_jax.models.packing import Packing, fitting_mask, pack, packing, take_positions, unpack
+from realm_jax.models.packing import Dealing, Packing, fitting_mask, pack, packing, take_positions, unpack
 from realm_jax.models.tpu_attention import TILE
 
 Array = jax.Array
@@ -99,6 +99,10 @@ class BertConfig:
     def with_places(self, mask: Array, places: int) -> Array:
         """A mask without the tokens for which there is no place; places: as of `Bert`."""
         return fitting_mask(mask, self._parts, places, self.alignment) if places else mask
+
+    def dealing(self, mask: Array, places: int) -> Dealing:
+        """How the sequences of a mask [batch, length] are dealt out before they are packed; places: as of `Bert`."""
+        return Dealing.of(mask.sum(axis=1, dtype=jnp.int32), self._mesh) if places else Dealing(None, None)
 
     def packing(self, mask: Array, places: int) -> Packing:
         """Where the tokens of a batch go."""

@@ -203,4 +203,5 @@ class Retriever:
         return found
 
     def _embed(self, tower: Params, texts: EncoderInput, key: Array | None, places: int = 0) -> Array:
-        return apply(self.embedder, tower, tuple(texts), "__call__", key, places=places)
+        dealing = self.bert.dealing(texts.mask, places)
+        return dealing.restore(apply(self.embedder, tower, dealing.deal(tuple(texts)), "__call__", key, places=places))

@@ -1,17 +1,25 @@
 """Sequences of different lengths one after another, so that what is computed of each token is not computed of padding.
 
 Each part of a batch, which is what a device has, is a row of `places`. Only attention has to know where a sequence
-begins. How many places do for a corpus follows from its lengths (`tasks/packed.py`); where one batch needs more, its
-longest sequences lose their last tokens, which a step reports.
+begins. A program has as many places as the fullest part needs, so the sequences of a batch are dealt out to its parts
+by length (`Dealing`). How many places do for a corpus follows from its lengths (`tasks/packed.py`); where one batch
+needs more, its longest sequences lose their last tokens, which a step reports.
 """
 
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from realm_jax.mesh import batch_parts, logical_sharding
 
 Array = jax.Array
+Tree = TypeVar("Tree")
 
 
 class Packing(NamedTuple):
@@ -75,6 +83,76 @@ def fitting_lengths(lengths: Array, longest: int, places: int, alignment: int) -
 
 def _aligned(lengths: Array, alignment: int) -> Array:
     return -(-lengths // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """Another order of a batch's sequences, in which all parts of a slice's share have about the same length in all.
+
+    order [slices, n] int32: which sequence of a slice's share stands at each place; None: each stays where it is.
+    """
+
+    mesh: Mesh | None
+    order: Array | None
+
+    @classmethod
+    def of(cls, lengths: Array, mesh: Mesh | None) -> "Dealing":
+        """By lengths [batch]; mesh: of the devices that share the batch, None for one."""
+        slices = 1 if mesh is None else mesh.shape["slices"]
+        parts = 1 if mesh is None else batch_parts(mesh) // slices
+        if parts == 1:
+            return cls(mesh, None)
+        ranked = jnp.argsort(lengths.reshape(slices, -1), axis=1, descending=True)
+        return cls(mesh, ranked[:, dealing_order(ranked.shape[1], parts)])
+
+    def deal(self, values: Tree) -> Tree:
+        """Values of the sequences, a tree of integers [batch, …], in this order."""
+        if self.mesh is None or self.order is None:
+            return values
+        return jax.tree.map(partial(_in_order, self.mesh, order=self.order), values)
+
+    def restore(self, values: Tree) -> Tree:
+        """Values in this order, a tree of arrays [batch, …], in that of the batch again. Floats have a gradient."""
+        if self.mesh is None or self.order is None:
+            return values
+        mesh, order, back = self.mesh, self.order, jnp.argsort(self.order, axis=1)
+
+        def restored(one: Array) -> Array:
+            floats = jnp.issubdtype(one.dtype, jnp.floating)
+            return _moved(mesh, one, back, order) if floats else _in_order(mesh, one, back)
+
+        return jax.tree.map(restored, values)
+
+
+def dealing_order(sequences: int, parts: int) -> NDArray[np.int64]:
+    """Which of ranked sequences go to which part, one after another: each round of them the other way round."""
+    rounds = np.arange(sequences).reshape(-1, parts)
+    rounds[1::2] = rounds[1::2, ::-1]
+    return rounds.T.reshape(-1)
+
+
+def _in_order(mesh: Mesh, values: Array, order: Array) -> Array:
+    """Values [batch, …] in an order [slices, n] of each slice's share.
+
+    All of a share goes to every device of its slice, which takes what is its own: the compiler would have every device
+    look for all sequences in its part, and add up.
+    """
+    shares = values.reshape(len(order), -1, *values.shape[1:])
+    shares = jax.lax.with_sharding_constraint(shares, NamedSharding(mesh, PartitionSpec("slices")))
+    taken = jax.vmap(lambda share, rows: share[rows])(shares, order).reshape(values.shape)
+    return jax.lax.with_sharding_constraint(taken, logical_sharding(mesh, "batch", *[None] * (values.ndim - 1)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _moved(mesh: Mesh, values: Array, order: Array, back: Array) -> Array:
+    """`_in_order` of floats. back: the order that undoes it, which gradients take."""
+    return _in_order(mesh, values, order)
+
+
+_moved.defvjp(
+    lambda mesh, values, order, back: (_in_order(mesh, values, order), back),
+    lambda mesh, back, given: (_in_order(mesh, given, back), None, None),
+)
 
 
 @jax.custom_vjp

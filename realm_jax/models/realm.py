@@ -132,15 +132,19 @@ class Reader:
     ) -> tuple[Array, Array]:  # fmt: skip
         """log p(target|z, x) at masked positions, float32 [batch, m], and whether no piece is likelier, bool.
 
-        places: as of `Bert`.
+        places: as of `Bert`, before which joints are dealt out.
         """
-        inputs = (joint.ids, joint.segments, joint.mask, positions, targets)
-        return apply(self.network, params["reader"], inputs, "target_log_probabilities", key, places=places)
+        dealing = self.bert.dealing(joint.mask, places)
+        inputs = dealing.deal((joint.ids, joint.segments, joint.mask, positions, targets))
+        read = apply(self.network, params["reader"], inputs, "target_log_probabilities", key, places=places)
+        return dealing.restore(read)
 
     def read_spans(self, params: Params, joint: ReaderInput, key: Array | None = None, places: int = 0) -> Array:
-        """Span scores. joint arrays [batch, length] → [batch, length, span_width] float32. places: as of `Bert`."""
-        inputs = (joint.ids, joint.segments, joint.mask)
-        return apply(self.network, params["reader"], inputs, "span_scores", key, places=places)
+        """Span scores. joint arrays [batch, length] → [batch, length, span_width] float32. places: as of `Bert`, before
+        which joints are dealt out."""
+        dealing = self.bert.dealing(joint.mask, places)
+        inputs = dealing.deal((joint.ids, joint.segments, joint.mask))
+        return dealing.restore(apply(self.network, params["reader"], inputs, "span_scores", key, places=places))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.sections import TaskSection, joint_length, task_names
 from realm_jax.tasks.base import Embed, Means, Measure, Shapes, Task, document_shapes, masked_shapes, query_shapes
-from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor, order_batch
+from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor
 
 Array = jax.Array
 Numbers = TypeVar("Numbers", Array, NDArray)
@@ -99,8 +99,7 @@ class Mlm(Task):
         return masked_shapes(self.run, query_shapes(self.run, bert)) | document_shapes(self.run, bert)
 
     def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Means:
-        context = self.packed_context
-        return mlm_loss(context, params, order_batch(context, batch, joint_lengths(batch)), key)
+        return mlm_loss(self.packed_context, params, batch, key)
 
     def example_flops(self) -> dict[str, float]:
         config, predictions = self.run.config, self.run.lengths.predictions

@@ -53,7 +53,7 @@ from realm_jax.tasks.base import (
 )
 from realm_jax.tasks.closed_book import ClosedBook
 from realm_jax.tasks.collapse import CollapseMonitor
-from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor, TextLengths, order_batch
+from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor, TextLengths
 from realm_jax.tasks.qa_examples import fine_tuning_examples, question_depth
 
 Array = jax.Array
@@ -185,14 +185,13 @@ class Qa(Task):
             count.examples,
             queries=0 if context.qa_words else count.queries(lengths),
             joints=count.joints(lengths, context.qa_passages, context.qa_titles),
-            documents=count.documents(lengths, context.qa_passages) if context.qa_documents else 0,
+            documents=count.documents(context.qa_passages) if context.qa_documents else 0,
         )
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
         if self.is_positive:
             return positive_qa_loss(self.context, params, batch, index, key)
-        context = self.packed_context
-        return qa_loss(context, params, order_batch(context, batch), index, key)
+        return qa_loss(self.packed_context, params, batch, index, key)
 
     def example_flops(self) -> dict[str, float]:
         """A question beside its positive passage counts as long as the longest can be; the length of batches is up to

@@ -65,7 +65,7 @@ from realm_jax.tasks.base import (
 )
 from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.tasks.ict import Ict
-from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor, TextLengths, order_batch
+from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor, TextLengths
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class RealmTask(Task):
             queries=count.queries(lengths),
             nulls=0 if context.points else count.nulls(lengths),
             joints=count.joints(lengths, read_with, titles=context.points),
-            documents=0 if context.frozen_documents else count.documents(lengths, candidates),
+            documents=0 if context.frozen_documents else count.documents(candidates),
         )
 
     def masked_examples(self, masking: str, kept: NDArray[np.bool_] | None = None) -> Examples:
@@ -210,8 +210,7 @@ class RealmTask(Task):
         return masked | sentence | own | bm25_shapes(self.bm25_depth)
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
-        context = self.packed_context
-        return realm_loss(context, params, order_batch(context, batch), index, key)
+        return realm_loss(self.packed_context, params, batch, index, key)
 
     def example_flops(self) -> dict[str, float]:
         config, candidates, reader = self.run.config, self.context.candidates - 1, reader_of(self.run.config)
