@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from realm_jax.assemble import abstract_run
 from realm_jax.chips import peak
 from realm_jax.config import default
-from realm_jax.forward import PackedPlaces
+from realm_jax.forward.context import PackedPlaces
 from realm_jax.mesh import logical_sharding
 from realm_jax.models.inputs import Documents
 from realm_jax.run import Run, put_batch

@@ -15,7 +15,7 @@ from realm_jax.data.examples import lengths_from
 from realm_jax.data.sources import Sources
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
-from realm_jax.forward import StepContext
+from realm_jax.forward.context import StepContext
 from realm_jax.host import WIDE, release_large_blocks
 from realm_jax.mesh import logical_sharding
 from realm_jax.models.prompts import Encode, Template, compiled, longest_passage, placeholder, query_lengths

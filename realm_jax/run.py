@@ -24,7 +24,8 @@ from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
-from realm_jax.forward import Index, StepContext, bm25_list_length, search_depth
+from realm_jax.forward.context import Index, StepContext
+from realm_jax.forward.search import bm25_list_length, search_depth
 from realm_jax.mesh import (
     addressable_parts,
     batch_parts,

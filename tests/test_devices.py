@@ -20,7 +20,8 @@ from tiny import (
     tiny_realm,
 )
 
-from realm_jax.forward import Index, retrieve
+from realm_jax.forward.context import Index
+from realm_jax.forward.search import retrieve
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings, replicated
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.train.optimizer import make_optimizer

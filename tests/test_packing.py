@@ -20,7 +20,9 @@ from realm_jax.compiled_cost import program_cost
 from realm_jax.config import add_sections
 from realm_jax.data.examples import batches
 from realm_jax.data.sources import open_sources
-from realm_jax.forward import PackedPlaces, read_question, unplaced_pieces
+from realm_jax.forward.context import PackedPlaces
+from realm_jax.forward.question import read_question
+from realm_jax.forward.reading import unplaced_pieces
 from realm_jax.mesh import batch_parts, logical_sharding, make_mesh
 from realm_jax.models.attention import dot_product_attention, packed_attention, tpu_packed_attention
 from realm_jax.models.bert import Bert, BertConfig

@@ -16,7 +16,7 @@ from realm_jax.cli.build_index import for_embedding
 from realm_jax.config import validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.forward import read_question
+from realm_jax.forward.question import read_question
 from realm_jax.run import put_batch
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task

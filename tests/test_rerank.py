@@ -18,7 +18,7 @@ from realm_jax.data.examples import dataset
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import read_settings
-from realm_jax.forward import read_question
+from realm_jax.forward.question import read_question
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
 from realm_jax.tasks.rerank import NAME, added

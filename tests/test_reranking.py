@@ -18,7 +18,8 @@ from tiny import (  # fmt: skip
     tiny_realm,
 )
 
-from realm_jax.forward import Rerank, question_beam, scores_by_place
+from realm_jax.forward.context import Rerank
+from realm_jax.forward.search import question_beam, scores_by_place
 from realm_jax.models.realm import Network
 
 ROWS, BEAM, FIRST = 12, 6, 4

@@ -26,25 +26,17 @@ from tiny import (
 )
 from tiny_run import tiny_config
 
-from realm_jax import forward
 from realm_jax.assemble import make_run
 from realm_jax.config import add_sections, default, validate
 from realm_jax.data import layouts
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.forward import (
-    Candidates,
-    Index,
-    candidate_scores,
-    gather_documents,
-    masked_spans,
-    point_at_targets,
-    read_candidates,
-    read_masked,
-    read_question,
-    retrieve,
-    score_spans,
-)
+from realm_jax.forward import masked
+from realm_jax.forward.context import Index
+from realm_jax.forward.masked import masked_spans, point_at_targets, read_candidates, read_masked
+from realm_jax.forward.question import read_question
+from realm_jax.forward.reading import score_spans
+from realm_jax.forward.search import Candidates, candidate_scores, gather_documents, retrieve
 from realm_jax.models.inputs import Documents, reader_inputs
 from realm_jax.models.likelihood import UNSEEN, masked_word_marginal, pointing
 from realm_jax.tasks import TASKS, make_task
@@ -299,7 +291,7 @@ def test_passages_that_hold_the_span_are_read_first(params, index, candidates, m
     batch = MASKED | {"weights": np.eye(1, PREDICTIONS).repeat(BATCH, axis=0)}
     last = documents.title_lengths[:, -1:] + 2 + np.arange(PREDICTIONS)
     batch["targets"] = np.take_along_axis(documents.ids[:, -1], last, axis=1)
-    monkeypatch.setattr(forward, "POINTED", 1)
+    monkeypatch.setattr(masked, "POINTED", 1)
     log_p = jax.jit(functools.partial(point_at_targets, context(marginal="span")))(params, batch, documents).log_p
     read = np.asarray(log_p[:, 1:, 0]) != UNSEEN
     assert (read.sum(axis=1) == 1).all() and read[:, -1].any()

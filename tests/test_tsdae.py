@@ -8,7 +8,7 @@ from adapted import batch_of, losses, opened, planned_parts, same, trained_after
 from runs import Cut
 
 from realm_jax.config import default
-from realm_jax.forward import batch_passages
+from realm_jax.forward.context import batch_passages
 from realm_jax.models.attention import causal_attention, dot_product_attention
 from realm_jax.models.bert import Bert, apply
 from realm_jax.tasks import make_task

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realm_jax.errors import UserError
-from realm_jax.forward import Index, gather_documents, stored_scores
+from realm_jax.forward.context import Index
+from realm_jax.forward.search import gather_documents, stored_scores
 from realm_jax.models.inputs import Documents, answer_spans, has_answer_span, reader_inputs
 from realm_jax.models.likelihood import NEGATIVE
 from realm_jax.retrieval import bm25

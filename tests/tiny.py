@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 from realm_jax.config import default
 from realm_jax.data import layouts
-from realm_jax.forward import Index, StepContext
+from realm_jax.forward.context import Index, StepContext
 from realm_jax.mesh import AXES, make_mesh
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents

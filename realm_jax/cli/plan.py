@@ -36,7 +36,7 @@ from realm_jax.data.staging import PREPARED
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import LESS_MEMORY, UserError
 from realm_jax.flops import embedding_flops
-from realm_jax.forward import Index
+from realm_jax.forward.context import Index
 from realm_jax.host import enlarge_compiler_stacks
 from realm_jax.launch.spec import Launch
 from realm_jax.mesh import corpus_devices, logical_sharding, replicated, row_major, slice_of

@@ -21,19 +21,10 @@ from realm_jax.data.examples import Example, Lengths, as_read, query_arrays, que
 from realm_jax.data.tokenizer import MARK, Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.forward import (
-    Index,
-    StepContext,
-    masked_inputs,
-    masked_spans,
-    null_candidates,
-    read_masked,
-    read_question,
-    read_targets,
-    search_queries,
-    stored_scores,
-    take_for_reader,
-)
+from realm_jax.forward.context import Index, StepContext
+from realm_jax.forward.masked import masked_inputs, masked_spans, null_candidates, read_masked, read_targets
+from realm_jax.forward.question import read_question
+from realm_jax.forward.search import search_queries, stored_scores, take_for_reader
 from realm_jax.mesh import to_host
 from realm_jax.models.inputs import Documents
 from realm_jax.models.likelihood import NEGATIVE, log_prior, log_sum_selected

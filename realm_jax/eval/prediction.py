@@ -20,7 +20,9 @@ from realm_jax.data.questions import Question
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.eval.answers import contains_pattern, exact_match, normalise
 from realm_jax.eval.retrieval import answer_hits, documents_of, gold_hits, hit_at_k, mean_by_group, rank_measures
-from realm_jax.forward import Index, Rerank, StepContext, question_beam, read_question
+from realm_jax.forward.context import Index, Rerank, StepContext
+from realm_jax.forward.question import read_question
+from realm_jax.forward.search import question_beam
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.fusion import FusedRanking

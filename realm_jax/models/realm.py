@@ -7,7 +7,7 @@ with two heads: word prediction for pre-training (BERT's MLM head, output tied t
 for question answering (ORQA's: the sum of a start and an end representation through ReLU and LayerNorm). A task may
 bring further networks (`Network`), each with a key of its own.
 
-Read next: `likelihood.py` for the objective, `forward.py` for how the networks go together.
+Read next: `likelihood.py` for the objective, `forward/` for how the networks go together.
 """
 
 import abc

@@ -5,7 +5,7 @@ of a task is an attribute here; defaults suit a task that needs nothing special.
 
 A loss has the form `loss(params, batch, index, key) -> {name: Mean}`: its entry 'loss' is minimised, the others are
 reported. Means of the parts of a batch add up to those of the whole. `index` is None if nothing is retrieved and
-`key` None turns dropout off. Retrieval happens inside the loss (`realm_jax/forward.py`), so a step is one program.
+`key` None turns dropout off. Retrieval happens inside the loss (`realm_jax/forward/`), so a step is one program.
 """
 
 import abc
@@ -27,7 +27,7 @@ from realm_jax.data.sources import Sources
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.forward import Batch, Index, PackedPlaces, Rerank, StepContext
+from realm_jax.forward.context import Batch, Index, PackedPlaces, Rerank, StepContext
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Network, Params, Realm

@@ -35,7 +35,7 @@ from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.flops import tower_of
-from realm_jax.forward import Batch, StepContext, batch_passages
+from realm_jax.forward.context import Batch, StepContext, batch_passages
 from realm_jax.models.bert import ACTIVATIONS, Bert, BertConfig, apply, dense, layer_norm
 from realm_jax.models.inputs import body_starts, document_sequences
 from realm_jax.models.likelihood import target_log_probabilities

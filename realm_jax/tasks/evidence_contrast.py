@@ -27,7 +27,7 @@ from realm_jax.data.neighbours import GROUP, numbered
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import embedding_flops, score_flops
-from realm_jax.forward import Batch, StepContext, batch_passages, dropout_keys
+from realm_jax.forward.context import Batch, StepContext, batch_passages, dropout_keys
 from realm_jax.models import likelihood
 from realm_jax.models.realm import Params
 from realm_jax.run import Run

@@ -30,7 +30,8 @@ from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import embedding_flops, score_flops
-from realm_jax.forward import Batch, Index, StepContext, batch_passages, dropout_keys, embed_null, stored_scores
+from realm_jax.forward.context import Batch, Index, StepContext, batch_passages, dropout_keys
+from realm_jax.forward.search import embed_null, stored_scores
 from realm_jax.models import likelihood
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.exact import search

@@ -27,7 +27,9 @@ from realm_jax.data.examples import (
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import reader_of, word_flops
-from realm_jax.forward import Batch, PackedPlaces, StepContext, batch_candidates, read_targets, unplaced_pieces
+from realm_jax.forward.context import Batch, PackedPlaces, StepContext, batch_candidates
+from realm_jax.forward.masked import read_targets
+from realm_jax.forward.reading import unplaced_pieces
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params

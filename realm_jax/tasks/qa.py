@@ -20,19 +20,10 @@ from realm_jax.data.questions import answered
 from realm_jax.data.tokenizer import Tokenizer, id_dtype
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, reader_of, score_flops
-from realm_jax.forward import (
-    Batch,
-    Index,
-    PackedPlaces,
-    StepContext,
-    bm25_list_length,
-    dropout_keys,
-    question_beam,
-    read_question,
-    read_spans,
-    reader_query,
-    take_for_reader,
-)
+from realm_jax.forward.context import Batch, Index, PackedPlaces, StepContext, dropout_keys, reader_query
+from realm_jax.forward.question import read_question
+from realm_jax.forward.reading import read_spans
+from realm_jax.forward.search import bm25_list_length, question_beam, take_for_reader
 from realm_jax.models import likelihood
 from realm_jax.models.inputs import ReaderInput, has_answer_span, token_mask
 from realm_jax.models.likelihood import Mean

@@ -37,7 +37,7 @@ from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.forward import StepContext
+from realm_jax.forward.context import StepContext
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.realm import Params
 from realm_jax.run import Run

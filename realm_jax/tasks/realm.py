@@ -1,6 +1,6 @@
 """REALM: masked sentences whose passages are retrieved, −log Σ_z p(z|x) p(y|z,x) (Guu et al. 2020, section 3.3).
 
-Read `realm_loss`, then what it is given: `realm_jax/forward.py`.
+Read `realm_loss`, then what it is given: `realm_jax/forward/masked.py`.
 """
 
 import logging
@@ -33,17 +33,9 @@ from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer, Tokens
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, reader_of, score_flops, word_flops
-from realm_jax.forward import (
-    POINTED,
-    Batch,
-    Candidates,
-    Index,
-    PackedPlaces,
-    StepContext,
-    bm25_list_length,
-    read_masked,
-    search_depth,
-)
+from realm_jax.forward.context import Batch, Index, PackedPlaces, StepContext
+from realm_jax.forward.masked import POINTED, read_masked
+from realm_jax.forward.search import Candidates, bm25_list_length, search_depth
 from realm_jax.models import likelihood
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params

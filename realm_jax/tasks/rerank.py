@@ -17,16 +17,9 @@ from ml_collections import ConfigDict
 
 from realm_jax.data.examples import Examples
 from realm_jax.flops import embedding_flops, reader_of, score_flops
-from realm_jax.forward import (
-    Batch,
-    Index,
-    Rerank,
-    StepContext,
-    bm25_list_length,
-    read_question,
-    reader_query,
-    scores_by_place,
-)
+from realm_jax.forward.context import Batch, Index, Rerank, StepContext, reader_query
+from realm_jax.forward.question import read_question
+from realm_jax.forward.search import bm25_list_length, scores_by_place
 from realm_jax.models.bert import Bert, BertConfig, apply, dense
 from realm_jax.models.dropout import Dropout
 from realm_jax.models.inputs import Documents, ReaderInput, reader_inputs

@@ -41,7 +41,7 @@ from realm_jax.data.neighbours import numbered
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import embedding_flops, score_flops
-from realm_jax.forward import Batch, StepContext, batch_passages, dropout_keys
+from realm_jax.forward.context import Batch, StepContext, batch_passages, dropout_keys
 from realm_jax.models.attention import MASKED_BIAS
 from realm_jax.models.bert import BertConfig, dense, layer_norm
 from realm_jax.models.inputs import document_sequences, query_sequences

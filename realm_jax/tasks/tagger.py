@@ -40,7 +40,7 @@ from realm_jax.data.tokenizer import Tokenizer, id_dtype
 from realm_jax.eval.entities import Scores, entity_scores
 from realm_jax.eval.tagging import WindowTagger
 from realm_jax.flops import tower_of
-from realm_jax.forward import Batch, Index
+from realm_jax.forward.context import Batch, Index
 from realm_jax.mesh import logical_sharding
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.tagger import Params, Tagger

@@ -35,7 +35,7 @@ from realm_jax.data.examples import (
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer, id_dtype
 from realm_jax.flops import embedding_flops, tower_of
-from realm_jax.forward import Batch, StepContext, batch_passages, dropout_keys
+from realm_jax.forward.context import Batch, StepContext, batch_passages, dropout_keys
 from realm_jax.models.bert import Bert, BertConfig, apply, dense
 from realm_jax.models.inputs import query_sequences
 from realm_jax.models.likelihood import target_log_probabilities

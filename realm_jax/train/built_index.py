@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
-from realm_jax.forward import LoadedIndex, StepContext
+from realm_jax.forward.context import LoadedIndex, StepContext
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0, same_on_all_processes

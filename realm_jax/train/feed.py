@@ -18,7 +18,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
-from realm_jax.forward import LoadedIndex, StepContext, search_depth, search_queries
+from realm_jax.forward.context import LoadedIndex, StepContext
+from realm_jax.forward.search import search_depth, search_queries
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.scann import Searcher

@@ -25,7 +25,8 @@ from realm_jax.eval.findings import UNTRAINED
 from realm_jax.eval.prediction import GROUPED_BY, Evaluator, Prediction
 from realm_jax.eval.report import write_report
 from realm_jax.eval.retrieval import is_retrieval_measure
-from realm_jax.forward import Index, read_masked, reader_query
+from realm_jax.forward.context import Index, reader_query
+from realm_jax.forward.masked import read_masked
 from realm_jax.host import usable_cores
 from realm_jax.mesh import to_host
 from realm_jax.models.likelihood import masked_word_marginal

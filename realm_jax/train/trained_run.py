@@ -21,7 +21,7 @@ from realm_jax.data.questions import Question, read_questions
 from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.forward import Index, Rerank
+from realm_jax.forward.context import Index, Rerank
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.refresh.exporter import to_arrays, to_params

@@ -1,0 +1,8 @@
+"""The forward pass of a step: retrieve, score, read. Of a masked sentence (`masked.py`), and of a question
+(`question.py`).
+
+Pure functions of (context, parameters, batch, index), shared by training, evaluation and inspection: losses, answers,
+the report and `realm inspect` are computed from what they return. A refreshed index is new data, not a new program.
+`key` None turns dropout off. Read next: `models/likelihood.py` for the probabilities, `tasks/realm.py` and
+`tasks/qa.py` for the losses.
+"""
