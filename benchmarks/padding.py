@@ -3,27 +3,36 @@
 Lengths are those of real passages and of sentences drawn as REALM draws them; a query's candidates are drawn at random.
 Sorted: the batches of a window of steps are made of like lengths, and a step is compiled for each of `widths`, whose
 smallest that holds the longest query of a batch is taken. Packed: a chip's joints one after another, in as many places
-as `tasks/packed.py` takes.
+as do but once in 10,000 chips, or as `tasks/packed.py` takes.
 
-    python benchmarks/padding.py --data=DIR
+    python benchmarks/padding.py --data=DIR [--vectors=FILE.npy --first=ROW]
+
+With vectors of passages that follow one another, ROW the first, also how much longer those are that each of them
+retrieves, and how many chips, and pieces, then have no place where there is room for so much more than in the mean.
 """
 
 import argparse
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.data.sources import open_sources
 from realm_jax.data.store import PassageStore
+from realm_jax.models.packing import snake_order
 from realm_jax.models.tpu_attention import TILE
 from realm_jax.recipes import paper
-from realm_jax.tasks.packed import clipped_lengths, places_needed
+from realm_jax.tasks.packed import RARE, clipped_lengths, places_needed
+
+BATCHES = 1000  # drawn
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True)
     parser.add_argument("--chips", type=int, default=64)
+    parser.add_argument("--vectors", type=Path)
+    parser.add_argument("--first", type=int, default=0)
     args = parser.parse_args()
     config = paper("realm")
     data, batch, candidates = config.data, config.realm.batch_size, config.realm.candidates - 1
@@ -44,8 +53,49 @@ def main() -> None:
             padded = sorted_width(rng.permutation(queries), widths, batch, window) + data.document_length
             row(f"sorted in windows of {window}, by {multiple}", len(np.unique(widths)), padded, tokens)
     own, longest = batch // args.chips, data.query_length + data.document_length
-    places = places_needed(queries.astype(np.int64), bodies + 1, (args.chips, own, candidates), longest, TILE)
-    row(f"packed, {args.chips} chips", 1, places / (own * candidates), tokens)
+    shape, added, asked = (args.chips, own, candidates), bodies + 1, queries.astype(np.int64)
+    drawn = rng.choice(asked, (BATCHES, batch, 1))
+    taken = rng.choice(added, (BATCHES, batch, candidates))
+    shared_out = np.sort(drawn, axis=1)[:, ::-1][:, snake_order(batch, args.chips)]
+    for name, ordered in (("as they come", drawn), ("queries shared out", shared_out)):
+        used = in_tiles(ordered, taken, longest)
+        rare = np.quantile(used.reshape(BATCHES * args.chips, -1).sum(axis=1), 1 - 1 / RARE)
+        row(f"packed, {name}", 1, rare / (own * candidates), tokens)
+    places = places_needed(asked, added, shape, longest, TILE)
+    row("packed, joints shared out", 1, places / (own * candidates), tokens)
+    if args.vectors:
+        retrieved(rng, np.load(args.vectors), added, args.first, drawn, shape, longest)
+
+
+def retrieved(
+    rng: np.random.Generator, vectors: NDArray, added: NDArray[np.int64], first: int, drawn: NDArray[np.int64],
+    shape: tuple[int, int, int], longest: int,
+) -> None:  # fmt: skip
+    """How much longer retrieved passages are, and how often places are too few for them. drawn: queries of batches."""
+    chips, own, candidates = shape
+    scores = vectors @ vectors.T
+    np.fill_diagonal(scores, -np.inf)
+    nearest = np.argsort(-scores, axis=1)[:, :candidates]
+    lengths = added[first : first + len(vectors)]
+    longer = (lengths[nearest].mean() - lengths.mean()) / lengths.std()
+    print(f"\nthe {candidates} that each of {len(vectors)} passages retrieves are {longer:.3f} deviations longer\n")
+    mean = in_tiles(drawn, rng.choice(added, (*drawn.shape[:2], candidates)), longest).mean()
+    found = in_tiles(drawn, lengths[nearest[rng.integers(len(vectors), size=drawn.shape[:2])]], longest)
+    ranked = np.sort(found.reshape(BATCHES, -1), axis=1)[:, ::-1][:, snake_order(chips * own * candidates, chips)]
+    used = ranked.reshape(BATCHES * chips, -1).sum(axis=1)
+    print(
+        "| deviations | places, of the mean | chips with too few | share of pieces without a place |\n|---|---|---|---|"
+    )
+    for deviations in (0.15, 0.2, 0.25):
+        places = (mean + deviations * added.std()) * own * candidates
+        lost = np.maximum(used - places, 0)
+        of_mean = places / (mean * own * candidates)
+        print(f"| {deviations} | {of_mean:.4f} | {(lost > 0).mean():.4f} | {lost.sum() / used.sum():.2g} |", flush=True)
+
+
+def in_tiles(queries: NDArray[np.int64], passages: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
+    """Places of joints, of which each begins with a tile."""
+    return -(-np.minimum(queries + passages, longest) // TILE) * TILE
 
 
 def query_lengths(rng: np.random.Generator, store: PassageStore, longest: int) -> NDArray[np.float64]:

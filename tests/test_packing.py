@@ -29,11 +29,11 @@ from realm_jax.models.bert import Bert, BertConfig
 from realm_jax.models.dropout import AttentionDropout, dropout_seeds
 from realm_jax.models.encoder import Embedder
 from realm_jax.models.packing import (
-    Dealing,
-    dealing_order,
+    BalancedOrder,
     fitting_lengths,
     pack,
     packing,
+    snake_order,
     take_positions,
     unpack,
 )
@@ -190,19 +190,19 @@ def test_places_are_what_batches_need():
     assert places_needed(queries, passages, (16, 8, 5), 90) < places, "long joints are shared out"
 
 
-def test_sequences_are_dealt_out_by_length():
-    assert dealing_order(12, 3).tolist() == [0, 5, 6, 11, 1, 4, 7, 10, 2, 3, 8, 9]
+def test_parts_have_about_the_same_length():
+    assert snake_order(12, 3).tolist() == [0, 5, 6, 11, 1, 4, 7, 10, 2, 3, 8, 9]
     mesh = make_mesh(devices=jax.devices()[:4], data=1, fsdp=4)
     lengths = np.random.default_rng(0).integers(5, 90, 32)
     ids = np.repeat(lengths[:, None], 3, 1)
 
     @jax.jit
-    def dealt_and_restored(lengths, ids):
-        dealing = Dealing.of(lengths, mesh)
-        found = dealing.deal((lengths, ids))
-        return found, dealing.restore((found, found[1] > 40))
+    def there_and_back(lengths, ids):
+        order = BalancedOrder.of(lengths, mesh)
+        found = order.apply((lengths, ids))
+        return found, order.undo((found, found[1] > 40))
 
-    (found, rows), ((again, _), long) = dealt_and_restored(lengths, ids)
+    (found, rows), ((again, _), long) = there_and_back(lengths, ids)
     np.testing.assert_array_equal(rows[:, 2], found)
     sums = found.reshape(4, 8).sum(1)
     assert sums.max() - sums.min() < 0.2 * np.ptp(lengths.reshape(4, 8).sum(1))
@@ -210,7 +210,7 @@ def test_sequences_are_dealt_out_by_length():
     np.testing.assert_array_equal(again, lengths)
     np.testing.assert_array_equal(long, ids > 40)
     alone = make_mesh(devices=jax.devices()[:1], data=1, fsdp=1)
-    assert Dealing.of(lengths, alone).order is None and Dealing.of(lengths, None).order is None
+    assert BalancedOrder.of(lengths, alone).order is None and BalancedOrder.of(lengths, None).order is None
 
 
 def test_gradients_go_back_to_the_sequences_that_they_are_of():
@@ -219,27 +219,36 @@ def test_gradients_go_back_to_the_sequences_that_they_are_of():
     lengths, states, weights = rng.integers(5, 90, 32), rng.normal(size=(32, 3)), rng.normal(size=(32, 3))
 
     def value(states):
-        return (jnp.sin(Dealing.of(lengths, mesh).restore(states)) * weights).sum()
+        return (jnp.sin(BalancedOrder.of(lengths, mesh).undo(states)) * weights).sum()
 
-    order = np.asarray(Dealing.of(lengths, mesh).order[0])
+    order = np.asarray(BalancedOrder.of(lengths, mesh).order[0])
     states, weights = states.astype(np.float32), weights.astype(np.float32)
-    found = jax.jit(jax.grad(value))(states)
-    np.testing.assert_allclose(found, np.cos(states) * weights[order], rtol=1e-5)
+    found, gradient = jax.jit(jax.value_and_grad(value))(states)
+    np.testing.assert_allclose(found, (np.sin(states) * weights[order]).sum(), rtol=1e-4)
+    np.testing.assert_allclose(gradient, np.cos(states) * weights[order], rtol=1e-5)
 
 
-def test_sequences_are_dealt_out_within_a_slice():
+def test_sequences_stay_within_a_slice():
     mesh = mesh_of_slices(2, 2, 2, 1)
     lengths = np.random.default_rng(0).integers(5, 90, 32)
     batch = {"length": lengths, "ids": np.stack([lengths, 2 * lengths], axis=1)}
     batch = {name: jax.device_put(one, logical_sharding(mesh, "batch")) for name, one in batch.items()}
 
     def gradient(batch):
-        dealing = Dealing.of(batch["length"], mesh)
-        found = dealing.deal(batch)
-        return found, jax.grad(lambda states: (dealing.restore(states) ** 2).sum())(found["ids"].astype(jnp.float32))
+        order = BalancedOrder.of(batch["length"], mesh)
+        found = order.apply(batch)
+        weights = jnp.arange(64.0).reshape(32, 2)
+        floats = found["ids"].astype(jnp.float32)
+        return found, order.undo(found), jax.grad(lambda states: (order.undo(states) * weights).sum())(floats), weights
 
     work = jax.jit(gradient)
-    found, _ = work(batch)
+    found, again, gradients, weights = work(batch)
+    for name, wanted in batch.items():
+        np.testing.assert_array_equal(again[name], wanted)
+    ids, weights = np.asarray(batch["ids"]), np.asarray(weights)
+    assert sorted(zip(found["ids"][:, 0].tolist(), gradients.sum(1).tolist(), strict=True)) == sorted(
+        zip(ids[:, 0].tolist(), weights.sum(1).tolist(), strict=True)
+    ), "each has the gradient of its own"
     for share in (slice(0, 16), slice(16, 32)):
         assert sorted(found["length"][share].tolist()) == sorted(lengths[share].tolist())
     np.testing.assert_array_equal(found["ids"][:, 1], 2 * found["length"])
@@ -274,7 +283,7 @@ def test_a_step_of_realm_is_the_same_packed(people, tmp_path, devices, marginal)
     config.tasks = "realm"
     config.realm.update(batch_size=8, steps=2, marginal=marginal)
     config.optimizer.microbatches = 2
-    config.model.dropout = 0.2 if devices == 1 else 0.0  # several have examples in another order, with other draws
+    config.model.dropout = 0.2 if devices == 1 else 0.0  # several have sequences in another order, with other draws
     run = make_run(config, tmp_path, open_sources(people), jax.devices()[:devices])
     task = make_task("realm", run)
     packed = task.packed_context.packed
@@ -395,9 +404,25 @@ def test_no_answer_is_pointed_at_in_what_has_no_place(people, tmp_path):
     assert not (read.correct & ~read.allowed).any()
 
 
+def test_what_is_cut_is_the_same_on_several_devices(people, tmp_path):
+    """What is told of sequences that lose their last tokens is what a network reads of them."""
+    run = make_run(tiny_config(people), tmp_path, open_sources(people), jax.devices()[:4])
+    documents = jax.tree.map(lambda part: jnp.asarray(np.asarray(part)[:16]), run.documents)
+    documents = documents._replace(lengths=documents.lengths - jnp.arange(16, dtype=documents.lengths.dtype) % 5)
+    lengths = run.model.document_lengths(documents)
+    places = int(0.9 * lengths.sum() / 4)
+    placed = run.model.bert.placed_lengths(lengths, places, 48)
+    assert 0 < (placed < lengths).sum() < 16
+    params, embed = run.initial_params(), jax.jit(run.model.embed_documents, static_argnums=3)
+    found, wanted = embed(params, documents, None, places), embed(params, documents._replace(lengths=placed), None, 0)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert np.abs(found - embed(params, documents, None, 0)).max() > 1e-3
+
+
 def test_what_has_no_place_is_reported():
-    model = SimpleNamespace(bert=SimpleNamespace(alignment=1))
-    context = SimpleNamespace(mesh=make_mesh(devices=jax.devices()[:2], data=1, fsdp=2), model=model)
+    mesh = make_mesh(devices=jax.devices()[:2], data=1, fsdp=2)
+    bert = BertConfig(30, hidden=logical_sharding(mesh, "batch", None, None))
+    context = SimpleNamespace(model=SimpleNamespace(bert=bert))
     joints, passages = jnp.array([[12, 1], [7, 9], [2, 2], [2, 2]]), jnp.array([[5], [5], [5], [5]])
     lost = unplaced_pieces(context, [(joints, 15), (passages, 0)], 12)
     assert (lost.total, lost.number) == (8, 37 + 20), "10 stay of 12 beside 2, 2 and 1, and 5 of 9 and 7 beside 2, 2"

@@ -1,4 +1,7 @@
-"""What every forward pass is given: the index, the static context of a step, and what stands in a batch."""
+"""What every forward pass is given: the index, the static context of a step, and what stands in a batch.
+
+It computes nothing. Read next: `search.py`, then `masked.py`.
+"""
 
 import dataclasses
 from collections.abc import Callable

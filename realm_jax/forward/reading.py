@@ -1,4 +1,7 @@
-"""What reading masked sentences and reading questions share: spans to point at, and what packing has no place for."""
+"""What reading masked sentences and reading questions share: spans to point at, and what packing has no place for.
+
+What is read stands in `masked.py` and `question.py`. Read next: `models/realm.py`, the reader.
+"""
 
 from typing import NamedTuple
 
@@ -6,10 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from realm_jax.forward.context import StepContext
-from realm_jax.mesh import batch_parts
 from realm_jax.models.inputs import ReaderInput, answer_spans
 from realm_jax.models.likelihood import Mean
-from realm_jax.models.packing import Dealing, fitting_lengths
 from realm_jax.models.realm import Params, flatten_passages
 
 Array = jax.Array
@@ -32,9 +33,9 @@ def read_spans(
 
     No span may be pointed at in what packing had no place for.
     """
-    places = context.places(len(joint.ids)).joints
-    placed = joint._replace(lengths=placed_lengths(context, joint.lengths, places, joint.ids.shape[-1]))
-    allowed, correct = answer_spans(placed, *answers, context.model.reader.span_width)
+    places, reader = context.places(len(joint.ids)).joints, context.model.reader
+    lengths = reader.bert.placed_lengths(joint.lengths, places, joint.ids.shape[-1])
+    allowed, correct = answer_spans(joint._replace(lengths=lengths), *answers, reader.span_width)
     return SpanReading(joint, score_spans(context, params, joint, key, places), allowed, correct)
 
 
@@ -45,23 +46,11 @@ def score_spans(context: StepContext, params: Params, joint: ReaderInput, key: A
     return spans.reshape(*joint.ids.shape, context.model.reader.span_width)
 
 
-def placed_lengths(context: StepContext, lengths: Array, places: int, longest: int) -> Array:
-    """Of sequences of these lengths [batch, …] the tokens for which packing has a place. places: of a part, 0 where
-    they are padded; longest: no sequence is longer."""
-    if not places:
-        return lengths
-    flat = lengths.reshape(-1)
-    dealing = Dealing.of(flat, context.mesh)  # as the networks deal them out
-    of_parts = dealing.deal(flat).reshape(batch_parts(context.mesh), -1)
-    fitting = fitting_lengths(of_parts, longest, places, context.model.bert.alignment)
-    return dealing.restore(fitting.reshape(-1)).reshape(lengths.shape)
-
-
 def unplaced_pieces(context: StepContext, packed: list[tuple[Array, int]], longest: int) -> Mean:
     """The share of the pieces of sequences for which packing has no place. packed: lengths [batch, …] of sequences, and
     the places of a part; 0 where they are padded. longest: no sequence is longer."""
     lost, total = jnp.float32(0), jnp.float32(0)
     for lengths, places in packed:
-        lost += (lengths - placed_lengths(context, lengths, places, longest)).sum()
+        lost += (lengths - context.model.bert.placed_lengths(lengths, places, longest)).sum()
         total += lengths.sum()
     return Mean(lost, total)

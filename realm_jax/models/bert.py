@@ -22,7 +22,16 @@ from jax.sharding import Mesh, NamedSharding
 from realm_jax.mesh import batch_parts
 from realm_jax.models.attention import ATTENTION, causal_attention, packed_attention, tpu_packed_attention
 from realm_jax.models.dropout import AttentionDropout, Dropout, dropout_seeds
-from realm_jax.models.packing import Dealing, Packing, fitting_mask, pack, packing, take_positions, unpack
+from realm_jax.models.packing import (
+    BalancedOrder,
+    Packing,
+    fitting_lengths,
+    fitting_mask,
+    pack,
+    packing,
+    take_positions,
+    unpack,
+)
 from realm_jax.models.tpu_attention import TILE
 
 Array = jax.Array
@@ -100,9 +109,20 @@ class BertConfig:
         """A mask without the tokens for which there is no place; places: as of `Bert`."""
         return fitting_mask(mask, self._parts, places, self.alignment) if places else mask
 
-    def dealing(self, mask: Array, places: int) -> Dealing:
-        """How the sequences of a mask [batch, length] are dealt out before they are packed; places: as of `Bert`."""
-        return Dealing.of(mask.sum(axis=1, dtype=jnp.int32), self._mesh) if places else Dealing(None, None)
+    def balanced_order(self, mask: Array, places: int) -> BalancedOrder:
+        """In which the sequences of a mask [batch, length] are packed; places: as of `Bert`."""
+        return BalancedOrder.of(mask.sum(axis=1, dtype=jnp.int32), self._mesh) if places else BalancedOrder(None, None)
+
+    def placed_lengths(self, lengths: Array, places: int, longest: int) -> Array:
+        """How many tokens of sequences of these lengths [batch, …] have a place. places: as of `Bert`; longest: no
+        sequence is longer."""
+        if not places:
+            return lengths
+        flat = lengths.reshape(-1)
+        order = BalancedOrder.of(flat, self._mesh)
+        of_parts = order.apply(flat).reshape(self._parts, -1)
+        fitting = fitting_lengths(of_parts, longest, places, self.alignment)
+        return order.undo(fitting.reshape(-1)).reshape(lengths.shape)
 
     def packing(self, mask: Array, places: int) -> Packing:
         """Where the tokens of a batch go."""

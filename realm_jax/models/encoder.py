@@ -203,5 +203,5 @@ class Retriever:
         return found
 
     def _embed(self, tower: Params, texts: EncoderInput, key: Array | None, places: int = 0) -> Array:
-        dealing = self.bert.dealing(texts.mask, places)
-        return dealing.restore(apply(self.embedder, tower, dealing.deal(tuple(texts)), "__call__", key, places=places))
+        order = self.bert.balanced_order(texts.mask, places)
+        return order.undo(apply(self.embedder, tower, order.apply(tuple(texts)), "__call__", key, places=places))

@@ -1,9 +1,9 @@
 """Sequences of different lengths one after another, so that what is computed of each token is not computed of padding.
 
 Each part of a batch, which is what a device has, is a row of `places`. Only attention has to know where a sequence
-begins. A program has as many places as the fullest part needs, so the sequences of a batch are dealt out to its parts
-by length (`Dealing`). How many places do for a corpus follows from its lengths (`tasks/packed.py`); where one batch
-needs more, its longest sequences lose their last tokens, which a step reports.
+begins. A program has as many places as the fullest part needs, so sequences are shared out among the parts by length
+(`BalancedOrder`). How many places do for a corpus follows from its lengths (`tasks/packed.py`); where one batch needs
+more, its longest sequences lose their last tokens, which a step reports.
 """
 
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ def _aligned(lengths: Array, alignment: int) -> Array:
 
 
 @dataclass(frozen=True)
-class Dealing:
+class BalancedOrder:
     """Another order of a batch's sequences, in which all parts of a slice's share have about the same length in all.
 
     order [slices, n] int32: which sequence of a slice's share stands at each place; None: each stays where it is.
@@ -96,22 +96,22 @@ class Dealing:
     order: Array | None
 
     @classmethod
-    def of(cls, lengths: Array, mesh: Mesh | None) -> "Dealing":
+    def of(cls, lengths: Array, mesh: Mesh | None) -> "BalancedOrder":
         """By lengths [batch]; mesh: of the devices that share the batch, None for one."""
         slices = 1 if mesh is None else mesh.shape["slices"]
         parts = 1 if mesh is None else batch_parts(mesh) // slices
         if parts == 1:
             return cls(mesh, None)
         ranked = jnp.argsort(lengths.reshape(slices, -1), axis=1, descending=True)
-        return cls(mesh, ranked[:, dealing_order(ranked.shape[1], parts)])
+        return cls(mesh, ranked[:, snake_order(ranked.shape[1], parts)])
 
-    def deal(self, values: Tree) -> Tree:
-        """Values of the sequences, a tree of integers [batch, …], in this order."""
+    def apply(self, values: Tree) -> Tree:
+        """Values of the sequences, a tree of integers and bools [batch, …], in this order; without a gradient."""
         if self.mesh is None or self.order is None:
             return values
-        return jax.tree.map(partial(_in_order, self.mesh, order=self.order), values)
+        return jax.tree.map(partial(_permuted, self.mesh, order=self.order), values)
 
-    def restore(self, values: Tree) -> Tree:
+    def undo(self, values: Tree) -> Tree:
         """Values in this order, a tree of arrays [batch, …], in that of the batch again. Floats have a gradient."""
         if self.mesh is None or self.order is None:
             return values
@@ -119,19 +119,19 @@ class Dealing:
 
         def restored(one: Array) -> Array:
             floats = jnp.issubdtype(one.dtype, jnp.floating)
-            return _moved(mesh, one, back, order) if floats else _in_order(mesh, one, back)
+            return _permuted_floats(mesh, one, back, order) if floats else _permuted(mesh, one, back)
 
         return jax.tree.map(restored, values)
 
 
-def dealing_order(sequences: int, parts: int) -> NDArray[np.int64]:
+def snake_order(sequences: int, parts: int) -> NDArray[np.int64]:
     """Which of ranked sequences go to which part, one after another: each round of them the other way round."""
     rounds = np.arange(sequences).reshape(-1, parts)
     rounds[1::2] = rounds[1::2, ::-1]
     return rounds.T.reshape(-1)
 
 
-def _in_order(mesh: Mesh, values: Array, order: Array) -> Array:
+def _permuted(mesh: Mesh, values: Array, order: Array) -> Array:
     """Values [batch, …] in an order [slices, n] of each slice's share.
 
     All of a share goes to every device of its slice, which takes what is its own: the compiler would have every device
@@ -144,14 +144,14 @@ def _in_order(mesh: Mesh, values: Array, order: Array) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _moved(mesh: Mesh, values: Array, order: Array, back: Array) -> Array:
-    """`_in_order` of floats. back: the order that undoes it, which gradients take."""
-    return _in_order(mesh, values, order)
+def _permuted_floats(mesh: Mesh, values: Array, order: Array, back: Array) -> Array:
+    """`_permuted` of floats. back: the order that undoes it, which gradients take."""
+    return _permuted(mesh, values, order)
 
 
-_moved.defvjp(
-    lambda mesh, values, order, back: (_in_order(mesh, values, order), back),
-    lambda mesh, back, given: (_in_order(mesh, given, back), None, None),
+_permuted_floats.defvjp(
+    lambda mesh, values, order, back: (_permuted(mesh, values, order), back),
+    lambda mesh, back, given: (_permuted(mesh, given, back), None, None),
 )
 
 

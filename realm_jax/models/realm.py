@@ -132,19 +132,19 @@ class Reader:
     ) -> tuple[Array, Array]:  # fmt: skip
         """log p(target|z, x) at masked positions, float32 [batch, m], and whether no piece is likelier, bool.
 
-        places: as of `Bert`, before which joints are dealt out.
+        places: as of `Bert`, which reads joints in their balanced order.
         """
-        dealing = self.bert.dealing(joint.mask, places)
-        inputs = dealing.deal((joint.ids, joint.segments, joint.mask, positions, targets))
+        order = self.bert.balanced_order(joint.mask, places)
+        inputs = order.apply((joint.ids, joint.segments, joint.mask, positions, targets))
         read = apply(self.network, params["reader"], inputs, "target_log_probabilities", key, places=places)
-        return dealing.restore(read)
+        return order.undo(read)
 
     def read_spans(self, params: Params, joint: ReaderInput, key: Array | None = None, places: int = 0) -> Array:
-        """Span scores. joint arrays [batch, length] → [batch, length, span_width] float32. places: as of `Bert`, before
-        which joints are dealt out."""
-        dealing = self.bert.dealing(joint.mask, places)
-        inputs = dealing.deal((joint.ids, joint.segments, joint.mask))
-        return dealing.restore(apply(self.network, params["reader"], inputs, "span_scores", key, places=places))
+        """Span scores. joint arrays [batch, length] → [batch, length, span_width] float32. places: as of `Bert`, which
+        reads joints in their balanced order."""
+        order = self.bert.balanced_order(joint.mask, places)
+        inputs = order.apply((joint.ids, joint.segments, joint.mask))
+        return order.undo(apply(self.network, params["reader"], inputs, "span_scores", key, places=places))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 Passages end before their row does and most sentences and questions are short, so a fifth to a quarter of padded joints
 is padding, and half of those of the warm-up. What will be retrieved is not known, so passages are drawn at random:
-those that are retrieved are a little longer (`LONGER`). Sequences are drawn and dealt out as a step does it
-(`models/packing.py`).
+those that are retrieved are a little longer (`LONGER`). Sequences are drawn, and shared out among the parts of a batch,
+as a step does it (`models/packing.py`).
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from realm_jax.data.store import PassageStore
 from realm_jax.mesh import batch_parts
-from realm_jax.models.packing import dealing_order
+from realm_jax.models.packing import snake_order
 from realm_jax.models.prompts import longest_passage, passage_lengths
 from realm_jax.run import Run
 
@@ -99,11 +99,11 @@ class PlacesMonitor:
         )
 
 
-def clipped_lengths(store: PassageStore, row: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pieces of bodies and of titles, as many as a document row of so many has room for."""
+def clipped_lengths(store: PassageStore, document_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pieces of bodies and of titles, as many as a document row has room for."""
     bodies, titles = (part.astype(np.int64) for part in store.lengths())
-    titles = np.minimum(titles, row - 3)
-    return np.minimum(bodies, row - 3 - titles), titles
+    titles = np.minimum(titles, document_length - 3)
+    return np.minimum(bodies, document_length - 3 - titles), titles
 
 
 def places_needed(
@@ -122,7 +122,7 @@ def places_needed(
     asked = rng.choice(queries, (draws, parts * examples, 1))
     joined = (asked + rng.choice(passages, (draws, parts * examples, candidates))).reshape(draws, -1)
     if parts > 1:
-        joined = np.sort(joined, axis=1)[:, ::-1][:, dealing_order(joined.shape[1], parts)]
+        joined = np.sort(joined, axis=1)[:, ::-1][:, snake_order(joined.shape[1], parts)]
     sizes = -(-np.minimum(joined, longest) // alignment) * alignment
     used = sizes.reshape(draws * parts, sequences).sum(axis=1)
     slack = max(SLACK * queries.mean(), LONGER * passages.std())
