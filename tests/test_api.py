@@ -140,6 +140,7 @@ def test_a_run_is_measured_on_a_split_and_on_records(model):
         (lambda model: model.evaluate(["who?"]), "question 0: is no record"),
         (lambda model: realm_jax.prepare("a", "b", questions="train=q.json"), "questions: takes a list of files"),
         (lambda model: model.evaluate([]), "give one at least"),
+        (lambda model: model.evaluate(5), "a file or a list of records, not 5"),
         (lambda model: model.evaluate([{"question": "who?"}]), "question 0: the question has no answers"),
         (lambda model: model.evaluate("test"), "no such questions"),
         (lambda model: realm_jax.Model(model.workdir, search="words"), "choose among vectors, bm25, hybrid"),

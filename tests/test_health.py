@@ -89,8 +89,8 @@ def values(null: float, gain: float) -> dict[str, jax.Array]:
 
 def keep(folder, start: int, records: list[tuple[int, float, float]], task: str = "realm") -> None:
     """A task's records as the loop hands them over."""
-    monitor = task_of(task, tiny_context(one_device_mesh(), rows=8)).monitor()
-    with MetricLogger(folder, task, start, 10 * LENGTH, StepCost(1.0, 1, None), {}, monitor=monitor) as metrics:
+    monitors = task_of(task, tiny_context(one_device_mesh(), rows=8)).monitors()
+    with MetricLogger(folder, task, start, 10 * LENGTH, StepCost(1.0, 1, None), {}, monitors=monitors) as metrics:
         for step, null, gain in records:
             metrics.log_step(step, values(null, gain), {"index_age": 0})
         metrics.flush()

@@ -243,6 +243,10 @@ class Model:
 
     def _questions(self, questions: str | Path | Sequence[Mapping[str, Any]]) -> list[Question]:
         if not isinstance(questions, str | Path):
+            if not isinstance(questions, Iterable):
+                raise UserError(
+                    f"questions: takes a split of the prepared folder, a file or a list of records, not {questions!r}"
+                )
             return checked_questions(questions)
         return load_questions(open_run_for_inference(self.workdir, self._changes), str(questions), need_right=True)
 

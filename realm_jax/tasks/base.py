@@ -42,6 +42,7 @@ Means = dict[str, Mean]
 Shapes = dict[str, tuple[tuple[int, ...], Any]]  # name of an array → its shape in one example, and dtype
 Measure = Callable[[Params, Index | None, bool], dict[str, Any]]
 Embed = Callable[[], NDArray]  # the corpus by the parameters that a task starts with, [rows, width]
+Monitor = Callable[[dict[str, Any]], str | None]  # gets every record, in order; says a warning, or None
 LOG_PERPLEXITY = "log_perplexity"
 MEASURED = 2000  # development questions at most: ± .02 of a share, and soon done; `realm evaluate` takes all
 
@@ -266,9 +267,9 @@ class Task(abc.ABC):
 
         return measure
 
-    def monitor(self) -> Callable[[dict[str, Any]], str | None]:
-        """What says a warning, or None, of the records of a training, handed over in order."""
-        return lambda record: None
+    def monitors(self) -> list[Monitor]:
+        """What says warnings of the records of a training."""
+        return []
 
     def controls(self) -> list[ControlRun]:
         """The controls that the recipe allows for it."""

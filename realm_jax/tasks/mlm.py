@@ -3,9 +3,9 @@
 Read `mlm_loss`, then what examples there are: `warmup_examples`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,17 @@ from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.sections import TaskSection, joint_length, task_names
-from realm_jax.tasks.base import Embed, Means, Measure, Shapes, Task, document_shapes, masked_shapes, query_shapes
+from realm_jax.tasks.base import (
+    Embed,
+    Means,
+    Measure,
+    Monitor,
+    Shapes,
+    Task,
+    document_shapes,
+    masked_shapes,
+    query_shapes,
+)
 from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor
 
 Array = jax.Array
@@ -112,8 +122,8 @@ class Mlm(Task):
     def measure(self) -> Measure | None:
         return None
 
-    def monitor(self) -> Callable[[dict[str, Any]], str | None]:
-        return PlacesMonitor()
+    def monitors(self) -> list[Monitor]:
+        return [PlacesMonitor()]
 
 
 def mlm_loss(context: StepContext, params: Params, batch: Batch, key: Array | None) -> Means:

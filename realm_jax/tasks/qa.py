@@ -5,9 +5,8 @@ released code; 'positive', L_ret, and L_read of one passage a question that hold
 answers and passages questions are trained with is `qa_examples.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +34,7 @@ from realm_jax.tasks.base import (
     ControlRun,
     Embed,
     Means,
+    Monitor,
     Shapes,
     Short,
     Task,
@@ -203,9 +203,8 @@ class Qa(Task):
             parts["documents"] = 3 * config.qa.passages * documents
         return parts
 
-    def monitor(self) -> Callable[[dict[str, Any]], str | None]:
-        collapse, places = CollapseMonitor().questions, PlacesMonitor()
-        return lambda record: places(record) or collapse(record)
+    def monitors(self) -> list[Monitor]:
+        return [CollapseMonitor().questions, PlacesMonitor()]
 
     def controls(self) -> list[ControlRun]:
         return [ControlRun(ClosedBook.name, ClosedBook.name)]

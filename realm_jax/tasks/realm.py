@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +46,7 @@ from realm_jax.tasks.base import (
     ControlRun,
     Embed,
     Means,
+    Monitor,
     Shapes,
     Short,
     Task,
@@ -227,9 +227,8 @@ class RealmTask(Task):
             "reader": 3 * reading,
         }
 
-    def monitor(self) -> Callable[[dict[str, Any]], str | None]:
-        collapse, places = CollapseMonitor().masked, PlacesMonitor()
-        return lambda record: places(record) or collapse(record)
+    def monitors(self) -> list[Monitor]:
+        return [CollapseMonitor().masked, PlacesMonitor()]
 
     def controls(self) -> list[ControlRun]:
         if Ict.name not in task_names(self.run.config):

@@ -246,7 +246,7 @@ def make_loop(
     loop = Loop(
         task=task, folder=folder, own=own, total=total, stop=stop, watchdog=watchdog, checkpoints=checkpoints,
         metrics=MetricLogger(
-            folder, task.name, start, total, cost, record, lambda: checkpoints.latest, task.monitor(), trackers
+            folder, task.name, start, total, cost, record, lambda: checkpoints.latest, task.monitors(), trackers
         ),
         best=BestParameters(task, folder, measure is not None and task.keeps_best and own),
         source=source, feed=Feed(task, stream, rows, None if saved is None else saved.in_flight),

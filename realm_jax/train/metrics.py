@@ -11,7 +11,7 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -86,12 +86,12 @@ class MetricLogger:
     def __init__(
         self, folder: Path, task: str, start: int, total: int, work: StepCost, record: dict[str, Any],
         last_saved: Callable[[], int | None] = lambda: None,
-        monitor: Callable[[dict[str, Any]], str | None] = lambda record: None,
+        monitors: Sequence[Callable[[dict[str, Any]], str | None]] = (),
         trackers: Trackers | None = None,
     ) -> None:  # fmt: skip
         """start: steps that are done. record: of the checkpoint that the task resumes from, {} for none; of its entries
         `seconds` (spent) and `first_started` (of the task, as `time.time()`) count. last_saved: the newest step that is
-        saved. monitor: says a warning, or None, of each record. trackers: get the values of every record. The bar
+        saved. monitors: each says a warning, or None, of each record. trackers: get the values of every record. The bar
         carries the folder's name."""
         self._folder, self._task, self._start = folder, task, start
         self._work, self._last_saved = work, last_saved
@@ -100,9 +100,10 @@ class MetricLogger:
         self._metrics = RecordWriter(folder, "metrics", start)
         # An evaluation follows the save of its step, so a run that resumes from that save makes it again.
         self._evaluations = RecordWriter(folder, "evaluations", start - 1)
-        self._monitor = monitor
+        self._monitors = monitors
         for kept in self._metrics.kept + self._evaluations.kept:
-            monitor(kept)  # already warned about, but the monitor needs the history
+            for monitor in monitors:
+                monitor(kept)  # already warned about, but the monitor needs the history
         self._bar = StageProgress(folder.name, total, start)
         self._shown: dict[str, Any] = {}
         self._pending: tuple[int, Values, dict[str, int]] | None = None
@@ -206,8 +207,9 @@ class MetricLogger:
         return numbers
 
     def _warn(self, step: int, found: dict[str, Any]) -> None:
-        if message := self._monitor({"step": step} | found):
-            logger.warning(message)
+        for monitor in self._monitors:
+            if message := monitor({"step": step} | found):
+                logger.warning(message)
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------
