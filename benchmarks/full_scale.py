@@ -12,7 +12,9 @@ in a process of its own. Memory is the peak of anonymous memory; pages of files,
     python benchmarks/full_scale.py check --vectors=vectors.npz
     python benchmarks/full_scale.py run --vectors=vectors.npz --workdir=DIR [--rows 100000 1000000 13353718]
 
-Last, EDITED rows are added to the corpus, and the generation of what it is then is built.
+After that the generation of a later step is built, whose vectors are TURNED ones: x times a rotation that leaves a
+vector at a cosine of about COSINE with what it was. Last, EDITED rows are added to the corpus, and the generation of
+what it is then is built.
 """
 
 import argparse
@@ -40,6 +42,7 @@ WIKIPEDIA = 13_353_718  # passages of the paper's corpus
 NEIGHBOURS, SPREAD = 64, 0.8
 BATCH, DEPTH, REPEATS = 512, 8, 5
 EDITED = 1000  # rows that an edit adds
+COSINE = 0.95  # of a vector of a later step with what it was
 SEARCHED = (16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -67,6 +70,14 @@ class Enlarged:
         a, b = (self._real[near] for near in np.take_along_axis(self._near[part], drawn, axis=1).T)
         moved = real + SPREAD * (a - b)
         return moved * (np.linalg.norm(real, axis=1) / np.linalg.norm(moved, axis=1))[:, None]
+
+
+def rotation(width: int) -> NDArray[np.float32]:
+    """One drawn at random that turns vectors by the angle of COSINE: Cayley's of a skew matrix."""
+    drawn = np.random.default_rng(2).normal(size=(width, width))
+    skew = (drawn - drawn.T) / np.linalg.norm(drawn - drawn.T) * np.sqrt(width)
+    half = skew * np.tan(np.arccos(COSINE) / 2)
+    return np.linalg.solve(np.eye(width) + half, np.eye(width) - half).astype(np.float32)
 
 
 def memory_in_use() -> tuple[float, float]:
@@ -98,7 +109,7 @@ class Memory:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("check", "run", "build", "search", "edit"))
+    parser.add_argument("action", choices=("check", "run", "build", "search", "turn", "edit"))
     parser.add_argument("--vectors", type=Path, required=True)
     parser.add_argument("--workdir", type=Path)
     parser.add_argument("--rows", type=int, nargs="+", default=[100_000, 1_000_000, WIKIPEDIA])
@@ -109,6 +120,11 @@ def main() -> None:
         check(real, queries)
     elif args.action == "build":
         build(args.workdir, Enlarged(real, args.rows[0]), queries)
+    elif args.action == "turn":
+        turned = rotation(real.shape[1])
+        cosine = float((real * (real @ turned)).sum() / (real * real).sum())
+        report(rows=args.rows[0], cosine=cosine)
+        build(args.workdir, Enlarged(real @ turned, args.rows[0]), queries @ turned, step=1)
     elif args.action == "edit":
         build(args.workdir, Enlarged(real, args.rows[0] + EDITED), queries, EDITED)
     elif args.action == "search":
@@ -121,7 +137,7 @@ def main() -> None:
 def run(vectors: Path, workdir: Path, rows: int) -> None:
     shutil.rmtree(workdir, ignore_errors=True)
     workdir.mkdir(parents=True)
-    for action in ("build", "search", "edit"):
+    for action in ("build", "search", "turn", "edit"):
         command = [
             sys.executable,
             __file__,
@@ -139,8 +155,8 @@ def settings() -> ScannConfig:
     return ScannConfig()
 
 
-def build(workdir: Path, vectors: Enlarged, queries: NDArray[np.float32], edited: int = 0) -> None:
-    """The builder's part. edited: the rows, the last ones, that an edit of the corpus added."""
+def build(workdir: Path, vectors: Enlarged, queries: NDArray[np.float32], edited: int = 0, step: int = 0) -> None:
+    """The builder's part. edited: the rows, the last ones, that an edit of the corpus added; step: of the export."""
     folder = PosixFolder(workdir)
 
     def read(first: int, last: int) -> CorpusRows:
@@ -155,14 +171,14 @@ def build(workdir: Path, vectors: Enlarged, queries: NDArray[np.float32], edited
 
     segments = [("all", vectors.rows - edited)] + [("edit", edited)] * bool(edited)
     corpus = Corpus(f"enlarged {edited}", "none", tuple(segments), read)
-    record = {"step": 0, "tokenizer": "none", "corpus": corpus.fingerprint, "towers": {}, "index": {}}
+    record = {"step": step, "tokenizer": "none", "corpus": corpus.fingerprint, "towers": {}, "index": {}}
     export = write_export(folder, record, {"none": np.zeros(1, np.float32)}, queries[:1024])
     builder = Builder(folder, corpus, "bfloat16", CHUNK_ROWS, searches=settings())
     began = time.monotonic()
     with Memory() as memory:
         manifest = builder.build(export, embed, queries[:1024])
     report(
-        rows=vectors.rows, phase="edit" if edited else "build", seconds=time.monotonic() - began,
+        rows=vectors.rows, phase="edit" if edited else "turn" if step else "build", seconds=time.monotonic() - began,
         **manifest.seconds, **manifest.recall,
         anonymous_gb=memory.anonymous, file_gb=memory.files, shards=len(manifest.searcher["shards"]),
         leaves=manifest.searcher["shards"][0]["leaves"], searched=manifest.searcher["shards"][0]["leaves_searched"],
