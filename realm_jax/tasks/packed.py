@@ -19,7 +19,7 @@ from realm_jax.models.prompts import longest_passage, passage_lengths
 from realm_jax.run import Run
 
 RARE = 10_000  # one part in so many needs more places than there are, if candidates are as long as others
-SLACK = 0.05  # more places than texts need in the mean, at least: a sample of them is counted
+SLACK = 0.05  # at least this share more places than texts need in the mean, of which a sample is counted
 LONGER = 0.2  # the same for passages, in standard deviations of their lengths: those that are retrieved are longer
 WORTH = 0.92  # with more places than this share of the padded ones sequences stay padded
 DRAWN = 4_000_000  # lengths drawn at most
