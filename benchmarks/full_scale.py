@@ -12,8 +12,8 @@ in a process of its own. Memory is the peak of anonymous memory; pages of files,
     python benchmarks/full_scale.py check --vectors=vectors.npz
     python benchmarks/full_scale.py run --vectors=vectors.npz --workdir=DIR [--rows 100000 1000000 13353718]
 
-After that the generation of a later step is built, whose vectors are TURNED ones: x times a rotation that leaves a
-vector at a cosine of about COSINE with what it was. Last, EDITED rows are added to the corpus, and the generation of
+After that the generation of a later step is built, whose vectors are these times a rotation that leaves each
+at a cosine of about COSINE with what it was. Last, EDITED rows are added to the corpus, and the generation of
 what it is then is built.
 """
 

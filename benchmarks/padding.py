@@ -22,7 +22,7 @@ from realm_jax.data.store import PassageStore
 from realm_jax.models.packing import snake_order
 from realm_jax.models.tpu_attention import TILE
 from realm_jax.recipes import paper
-from realm_jax.tasks.packed import RARE, clipped_lengths, places_needed
+from realm_jax.tasks.packed import RARE, clipped_lengths, places_needed, places_taken
 
 BATCHES = 1000  # drawn
 
@@ -58,8 +58,8 @@ def main() -> None:
     taken = rng.choice(added, (BATCHES, batch, candidates))
     shared_out = np.sort(drawn, axis=1)[:, ::-1][:, snake_order(batch, args.chips)]
     for name, ordered in (("as they come", drawn), ("queries shared out", shared_out)):
-        used = in_tiles(ordered, taken, longest)
-        rare = np.quantile(used.reshape(BATCHES * args.chips, -1).sum(axis=1), 1 - 1 / RARE)
+        of_chips = (ordered + taken).reshape(BATCHES * args.chips, -1)
+        rare = np.quantile(places_taken(of_chips, 1, longest, TILE), 1 - 1 / RARE)
         row(f"packed, {name}", 1, rare / (own * candidates), tokens)
     places = places_needed(asked, added, shape, longest, TILE)
     row("packed, joints shared out", 1, places / (own * candidates), tokens)
@@ -79,23 +79,16 @@ def retrieved(
     lengths = added[first : first + len(vectors)]
     longer = (lengths[nearest].mean() - lengths.mean()) / lengths.std()
     print(f"\nthe {candidates} that each of {len(vectors)} passages retrieves are {longer:.3f} deviations longer\n")
-    mean = in_tiles(drawn, rng.choice(added, (*drawn.shape[:2], candidates)), longest).mean()
-    found = in_tiles(drawn, lengths[nearest[rng.integers(len(vectors), size=drawn.shape[:2])]], longest)
-    ranked = np.sort(found.reshape(BATCHES, -1), axis=1)[:, ::-1][:, snake_order(chips * own * candidates, chips)]
-    used = ranked.reshape(BATCHES * chips, -1).sum(axis=1)
+    of_random = drawn + rng.choice(added, (*drawn.shape[:2], candidates))
+    found = drawn + lengths[nearest[rng.integers(len(vectors), size=drawn.shape[:2])]]
+    at_random, used = (places_taken(one.reshape(BATCHES, -1), chips, longest, TILE) for one in (of_random, found))
     print(
         "| deviations | places, of the mean | chips with too few | share of pieces without a place |\n|---|---|---|---|"
     )
     for deviations in (0.15, 0.2, 0.25):
-        places = (mean + deviations * added.std()) * own * candidates
-        lost = np.maximum(used - places, 0)
-        of_mean = places / (mean * own * candidates)
+        places = at_random.mean() + deviations * added.std() * own * candidates
+        lost, of_mean = np.maximum(used - places, 0), places / at_random.mean()
         print(f"| {deviations} | {of_mean:.4f} | {(lost > 0).mean():.4f} | {lost.sum() / used.sum():.2g} |", flush=True)
-
-
-def in_tiles(queries: NDArray[np.int64], passages: NDArray[np.int64], longest: int) -> NDArray[np.int64]:
-    """Places of joints, of which each begins with a tile."""
-    return -(-np.minimum(queries + passages, longest) // TILE) * TILE
 
 
 def query_lengths(rng: np.random.Generator, store: PassageStore, longest: int) -> NDArray[np.float64]:

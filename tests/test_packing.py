@@ -405,7 +405,7 @@ def test_no_answer_is_pointed_at_in_what_has_no_place(people, tmp_path):
 
 
 def test_what_is_cut_is_the_same_on_several_devices(people, tmp_path):
-    """What is told of sequences that lose their last tokens is what a network reads of them."""
+    """What is reported of sequences that lose their last tokens is what a network reads of them."""
     run = make_run(tiny_config(people), tmp_path, open_sources(people), jax.devices()[:4])
     documents = jax.tree.map(lambda part: jnp.asarray(np.asarray(part)[:16]), run.documents)
     documents = documents._replace(lengths=documents.lengths - jnp.arange(16, dtype=documents.lengths.dtype) % 5)

@@ -1,6 +1,6 @@
 """What every forward pass is given: the index, the static context of a step, and what stands in a batch.
 
-It computes nothing. Read next: `search.py`, then `masked.py`.
+Nothing here runs a network. Read next: `search.py`, then `masked.py`.
 """
 
 import dataclasses

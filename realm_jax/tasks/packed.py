@@ -121,11 +121,19 @@ def places_needed(
     rng = np.random.default_rng(0)
     asked = rng.choice(queries, (draws, parts * examples, 1))
     joined = (asked + rng.choice(passages, (draws, parts * examples, candidates))).reshape(draws, -1)
-    if parts > 1:
-        joined = np.sort(joined, axis=1)[:, ::-1][:, snake_order(joined.shape[1], parts)]
-    sizes = -(-np.minimum(joined, longest) // alignment) * alignment
-    used = sizes.reshape(draws * parts, sequences).sum(axis=1)
+    used = places_taken(joined, parts, longest, alignment)
     slack = max(SLACK * queries.mean(), LONGER * passages.std())
     needed = max(np.quantile(used, 1 - 1 / RARE), used.mean() + slack * sequences, longest)
     places = -int(-needed // alignment) * alignment
     return places if places <= WORTH * sequences * longest else 0
+
+
+def places_taken(lengths: NDArray[np.int64], parts: int, longest: int, alignment: int = 1) -> NDArray[np.int64]:
+    """Places that the parts of batches take, [batches, parts], with the sequences of each batch in balanced order.
+
+    lengths [batches, sequences]; longest: of a padded sequence.
+    """
+    if parts > 1:
+        lengths = np.sort(lengths, axis=1)[:, ::-1][:, snake_order(lengths.shape[1], parts)]
+    sizes = -(-np.minimum(lengths, longest) // alignment) * alignment
+    return sizes.reshape(len(sizes), parts, -1).sum(axis=2)

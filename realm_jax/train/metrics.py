@@ -24,6 +24,7 @@ from realm_jax.console import StageProgress
 from realm_jax.errors import UserError
 from realm_jax.processes import is_process_0
 from realm_jax.storage import write_atomic
+from realm_jax.tasks.base import Monitor
 from realm_jax.train.records import read_lines
 from realm_jax.train.trackers import Trackers
 
@@ -86,7 +87,7 @@ class MetricLogger:
     def __init__(
         self, folder: Path, task: str, start: int, total: int, work: StepCost, record: dict[str, Any],
         last_saved: Callable[[], int | None] = lambda: None,
-        monitors: Sequence[Callable[[dict[str, Any]], str | None]] = (),
+        monitors: Sequence[Monitor] = (),
         trackers: Trackers | None = None,
     ) -> None:  # fmt: skip
         """start: steps that are done. record: of the checkpoint that the task resumes from, {} for none; of its entries
