@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ import torch_realm
 from embedding import CLS, SEP, corpus_of, exact_products, inputs, prepare_backends, torch_tower
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from realm_jax.assemble import abstract_run
 from realm_jax.chips import peak
@@ -82,11 +84,12 @@ def main() -> None:
           f"{args.document}, {len(corpus.ids):,} vectors; jax {jax.__version__}, torch {torch.__version__}, "
           f"{torch.get_num_threads()} threads", flush=True)  # fmt: skip
     params = jax.tree.map(np.array, run.initial_params())
-    if "tower" in args.only:
-        compare_towers(run, params, batch, args)
-        gc.collect()
-    if "step" in args.only:
-        compare_steps(run, params, batch, args)
+    with nullcontext() if args.attention == "fused" else sdpa_kernel(SDPBackend.MATH):
+        if "tower" in args.only:
+            compare_towers(run, params, batch, args)
+            gc.collect()
+        if "step" in args.only:
+            compare_steps(run, params, batch, args)
 
 
 def arguments() -> argparse.Namespace:
@@ -105,6 +108,8 @@ def arguments() -> argparse.Namespace:
     add("--microbatches", type=int, default=1, help="config.optimizer.microbatches of ours")
     add("--modes", nargs="+", default=["default"], help="of torch.compile; on a GPU try max-autotune")
     add("--ways", nargs="+", default=WAYS, choices=WAYS, help="to take a step (default: all)")
+    add("--attention", default="fused", choices=["fused", "math"],
+        help="of PyTorch: its own choice, or plain products, which on a CPU are quicker in bfloat16")  # fmt: skip
     add("--repeats", type=int, default=5)
     add("--only", nargs="+", default=["tower", "step"], choices=["tower", "step"], help="what to time (default: both)")
     add("--cpu-time", action="store_true", help="count CPU seconds: on one core that others use too")

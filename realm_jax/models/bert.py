@@ -61,7 +61,8 @@ class BertConfig:
 
     vocabulary_size: tokens. max_length: longest sequence with a position embedding. dropout: probability, on
     embeddings, on the weights of attention and on both residual branches, as BERT has it. dtype: of the matrix products
-    ('float32' or 'bfloat16'); parameters, LayerNorm and softmax are float32 always. attention: a key of
+    ('float32' or 'bfloat16'); parameters, LayerNorm and softmax are float32 always. states: the dtype of what lies
+    between products with parameters, attention among it; None for that of the products. attention: a key of
     `attention.ATTENTION`. causal: whether a token attends to itself and those before it alone, as in a decoder; then
     hidden states are of all positions. remat: 'none' keeps all that the backward pass needs, 'dots' of a layer the
     results of products with parameters and of attention, 'layer' nothing of it. scan: layers but for the last are one
@@ -78,12 +79,18 @@ class BertConfig:
     max_length: int = 512
     dropout: float = 0.1
     dtype: Any = jnp.float32
+    states: Any = None
     attention: str = "xla"
     remat: str = "none"
     scan: bool = False
     hidden_act: str = "gelu_new"
     hidden: NamedSharding | None = None
     causal: bool = False
+
+    @property
+    def state_dtype(self) -> Any:
+        """Of hidden states and of what else lies between products with parameters."""
+        return self.dtype if self.states is None else self.states
 
     @property
     def attend(self) -> Callable[..., Array]:
@@ -152,43 +159,45 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {  # names as in Hugging Face
 }
 
 
-@jax.custom_vjp
-def matrix_product(x: Array, kernel: Array) -> Array:
-    """x [..., inputs] times kernel [inputs, outputs] of one dtype, added up in float32, in that dtype.
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matrix_product(x: Array, kernel: Array, dtype: Any) -> Array:
+    """x [..., inputs] times kernel [inputs, outputs], rounded to `dtype` and added up in float32, in the dtype of both.
 
     So are the two products of the backward pass: derived from a float32 sum they would be of float32 and bfloat16,
     which a device does as slowly as float32 (measured: `benchmarks/README.md`).
     """
-    return _sum_in_float32(x, kernel, ((x.ndim - 1,), (0,)))
+    return _product_forward(x, kernel, dtype)[0]
 
 
-def _product_forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
-    return matrix_product(x, kernel), (x, kernel)
+def _product_forward(x: Array, kernel: Array, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
+    rounded = x.astype(dtype), kernel.astype(dtype)
+    return _sum_in_float32(*rounded, ((x.ndim - 1,), (0,))).astype(x.dtype), rounded
 
 
-def _product_backward(kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
-    x, kernel = kept
+def _product_backward(dtype: Any, kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    (x, kernel), rounded = kept, cotangent.astype(dtype)
     leading = tuple(range(x.ndim - 1))
     # XLA on a CPU transposes the left operand in a copy and computes what is fused into it again, element by element:
-    # so the narrower one goes left, and not the activations (measured: `benchmarks/README.md`).
-    if x.shape[-1] > cotangent.shape[-1]:
-        of_kernel = _sum_in_float32(cotangent, x, (leading, leading)).T
+    # so the narrower one goes left, and not the activations (measured: `benchmarks/README.md`). Where only operands are
+    # bfloat16 it would make the transposition a part of the product, for which it then has no kernel.
+    if x.shape[-1] > cotangent.shape[-1] and cotangent.dtype == dtype:
+        of_kernel = _sum_in_float32(rounded, x, (leading, leading)).astype(dtype).T
     else:
-        of_kernel = _sum_in_float32(x, cotangent, (leading, leading))
-    return _sum_in_float32(cotangent, kernel, ((x.ndim - 1,), (1,))), of_kernel
+        of_kernel = _sum_in_float32(x, rounded, (leading, leading)).astype(cotangent.dtype)
+    of_x = _sum_in_float32(rounded, kernel, ((x.ndim - 1,), (1,)))
+    return of_x.astype(cotangent.dtype), of_kernel
 
 
 matrix_product.defvjp(_product_forward, _product_backward)
 
 
 def _sum_in_float32(left: Array, right: Array, contracted: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
-    dimensions = (contracted, ((), ()))
-    return jax.lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32).astype(left.dtype)
+    return jax.lax.dot_general(left, right, (contracted, ((), ())), preferred_element_type=jnp.float32)
 
 
-def dense_product(x: Array, kernel: Array, *_: Any, **__: Any) -> Array:
+def dense_product(dtype: Any, x: Array, kernel: Array, *_: Any, **__: Any) -> Array:
     """`matrix_product` as the `dot_general` of `nn.Dense`, which contracts the last axis with the first always."""
-    return checkpoint_name(matrix_product(x, kernel), PRODUCT)
+    return checkpoint_name(matrix_product(x, kernel, dtype), PRODUCT)
 
 
 def dense(
@@ -201,12 +210,12 @@ def dense(
 ) -> nn.Dense:
     """A linear layer with logical axis names for (input, output).
 
-    BERT's initialiser and the config's compute dtype, unless others are given.
+    BERT's initialiser and the config's dtypes, unless others are given.
     """
     return nn.Dense(
         features,
-        dtype=dtype or config.dtype,
-        dot_general=dense_product,
+        dtype=dtype or config.state_dtype,
+        dot_general=partial(dense_product, dtype or config.dtype),
         kernel_init=nn.with_logical_partitioning(kernel_init or initializer(config.width), axes),
         bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), (axes[1],)),
         name=name,
@@ -222,7 +231,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def layer_norm(name: str, epsilon: float = LAYER_NORM_EPSILON, scale: float = 1.0) -> nn.LayerNorm:
-    """LayerNorm in float32, whatever the compute dtype, that starts with the given scale."""
+    """LayerNorm in float32, whatever the dtype of states, that starts with the given scale."""
     return LayerNorm(
         epsilon=epsilon,
         dtype=jnp.float32,
@@ -269,11 +278,11 @@ class Layer(nn.Module):
         attended = dense(c.width, ("heads", "embed"), c, "attention_output", undo_value)(attended)
         whole = layout if queries.shape == keys.shape else None
         attended = Dropout(c.dropout)(attended, deterministic, whole)
-        x = layer_norm("attention_norm")(queries + attended).astype(c.dtype)
+        x = layer_norm("attention_norm")(queries + attended).astype(c.state_dtype)
         hidden = dense(c.feed_forward, ("embed", "mlp"), c, "intermediate")(x)
         hidden = dense(c.width, ("mlp", "embed"), c, "output")(ACTIVATIONS[c.hidden_act](hidden))
         hidden = Dropout(c.dropout)(hidden, deterministic, whole)
-        return layer_norm("output_norm")(x + hidden).astype(c.dtype)
+        return layer_norm("output_norm")(x + hidden).astype(c.state_dtype)
 
     def _attend(
         self, query: Array, key: Array, value: Array, mask: Array | Packing, dropout: AttentionDropout | None
@@ -316,7 +325,7 @@ class Bert(nn.Module):
 
         ids, segments [batch, length] int; mask [batch, length] bool, true on real tokens;
         positions [batch, m] int: compute the last layer for these alone (None: for all); features [batch, length
-        or 1, width]: added to the embeddings. Returns [batch, length or m, width] in the compute dtype.
+        or 1, width]: added to the embeddings. Returns [batch, length or m, width] in the dtype of states.
 
         places: of each part of the batch, into which its tokens are packed for the layers (0: they stay padded); the
         mask is then true on the first tokens of a sequence, and what is returned beyond them 0.
@@ -324,7 +333,7 @@ class Bert(nn.Module):
         c = self.config
         x = self.words(ids) + self.segments(segments) + self.positions(jnp.arange(ids.shape[1]))[None]
         x = x if features is None else x + features
-        x = self.dropout(self.norm(x), deterministic=deterministic).astype(c.dtype)
+        x = self.dropout(self.norm(x), deterministic=deterministic).astype(c.state_dtype)
         x, mask = self._whole_tiles(x), self._whole_tiles(mask)
         layout = c.packing(mask, places) if places else None
         where: Array | Packing = mask if layout is None else layout
@@ -362,7 +371,7 @@ class Bert(nn.Module):
     def _scan(self, x: Array, mask: Array | Packing, deterministic: bool) -> Array:
         """All layers but the last, as a loop: compiled once, whatever their number, where it is not unrolled.
 
-        Matrices are stacked in the compute dtype, which is what a layer would make of them anyway.
+        Matrices are stacked in the dtype of products, which is what a layer would make of them anyway.
         """
         c = self.config
 

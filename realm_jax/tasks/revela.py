@@ -86,10 +86,10 @@ class InBatchReaderNetwork(nn.Module):
         c = self.config
         query, to_key, value = (dense(c.width, ("embed", "heads"), c, name) for name in ("query", "key", "value"))
         within = token_weights(self._heads(query(hidden)), self._heads(to_key(states)), mask)
-        shared = (within * weights[:, None, None, :, None]).astype(c.dtype)
+        shared = (within * weights[:, None, None, :, None]).astype(c.state_dtype)
         attended = jnp.einsum("bmhtl,tlhd->bmhd", shared, self._heads(value(states))).reshape(hidden.shape)
         attended = dense(c.width, ("heads", "embed"), c, "output")(attended)
-        return WordHead(c, name=HEAD)(layer_norm("attention_norm")(hidden + attended).astype(c.dtype), words)
+        return WordHead(c, name=HEAD)(layer_norm("attention_norm")(hidden + attended).astype(c.state_dtype), words)
 
     def _heads(self, x: Array) -> Array:
         return x.reshape(*x.shape[:2], self.config.heads, -1)
