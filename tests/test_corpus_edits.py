@@ -191,7 +191,7 @@ def test_a_run_stays_with_the_corpus_it_began_with(workdir):
     [
         ("add", [article(3, "Again.")], "document 'p3' is in the corpus already; use `realm corpus replace`"),
         ("replace", [article(17, "Never seen.")], "document 'p17' is not in the corpus; use `realm corpus add`"),
-        ("remove", ["p99"], "has no document 'p99'"),
+        ("remove", ["p99"], "has no document 'p99'; its first ones are called 'p0', 'p1', 'p2'"),
         ("remove", [f"p{n}" for n in range(16)], "nothing would be left"),
     ],
 )

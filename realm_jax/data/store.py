@@ -33,6 +33,7 @@ from realm_jax.storage import digest, read_json, write_json_atomic
 FORMAT_VERSION = 2
 MANIFEST = "STORE.json"
 
+_NAMED = 3  # passages whose documents an error names
 _MATRIX_ROWS = 4096  # rows laid out at a time: keeps the index arrays of `document_matrix` near the processor
 
 
@@ -399,7 +400,8 @@ def _leave_out(store: PassageStore, documents: Collection[str]) -> list[list[int
     for document in dict.fromkeys(documents):
         rows = store.stored_rows_of(document)
         if not rows:
-            raise UserError(f"{store.folder} has no document {document!r}; `realm corpus add` adds new ones")
+            names = ", ".join(dict.fromkeys(repr(store.document_id(row)) for row in range(min(_NAMED, len(store)))))
+            raise UserError(f"{store.folder} has no document {document!r}; its first ones are called {names}")
         removed.append([rows.start, rows.stop])
     return sorted(removed)
 
