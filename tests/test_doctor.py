@@ -11,7 +11,7 @@ from rich.console import Console
 from realm_jax.cli import doctor
 from realm_jax.cli import main as cli
 from realm_jax.cli.doctor import GIB
-from realm_jax.host import multiplies_bfloat16
+from realm_jax.host import multiplies_bfloat16, waits_for_large_pages
 
 GPU = {"platform": "gpu", "count": 8, "kind": "NVIDIA H100", "memory": 80 * GIB, "error": None}
 CPU = {"platform": "cpu", "count": 1, "kind": "cpu", "memory": None, "error": None}
@@ -81,6 +81,29 @@ def test_instructions_for_bfloat16_are_known_by_the_flags_of_the_processor(tmp_p
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\n\nprocessor\t: 1\n")
     assert multiplies_bfloat16(str(tmp_path / "cpuinfo")) is known
     assert not multiplies_bfloat16(str(tmp_path / "absent"))
+
+
+@pytest.mark.parametrize(
+    "setting, tunables, waits",
+    [
+        ("always [madvise] never\n", "", True),
+        ("always [madvise] never\n", "glibc.malloc.hugetlb=1", False),
+        ("[always] madvise never\n", "", False),
+        ("always madvise [never]\n", "", False),
+        (None, "", False),
+    ],
+)
+def test_large_pages_are_advised_where_a_program_gets_them_for_the_asking(
+    tmp_path, monkeypatch, setting, tunables, waits
+):
+    monkeypatch.setattr("realm_jax.host.platform.libc_ver", lambda: ("glibc", "2.39"))
+    monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+    if setting:
+        (tmp_path / "enabled").write_text(setting)
+    assert waits_for_large_pages(str(tmp_path / "enabled")) is waits
+    monkeypatch.setattr(doctor, "waits_for_large_pages", lambda: waits)
+    advised = "GLIBC_TUNABLES=glibc.malloc.hugetlb=1" in "\n".join(doctor.warnings(GOOD | {"devices": CPU}))
+    assert advised is waits
 
 
 def test_a_hidden_accelerator_is_found(monkeypatch):

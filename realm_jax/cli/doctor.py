@@ -21,7 +21,7 @@ from rich.console import Console
 import realm_jax
 from realm_jax.cli.output import print_json
 from realm_jax.errors import USER_ERROR
-from realm_jax.host import multiplies_bfloat16, usable_cores
+from realm_jax.host import LARGE_PAGES, multiplies_bfloat16, usable_cores, waits_for_large_pages
 
 GIB = 2**30
 LOW_MEMORY = 4 * GIB  # rules of thumb for small runs, with room for compiling and for a few checkpoints;
@@ -216,6 +216,8 @@ def _device_warnings(report: Section) -> Iterable[str]:
         yield "this CPU multiplies bfloat16 faster than float32: set --config.model.dtype=bfloat16 (realm adapt does)"
     else:
         yield "this CPU has no instructions for bfloat16, which is slower than float32: keep float32"
+    if waits_for_large_pages():
+        yield f"memory comes in pages of 4 KB: with GLIBC_TUNABLES={LARGE_PAGES} in the environment training is faster"
     for extra, files in ACCELERATOR_FILES.items():
         if any(os.path.exists(file) for file in files):
             hidden = "cpu" in report["settings"].get("JAX_PLATFORMS", "")
