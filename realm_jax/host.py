@@ -144,7 +144,7 @@ def multiplies_bfloat16(cpuinfo: str = "/proc/cpuinfo") -> bool:
 
 
 def waits_for_large_pages(setting: str = "/sys/kernel/mm/transparent_hugepage/enabled") -> bool:
-    """Whether the system has pages of 2 MB for a program that asks for them, and glibc was not told to.
+    """Whether the system has pages of 2 MB for a program that asks for them, and glibc does not ask.
 
     It reads GLIBC_TUNABLES when a process starts, so nobody else can set it. Large blocks cost less with such pages: a
     quarter of a step of `realm adapt` (`benchmarks/README.md`).
