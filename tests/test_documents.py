@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from realm_jax.cli.prepare import prepare
-from realm_jax.corpora import documents, pdf
+from realm_jax.corpora import documents
 from realm_jax.corpora.documents import FORMATS
 from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
 from realm_jax.corpora.raw_records import NO_FIELD
@@ -218,31 +218,6 @@ def test_a_word_file_has_its_title_from_a_heading_or_its_properties(tmp_path):
     assert only(write(tmp_path / "b.docx", word_file([("", PROSE)], title="Birds"))) == Article(
         "b.docx", "Birds", PROSE
     )
-
-
-def test_pages_of_a_pdf_become_paragraphs_without_heads_and_numbers(tmp_path):
-    long = "It lived in the woods of the island and nested on the ground there"
-    pages = [
-        [
-            f"Birds of Mauritius {n}",
-            long,
-            "and was eaten by sailors.",
-            "Fruit was what it ate, and seeds, roots and more of",
-            f"- {n} -",
-        ]
-        for n in (1, 2, 3)
-    ]
-    article = only(write(tmp_path / "a_bird.pdf", pdf_file(pages, title="untitled.doc")))
-    assert article.title == "a bird"
-    first, *others = article.text.split("\n\n")
-    assert first == "Birds of Mauritius 1"
-    assert article.text.count("Birds of Mauritius") == 1 and "- 2 -" not in article.text
-    assert f"{long} and was eaten by sailors." in others
-    assert only(write(tmp_path / "b.pdf", pdf_file(pages, title="Birds of Mauritius"))).title == "Birds of Mauritius"
-
-
-def test_words_that_are_broken_at_line_ends_of_a_pdf_are_joined():
-    assert pdf._lines("a man\ufffeual of\r\nbirds 1\x02\r\n2") == ["a manual of", "birds 12"]
 
 
 # --- Formats of records -----------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Titles and paragraphs of PDF files, whose pages hold nothing but lines.
 
-What repeats at the edges of pages is left out, with page numbers and the dotted lines of tables of contents; lines
-become paragraphs again, across pages too, and words that were broken at line ends are joined (PDFium marks these). A
-scan without a layer of text has none: nothing here recognises letters. Read `pdf_document` next.
+Lines become paragraphs again, across pages too, and words that were broken at line ends are joined. Only two things are
+left out: page numbers, and a running head or foot after its first page. Nothing else that repeats or looks like
+furniture is certain: a table of contents looks like a price list, and "Chapter 3" looks like "Turn valve 3". A scan
+without a layer of text has none: nothing here recognizes letters. Read `pdf_document` next.
 """
 
 import re
@@ -12,20 +13,35 @@ from collections.abc import Iterator
 from realm_jax.corpora.markup import Plain
 from realm_jax.data.records import BadRecord
 
-_EDGE = 2  # lines at the top, and at the bottom, that may repeat from page to page
-_REPEATS = 3  # pages that make a line furniture; in a document of two pages both
+_EDGE = 2  # lines at the top, and at the bottom, that may be running heads, feet and page numbers
+_REPEATS = 3  # pages that prove a head, a foot or page numbers: two may agree by chance
 _FULL = 0.8  # of the width of a page's lines: a paragraph ends in a shorter one
 _PASSWORD = 4  # PDFium's FPDF_ERR_PASSWORD
 
-_NUMBER = re.compile(r"\d+")
-_PAGE_NUMBER = re.compile(r"\W*(?:page\W*)?(?:\d{1,4}|[ivxlc]{1,7})\W*(?:(?:of|/)\W*\d{1,4}\W*)?", re.IGNORECASE)
-_LEADERS = re.compile(r"(?:\. ?){4,}\W*\w*$")
+_NUMERAL = r"(?P<number>\d{1,4}|[ivxlc]+)"
+_TOTAL = r"(?:\W*(?:of|/)\W*\d{1,4})?"
+_PAGE_NUMBER_STYLES = {
+    "alone": re.compile(rf"\W*(?:[Pp]age\W*)?{_NUMERAL}{_TOTAL}\W*(?P<head>)"),
+    "left of the head": re.compile(rf"{_NUMERAL}\s(?P<head>.+)"),
+    "right of the head": re.compile(rf"(?P<head>.+?)\s{_NUMERAL}{_TOTAL}"),
+}
+_TENS = ("", "x", "xx", "xxx", "xl", "l", "lx", "lxx", "lxxx", "xc")
+_ONES = ("", "i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix")
+_ROMAN = {ten + one: 10 * tens + ones for tens, ten in enumerate(_TENS) for ones, one in enumerate(_ONES)}
 _BULLET = re.compile(r"[•▪●■►◦‣–*\ue000-\uf8ff-]\s|\(?[0-9a-zA-Z]{1,2}[.)]\s")
 _HEADING = re.compile(
     r"(?:\d+\.?)+\s+[A-Z]\S*(?:\s\S+){0,8}|(?:CHAPTER|APPENDIX|Chapter|Appendix|Part|PART)\s+\w+.{0,60}"
 )
-_BROKEN_WORD = re.compile("[\ufffe\x02](?:\r?\n)?")
-_INVISIBLE = re.compile("[\x00-\x08\x0b\x0e-\x1f\x7f\ufffe\uffff]")
+_BREAK = "\x02"  # at the end of a line whose last word PDFium takes for a broken one, in place of its hyphen
+_PDFIUM_BREAK = re.compile("[\ufffe\x02](?:\r?\n)?|\xad\r?\n")
+_LETTERS = r"[^\W\d_]+"
+_COMPOUND = re.compile(rf"\b(?=({_LETTERS}-{_LETTERS}))")
+_BROKEN_WORD = re.compile(rf"({_LETTERS})[-{_BREAK}]\n(?=({_LETTERS}))")
+_HYPHEN_AT_LINE_END = re.compile(rf"(?<=\w)[-{_BREAK}]\n(?=\w)")
+_CJK = "\u2e80-\u312f\u31a0-\u9fff\uf900-\ufaff\ufe30-\ufe4f\uff01-\uff9f\U00020000-\U0003ffff"  # without Hangul
+_WIDE = re.compile(rf"[{_CJK}]")  # as wide as two Latin letters
+_CJK_LINE_END = re.compile(rf"(?<=[{_CJK}])\n(?=[{_CJK}])")
+_INVISIBLE = re.compile("[\x00\x01\x03-\x08\x0b\x0e-\x1f\x7f\xad\ufffe\uffff]")
 _LIGATURES = str.maketrans({"ﬀ": "ff", "ﬁ": "fi", "ﬂ": "fl", "ﬃ": "ffi", "ﬄ": "ffl"})
 
 
@@ -48,8 +64,8 @@ def pdf_document(data: bytes) -> Plain:
 
 def _lines(page: str) -> list[str]:
     """The lines of a page that hold something."""
-    whole = _INVISIBLE.sub("", _BROKEN_WORD.sub("", page).translate(_LIGATURES))
-    return [line for line in (" ".join(one.split()) for one in whole.splitlines()) if line]
+    text = _INVISIBLE.sub("", _PDFIUM_BREAK.sub(f"{_BREAK}\n", page).translate(_LIGATURES))
+    return [words for line in text.splitlines() if (words := " ".join(line.split()))]
 
 
 def _sensible_title(named: str, beginning: str) -> str:
@@ -59,37 +75,85 @@ def _sensible_title(named: str, beginning: str) -> str:
 
 
 def paragraphs(pages: list[list[str]]) -> Iterator[str]:
-    """Paragraphs of the lines of all pages, without what stands at the edges of many pages."""
+    """Yield the paragraphs of the lines of all pages, without page numbers and repeated running heads and feet."""
+    text = "\n".join("\n".join(lines) for lines in pages).lower()
+    words, compounds = set(re.findall(_LETTERS, text)), set(_COMPOUND.findall(text))
+
+    def mended(broken_word: re.Match[str]) -> str:
+        # A hyphen at the end of a line may be part of the word: it goes only if the document has the word without it.
+        left, right = broken_word[1].lower(), broken_word[2].lower()
+        is_hyphenation = left + right in words and f"{left}-{right}" not in compounds
+        return broken_word[1] + ("" if is_hyphenation else "-")
+
+    def joined(paragraph: list[str]) -> str:
+        lines = _HYPHEN_AT_LINE_END.sub("-", _BROKEN_WORD.sub(mended, "\n".join(paragraph)))
+        return _CJK_LINE_END.sub("", lines).replace("\n", " ").replace(_BREAK, "-")
+
     paragraph: list[str] = []
     is_ended = True
     for lines in _without_furniture(pages):
-        width = sorted(map(len, lines))[len(lines) * 9 // 10] if lines else 0
-        for line in lines:
+        widths = [len(line) + len(_WIDE.findall(line)) for line in lines]
+        full_width = _FULL * sorted(widths)[len(lines) * 9 // 10] if lines else 0
+        for line, width in zip(lines, widths, strict=True):
             begins = is_ended and not line[0].islower() or _BULLET.match(line) or _HEADING.fullmatch(line)
-            if begins and paragraph:
-                yield " ".join(paragraph)
+            if begins and paragraph and not paragraph[-1].endswith(_BREAK):
+                yield joined(paragraph)
                 paragraph = []
             paragraph.append(line)
-            is_ended = len(line) < _FULL * width or _HEADING.fullmatch(line) is not None
+            is_ended = width < full_width or _HEADING.fullmatch(line) is not None
     if paragraph:
-        yield " ".join(paragraph)
+        yield joined(paragraph)
 
 
 def _without_furniture(pages: list[list[str]]) -> Iterator[list[str]]:
-    """Pages without running heads and feet, page numbers and lines of a table of contents."""
-    edges = Counter(key for lines in pages for key in {_key(line) for line in lines[:_EDGE] + lines[-_EDGE:]})
-    needed = min(_REPEATS, max(2, len(pages)))
-    for number, lines in enumerate(pages):
-        kept = []
-        for place, line in enumerate(lines):
-            is_edge = min(place, len(lines) - 1 - place) < _EDGE
-            is_repeated = number > 0 and edges[_key(line)] >= needed  # on the first page it may be the title
-            is_furniture = is_edge and (is_repeated or _PAGE_NUMBER.fullmatch(line))
-            if not is_furniture and not _LEADERS.search(line):
-                kept.append(line)
-        yield kept
+    """Yield the lines of every page, without page numbers and all but the first copy of running heads and feet."""
+    removed: list[set[int]] = [set() for _ in pages]  # indices of lines
+    seen_heads: set[str] = set()
+    for is_top in (True, False):
+        outer_pages = list(range(len(pages)))  # pages with only heads and page numbers between this depth and the edge
+        for depth in range(_EDGE):
+            indices = {n: depth if is_top else len(pages[n]) - 1 - depth for n in outer_pages if depth < len(pages[n])}
+            edge_lines = {n: pages[n][index] for n, index in indices.items()}
+            copies = Counter(edge_lines.values())
+            side_copies = Counter((n % 2, line) for n, line in edge_lines.items())  # left and right pages may differ
+            heads_by_run = {n: _heads_by_run(line, n) for n, line in edge_lines.items()}
+            run_pages = Counter(run for heads in heads_by_run.values() for run in heads)
+            runs = {run for run, count in run_pages.items() if count >= _REPEATS}
+            styles = {(style, is_roman) for style, is_roman, _ in runs}
+            # "Step 3" may be text. A number is certain if it stands alone, or on some pages left, on others right.
+            is_certain = len(styles) > 1 or any(style == "alone" for style, _ in styles)
+            if not is_certain or 2 * sum(not runs.isdisjoint(heads) for heads in heads_by_run.values()) <= len(pages):
+                runs = set()
+            outer_pages = []
+            for n, line in edge_lines.items():
+                numbered_heads = [head for run, head in heads_by_run[n].items() if run in runs]
+                is_on_most_pages = 2 * side_copies[n % 2, line] > len(pages[n % 2 :: 2])
+                if numbered_heads or is_on_most_pages and copies[line] >= _REPEATS:
+                    head = numbered_heads[0] if numbered_heads else line
+                    if not head or head in seen_heads:
+                        removed[n].add(indices[n])
+                    seen_heads.add(head)
+                    outer_pages.append(n)
+    for lines, removed_indices in zip(pages, removed, strict=True):
+        yield [line for index, line in enumerate(lines) if index not in removed_indices]
 
 
-def _key(line: str) -> str:
-    """What is the same in a running head on all its pages."""
-    return _NUMBER.sub("0", line)
+def _heads_by_run(line: str, page: int) -> dict[tuple[str, bool, int], str]:
+    """Return the runs of page numbers that a line may belong to, with the rest of the line.
+
+    Args:
+        line: a line at the edge of a page.
+        page: the index of the page in the file.
+
+    Returns:
+        From (style, is Roman, index of the page with number 0) to the line without its number. No number is above the
+        count of pages so far: 1984, 1985 and 1986 on the first three pages are years of a chronicle.
+    """
+    heads = {}
+    for style, pattern in _PAGE_NUMBER_STYLES.items():
+        if match := pattern.fullmatch(line):
+            numeral = match["number"]
+            number = int(numeral) if numeral.isdecimal() else _ROMAN.get(numeral, 0)
+            if 0 < number <= page + 1:
+                heads[style, numeral in _ROMAN, page - number] = match["head"]
+    return heads
