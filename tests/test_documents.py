@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from backports import zstd
 from capitals import TEXTS, digests, write_lines
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from realm_jax.corpora.texts import open_texts, read_passages
 from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 
-pytest.importorskip("trafilatura")
+pytest.importorskip("lxml")
 pytest.importorskip("pypdfium2")
 
 PROSE = "The dodo was a large bird of Mauritius that could not fly and had no fear of people at all."
@@ -112,11 +113,20 @@ def word_file(paragraphs: list[tuple[str, str]], title: str = "") -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "pack"), [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
+    ("suffix", "pack"),
+    [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress), (".zst", zstd.compress)],
 )
-def test_a_text_file_is_called_by_its_name_however_it_is_packed(tmp_path, suffix, pack):
-    path = write(tmp_path / f"the_dodo.txt{suffix}", pack(PROSE.encode()))
-    assert only(path) == Article(f"the_dodo.txt{suffix}", "the dodo", PROSE)
+@pytest.mark.parametrize("spell", [str.lower, str.upper])
+def test_a_text_file_is_called_by_its_name_however_it_is_packed(tmp_path, suffix, pack, spell):
+    path = write(tmp_path / f"the_dodo{spell(f'.txt{suffix}')}", pack(PROSE.encode()))
+    assert only(path) == Article(path.name, "the dodo", PROSE)
+
+
+@pytest.mark.parametrize("suffix", [".JSONL.GZ", ".CSV.ZST", ".Tsv.Xz"])
+def test_a_file_of_records_may_have_an_ending_in_capitals(tmp_path, suffix):
+    pack = {".gz": gzip.compress, ".zst": zstd.compress, ".xz": lzma.compress}[suffix[-4:].lower().lstrip("vl")]
+    content = json.dumps({"text": PROSE}) if "JSON" in suffix else f"text\n{PROSE}\n"
+    assert only(write(tmp_path / f"a{suffix}", pack(content.encode()))).text == PROSE
 
 
 @pytest.mark.parametrize(
@@ -183,7 +193,7 @@ def test_restructured_text_becomes_prose_with_sphinx_s_markup_too(tmp_path):
     article = only(write(tmp_path / "d.rst", text))
     assert article.title == "The Dodo"
     assert article.text.split("\n\n") == [
-        *("The Dodo", "See birds.fly and the bird, large.", "fly(height)", "Goes up.", "fly()")
+        *("The Dodo", "See birds.fly and the bird, large.", "fly(height)", "Goes up.", "X", "fly()")
     ]
 
 
@@ -322,6 +332,8 @@ def test_of_a_folder_of_beir_the_corpus_is_read(tmp_path):
         ("a.txt", b" \n", "without text"),
         ("a.txt.gz", gzip.compress(PROSE.encode() * 99)[:-9], "damaged .txt files"),
         ("a.txt.gz", PROSE.encode(), "damaged .txt files"),
+        ("a.txt.zst", zstd.compress(PROSE.encode() * 99)[:-9], "damaged .txt files"),
+        ("a.txt.zst", PROSE.encode(), "damaged .txt files"),
         ("a.md", b"", "empty"),
         ("a.html", b"<!-- nothing -->", "without text"),
         ("a.pdf", pdf_file([[], []]), "PDF files without text"),

@@ -1,6 +1,7 @@
 """PDF files become paragraphs, and no line is lost but page numbers and the copies of running heads and feet."""
 
 import re
+from collections import Counter
 
 import pytest
 from test_documents import PROSE, pdf_file
@@ -9,7 +10,7 @@ from realm_jax.corpora.pdf import paragraphs, pdf_document
 
 
 def pdf_text(pages: list[list[str]]) -> str:
-    return pdf_document(pdf_file(pages)).text
+    return pdf_document(pdf_file(pages), Counter()).text
 
 
 def roman(number: int) -> str:
@@ -27,8 +28,8 @@ def test_pages_of_a_pdf_become_paragraphs_without_heads_and_numbers():
 
 
 def test_the_title_of_a_pdf_is_that_of_its_properties_if_its_pages_show_it():
-    assert pdf_document(pdf_file([["Birds of Mauritius", PROSE]], title="Birds of Mauritius")).title
-    assert not pdf_document(pdf_file([["Birds of Mauritius", PROSE]], title="untitled.doc")).title
+    assert pdf_document(pdf_file([["Birds of Mauritius", PROSE]], title="Birds of Mauritius"), Counter()).title
+    assert not pdf_document(pdf_file([["Birds of Mauritius", PROSE]], title="untitled.doc"), Counter()).title
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_lines_that_may_be_text_stay_at_the_edges_of_pages(pages):
 
 def test_lines_that_repeat_on_few_pages_stay():
     states = ["yes", "no", "no", "rare", "yes", "yes", "rare", "rare", "no"]
-    text = " ".join(paragraphs([[f"Bird {n}", PROSE, f"Seen: {state}"] for n, state in enumerate(states)]))
+    text = " ".join(paragraphs([[f"Bird {n}", PROSE, f"Seen: {state}"] for n, state in enumerate(states)], Counter()))
     assert re.findall(r"Seen: (\w+)", text) == states
 
 
@@ -101,7 +102,7 @@ def test_lines_that_repeat_on_few_pages_stay():
 @pytest.mark.parametrize("is_top", [True, False])
 def test_page_numbers_and_copies_of_heads_go_if_they_run_with_the_pages(heads, heads_left, is_top):
     pages = [[head, f"{PROSE} #{n}#"][:: 1 if is_top else -1] for n, head in enumerate(heads)]
-    text = " ".join(paragraphs(pages))
+    text = " ".join(paragraphs(pages, Counter()))
     bodies = re.escape(PROSE) + r" #\d+#"
     assert len(re.findall(bodies, text)) == len(pages)
     assert re.sub(bodies, "", text).split() == " ".join(heads_left).split()
@@ -123,7 +124,7 @@ def test_page_numbers_and_copies_of_heads_go_if_they_run_with_the_pages(heads, h
 )
 def test_a_hyphen_at_a_line_end_goes_only_if_the_document_has_the_word_without_it(lines, text):
     assert pdf_text([lines]) == text
-    assert " ".join(paragraphs([[line] for line in lines])) == text  # across pages
+    assert " ".join(paragraphs([[line] for line in lines], Counter())) == text  # across pages
 
 
 @pytest.mark.parametrize(
@@ -140,4 +141,4 @@ def test_a_hyphen_at_a_line_end_goes_only_if_the_document_has_the_word_without_i
     ],
 )
 def test_lines_are_joined_without_a_space_only_between_chinese_or_japanese_letters(lines, text):
-    assert "".join(paragraphs([lines])).replace("\n", "") == text
+    assert "".join(paragraphs([lines], Counter())).replace("\n", "") == text

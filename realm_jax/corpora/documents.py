@@ -3,13 +3,13 @@
 | ending | articles |
 |---|---|
 | `.txt` | the file; of a large one as many as it has pieces of `PIECE` characters |
-| `.md` `.rst` `.html` `.htm` `.docx` `.pdf` | the file, as plain paragraphs (`markup.py`, `pdf.py`) |
+| `.md` `.rst` `.html` `.docx` `.pdf` and like endings | the file, as plain paragraphs (`markup.py`, `pdf.py`) |
 | `.json` `.jsonl` | each object; of SQuAD's each context |
 | `.csv` `.tsv` `.parquet` `.arrow` | each row, by the names of the columns |
 
-Any may be packed (`.gz`, `.xz`, `.bz2`). An article is called by the path of its file in the folder, with `#n` for the
-n-th of a file (its line, where it has lines), unless it has an id of its own. A document that cannot be read is a
-`FilteredRecord`, since folders of people hold such files; a broken record of a file of records is damage.
+Any may be packed (`.gz`, `.xz`, `.bz2`, `.zst`). An article is called by the path of its file in the folder, with `#n`
+for the n-th of a file (its line, where it has lines), unless it has an id of its own. A document that cannot be read is
+a `FilteredRecord`, since folders of people hold such files; a broken record of a file of records is damage.
 Read `find` and `read` next.
 """
 
@@ -28,6 +28,7 @@ from typing import IO, Any, NamedTuple
 from urllib.parse import unquote
 
 from realm_jax.corpora import markup, pdf, raw_records
+from realm_jax.corpora.encodings import REPLACED, Encoding, Notes, find_encoding, note_encoding, without_nuls
 from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
 from realm_jax.data import squad
 from realm_jax.data.files import PACKED, UNPACKING_FAULTS, files_below, is_folder, matching, open_unpacked, size_of
@@ -174,22 +175,17 @@ def _unreadable(file: DocumentFile, message: str) -> Found:
 def _plain_text(file: DocumentFile) -> Iterator[Found]:
     """A text file as one article, or a large one as several."""
     with open_unpacked(file.path) as stream:
-        encoding = _encoding_of_text(stream)
+        encoding, notes = find_encoding(iter(partial(stream.read, PIECE), b"")), Notes()
+        note_encoding(encoding, notes)
         stream.seek(0)
-        pieces = _pieces(io.TextIOWrapper(stream, encoding, "replace"))
+        pieces = _pieces(io.TextIOWrapper(stream, encoding.name, "replace"))
         head = list(islice(pieces, 2))
         for number, text in enumerate(chain(head, pieces), 1):
-            yield _document(file, markup.Plain("", text), f"#{number}" if len(head) > 1 else "")
+            plain = markup.Plain("", without_nuls(text, notes))
+            yield _document(file, plain, notes, f"#{number}" if len(head) > 1 else "")
+            notes = Notes()
         if not head:
             raise BadRecord("no bytes", "remove it", EMPTY)
-
-
-def _encoding_of_text(stream: IO[bytes]) -> str:
-    """By the first `PIECE` bytes that are not all ASCII: a long text may have its first accent far behind."""
-    while (piece := stream.read(PIECE)).isascii() and piece:
-        if b"\0" in piece:
-            break
-    return markup.encoding_of(piece)
 
 
 def _pieces(lines: io.TextIOWrapper) -> Iterator[str]:
@@ -205,7 +201,7 @@ def _pieces(lines: io.TextIOWrapper) -> Iterator[str]:
         yield "".join(piece)
 
 
-def _whole(convert: Callable[[bytes], markup.Plain], file: DocumentFile) -> Iterator[Found]:
+def _whole(convert: Callable[[bytes, Notes], markup.Plain], file: DocumentFile) -> Iterator[Found]:
     """A document that a function of its bytes makes plain."""
     with open_unpacked(file.path) as stream:
         data = stream.read(LARGEST + 1)
@@ -213,15 +209,16 @@ def _whole(convert: Callable[[bytes], markup.Plain], file: DocumentFile) -> Iter
         raise BadRecord(f"more than {LARGEST:,} bytes", "split it", TOO_LARGE)
     if not data:
         raise BadRecord("no bytes", "remove it", EMPTY)
-    yield _document(file, convert(data))
+    notes = Notes()
+    yield _document(file, convert(data, notes), notes)
 
 
-def _document(file: DocumentFile, plain: markup.Plain, number: str = "") -> Found:
-    if "\0" in plain.text:
-        raise BadRecord("it has NUL bytes", "remove it", markup.BINARY)
+def _document(file: DocumentFile, plain: markup.Plain, notes: Notes, number: str = "") -> Found:
     if not plain.text.strip():
         raise BadRecord("no words", "remove it", WORDLESS)
-    return Article(file.name + number, plain.title or file.title, plain.text)
+    if replaced := notes.pop((REPLACED, ""), 0):
+        notes[REPLACED, file.name] = replaced
+    return Article(file.name + number, plain.title or file.title, plain.text, notes=notes)
 
 
 # --- Records ----------------------------------------------------------------------------------------------------------
@@ -303,37 +300,37 @@ def _contexts(data: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _table(file: DocumentFile) -> Iterator[Found]:
     """Rows of a table whose first line names its columns; it shows what stands between these, too."""
-    encoding = _encoding_of_table(file.path)
-    _, first = next(text_lines(file.path, encoding), (1, ""))
+    encoding, notes = _encoding_of_table(file.path), Notes()
+    note_encoding(encoding, notes)
+    codec = encoding.name.removesuffix("-sig")
+    _, first = next(text_lines(file.path, codec), (1, ""))
     if not first.strip():
         raise BadRecord("no bytes", "remove it", EMPTY)
-    rows = table_rows(file.path, max("\t,;|", key=first.count), encoding)
+    rows = table_rows(file.path, max("\t,;|", key=first.count), codec)
     _, names = next(rows, (1, []))
     _check_columns(names)
     for line, row in rows:
         if len(row) == len(names):
-            yield _article(file, line, f"{file.path}:{line}", dict(zip(names, row, strict=True)))
+            found = _article(file, line, f"{file.path}:{line}", dict(zip(names, row, strict=True)))
+            if isinstance(found, Article) and notes:
+                found, notes = replace(found, notes=notes), Notes()
+            yield found
         else:
             message = f"the row has {len(row)} columns, the first line names {len(names)}"
             yield CorruptRecord(f"{file.path}:{line}", OTHER_COLUMNS, message)
 
 
-def _encoding_of_table(path: str) -> str:
-    """UTF-8 where that fits a line that ASCII does not: others are damaged then. Otherwise as of texts."""
-    head = bytearray()
-    with open_unpacked(path) as stream, suppress(*UNPACKING_FAULTS):  # what comes before a fault is read
-        while len(head) < PIECE and (more := stream.read1(PIECE)):
-            head += more
-    if not head.startswith(tuple(markup.MARKS)) and (b"\0" in head or any(map(_is_utf8, head.split(b"\n")))):
-        return "utf-8"
-    return markup.encoding_of(bytes(head)).removesuffix("-sig")
+def _encoding_of_table(path: str) -> Encoding:
+    """The encoding of a table; in one that is UTF-8, rows that are not are damaged."""
+    with open_unpacked(path) as stream:
+        return find_encoding(_readable_chunks(stream))
 
 
-def _is_utf8(line: bytearray) -> bool:
-    try:
-        return not line.isascii() and bool(line.decode())
-    except UnicodeDecodeError:
-        return False
+def _readable_chunks(stream: IO[bytes]) -> Iterator[bytes]:
+    """The bytes before a fault of unpacking, if there is one."""
+    with suppress(*UNPACKING_FAULTS):
+        while chunk := stream.read(PIECE):
+            yield chunk
 
 
 def _parquet(file: DocumentFile) -> Iterator[Found]:
@@ -371,14 +368,17 @@ def _rows(file: DocumentFile, batches: Iterable[Any]) -> Iterator[Found]:
         yield _article(file, number, f"{file.path}, row {number:,}", row)
 
 
-_PAGE = Format(partial(_whole, markup.web_page), ("trafilatura", "lxml_html_clean"))
+_PAGE = Format(partial(_whole, markup.web_page), ("lxml",))
+_MARKDOWN = Format(partial(_whole, markup.markdown), ("markdown_it", "lxml"))
 _TABLE = Format(_table, (), of_records=True, any_size=True)
 FORMATS = {
     ".txt": Format(_plain_text, any_size=True),
-    ".md": Format(partial(_whole, markup.markdown), ("markdown_it", "lxml")),
+    ".md": _MARKDOWN,
+    ".markdown": _MARKDOWN,
     ".rst": Format(partial(_whole, markup.restructured_text), ("docutils", "lxml")),
     ".html": _PAGE,
     ".htm": _PAGE,
+    ".xhtml": _PAGE,
     ".docx": Format(partial(_whole, markup.word_document), ("mammoth", "lxml")),
     ".pdf": Format(partial(_whole, pdf.pdf_document), ("pypdfium2",)),
     ".json": Format(_json, (), of_records=True, any_size=True),
@@ -388,4 +388,4 @@ FORMATS = {
     ".parquet": Format(_parquet, ("pyarrow",), of_records=True, any_size=True),
     ".arrow": Format(_arrow, ("pyarrow",), of_records=True, any_size=True),
 }
-_ENDING = re.compile(rf"((?i:{'|'.join(map(re.escape, FORMATS))}))({'|'.join(map(re.escape, PACKED))})?$")
+_ENDING = re.compile(rf"({'|'.join(map(re.escape, FORMATS))})({'|'.join(map(re.escape, PACKED))})?$", re.IGNORECASE)

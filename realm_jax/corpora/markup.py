@@ -1,184 +1,356 @@
-"""Titles and plain paragraphs of documents with markup: web pages, Markdown, reStructuredText, Word.
+"""Convert documents with markup to titles and plain paragraphs: web pages, Markdown, reStructuredText, Word.
 
-All become HTML first, of which one function keeps the words: a blank line stands between paragraphs, headings, list
-items and rows of tables. The converters are libraries of the extra `documents`, imported where they are needed.
-Not for files: read `realm_jax.corpora.documents` next. Not for PDF: see `pdf.py`.
+Markdown, reStructuredText and Word become HTML first, through libraries of the extra `documents`, which are imported
+where they are needed. One function takes the words out of HTML: a blank line stands between paragraphs, headings, list
+items and rows of tables. Text is left out only if the page itself says that it is not content (a script, a navigation
+bar), and these words are counted. Not for files: read `realm_jax.corpora.documents` next. Not for PDF: see `pdf.py`.
 """
 
-import codecs
 import io
 import re
+import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from html import escape
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
+from realm_jax.corpora.encodings import Notes, decode
 from realm_jax.data.records import BadRecord
 
 
 class Plain(NamedTuple):
-    """What a document says. title: empty where it names none."""
+    """The title of a document, empty if it names none, and its text."""
 
     title: str
     text: str
 
 
-BINARY, ENCODING = "binary in place of text", "in no known encoding"
 LARGEST_UNPACKED = 1 << 29  # bytes of the XML of a Word file
-MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
-_DECLARED = re.compile(rb"""<meta[^>]+charset\s*=\s*["']?([\w-]+)""", re.IGNORECASE)
-# Candidates for text that is not UTF-8. Of all that Python knows, rare ones win for short texts.
-_ENCODINGS = "cp1252 cp1250 cp1251 cp1253 cp1254 koi8_r shift_jis euc_jp gb18030 big5 euc_kr".split()
-
-
-def encoding_of(head: bytes) -> str:
-    """The name of the encoding of a text by its beginning. Raises BadRecord for what is no text.
-
-    A byte order mark decides, then whether it is UTF-8, then what a web page says of itself, then its letters.
-    """
-    for mark, name in MARKS.items():
-        if head.startswith(mark):
-            return name
-    if b"\0" in head:
-        raise BadRecord("it has NUL bytes", "remove it", BINARY)
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
-        return "utf-8"
-    except UnicodeDecodeError:
-        declared = _DECLARED.search(head[:4096])
-    try:
-        return codecs.lookup(declared[1].decode()).name if declared else _guessed(head)
-    except LookupError:
-        return _guessed(head)
-
-
-def _guessed(head: bytes) -> str:
-    try:
-        import charset_normalizer
-    except ImportError:
-        raise BadRecord("it is not UTF-8", "save it as that, or pip install 'realm_jax[documents]'", ENCODING) from None
-    whole = head.rpartition(b"\n")[0] or head  # behind the last line end a character may be cut
-    found = list(charset_normalizer.from_bytes(whole, cp_isolation=_ENCODINGS))
-    if not found:
-        raise BadRecord("no known encoding fits", "save it as UTF-8", ENCODING)
-    return str(max(found, key=lambda one: (-one.chaos, one.coherence, one.encoding == "cp1252")).encoding)
-
-
-def decoded(data: bytes) -> str:
-    """The text of a whole file; of pages that are not what they declare as browsers show it. Raises BadRecord."""
-    return data.decode(encoding_of(data), "replace")
+WORDS_LEFT_OUT, KEYS_LEFT_OUT = "words of web pages left out", "keys of front matter left out"  # kinds of notes
+UNKNOWN_ELEMENTS = "elements of Word files left out"
 
 
 # --- HTML -------------------------------------------------------------------------------------------------------------
 
-# Of HTML, and of what trafilatura makes of it.
-_BLOCKS = frozenset(
-    "address article aside blockquote body caption dd details div dl dt fieldset figcaption figure h1 h2 h3 h4 h5 h6 "
-    "head header hr item legend li list main ol p pre quote section summary table tbody tfoot thead ul".split()
+# Elements that no browser shows as text of the page, and copies of text: MathML repeats a formula as an annotation.
+_NOT_SHOWN = ("script", "style", "template", "noscript", "iframe", "select", "datalist", "rp")
+_NOT_SHOWN_WITHIN = (
+    "//svg//title | //svg//desc | //svg//metadata | //math//annotation | //math//*[name()='annotation-xml']"
 )
-_NO_PROSE = frozenset("button footer iframe math nav noscript script select style svg template title".split())
-_MAIN_PARTS = ("//article", "//main", "//*[@role='main']")  # each only where there is one of it
+# What a page marks as furniture: https://www.w3.org/TR/html-aam-1.0/ says that a footer is that of the page unless it
+# stands within one of these.
+_SECTIONS = ("article", "aside", "blockquote", "details", "dialog", "fieldset", "figure", "main", "section", "td")
+_FURNITURE = {
+    "navigation": "//nav | //*[@role='navigation']",
+    "footers": f"//footer[not({' or '.join(f'ancestor::{name}' for name in _SECTIONS)})] | //*[@role='contentinfo']",
+}
+# A list of links whose id or class has one of these words is navigation, too, if it holds nothing but links.
+_NAVIGATION_NAMES = frozenset("breadcrumb breadcrumbs nav navbar navigation pagination".split())
+_MAIN = "//main | //*[@role='main']"
+_BLOCKS = frozenset(
+    "address article aside blockquote body button caption center dd details dialog dir div dl dt fieldset figcaption "
+    "figure footer form h1 h2 h3 h4 h5 h6 header hgroup hr legend li main menu nav ol optgroup option p pre search "
+    "section summary table tbody textarea tfoot thead ul".split()
+)
+_LINES_COUNT = frozenset(("pre", "textarea", "listing", "xmp"))
 _PERMALINKS = frozenset("¶ # § 🔗 ↑".split())
-_ROWS, _CELLS, _BREAKS = frozenset(("tr", "row")), frozenset(("td", "th", "cell")), frozenset(("br", "lb"))
-_ROW, _CELL = "\0", "\1"  # stand between rows and cells until white space is in order
-_SPACE, _LINES = re.compile(r"\s+"), re.compile(r"\n\s*\n")
+_ROW, _CELL = "\x02", "\x01"  # stand between rows and cells until white space is in order; no text has them
+_CONTROL = re.compile("[\x01\x02]")
+_SPACE, _SPACE_IN_LINE, _BLANK_LINE = re.compile(r"\s+"), re.compile(r"[^\S\n]+"), re.compile(r"\n\s*\n")
 
 
-def web_page(data: bytes) -> Plain:
-    """A web page without the furniture around its text.
+def web_page(data: bytes, notes: Notes) -> Plain:
+    """Take the text of a web page, without what the page itself marks as furniture around it.
 
-    What the page itself marks as its main part is taken whole; of other pages what trafilatura takes for it.
+    Args:
+        data: the bytes of the page.
+        notes: counts the words that are left out.
+
+    Returns:
+        Title and text. Navigation and the footer of the page are left out. If the page marks its main part, and that
+        has most of the words that are no links, the rest is left out as well.
+
+    Raises:
+        BadRecord: the page is empty or no text.
     """
-    import trafilatura
+    text = decode(data, notes, is_page=True)
+    page, left_out = _tree(text), Notes()
+    whole = _words(page)
+    for kind, path in _FURNITURE.items():
+        _remove(page, page.xpath(path), kind, left_out)
+    _remove(page, filter(_is_named_navigation, page.xpath("//div | //ul | //ol | //p")), "navigation", left_out)
+    if not _words(page) and whole:  # the page marks all of itself, so the marks mean nothing
+        page, left_out = _tree(text), Notes()
+    main = _outermost(page.xpath(_MAIN))
+    if sum(map(_unlinked_words, main)) * 2 > _unlinked_words(page):
+        # The heading of a page often stands before its main part, with a first paragraph.
+        heads = [] if any(part.xpath(".//h1") for part in main) else page.xpath("//header[.//h1]")
+        parts = [*(head for head in _outermost(heads) if not set(head.iterancestors()) & set(main)), *main]
+        left_out[WORDS_LEFT_OUT, "outside of the main part"] += _words(page) - sum(map(_words, parts))
+    else:
+        parts = page.xpath("//body") or [page]
+    notes.update(+left_out)
+    return _plain(parts, page)
 
-    page = _tree(decoded(data))
-    for parts in map(page.xpath, _MAIN_PARTS):
-        if len(parts) == 1:
-            return _plain(parts[0], page)
-    found = trafilatura.bare_extraction(page, include_comments=False, favor_recall=True, with_metadata=False)
-    return _plain(getattr(found, "body", page), page)
+
+def _words(element: Any) -> int:
+    return len("".join(_pieces(element)).split())
+
+
+def _unlinked_words(element: Any) -> int:
+    return _words(element) - sum(map(_words, element.iter("a")))
+
+
+def _is_named_navigation(element: Any) -> bool:
+    names = re.split(r"[\s_-]+", f"{element.get('id', '')} {element.get('class', '')}".lower())
+    return not _NAVIGATION_NAMES.isdisjoint(names) and not _unlinked_words(element)
+
+
+def _outermost(elements: list[Any]) -> list[Any]:
+    """The elements that are not within others of the list."""
+    return [element for element in elements if not set(elements) & set(element.iterancestors())]
+
+
+def _remove(page: Any, elements: Iterable[Any], kind: str, left_out: Notes) -> None:
+    """Remove elements from their page, and count their words."""
+    for element in elements:
+        if page in element.iterancestors():  # not within an element that is gone already
+            left_out[WORDS_LEFT_OUT, kind] += _words(element)
+            element.drop_tree()
 
 
 def _tree(text: str) -> Any:
-    """The root of a page. An XML declaration may name an encoding, which text has no more. Raises BadRecord."""
+    """Parse a page. Elements that are not shown are gone. Raises BadRecord if nothing is on it.
+
+    An XML declaration may name an encoding, which decoded text has no more.
+    """
     from lxml import etree, html
 
+    parser = html.HTMLParser(huge_tree=True)  # otherwise the parser stops at 256 levels
     try:
-        page = html.document_fromstring(re.sub(r"^\s*<\?xml[^>]*>", "", text))
+        page = html.document_fromstring(re.sub(r"^\s*<\?xml[^>]*>", "", _CONTROL.sub(" ", text)), parser=parser)
     except etree.ParserError:
         raise BadRecord("nothing on the page", "remove it", "without text") from None
+    etree.strip_elements(page, *_NOT_SHOWN, etree.Comment, etree.ProcessingInstruction, with_tail=False)
+    for element in page.xpath(_NOT_SHOWN_WITHIN):
+        element.drop_tree()
     for link in page.xpath("//a"):
         if link.text_content().strip() in _PERMALINKS:
             link.drop_tree()
     return page
 
 
-def _plain(part: Any, page: Any) -> Plain:
-    """The words of a part of a page. Its title is its first heading; without one what the head of the page says."""
-    headings = [*part.xpath(".//h1 | .//head[@rend='h1']"), *page.xpath("//head/title"), *page.xpath("//h1 | //h2")]
+def _plain(parts: list[Any], page: Any) -> Plain:
+    """The words of some parts of a page. Its title is their first heading, otherwise what the head of the page says."""
+    headings = [heading for part in parts for heading in part.xpath(".//h1")]
+    headings += [*page.xpath("//head/title"), *page.xpath("//h1 | //h2")]
     titles = (" ".join(element.text_content().split()) for element in headings)
-    cells = (row.split(_CELL) for row in "".join(_pieces(part)).split(_ROW))
-    text = "\n\n".join(", ".join(filter(None, map(str.strip, row))) for row in cells)
-    paragraphs = ("\n".join(" ".join(line.split()) for line in one.split("\n")) for one in _LINES.split(text))
-    return Plain(next(filter(None, titles), ""), "\n\n".join(one.strip() for one in paragraphs if one.strip()))
+    rows = "\n\n".join("".join(_pieces(part)) for part in parts).split(_ROW)
+    text = "\n\n".join(", ".join(cell.strip() for cell in row.split(_CELL) if cell.strip()) for row in rows)
+    paragraphs = ("\n".join(" ".join(line.split()) for line in part.split("\n")) for part in _BLANK_LINE.split(text))
+    return Plain(next(filter(None, titles), ""), "\n\n".join(filter(None, map(str.strip, paragraphs))))
 
 
 def _pieces(root: Any) -> Iterator[str]:
-    """The text of an element, in which line ends come from its structure alone."""
+    """The text of an element. Line ends come from its structure, and from the text within `pre`."""
     from lxml import etree
 
-    walk = etree.iterwalk(root, events=("start", "end", "comment", "pi"))
+    depth = 0  # of elements whose line ends count
+    walk = etree.iterwalk(root, events=("start", "end"))
     for event, element in walk:
         is_start, tag = event == "start", element.tag
-        if is_start and tag in _NO_PROSE:
+        if is_start and tag == "head":
             walk.skip_subtree()
-        elif tag in _BLOCKS:
+        if tag in _LINES_COUNT:
+            depth += 1 if is_start else -1
+        if tag in _BLOCKS:
             yield "\n\n"
-        elif is_start and tag in _BREAKS:
+        elif is_start and tag == "br":
             yield "\n"
-        elif tag in _ROWS:
+        elif tag == "tr":
             yield _ROW
-        elif is_start and tag in _CELLS and element.getprevious() is not None:
+        elif is_start and tag in ("td", "th") and element.getprevious() is not None:
             yield _CELL
-        text = element.text if is_start and tag not in _NO_PROSE else element.tail if not is_start else ""
-        if element is not root or is_start:
-            yield _SPACE.sub(" ", text or "")
+        if is_start or element is not root:
+            yield (_SPACE_IN_LINE if depth else _SPACE).sub(" ", (element.text if is_start else element.tail) or "")
 
 
-# --- Markdown, reStructuredText, Word ---------------------------------------------------------------------------------
+# --- Markdown ---------------------------------------------------------------------------------------------------------
 
-_FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n(?:---|\.\.\.)\s*?(?:\n|\Z)", re.DOTALL)
+# Front matter: the first line is `---` (YAML, as of Jekyll) or `+++` (TOML, as of Hugo), and no blank line follows.
+_FRONT_MATTER = re.compile(
+    r"\A(?P<mark>---|\+\+\+)[^\S\n]*\n(?P<keys>\S.*?)\n(?:(?P=mark)|\.\.\.)[^\S\n]*(?:\n|\Z)", re.DOTALL
+)
+_PROSE_WORD = re.compile(r"[^\W\d_]{2,}")
 _ALERT = re.compile(r"^(>\s*)\[!\w+\]", re.MULTILINE)  # GitHub's notes: > [!TIP]
-_TITLE_LINE = re.compile(r"^title\s*:\s*(.+)$", re.MULTILINE | re.IGNORECASE)
+
+# What is markup in HTML within Markdown; other text in angle brackets is words: <placeholder>, a<b and c>d.
+_HTML = re.compile(
+    r"""(?P<gone><!--.*?-->                                            # a comment
+      |  <(?P<code>script|style)\b[^<>]*>(?:[^\S\n]*\n.*?)?\s*</(?P=code)\s*>   # whose first line holds nothing else
+      |  <(?P<empty>iframe|object|noscript)\b[^<>]*>\s*</(?P=empty)\s*>)
+      | </?(?P<name>[a-z][a-z0-9]*)
+        (?P<attributes>(?:\s+[\w:@.-]+(?:\s*=\s*(?:"[^"]*"|'[^']*'|[^\s"'=<>`]+))?)*)\s*/?>""",
+    re.DOTALL | re.VERBOSE | re.IGNORECASE,
+)
+_ATTRIBUTE = re.compile(r"""([\w:@.-]+)(\s*=\s*(?:"[^"]*"|'[^']*'|[^\s"'=<>`]+))?""")
+_FLAGS = frozenset(
+    "allowfullscreen async autoplay checked controls default defer disabled hidden loop muted nowrap open "
+    "playsinline readonly required reversed selected".split()
+)  # attributes without a value
+_ALWAYS_MARKUP = frozenset("br dd dt hr li p tbody td th thead tr wbr".split())  # that need no end
+_WITHOUT_CONTENT = frozenset("col img input link meta source".split())  # markup if they have attributes
+_WITH_END = frozenset(  # markup if the document has their end as well
+    "a abbr address article aside audio b blockquote caption center cite code colgroup del details dfn div dl em "
+    "fieldset figcaption figure font footer form h1 h2 h3 h4 h5 h6 header i ins kbd label main mark nav ol picture pre "
+    "q rp rt ruby s samp section small span strike strong sub summary sup svg table tfoot tt u ul var video".split()
+)
+# Blocks of HTML that end at a mark, by CommonMark 4.6; all others end at a blank line.
+_BEGIN = re.compile(r"<(?:(script\b|style\b|pre\b|textarea\b)|(!--)|(\?)|(!\[CDATA\[)|(![a-z]))", re.IGNORECASE)
+_ENDS = ("", r"</(?:script|style|pre|textarea)>", "-->", r"\?>", r"\]\]>", ">")
 
 
-def markdown(data: bytes) -> Plain:
-    """Markdown, with the title that its first lines between `---` may name."""
-    from markdown_it import MarkdownIt
+def markdown(data: bytes, notes: Notes) -> Plain:
+    """Take the text of a Markdown document.
 
-    text = _ALERT.sub(r"\1", decoded(data))
+    Args:
+        data: the bytes of the document.
+        notes: counts the keys of front matter that are left out.
+
+    Returns:
+        Title and text. The title is that of the front matter, otherwise the first heading.
+
+    Raises:
+        BadRecord: the bytes are no text.
+    """
+    text = decode(data, notes).replace("\r\n", "\n")
     front = _FRONT_MATTER.match(text)
-    found = _of_html(MarkdownIt("commonmark").enable("table").render(text[front.end() :] if front else text))
-    named = _TITLE_LINE.search(front[1]) if front else None
-    return found._replace(title=named[1].strip().strip("\"'")) if named else found
+    keys = _front_matter(front["mark"], front["keys"]) if front else None
+    if front and keys is not None:
+        text = text[front.end() :]
+    plain = _of_html(_markdown_to_html(_ALERT.sub(r"\1", text)))
+    title, prose = "", list[str]()
+    for key, value in (keys or {}).items():
+        if str(key).lower() == "title" and isinstance(value, str):
+            title = " ".join(value.split())
+        elif isinstance(value, str) and len(_PROSE_WORD.findall(value)) >= 3:  # a description, a summary, a note
+            prose.append(f"{key}: {' '.join(value.split())}")
+        else:
+            notes[KEYS_LEFT_OUT, str(key)] += 1
+    return Plain(title or plain.title, "\n\n".join(filter(None, [*prose, plain.text])))
 
 
-def restructured_text(data: bytes) -> Plain:
-    """reStructuredText. Of directives and roles that docutils does not know, such as Sphinx's, the text is kept."""
-    from docutils.core import publish_parts
+def _front_matter(mark: str, text: str) -> dict[Any, Any] | None:
+    """The keys of front matter; None if it is text: a rule, a line of prose, a rule."""
+    import yaml
 
-    text = decoded(data)
-    _know_names_in(text)
-    settings = dict[str, Any](report_level=5, halt_level=5, warning_stream=False, _disable_config=True)
-    settings |= {"file_insertion_enabled": False, "raw_enabled": False, "math_output": "LaTeX"}
-    return _of_html(publish_parts(text, writer="html5", settings_overrides=settings)["html_body"])
+    try:
+        # BaseLoader makes strings of all values, so that a title may be a number or a date.
+        keys = tomllib.loads(text) if mark == "+++" else yaml.load(text, yaml.BaseLoader)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, RecursionError):
+        return None
+    return keys if isinstance(keys, dict) else None
 
+
+def _markdown_to_html(text: str) -> str:
+    """HTML of Markdown, in which tags are markup only if they are meant so."""
+    from markdown_it import MarkdownIt
+    from markdown_it.rules_block import html_block
+
+    ended = {name.lower() for name in re.findall(r"</([A-Za-z][A-Za-z0-9]*)\s*>", text)}
+
+    def tags(self: Any, tokens: Any, index: int, *_: Any) -> str:
+        """HTML in which all tags that are words are escaped."""
+        html: str = tokens[index].content
+        parts, end = list[str](), 0
+        for tag in _HTML.finditer(html):
+            parts += [_escaped(html[end : tag.start()]), tag[0] if is_markup(tag) else escape(tag[0], quote=False)]
+            end = tag.end()
+        return "".join([*parts, _escaped(html[end:])])
+
+    def is_markup(tag: re.Match[str]) -> bool:
+        if tag["gone"]:
+            return True
+        name, attributes = tag["name"].lower(), _ATTRIBUTE.findall(tag["attributes"])
+        if any(not value and attribute.lower() not in _FLAGS for attribute, value in attributes):
+            return False  # "a<b and c>d" has an element b with attributes by the letter
+        if name in _WITHOUT_CONTENT:
+            return bool(attributes)
+        return name in _ALWAYS_MARKUP or (name in _WITH_END and name in ended)
+
+    def block(state: Any, line: int, end_line: int, silent: bool) -> bool:
+        """A block of HTML, unless it would go to the end of the document because nothing ends it."""
+        begin = state.bMarks[line] + state.tShift[line]
+        if (opening := _BEGIN.match(state.src, begin)) and not re.compile(_ENDS[opening.lastindex or 0], re.I).search(
+            state.src, begin, state.eMarks[end_line - 1]
+        ):
+            return False
+        return html_block(state, line, end_line, silent)
+
+    parser = MarkdownIt("commonmark").enable("table").enable("strikethrough")
+    parser.block.ruler.at("html_block", block, {"alt": ["paragraph", "reference", "blockquote"]})
+    parser.add_render_rule("html_block", tags)
+    parser.add_render_rule("html_inline", tags)
+    return str(parser.render(text))
+
+
+def _escaped(html: str) -> str:
+    """Text between tags, in which `<` is a character and entities stay."""
+    return html.replace("<", "&lt;").replace(">", "&gt;")
+
+
+# --- reStructuredText -------------------------------------------------------------------------------------------------
 
 _DIRECTIVE = re.compile(r"^\s*\.\. (?:\|[^|\n]+\| )?([\w:+.-]+)::", re.MULTILINE)
 _ROLE = re.compile(r":([\w:+.-]+):`")
 _TARGET = re.compile(r"(?s)(?<=\S)\s*<[^<>]*>$")  # of `text <target>`
-_CODE = frozenset(("code", "code-block", "sourcecode", "highlight", "prompt", "testcode"))
-_LISTS_OF_NAMES = frozenset(("toctree", "autosummary"))
+_OPTION = re.compile(r":([\w-]+):(?:\s+(.*))?$")
+_CODE = frozenset("code code-block doctest prompt sourcecode testcode testoutput testsetup".split())
+# Directives whose words no reader sees: settings, names of files, terms of an index.
+_SETTINGS = frozenset(
+    "currentmodule default-domain default-role highlight include index literalinclude py:currentmodule rst-class "
+    "tabularcolumns".split()
+)
+_SEEN_OPTIONS = frozenset("caption raise raises return returns rtype title type yields".split())
+_ERROR = 3  # docutils' level of what it cannot read; what it reads in spite of a fault has a lower one
+
+
+def restructured_text(data: bytes, notes: Notes) -> Plain:
+    """Take the text of a reStructuredText document.
+
+    Of directives and roles that docutils does not know, such as those of Sphinx, all words are text. What docutils
+    cannot read, such as a malformed table, stays as it is written.
+
+    Args:
+        data: the bytes of the document.
+        notes: counts how the bytes were decoded.
+
+    Returns:
+        Title and text.
+
+    Raises:
+        BadRecord: the bytes are no text.
+    """
+    from docutils import nodes
+    from docutils.core import publish_doctree, publish_from_doctree
+
+    text = decode(data, notes)
+    _know_names_in(text)
+    settings = dict[str, Any](report_level=1, halt_level=5, warning_stream=False, _disable_config=True)
+    settings |= {"file_insertion_enabled": False, "raw_enabled": True, "math_output": "LaTeX"}
+    settings |= {"line_length_limit": len(text) + 1}  # docutils would read no line of a document with a longer one
+    document = publish_doctree(text, settings_overrides=settings)
+    for section in document.findall(nodes.section):
+        if "system-messages" in section["classes"]:
+            section.pop(0)  # its title
+    for message in list(document.findall(nodes.system_message)):
+        unread = list(message.findall(nodes.literal_block)) if message["level"] >= _ERROR else []
+        message.parent.replace(message, unread)
+    document.parse_messages, document.transform_messages = [], []
+    settings["output_encoding"] = "unicode"
+    html = publish_from_doctree(document, writer="html5", settings_overrides=settings)
+    return _of_html("<body" + html.partition("<body")[2])  # its head says "<string>"
 
 
 def _know_names_in(text: str) -> None:
@@ -190,61 +362,119 @@ def _know_names_in(text: str) -> None:
         return [nodes.inline(raw, _TARGET.sub("", shown).lstrip("~!"))], []
 
     known = languages.get_language("en")
-    for name in {*_DIRECTIVE.findall(text)} - {*known.directives} | _CODE:
-        directives.register_directive(name, _body_directive())
-    for name in {*_ROLE.findall(text)} - {*known.roles}:
+    for name in {name.lower() for name in _DIRECTIVE.findall(text)} - {*known.directives} | _CODE | _SETTINGS:
+        directives.register_directive(name, _any_directive())
+    for name in {name.lower() for name in _ROLE.findall(text)} - {*known.roles}:
         roles.register_local_role(name, words)
 
 
-def _body_directive() -> Any:
-    """A directive whose arguments and paragraphs are text like any other."""
+def _any_directive() -> Any:
+    """A directive of any name, whose words are text: on its line, below it, and in options that a reader sees."""
     from docutils import nodes
     from docutils.parsers.rst import Directive
 
-    class Body(Directive):
-        optional_arguments, final_argument_whitespace, has_content = 1, True, True
-        option_spec = _AnyOption()
+    class AnyDirective(Directive):
+        has_content = True  # and no arguments, for which docutils would take all lines up to the first blank one
 
         def run(self) -> list[Any]:
-            if self.name in _LISTS_OF_NAMES or not self.content:
+            if self.name in _SETTINGS or not self.content:
                 return []
+            has_line = bool(self.block_text.split("\n")[0].partition("::")[2].strip())
+            lines, body = ([self.content[0]], self.content[1:]) if has_line else ([], self.content)
+            options = 0  # lines of them
+            while options < len(body) and (option := _OPTION.match(body[options])):
+                value = [option[2] or ""]
+                options += 1
+                while options < len(body) and body[options][:1].isspace():
+                    value.append(body[options].strip())
+                    options += 1
+                if option[1] in _SEEN_OPTIONS or len(" ".join(value).split()) > 1:  # one word is a setting
+                    lines.append(" ".join(value))
+            body = body[options:]
+            if self.name in _CODE and has_line and " " not in lines[0] and any(body):
+                del lines[0]  # the language
+            if self.name == "toctree":  # of whose entries a reader sees the titles
+                lines, body = [*lines, *(_TARGET.sub("", entry) for entry in body if "<" in entry)], body[:0]
             if self.name in _CODE:
-                return [nodes.literal_block("", "\n".join(self.content))]
+                return [*(nodes.paragraph("", line) for line in lines), nodes.literal_block("", "\n".join(body))]
             element = nodes.container()
-            self.state.nested_parse(self.content, self.content_offset, element)
-            return [*(nodes.paragraph("", text) for text in self.arguments), element]
+            if has_line and not options and self.name != "toctree":
+                body, lines = self.content, []  # the line may go on below
+            for line in lines:
+                inlines, _ = self.state.inline_text(line, self.lineno)
+                element += nodes.paragraph("", "", *inlines)
+            self.state.nested_parse(body, self.content_offset, element)
+            return [element]
 
-    return Body
-
-
-class _AnyOption(dict[str, Any]):
-    """Options of every name and value."""
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __missing__(self, _: str) -> Any:
-        return lambda value: value
+    return AnyDirective
 
 
-def word_document(data: bytes) -> Plain:
-    """A Word file (.docx). Its title is a heading, or that of its properties. Raises BadRecord for a damaged one."""
+# --- Word -------------------------------------------------------------------------------------------------------------
+
+_WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
+_MATH = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
+_WITH_TEXT = re.compile(r"word/(?:document|footnotes|endnotes)\d*\.xml")
+_WRAPPERS = tuple(f"{_WORD}{name}" for name in ("fldSimple", "customXml", "dir", "bdo", "moveTo"))
+_OPERATORS = {f"{_MATH}den": "/", f"{_MATH}sup": "^", f"{_MATH}sub": "_"}  # before a part of a formula
+
+
+def word_document(data: bytes, notes: Notes) -> Plain:
+    """Take the text of a Word file (.docx).
+
+    Args:
+        data: the bytes of the file.
+        notes: counts the elements that are left out because nobody knows them.
+
+    Returns:
+        Title and text. The title is a heading, otherwise that of the file's properties.
+
+    Raises:
+        BadRecord: the file is too large.
+    """
     import mammoth
 
     with zipfile.ZipFile(io.BytesIO(data)) as packed:
         if sum(entry.file_size for entry in packed.infolist()) > LARGEST_UNPACKED:
             raise BadRecord(f"it unpacks to more than {LARGEST_UNPACKED:,} bytes", "split it", "too large")
-        has_properties = "docProps/core.xml" in packed.namelist()
-        properties = ElementTree.fromstring(packed.read("docProps/core.xml")) if has_properties else None
+        parts = {name: packed.read(name) for name in packed.namelist() if not name.endswith("/")}
+    with zipfile.ZipFile(target := io.BytesIO(), "w") as packed:
+        for name, content in parts.items():
+            packed.writestr(name, _readable(content) if _WITH_TEXT.fullmatch(name) else content)
     style = "p[style-name='Title'] => h1:fresh"
     no_images = mammoth.images.img_element(lambda _: {})
-    found = _of_html(mammoth.convert_to_html(io.BytesIO(data), style_map=style, convert_image=no_images).value)
-    named = None if properties is None else properties.findtext("{http://purl.org/dc/elements/1.1/}title")
-    return found if found.title or not named else found._replace(title=" ".join(named.split()))
+    result = mammoth.convert_to_html(target, style_map=style, convert_image=no_images)
+    for unknown in re.findall(
+        r"unrecognised element was ignored: (\S+)", "\n".join(m.message for m in result.messages)
+    ):
+        notes[UNKNOWN_ELEMENTS, unknown] += 1
+    plain, properties = _of_html(result.value), parts.get("docProps/core.xml")
+    if plain.title or properties is None:
+        return plain
+    named = ElementTree.fromstring(properties).findtext("{http://purl.org/dc/elements/1.1/}title") or ""
+    return plain._replace(title=" ".join(named.split()))
+
+
+def _readable(xml: bytes) -> bytes:
+    """Part of a Word file in which formulas are text, and nothing is within elements that mammoth passes over."""
+    from lxml import etree
+
+    root = etree.fromstring(xml, etree.XMLParser(resolve_entities=False, huge_tree=True))
+    for formula in list(root.iter(f"{_MATH}oMath")):
+        run = etree.Element(f"{_WORD}r")
+        parts = (
+            (_OPERATORS.get(part.tag, "") + (part.text or "") if part.tag in (*_OPERATORS, f"{_MATH}t") else "")
+            for part in formula.iter()
+        )
+        etree.SubElement(run, f"{_WORD}t").text = f" {''.join(parts)} "
+        run.tail = formula.tail
+        formula.getparent().replace(formula, run)
+    etree.strip_tags(root, *_WRAPPERS, f"{_MATH}oMathPara")
+    return bytes(etree.tostring(root))
 
 
 def _of_html(text: str) -> Plain:
+    """The title and text of HTML that a converter made, in which nothing is furniture."""
     if not text.strip():
         return Plain("", "")
     page = _tree(text)
-    return _plain(page, page)
+    return _plain([page], page)

@@ -14,13 +14,18 @@ SAMPLES = 3  # kept of each reason: the first ones, in the order of the source
 
 @dataclass(frozen=True, slots=True)
 class Article:
-    """A text to pack into passages. `line` is its line in `file`, the name of what it came from (0: from no file)."""
+    """A text to pack into passages.
+
+    line: its line in `file`, the name of what it came from (0: from no file). notes: what was left out of it or
+    replaced, by kind and name, for the counts of its source.
+    """
 
     id: str
     title: str
     text: str
     line: int = 0
     file: str = field(default="", compare=False)
+    notes: Counter[tuple[str, str]] = field(default_factory=Counter, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from realm_jax.corpora.encodings import Notes
 from realm_jax.corpora.markup import Plain
 from realm_jax.data.records import BadRecord
 
+LINES_LEFT_OUT = "lines of PDF files left out"  # kind of note
 _EDGE = 2  # lines at the top, and at the bottom, that may be running heads, feet and page numbers
 _REPEATS = 3  # pages that prove a head, a foot or page numbers: two may agree by chance
 _FULL = 0.8  # of the width of a page's lines: a paragraph ends in a shorter one
@@ -45,8 +47,19 @@ _INVISIBLE = re.compile("[\x00\x01\x03-\x08\x0b\x0e-\x1f\x7f\xad\ufffe\uffff]")
 _LIGATURES = str.maketrans({"ﬀ": "ff", "ﬁ": "fi", "ﬂ": "fl", "ﬃ": "ffi", "ﬄ": "ffl"})
 
 
-def pdf_document(data: bytes) -> Plain:
-    """A PDF file. Raises BadRecord for one that is encrypted or damaged, or has no text."""
+def pdf_document(data: bytes, notes: Notes) -> Plain:
+    """Take the text of a PDF file.
+
+    Args:
+        data: the bytes of the file.
+        notes: counts the lines that are left out.
+
+    Returns:
+        Title and text. The title is that of the file's properties if the first pages show it, otherwise empty.
+
+    Raises:
+        BadRecord: the file is encrypted or damaged, or has no text.
+    """
     import pypdfium2
 
     try:
@@ -56,7 +69,7 @@ def pdf_document(data: bytes) -> Plain:
     except pypdfium2.PdfiumError as fault:
         reason = "encrypted" if getattr(fault, "err_code", 0) == _PASSWORD else "damaged .pdf files"
         raise BadRecord(str(fault), "open it and save it anew", reason) from None
-    text = "\n\n".join(paragraphs([_lines(page) for page in pages]))
+    text = "\n\n".join(paragraphs([_lines(page) for page in pages], notes))
     if not text:
         raise BadRecord(f"{len(pages)} pages", "recognise its letters (OCR)", "PDF files without text")
     return Plain(_sensible_title(named, "".join(pages[:2])), text)
@@ -74,8 +87,13 @@ def _sensible_title(named: str, beginning: str) -> str:
     return " ".join(named.split()) if words and f" {words} " in f" {shown} " else ""
 
 
-def paragraphs(pages: list[list[str]]) -> Iterator[str]:
-    """Yield the paragraphs of the lines of all pages, without page numbers and repeated running heads and feet."""
+def paragraphs(pages: list[list[str]], notes: Notes) -> Iterator[str]:
+    """Yield the paragraphs of the lines of all pages.
+
+    Args:
+        pages: the lines of each page.
+        notes: counts the page numbers and repeated running heads and feet, which are left out.
+    """
     text = "\n".join("\n".join(lines) for lines in pages).lower()
     words, compounds = set(re.findall(_LETTERS, text)), set(_COMPOUND.findall(text))
 
@@ -91,7 +109,7 @@ def paragraphs(pages: list[list[str]]) -> Iterator[str]:
 
     paragraph: list[str] = []
     is_ended = True
-    for lines in _without_furniture(pages):
+    for lines in _without_furniture(pages, notes):
         widths = [len(line) + len(_WIDE.findall(line)) for line in lines]
         full_width = _FULL * sorted(widths)[len(lines) * 9 // 10] if lines else 0
         for line, width in zip(lines, widths, strict=True):
@@ -105,7 +123,7 @@ def paragraphs(pages: list[list[str]]) -> Iterator[str]:
         yield joined(paragraph)
 
 
-def _without_furniture(pages: list[list[str]]) -> Iterator[list[str]]:
+def _without_furniture(pages: list[list[str]], notes: Notes) -> Iterator[list[str]]:
     """Yield the lines of every page, without page numbers and all but the first copy of running heads and feet."""
     removed: list[set[int]] = [set() for _ in pages]  # indices of lines
     seen_heads: set[str] = set()
@@ -132,6 +150,7 @@ def _without_furniture(pages: list[list[str]]) -> Iterator[list[str]]:
                     head = numbered_heads[0] if numbered_heads else line
                     if not head or head in seen_heads:
                         removed[n].add(indices[n])
+                        notes[LINES_LEFT_OUT, "repeated heads and feet" if head else "page numbers"] += 1
                     seen_heads.add(head)
                     outer_pages.append(n)
     for lines, removed_indices in zip(pages, removed, strict=True):

@@ -113,7 +113,7 @@ def _text(record: dict[str, Any], names: tuple[str, ...], kind: str) -> str | No
 
 def _file_parts(pattern: str) -> Iterator[Part]:
     for path in matching(pattern):
-        packed = Path(path).suffix in PACKED
+        packed = Path(path).suffix.lower() in PACKED
         size = 1 if packed else size_of(path)
         for start in range(0, size, PART_BYTES):
             yield partial(_read_lines, path, start, None if packed else min(start + PART_BYTES, size))

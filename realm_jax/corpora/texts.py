@@ -100,7 +100,9 @@ def _clean_news(article: Article, _: Counter[Any]) -> Article | FilteredRecord:
     return news.clean(article)
 
 
-def _keep(found: Article | FilteredRecord, _: Counter[Any]) -> Article | FilteredRecord:
+def _keep(found: Article | FilteredRecord, notes: Counter[Any]) -> Article | FilteredRecord:
+    if isinstance(found, Article):
+        notes.update(found.notes)
     return found
 
 

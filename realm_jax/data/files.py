@@ -20,8 +20,22 @@ from typing import Any
 from realm_jax.errors import UserError
 from realm_jax.storage import StorageError
 
-PACKED: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}  # by the ending of the name
-UNPACKING_FAULTS = (EOFError, OSError, lzma.LZMAError, zlib.error)  # OSError: of storage none is left, see _RawFile
+try:
+    from backports import zstd  # of the extra `documents`
+except ImportError:
+    zstd = None  # type: ignore[assignment]
+
+
+def _open_zst(stored: Any, _: str) -> Any:
+    if zstd is None:
+        raise UserError(".zst needs backports.zstd; run `pip install 'realm_jax[documents]'`")
+    return zstd.open(stored, "rb")
+
+
+# By the ending of the name, in small letters.
+PACKED: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _open_zst}
+# OSError: of storage none is left, see _RawFile.
+UNPACKING_FAULTS = (EOFError, OSError, lzma.LZMAError, zlib.error, *((zstd.ZstdError,) if zstd else ()))
 _BUFFER = 1 << 18  # bytes
 
 
@@ -105,7 +119,7 @@ def open_unpacked(path: str | os.PathLike[str]) -> Iterator[Any]:
     """Open a file for reading; the ending of its name says how it is packed. Reading may raise UNPACKING_FAULTS."""
     with ExitStack() as stack:
         stored = stack.enter_context(open_stored(path))
-        unpack = PACKED.get(Path(path).suffix)
+        unpack = PACKED.get(Path(path).suffix.lower())
         yield stack.enter_context(unpack(stored, "rb")) if unpack else stored
 
 

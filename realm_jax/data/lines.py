@@ -55,7 +55,7 @@ def is_parquet(path: Path_) -> bool:
 
 def _ending(path: Path_) -> str:
     name = Path(path)
-    return (Path(name.stem) if name.suffix in PACKED else name).suffix.lower()
+    return (Path(name.stem) if name.suffix.lower() in PACKED else name).suffix.lower()
 
 
 # --- Lines ------------------------------------------------------------------------------------------------------------

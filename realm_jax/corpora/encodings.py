@@ -1,0 +1,188 @@
+"""Decode people's texts: UTF-8 if the bytes are that, otherwise the declared encoding, otherwise a detected one.
+
+The detector is the library chardet of the extra `documents`. Not for records, which are UTF-8 (`realm_jax.data.lines`).
+Read `find_encoding` next.
+"""
+
+import codecs
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import regex
+
+from realm_jax.data.records import BadRecord
+
+Notes = Counter[tuple[str, str]]  # how often something was left out or replaced, by kind and name
+
+BINARY, ENCODING = "binary in place of text", "in no known encoding"
+OTHER_ENCODINGS = "documents in another encoding than UTF-8"  # kinds of notes
+REPLACED = "bytes that are no text, replaced by U+FFFD"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+SAMPLE_BYTES = 1 << 20  # of the lines that are not ASCII, for the detector
+_OTHER_SHARE, _LEAST_CONFIDENCE = 0.3, 0.1  # texts in Greek, Thai or Chinese are found with 0.15 to 1
+_ASCII = bytes(range(128))
+_NULS = 1_000  # a text has fewer than one NUL in so many bytes; text in UTF-16 has hundreds
+_MARKS = {  # UTF-32 comes first, because its mark begins with that of UTF-16
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+# What browsers read when a page names the encoding on the left, by Python's names (WHATWG, Encoding Standard).
+_BROWSERS_READ = {
+    "ascii": "cp1252",
+    "iso8859-1": "cp1252",
+    "iso8859-9": "cp1254",
+    "iso8859-11": "cp874",
+    "tis-620": "cp874",
+    "gb2312": "gb18030",
+    "gbk": "gb18030",
+    "shift_jis": "cp932",
+    "euc_kr": "cp949",
+    "big5": "big5hkscs",
+    "utf-16": "utf-8",
+    "utf-16-le": "utf-8",
+    "utf-16-be": "utf-8",
+}
+_DECLARED = re.compile(rb"""<(?:meta[^>]+charset|\?xml[^>]+encoding)\s*=\s*["']?([\w-]+)""", re.IGNORECASE)
+_ESCAPE = b"\x1b$"  # begins Japanese in ISO-2022-JP, whose bytes are all ASCII
+# Words with letters of the Latin alphabet and of another one that comes in one byte a letter.
+_MIXED_WORD = regex.compile(
+    r"(?=\p{L}*[A-Za-z])(?=\p{L}*[\p{Cyrillic}\p{Greek}\p{Hebrew}\p{Arabic}])\p{L}+", regex.VERSION1
+)
+_OTHER_WORD = regex.compile(r"\w*[^\x00-\x7f]\w*")
+
+
+class Encoding(NamedTuple):
+    """An encoding by Python's name, and how sure it is: 1 unless it was detected."""
+
+    name: str
+    confidence: float = 1.0
+
+
+UTF_8 = Encoding("utf-8")
+
+
+def find_encoding(chunks: Iterable[bytes], is_page: bool = False) -> Encoding:
+    """Find the encoding of a text.
+
+    A byte order mark decides. Bytes are UTF-8 if they are valid, or if at least as many characters are valid as bytes
+    are not: a stray byte does not change how the rest is decoded. Otherwise a page may declare its encoding, and of
+    other texts it is detected.
+
+    Args:
+        chunks: all bytes of the text, in order.
+        is_page: whether the text is a web page, which may declare its encoding.
+
+    Returns:
+        The encoding, with the confidence of the detector.
+
+    Raises:
+        BadRecord: the bytes are no text, or no encoding fits them.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    size = nuls = valid = invalid = sampled = 0
+    head, line, sample = b"", b"", list[bytes]()
+    for chunk in chunks:
+        head = head or chunk[:4096]
+        for mark, name in _MARKS.items():
+            if head.startswith(mark):
+                return Encoding(name)
+        size, nuls = size + len(chunk), nuls + chunk.count(b"\0")
+        if chunk.isascii() and not line and _ESCAPE not in chunk:
+            continue
+        text = decoder.decode(chunk)
+        stray = len(re.findall("[\udc80-\udcff]", text))
+        invalid += stray
+        valid += len(text) - len(text.encode("ascii", "ignore")) - stray
+        if sampled < SAMPLE_BYTES:
+            *lines, line = (line + chunk).split(b"\n")
+            if len(line) > SAMPLE_BYTES:
+                lines, line = [*lines, line], b""
+            sample += (one for one in lines if not one.isascii() or _ESCAPE in one)
+            sampled = sum(map(len, sample))
+    if nuls * _NULS > size:
+        raise BadRecord("it has NUL bytes", "remove it", BINARY)
+    invalid += len(decoder.decode(b"", final=True))
+    sample.append(line)
+    declared = _declared(head) if is_page else None
+    if not invalid and not any(_ESCAPE in one for one in sample):
+        return UTF_8
+    if declared and declared != UTF_8.name:
+        return Encoding(declared)
+    return UTF_8 if valid >= invalid > 0 else _detected(b"\n".join(sample))
+
+
+def _declared(head: bytes) -> str | None:
+    """The encoding that a page declares in its first bytes, as browsers read it."""
+    declared = _DECLARED.search(head)
+    try:
+        name = codecs.lookup(declared[1].decode()).name if declared else None
+    except LookupError:
+        return None
+    return _BROWSERS_READ.get(name, name) if name else None
+
+
+def _detected(data: bytes) -> Encoding:
+    """The most probable encoding. Raises BadRecord if none fits.
+
+    The detector takes some short Latin texts for Hebrew or Russian. An encoding is less probable if it mixes alphabets
+    within words: "café" is not "cafי".
+    """
+    try:
+        import chardet
+    except ImportError:
+        raise BadRecord("it is not UTF-8", "save it as that, or pip install 'realm_jax[documents]'", ENCODING) from None
+    era, probable = chardet.EncodingEra.MODERN_WEB, list[Encoding]()
+    for candidate in chardet.detect_all(data, ignore_threshold=True, encoding_era=era, max_bytes=len(data)):
+        name = candidate["encoding"] and codecs.lookup(candidate["encoding"]).name
+        if name and name != UTF_8.name:
+            name = _BROWSERS_READ.get(name, name)
+            text = data.decode(name, "replace")
+            mixed = len(_MIXED_WORD.findall(text)) / max(1, len(_OTHER_WORD.findall(text)))
+            probable.append(Encoding(name, candidate["confidence"] * (1 - mixed) ** 2))
+    if not probable and data.isascii():
+        return UTF_8
+    best = max(probable, key=lambda encoding: encoding.confidence, default=Encoding("", 0))
+    # The detector is less sure of a text the more of it is ASCII, so only of other texts a low number says something.
+    is_other = len(data.translate(None, _ASCII)) > _OTHER_SHARE * len(data)
+    if not best.name or (is_other and best.confidence < _LEAST_CONFIDENCE):
+        raise BadRecord("no known encoding fits", "save it as UTF-8", ENCODING)
+    return best
+
+
+def decode(data: bytes, notes: Notes, is_page: bool = False) -> str:
+    """Decode a whole document.
+
+    Args:
+        data: its bytes.
+        notes: counts the encoding if it is not UTF-8, and the bytes that were replaced.
+        is_page: whether it is a web page, which may declare its encoding.
+
+    Returns:
+        The text, in which U+FFFD stands for what is no text.
+
+    Raises:
+        BadRecord: the bytes are no text, or no encoding fits them.
+    """
+    encoding = find_encoding([data], is_page)
+    note_encoding(encoding, notes)
+    return without_nuls(data.decode(encoding.name, "replace"), notes)
+
+
+def note_encoding(encoding: Encoding, notes: Notes) -> None:
+    """Count a document that is not in UTF-8."""
+    if not encoding.name.startswith("utf-8"):
+        notes[OTHER_ENCODINGS, f"{encoding.name} (confidence {encoding.confidence:.2f})"] += 1
+
+
+def without_nuls(text: str, notes: Notes) -> str:
+    """Replace NULs in a decoded text, and count these and the bytes that were replaced before."""
+    text = text.replace("\0", REPLACEMENT)
+    if replaced := text.count(REPLACEMENT):
+        notes[REPLACED, ""] += replaced
+    return text
