@@ -148,7 +148,8 @@ def _without_furniture(pages: list[list[str]], notes: Notes) -> Iterator[list[st
                 is_on_most_pages = 2 * side_copies[n % 2, line] > len(pages[n % 2 :: 2])
                 if numbered_heads or is_on_most_pages and copies[line] >= _REPEATS:
                     head = numbered_heads[0] if numbered_heads else line
-                    if not head or head in seen_heads:
+                    has_body = len(pages[n]) > 2 * _EDGE  # of a slide with few lines all are at its edges
+                    if not head or (has_body and head in seen_heads):
                         removed[n].add(indices[n])
                         notes[LINES_LEFT_OUT, "repeated heads and feet" if head else "page numbers"] += 1
                     seen_heads.add(head)
