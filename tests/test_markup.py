@@ -45,9 +45,13 @@ def rst(text: str) -> list[str]:
         f"<header><h1>Lock</h1><p>{SHORT}</p></header><main><p>{LONG}</p></main>",
         f"<div role=main><h1>Lock</h1><p>{LONG}</p></div><article><p>{SHORT}</p></article><main><p>{SHORT}</p></main>",
         f"<nav><h1>Lock</h1><p>{LONG}</p><p>{SHORT}</p></nav>",
+        f"<nav><main><h1>Lock</h1><p>{LONG}</p><p>{SHORT}</p></main></nav>",
+        f"<div class=page-header><h1>Lock</h1><p>{SHORT}</p></div><div><main><p>{LONG}</p></main></div>",
+        f"<p>a</p></body></html><div><h1>Lock</h1><p>{LONG}</p><p>{SHORT}</p></div>",
+        f"<div class=nav><h1><a>Lock</a></h1><p><a>{LONG}</a></p><p><a>{SHORT}</a></p></div>",
         "<div>" * 500 + f"<h1>Lock</h1><p>{LONG}</p>" + "</div>" * 500 + f"<p>{SHORT}</p>",
     ],
-    ids=range(11),
+    ids=range(15),
 )
 def test_a_page_keeps_its_text_whatever_it_marks_as_main(body):
     title, text = page(f"<body>{body}</body>")
@@ -57,7 +61,7 @@ def test_a_page_keeps_its_text_whatever_it_marks_as_main(body):
 def test_a_page_counts_the_words_that_are_left_out():
     notes: Counter[tuple[str, str]] = Counter()
     html = (
-        "<body><nav>Go home now</nav><ul class='site-nav'><li><a>Ports</a><li><a>Locks</a></ul>"
+        "<body><nav>Go home now</nav><ul class='wide nav'><li><a>Ports</a><li><a>Locks</a></ul>"
         f"<div>A banner of five words</div><main><p>{LONG}</p>"
         "<article><p>Text.</p><footer>Its source.</footer></article>"
         "</main><footer>All rights reserved</footer><script>var x = 1</script></body>"
@@ -80,6 +84,12 @@ def test_a_page_counts_the_words_that_are_left_out():
         ("<details><summary>More</summary>Less</details>", ["More", "Less"]),
         ("E <math><mi>E</mi><annotation>E</annotation></math> <svg><title>i</title><text>x</text></svg>", ["E E x"]),
         ("a<br>b<wbr>c <!-- no -->d", ["a\nbc d"]),
+        ("<img src=a alt='A diagram of flows'> <img src=b alt=icon>", ["A diagram of flows"]),
+        ("<ruby>漢<rt>kan</rt></ruby> <tab-a>one</tab-a><tab-b>two</tab-b>", ["漢(kan) one two"]),
+        ("<ol start=1986><li>A season</ol><ol><li>One<li>Two</ol>", ["1986. A season", "One", "Two"]),
+        ("See <a>§</a> 5 <script type='math/tex'>E=mc^2</script>", ["See § 5 E=mc^2"]),
+        ("<h2>Head<a>¶</a></h2><noscript>Shown.</noscript>", ["Head", "Shown."]),
+        ("<![CDATA[a < b]]>", ["a < b"]),
     ],
 )
 def test_a_page_keeps_captions_links_and_line_ends(body, paragraphs):
@@ -115,6 +125,13 @@ def test_a_tag_in_prose_swallows_nothing(name, sentence):
         ("<script> and </script> mark code.", "<script> and </script> mark code."),
         ("```html\n<title>x</title>\n\ny\n```", "<title>x</title>\n\ny"),
         ("~~old~~ new &lt;x&gt; &amp;", "old new <x> &"),
+        ("The <p> element, <li> and <td>, <hr>; List<p>", "The <p> element, <li> and <td>, <hr>; List<p>"),
+        ("| a | b |\n|---|---|\n| `x | y` | bitwise or | more |", "| a | b | |---|---| | x | y | bitwise or | more |"),
+        ("| a | b |\n|---|---|\n| c | d |\n\nText.", "a, b\n\nc, d\n\nText."),
+        ("![A diagram of flows](x.png) ![badge](b.svg)", "A diagram of flows"),
+        ("[Author]: Bob\n\n[1]: https://x.org\n[a]\n\n[a]: b.md", "[Author]: Bob\n\na"),
+        ("> " * 30 + "deep", "deep"),
+        ("1986. A great season\n\n1. One\n2. Two", "1986. A great season\n\n1987. One\n\n1988. Two"),
     ],
 )
 def test_markdown_keeps_words_in_angle_brackets_that_are_no_tags(source, text):
@@ -153,8 +170,10 @@ def test_a_rule_at_the_top_is_no_front_matter(source):
 
 def test_front_matter_becomes_text_if_it_is_prose_and_is_counted_otherwise():
     notes: Counter[tuple[str, str]] = Counter()
-    text = "---\ntitle: Port\ntags: [a, b]\ndescription: All rules of the port.\n---\nShips.\n"
-    assert markup.markdown(text.encode(), notes) == ("Port", "description: All rules of the port.\n\nShips.")
+    keys = "title: Port\ntags: [a, b]\ndescription: 港口的所有规则都在这里。\nsteps:\n- Open the valve."
+    text = f"---\n{keys}\n---\nShips.\n"
+    prose = "description: 港口的所有规则都在这里。\n\nsteps: Open the valve."
+    assert markup.markdown(text.encode(), notes) == ("Port", f"{prose}\n\nShips.")
     assert notes == {(KEYS_LEFT_OUT, "tags"): 1}
 
 
@@ -181,7 +200,17 @@ def test_front_matter_becomes_text_if_it_is_prose_and_is_counted_otherwise():
         (".. raw:: html\n\n   <p>Raw <b>words</b></p>", ["Raw words"]),
         (".. glossary::\n\n   term\n      Meaning.", ["term", "Meaning."]),
         (".. index:: single: gone\n.. include:: /etc/passwd\n\nText.", ["Text."]),
-        ("A |missing| :odd:`role <x>` `target`_.", ["A |missing| role `target`_."]),
+        ("A |missing| :ref:`role <x>` `target`_.", ["A |missing| role `target`_."]),
+        (":samp:`cp {a} <b>` :cpp:any:`std::vector<int>`", ["cp {a} <b> std::vector<int>"]),
+        (".. class:: Dialog(parent)\n\n   Opens.", ["Dialog(parent)", "Opens."]),
+        (".. data:: PI\n   :value: 3.14", ["PI", "3.14"]),
+        (".. rst-class:: lead\n\n   Body.", ["Body."]),
+        (".. literalinclude:: a.py\n   :caption: The caption", ["The caption"]),
+        (".. note::Words\n\n.. warning:\n   More.", ["Note", "Words", "Warning", "More."]),
+        ("x : int\n    The x.", ["x : int", "The x."]),
+        ("1986. A great season", ["1986. A great season"]),
+        ("A. Einstein wrote.", ["A. Einstein wrote."]),
+        (".. image:: x.png\n   :alt: A diagram of flows", ["A diagram of flows"]),
         ("x" * 10_001, ["x" * 10_001]),
     ],
 )
@@ -232,3 +261,42 @@ def test_a_word_file_keeps_formulas_and_fields():
     )
     assert word_document(body, notes).text == "Energy is E=m/c , page 17"
     assert notes == {(UNKNOWN_ELEMENTS, "w:strange"): 1}
+
+
+def run(text: str) -> str:
+    return f"<m:r><m:t>{text}</m:t></m:r>"
+
+
+@pytest.mark.parametrize(
+    ("formula", "text"),
+    [
+        (f"{run('f')}<m:d><m:e>{run('x')}</m:e></m:d>", "f(x)"),
+        (f'<m:d><m:dPr><m:begChr m:val="["/><m:endChr m:val="]"/></m:dPr><m:e>{run("a")}</m:e></m:d>', "[a]"),
+        (f"<m:f><m:num>{run('x+1')}</m:num><m:den>{run('y+2')}</m:den></m:f>", "(x+1)/(y+2)"),
+        (
+            f'<m:nary><m:naryPr><m:chr m:val="∑"/></m:naryPr><m:sub>{run("i=1")}</m:sub><m:sup>{run("n")}</m:sup>'
+            f"<m:e>{run('i')}</m:e></m:nary>",
+            "∑_(i=1)^n i",
+        ),
+        (f"<m:sSup><m:e>{run('z')}</m:e><m:sup>{run('2')}</m:sup></m:sSup>", "z^2"),
+        (f"<m:rad><m:deg>{run('3')}</m:deg><m:e>{run('x')}</m:e></m:rad>", "3√x"),
+        (
+            f"<m:m><m:mr><m:e>{run('1')}</m:e><m:e>{run('2')}</m:e></m:mr><m:mr><m:e>{run('3')}</m:e></m:mr></m:m>",
+            "1 2; 3",
+        ),
+        ("<m:r><w:t>words</w:t></m:r>", "words"),
+    ],
+)
+def test_a_formula_of_word_becomes_one_line(formula, text):
+    pytest.importorskip("mammoth")
+    assert word_document(f"<m:oMath>{formula}</m:oMath>", Counter()).text == text
+
+
+def test_a_word_file_keeps_text_boxes_and_rubies():
+    pytest.importorskip("mammoth")
+    box = "<w:r><w:drawing><w:txbxContent><w:p><w:r><w:t>In a box</w:t></w:r></w:p></w:txbxContent></w:drawing></w:r>"
+    ruby = (
+        "<w:r><w:ruby><w:rt><w:r><w:t>kan</w:t></w:r></w:rt>"
+        "<w:rubyBase><w:r><w:t>漢</w:t></w:r></w:rubyBase></w:ruby></w:r>"
+    )
+    assert word_document(f"<w:r><w:t>Before</w:t></w:r>{box}{ruby}", Counter()).text == "Before漢\n\nIn a box"

@@ -12,6 +12,7 @@ import tomllib
 import zipfile
 from collections.abc import Iterable, Iterator
 from html import escape
+from itertools import islice
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
@@ -26,6 +27,7 @@ class Plain(NamedTuple):
     text: str
 
 
+_PROSE_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]{2}|[^\W\d_]{2,}")  # three of them are more than a name
 LARGEST_UNPACKED = 1 << 29  # bytes of the XML of a Word file
 WORDS_LEFT_OUT, KEYS_LEFT_OUT = "words of web pages left out", "keys of front matter left out"  # kinds of notes
 UNKNOWN_ELEMENTS = "elements of Word files left out"
@@ -34,29 +36,40 @@ UNKNOWN_ELEMENTS = "elements of Word files left out"
 # --- HTML -------------------------------------------------------------------------------------------------------------
 
 # Elements that no browser shows as text of the page, and copies of text: MathML repeats a formula as an annotation.
-_NOT_SHOWN = ("script", "style", "template", "noscript", "iframe", "select", "datalist", "rp")
+_NOT_SHOWN = ("script", "style", "template", "iframe", "rp")
 _NOT_SHOWN_WITHIN = (
     "//svg//title | //svg//desc | //svg//metadata | //math//annotation | //math//*[name()='annotation-xml']"
+    " | //*[contains(@class, 'katex')]/*[contains(@class, 'katex-html')]"
 )
 # What a page marks as furniture: https://www.w3.org/TR/html-aam-1.0/ says that a footer is that of the page unless it
 # stands within one of these.
-_SECTIONS = ("article", "aside", "blockquote", "details", "dialog", "fieldset", "figure", "main", "section", "td")
+_SECTIONS = ("article", "aside", "blockquote", "details", "dialog", "fieldset", "figure", "li", "main", "section", "td")
+_IS_OF_PAGE = f"not({' or '.join(f'ancestor::{name}' for name in _SECTIONS)})"
+_HAS_NO_CONTENT = "not(.//main or .//article or .//h1)"
 _FURNITURE = {
-    "navigation": "//nav | //*[@role='navigation']",
-    "footers": f"//footer[not({' or '.join(f'ancestor::{name}' for name in _SECTIONS)})] | //*[@role='contentinfo']",
+    "navigation": f"//nav[{_HAS_NO_CONTENT}] | //*[@role='navigation'][{_HAS_NO_CONTENT}]",
+    "footers": f"(//footer[{_IS_OF_PAGE}] | //*[@role='contentinfo'])[{_HAS_NO_CONTENT}]",
+    "choices of forms": "//select | //datalist",
 }
-# A list of links whose id or class has one of these words is navigation, too, if it holds nothing but links.
+# A list of links whose id or class is one of these is navigation, too, if it holds nothing but links.
 _NAVIGATION_NAMES = frozenset("breadcrumb breadcrumbs nav navbar navigation pagination".split())
 _MAIN = "//main | //*[@role='main']"
 _BLOCKS = frozenset(
     "address article aside blockquote body button caption center dd details dialog dir div dl dt fieldset figcaption "
     "figure footer form h1 h2 h3 h4 h5 h6 header hgroup hr legend li main menu nav ol optgroup option p pre search "
-    "section summary table tbody textarea tfoot thead ul".split()
+    "section summary table tbody textarea tfoot thead ul xmp".split()
 )
 _LINES_COUNT = frozenset(("pre", "textarea", "listing", "xmp"))
 _PERMALINKS = frozenset("¶ # § 🔗 ↑".split())
-_ROW, _CELL = "\x02", "\x01"  # stand between rows and cells until white space is in order; no text has them
-_CONTROL = re.compile("[\x01\x02]")
+_LINKS_TO_HEADINGS = (
+    "//a[ancestor::h1 or ancestor::h2 or ancestor::h3 or ancestor::h4 or ancestor::h5 or ancestor::h6 or ancestor::dt"
+    " or ancestor::caption or ancestor::p[@class='caption'] or contains(@class, 'headerlink')]"
+)
+_CHARACTER_DATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
+_END_OF_PAGE = re.compile(r"</(?:body|html)\s*>", re.IGNORECASE)  # behind which the parser would stop
+# They stand between rows, between cells and behind numbers of items until white space is in order; no text has them.
+_ROW, _CELL, _NUMBER_END = "\x02", "\x01", "\x03"
+_CONTROL = re.compile("[\x01-\x03]")
 _SPACE, _SPACE_IN_LINE, _BLANK_LINE = re.compile(r"\s+"), re.compile(r"[^\S\n]+"), re.compile(r"\n\s*\n")
 
 
@@ -85,11 +98,13 @@ def web_page(data: bytes, notes: Notes) -> Plain:
     main = _outermost(page.xpath(_MAIN))
     if sum(map(_unlinked_words, main)) * 2 > _unlinked_words(page):
         # The heading of a page often stands before its main part, with a first paragraph.
-        heads = [] if any(part.xpath(".//h1") for part in main) else page.xpath("//header[.//h1]")
-        parts = [*(head for head in _outermost(heads) if not set(head.iterancestors()) & set(main)), *main]
+        headings = [] if any(part.xpath(".//h1") for part in main) else page.xpath("//h1")
+        around_main = {ancestor for part in main for ancestor in part.iterancestors()}
+        heads = [h1 if h1.getparent() in around_main else h1.getparent() for h1 in headings]
+        parts = [*_outermost(list(dict.fromkeys(heads))), *main]
         left_out[WORDS_LEFT_OUT, "outside of the main part"] += _words(page) - sum(map(_words, parts))
     else:
-        parts = page.xpath("//body") or [page]
+        parts = [page]
     notes.update(+left_out)
     return _plain(parts, page)
 
@@ -103,8 +118,9 @@ def _unlinked_words(element: Any) -> int:
 
 
 def _is_named_navigation(element: Any) -> bool:
-    names = re.split(r"[\s_-]+", f"{element.get('id', '')} {element.get('class', '')}".lower())
-    return not _NAVIGATION_NAMES.isdisjoint(names) and not _unlinked_words(element)
+    names = f"{element.get('id', '')} {element.get('class', '')}".lower().split()
+    has_heading = element.xpath("boolean(.//h1 or .//h2 or .//h3 or .//h4 or .//h5 or .//h6)")
+    return not _NAVIGATION_NAMES.isdisjoint(names) and not has_heading and not _unlinked_words(element)
 
 
 def _outermost(elements: list[Any]) -> list[Any]:
@@ -128,14 +144,18 @@ def _tree(text: str) -> Any:
     from lxml import etree, html
 
     parser = html.HTMLParser(huge_tree=True)  # otherwise the parser stops at 256 levels
+    text = re.sub(r"^\s*<\?xml[^>]*>", "", _CONTROL.sub(" ", text))
+    text = _END_OF_PAGE.sub("", _CHARACTER_DATA.sub(lambda data: escape(data[1]), text))
     try:
-        page = html.document_fromstring(re.sub(r"^\s*<\?xml[^>]*>", "", _CONTROL.sub(" ", text)), parser=parser)
+        page = html.document_fromstring(text, parser=parser)
     except etree.ParserError:
         raise BadRecord("nothing on the page", "remove it", "without text") from None
+    for formula in page.xpath("//script[starts-with(@type, 'math/')]"):
+        formula.tag = "span"
     etree.strip_elements(page, *_NOT_SHOWN, etree.Comment, etree.ProcessingInstruction, with_tail=False)
     for element in page.xpath(_NOT_SHOWN_WITHIN):
         element.drop_tree()
-    for link in page.xpath("//a"):
+    for link in page.xpath(_LINKS_TO_HEADINGS):
         if link.text_content().strip() in _PERMALINKS:
             link.drop_tree()
     return page
@@ -146,7 +166,8 @@ def _plain(parts: list[Any], page: Any) -> Plain:
     headings = [heading for part in parts for heading in part.xpath(".//h1")]
     headings += [*page.xpath("//head/title"), *page.xpath("//h1 | //h2")]
     titles = (" ".join(element.text_content().split()) for element in headings)
-    rows = "\n\n".join("".join(_pieces(part)) for part in parts).split(_ROW)
+    words = re.sub(rf"{_NUMBER_END}\s*", " ", "\n\n".join("".join(_pieces(part)) for part in parts))
+    rows = words.split(_ROW)
     text = "\n\n".join(", ".join(cell.strip() for cell in row.split(_CELL) if cell.strip()) for row in rows)
     paragraphs = ("\n".join(" ".join(line.split()) for line in part.split("\n")) for part in _BLANK_LINE.split(text))
     return Plain(next(filter(None, titles), ""), "\n\n".join(filter(None, map(str.strip, paragraphs))))
@@ -168,12 +189,35 @@ def _pieces(root: Any) -> Iterator[str]:
             yield "\n\n"
         elif is_start and tag == "br":
             yield "\n"
+        elif is_start and tag == "img" and len(_PROSE_WORD.findall(element.get("alt", ""))) >= 3:
+            yield f" {element.get('alt')} "
+        elif tag == "rt":  # how the characters before it are read
+            yield "(" if is_start else ")"
+        elif isinstance(tag, str) and "-" in tag:  # an element of the page's own, perhaps a block
+            yield " "
         elif tag == "tr":
             yield _ROW
         elif is_start and tag in ("td", "th") and element.getprevious() is not None:
             yield _CELL
+        if is_start and tag == "li" and (number := _item_number(element)):
+            yield f"{number}{_NUMBER_END}"
         if is_start or element is not root:
             yield (_SPACE_IN_LINE if depth else _SPACE).sub(" ", (element.text if is_start else element.tail) or "")
+
+
+def _item_number(item: Any) -> str:
+    """The number of an item of a list that does not begin with 1, or with letters: it may be a year or an initial."""
+    parent = item.getparent()
+    if parent is None or parent.tag != "ol":
+        return ""
+    start, place = parent.get("start", "1"), len([other for other in item.itersiblings("li", preceding=True)])
+    style = parent.get("class", "")
+    if "alpha" in style and start.isdecimal() and int(start) + place <= 26:
+        letter = chr(ord("a") - 1 + int(start) + place)
+        return f"{letter.upper() if 'upper' in style else letter}."
+    if "upperroman" in style and place == 0 and len(parent) == 1:
+        return "I."
+    return f"{int(start) + place}." if start.isdecimal() and int(start) > 1 else ""
 
 
 # --- Markdown ---------------------------------------------------------------------------------------------------------
@@ -182,7 +226,6 @@ def _pieces(root: Any) -> Iterator[str]:
 _FRONT_MATTER = re.compile(
     r"\A(?P<mark>---|\+\+\+)[^\S\n]*\n(?P<keys>\S.*?)\n(?:(?P=mark)|\.\.\.)[^\S\n]*(?:\n|\Z)", re.DOTALL
 )
-_PROSE_WORD = re.compile(r"[^\W\d_]{2,}")
 _ALERT = re.compile(r"^(>\s*)\[!\w+\]", re.MULTILINE)  # GitHub's notes: > [!TIP]
 
 # What is markup in HTML within Markdown; other text in angle brackets is words: <placeholder>, a<b and c>d.
@@ -199,13 +242,16 @@ _FLAGS = frozenset(
     "allowfullscreen async autoplay checked controls default defer disabled hidden loop muted nowrap open "
     "playsinline readonly required reversed selected".split()
 )  # attributes without a value
-_ALWAYS_MARKUP = frozenset("br dd dt hr li p tbody td th thead tr wbr".split())  # that need no end
+_ALWAYS_MARKUP = frozenset(("br", "wbr"))
+_BLOCK_MARKUP = frozenset("dd dt hr li p tbody td th thead tr".split())  # that need no end at the beginning of a line
 _WITHOUT_CONTENT = frozenset("col img input link meta source".split())  # markup if they have attributes
 _WITH_END = frozenset(  # markup if the document has their end as well
     "a abbr address article aside audio b blockquote caption center cite code colgroup del details dfn div dl em "
-    "fieldset figcaption figure font footer form h1 h2 h3 h4 h5 h6 header i ins kbd label main mark nav ol picture pre "
-    "q rp rt ruby s samp section small span strike strong sub summary sup svg table tfoot tt u ul var video".split()
+    "fieldset figcaption figure font footer form h1 h2 h3 h4 h5 h6 header i ins kbd label li main mark nav ol p "
+    "picture pre q rp rt ruby s samp section small span strike strong sub summary sup svg table tfoot tt u ul var "
+    "video".split()
 )
+_LINK_TARGET = re.compile(r"\[[^\]\n]+\]:\s*(<[^>\n]*>|\S+)")
 # Blocks of HTML that end at a mark, by CommonMark 4.6; all others end at a blank line.
 _BEGIN = re.compile(r"<(?:(script\b|style\b|pre\b|textarea\b)|(!--)|(\?)|(!\[CDATA\[)|(![a-z]))", re.IGNORECASE)
 _ENDS = ("", r"</(?:script|style|pre|textarea)>", "-->", r"\?>", r"\]\]>", ">")
@@ -234,11 +280,18 @@ def markdown(data: bytes, notes: Notes) -> Plain:
     for key, value in (keys or {}).items():
         if str(key).lower() == "title" and isinstance(value, str):
             title = " ".join(value.split())
-        elif isinstance(value, str) and len(_PROSE_WORD.findall(value)) >= 3:  # a description, a summary, a note
-            prose.append(f"{key}: {' '.join(value.split())}")
+        elif texts := [text for text in _strings(value) if len(_PROSE_WORD.findall(text)) >= 3]:
+            prose += [f"{key}: {' '.join(text.split())}" for text in texts]  # a description, a summary, a note
         else:
             notes[KEYS_LEFT_OUT, str(key)] += 1
     return Plain(title or plain.title, "\n\n".join(filter(None, [*prose, plain.text])))
+
+
+def _strings(value: Any) -> list[str]:
+    """All strings in a value of front matter."""
+    if isinstance(value, dict | list):
+        return [text for part in (value.values() if isinstance(value, dict) else value) for text in _strings(part)]
+    return [value] if isinstance(value, str) else []
 
 
 def _front_matter(mark: str, text: str) -> dict[Any, Any] | None:
@@ -256,20 +309,22 @@ def _front_matter(mark: str, text: str) -> dict[Any, Any] | None:
 def _markdown_to_html(text: str) -> str:
     """HTML of Markdown, in which tags are markup only if they are meant so."""
     from markdown_it import MarkdownIt
-    from markdown_it.rules_block import html_block
+    from markdown_it.rules_block import html_block, reference, table
+    from markdown_it.rules_block.table import escapedSplit
 
     ended = {name.lower() for name in re.findall(r"</([A-Za-z][A-Za-z0-9]*)\s*>", text)}
 
     def tags(self: Any, tokens: Any, index: int, *_: Any) -> str:
         """HTML in which all tags that are words are escaped."""
         html: str = tokens[index].content
-        parts, end = list[str](), 0
+        is_block, parts, end = tokens[index].type == "html_block", list[str](), 0
         for tag in _HTML.finditer(html):
-            parts += [_escaped(html[end : tag.start()]), tag[0] if is_markup(tag) else escape(tag[0], quote=False)]
+            shown = tag[0] if is_markup(tag, is_block) else escape(tag[0], quote=False)
+            parts += [_escaped(html[end : tag.start()]), shown]
             end = tag.end()
         return "".join([*parts, _escaped(html[end:])])
 
-    def is_markup(tag: re.Match[str]) -> bool:
+    def is_markup(tag: re.Match[str], is_block: bool) -> bool:
         if tag["gone"]:
             return True
         name, attributes = tag["name"].lower(), _ATTRIBUTE.findall(tag["attributes"])
@@ -277,7 +332,9 @@ def _markdown_to_html(text: str) -> str:
             return False  # "a<b and c>d" has an element b with attributes by the letter
         if name in _WITHOUT_CONTENT:
             return bool(attributes)
-        return name in _ALWAYS_MARKUP or (name in _WITH_END and name in ended)
+        if name in _ALWAYS_MARKUP or (is_block and name in _BLOCK_MARKUP):
+            return True
+        return name in ended and name in _WITH_END | _BLOCK_MARKUP
 
     def block(state: Any, line: int, end_line: int, silent: bool) -> bool:
         """A block of HTML, unless it would go to the end of the document because nothing ends it."""
@@ -288,8 +345,26 @@ def _markdown_to_html(text: str) -> str:
             return False
         return html_block(state, line, end_line, silent)
 
-    parser = MarkdownIt("commonmark").enable("table").enable("strikethrough")
+    def wide_table(state: Any, line: int, end_line: int, silent: bool) -> bool:
+        """A table, unless a row has more cells than the first one: the parser would drop them."""
+        rows = []
+        for number in range(line, end_line):
+            if state.is_code_block(number) or not (row := state.getLines(number, number + 1, 0, False).strip()):
+                break
+            rows.append(len(escapedSplit(row.strip("|"))))
+        return max(rows, default=0) <= rows[0] and table(state, line, end_line, silent) if rows else False
+
+    def link_target(state: Any, line: int, end_line: int, silent: bool) -> bool:
+        """The target of a link such as `[1]: https://x.org`, unless it is a word: `[Author]: Ada`."""
+        target = _LINK_TARGET.match(state.src, state.bMarks[line] + state.tShift[line])
+        if target is None or not re.search(r"[/.#:@\\<]", target[1]):
+            return False
+        return reference(state, line, end_line, silent)
+
+    parser = MarkdownIt("commonmark", {"maxNesting": 200}).enable("table").enable("strikethrough")
     parser.block.ruler.at("html_block", block, {"alt": ["paragraph", "reference", "blockquote"]})
+    parser.block.ruler.at("table", wide_table, {"alt": ["paragraph", "reference"]})
+    parser.block.ruler.at("reference", link_target)
     parser.add_render_rule("html_block", tags)
     parser.add_render_rule("html_inline", tags)
     return str(parser.render(text))
@@ -304,15 +379,33 @@ def _escaped(html: str) -> str:
 
 _DIRECTIVE = re.compile(r"^\s*\.\. (?:\|[^|\n]+\| )?([\w:+.-]+)::", re.MULTILINE)
 _ROLE = re.compile(r":([\w:+.-]+):`")
-_TARGET = re.compile(r"(?s)(?<=\S)\s*<[^<>]*>$")  # of `text <target>`
+_TARGET = re.compile(r"(?s)(?<=\S)\s+<[^<>]*>$")  # of `text <target>`
 _OPTION = re.compile(r":([\w-]+):(?:\s+(.*))?$")
+# Slips that would make a comment of a directive: `.. note::Text` and `.. note:`.
+_SLIPS = re.compile(
+    r"^(\s*\.\. (?:[\w+.-]+:)*[\w+.-]*\w::)(?=[^\s:])"
+    r"|^(\s*\.\. (?:attention|caution|danger|deprecated|error|hint|important|note|seealso|tip|todo|versionadded"
+    r"|versionchanged|warning):)(?=\s)",
+    re.MULTILINE,
+)
+# Roles whose text may end with `<target>`.
+_REFERENCES = frozenset(
+    "any attr class const data doc download envvar exc func keyword meth mod numref obj option ref term token "
+    "type".split()
+)
 _CODE = frozenset("code code-block doctest prompt sourcecode testcode testoutput testsetup".split())
-# Directives whose words no reader sees: settings, names of files, terms of an index.
+# Directives whose words no reader sees: settings and names of files. They may have a body, or a caption.
 _SETTINGS = frozenset(
-    "currentmodule default-domain default-role highlight include index literalinclude py:currentmodule rst-class "
+    "currentmodule default-domain default-role highlight include literalinclude py:currentmodule rst-class "
     "tabularcolumns".split()
 )
-_SEEN_OPTIONS = frozenset("caption raise raises return returns rtype title type yields".split())
+_SETTING_OPTIONS = frozenset(
+    "align class dedent diff emphasize-lines encoding end-at end-before exclude-members figclass figwidth force format "
+    "group height hidden inherited-members label language lineno-start lines linenos maxdepth member-order members "
+    "module name nowrap number-lines options platform pyobject scale start-after start-at sync target template toctree "
+    "width".split()
+)
+_OWN_DIRECTIVES = _CODE | _SETTINGS | {"class", "index"}  # docutils knows some of them as something else
 _ERROR = 3  # docutils' level of what it cannot read; what it reads in spite of a fault has a lower one
 
 
@@ -335,12 +428,14 @@ def restructured_text(data: bytes, notes: Notes) -> Plain:
     from docutils import nodes
     from docutils.core import publish_doctree, publish_from_doctree
 
-    text = decode(data, notes)
+    text = _SLIPS.sub(lambda slip: f"{slip[1]} " if slip[1] else f"{slip[2]}:", decode(data, notes))
     _know_names_in(text)
     settings = dict[str, Any](report_level=1, halt_level=5, warning_stream=False, _disable_config=True)
     settings |= {"file_insertion_enabled": False, "raw_enabled": True, "math_output": "LaTeX"}
     settings |= {"line_length_limit": len(text) + 1}  # docutils would read no line of a document with a longer one
     document = publish_doctree(text, settings_overrides=settings)
+    for classifier in document.findall(nodes.classifier):
+        classifier.insert(0, nodes.Text(" : "))  # which HTML leaves to a style sheet
     for section in document.findall(nodes.section):
         if "system-messages" in section["classes"]:
             section.pop(0)  # its title
@@ -359,10 +454,11 @@ def _know_names_in(text: str) -> None:
     from docutils.parsers.rst import directives, languages, roles
 
     def words(role: str, raw: str, shown: str, *_: Any, **__: Any) -> tuple[list[Any], list[Any]]:
-        return [nodes.inline(raw, _TARGET.sub("", shown).lstrip("~!"))], []
+        is_reference = role.rpartition(":")[2] in _REFERENCES and not role.startswith(("c:", "cpp:"))
+        return [nodes.inline(raw, _TARGET.sub("", shown).lstrip("~!") if is_reference else shown)], []
 
     known = languages.get_language("en")
-    for name in {name.lower() for name in _DIRECTIVE.findall(text)} - {*known.directives} | _CODE | _SETTINGS:
+    for name in {name.lower() for name in _DIRECTIVE.findall(text)} - {*known.directives} | _OWN_DIRECTIVES:
         directives.register_directive(name, _any_directive())
     for name in {name.lower() for name in _ROLE.findall(text)} - {*known.roles}:
         roles.register_local_role(name, words)
@@ -377,7 +473,7 @@ def _any_directive() -> Any:
         has_content = True  # and no arguments, for which docutils would take all lines up to the first blank one
 
         def run(self) -> list[Any]:
-            if self.name in _SETTINGS or not self.content:
+            if self.name == "index" or not self.content:
                 return []
             has_line = bool(self.block_text.split("\n")[0].partition("::")[2].strip())
             lines, body = ([self.content[0]], self.content[1:]) if has_line else ([], self.content)
@@ -388,9 +484,11 @@ def _any_directive() -> Any:
                 while options < len(body) and body[options][:1].isspace():
                     value.append(body[options].strip())
                     options += 1
-                if option[1] in _SEEN_OPTIONS or len(" ".join(value).split()) > 1:  # one word is a setting
+                if option[1] not in _SETTING_OPTIONS and any(value):
                     lines.append(" ".join(value))
             body = body[options:]
+            if self.name in _SETTINGS:
+                lines = lines[1 if has_line else 0 :]
             if self.name in _CODE and has_line and " " not in lines[0] and any(body):
                 del lines[0]  # the language
             if self.name == "toctree":  # of whose entries a reader sees the titles
@@ -398,7 +496,7 @@ def _any_directive() -> Any:
             if self.name in _CODE:
                 return [*(nodes.paragraph("", line) for line in lines), nodes.literal_block("", "\n".join(body))]
             element = nodes.container()
-            if has_line and not options and self.name != "toctree":
+            if has_line and not options and self.name != "toctree" and self.name not in _SETTINGS:
                 body, lines = self.content, []  # the line may go on below
             for line in lines:
                 inlines, _ = self.state.inline_text(line, self.lineno)
@@ -413,9 +511,9 @@ def _any_directive() -> Any:
 
 _WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
 _MATH = "{http://schemas.openxmlformats.org/officeDocument/2006/math}"
+_COMPATIBILITY = "{http://schemas.openxmlformats.org/markup-compatibility/2006}"
 _WITH_TEXT = re.compile(r"word/(?:document|footnotes|endnotes)\d*\.xml")
-_WRAPPERS = tuple(f"{_WORD}{name}" for name in ("fldSimple", "customXml", "dir", "bdo", "moveTo"))
-_OPERATORS = {f"{_MATH}den": "/", f"{_MATH}sup": "^", f"{_MATH}sub": "_"}  # before a part of a formula
+_WRAPPERS = tuple(f"{_WORD}{name}" for name in ("fldSimple", "customXml", "dir", "bdo", "moveTo", "ruby", "rubyBase"))
 
 
 def word_document(data: bytes, notes: Notes) -> Plain:
@@ -461,15 +559,69 @@ def _readable(xml: bytes) -> bytes:
     root = etree.fromstring(xml, etree.XMLParser(resolve_entities=False, huge_tree=True))
     for formula in list(root.iter(f"{_MATH}oMath")):
         run = etree.Element(f"{_WORD}r")
-        parts = (
-            (_OPERATORS.get(part.tag, "") + (part.text or "") if part.tag in (*_OPERATORS, f"{_MATH}t") else "")
-            for part in formula.iter()
-        )
-        etree.SubElement(run, f"{_WORD}t").text = f" {''.join(parts)} "
+        etree.SubElement(run, f"{_WORD}t").text = f" {_formula(formula)} "
         run.tail = formula.tail
         formula.getparent().replace(formula, run)
+    for box in list(root.iter(f"{_WORD}txbxContent")):
+        # mammoth reads text boxes of old versions of Word, which newer ones write as well, as a fallback.
+        around = [ancestor.tag for ancestor in box.iterancestors()]
+        alternatives = box.iterancestors(f"{_COMPATIBILITY}AlternateContent")
+        has_fallback = any(one.find(f"{_COMPATIBILITY}Fallback") is not None for one in alternatives)
+        if not has_fallback and f"{_WORD}pict" not in around:
+            for paragraph in islice(box.iterancestors(f"{_WORD}p"), 1):
+                for content in reversed(box):
+                    paragraph.addnext(content)
+    for line_break in root.iter(f"{_WORD}cr"):
+        line_break.tag = f"{_WORD}br"
+    etree.strip_elements(root, f"{_WORD}rt", with_tail=False)  # how the characters of a ruby are read
     etree.strip_tags(root, *_WRAPPERS, f"{_MATH}oMathPara")
     return bytes(etree.tostring(root))
+
+
+def _formula(element: Any) -> str:
+    """A formula of Word as one line, such as (x+1)/(y+2)."""
+    name = element.tag.rpartition("}")[2] if isinstance(element.tag, str) else ""
+    if name == "t":
+        return element.text or ""
+    if name.endswith("Pr"):  # properties
+        return ""
+    part: dict[str, list[str]] = {}  # texts of the children by name
+    for child in element:
+        part.setdefault(str(child.tag).rpartition("}")[2], []).append(_formula(child))
+    e, sub, sup = ("".join(part.get(key, ())) for key in ("e", "sub", "sup"))
+    limits = (f"_{_grouped(sub)}" if sub else "") + (f"^{_grouped(sup)}" if sup else "")
+
+    def character(key: str, default: str) -> str:
+        chosen = element.find(f"{_MATH}{name}Pr/{_MATH}{key}")
+        return default if chosen is None else chosen.get(f"{_MATH}val", "")
+
+    match name:
+        case "f":
+            return "/".join(_grouped("".join(part.get(key, ()))) for key in ("num", "den"))
+        case "d":
+            inside = character("sepChr", "|").join(part.get("e", ()))
+            return f"{character('begChr', '(')}{inside}{character('endChr', ')')}"
+        case "sSup" | "sSub" | "sSubSup" | "sPre":
+            return e + limits
+        case "nary":
+            return f"{character('chr', '∫')}{limits} {e}"
+        case "rad":
+            return f"{''.join(part.get('deg', ()))}√{_grouped(e)}"
+        case "acc":
+            return f"{e}{character('chr', chr(0x302))}"
+        case "limLow" | "limUpp":
+            return f"{e}{'_' if name == 'limLow' else '^'}{_grouped(''.join(part.get('lim', ())))}"
+        case "func":
+            return f"{''.join(part.get('fName', ()))} {e}"
+        case "m":
+            return "; ".join(part.get("mr", ()))
+        case "mr":
+            return " ".join(part.get("e", ()))
+    return "".join(map(_formula, element))
+
+
+def _grouped(text: str) -> str:
+    return text if len(text) < 2 or text.isalnum() else f"({text})"
 
 
 def _of_html(text: str) -> Plain:
