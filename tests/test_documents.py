@@ -291,13 +291,13 @@ def test_a_table_without_a_column_of_text_names_its_columns(tmp_path):
 
 def test_rows_of_parquet_files_are_articles(tmp_path):
     parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    rows = [{"title": name, "text": text, "vector": [1.0]} for name, text in TEXTS.items()] + [
-        {"title": "x", "text": None}
-    ]
+    rows = [{"title": name, "text": text, "vector": [1.0]} for name, text in TEXTS.items()]
+    rows += [{"title": "A title alone", "text": None}, {"title": None, "text": None}]
     (tmp_path / "data").mkdir()
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / "train-0.parquet")
     *found, last = records(tmp_path)
-    assert found == [Article(f"data/train-0.parquet#{n}", *row, n) for n, row in enumerate(TEXTS.items(), 1)]
+    kept = [*TEXTS.items(), ("", "A title alone")]
+    assert found == [Article(f"data/train-0.parquet#{n}", *row, n) for n, row in enumerate(kept, 1)]
     assert last.reason == "without text"
 
 

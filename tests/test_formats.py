@@ -174,7 +174,7 @@ def test_the_columns_of_a_table_are_found_by_their_names(tmp_path):
         ("1\tSome text\tA\n", r"p\.tsv: its columns are 1, Some text, A \(without a field .text. or the like\)"),
         ("id\ttext\ttitle\n1\tSome text\n", r"p\.tsv:2: the row has 2 columns"),
         ("id\ttext\ttitle\n1\tx\tA\n1\ty\tB\n", r"p\.tsv:3: id '1' was already given on line 2"),
-        ("id\ttext\ttitle\n1\t\tA\n", r"p\.tsv:2: .* \(without text\)"),
+        ("id\ttext\ttitle\n1\t\t \n", r"p\.tsv:2: .* \(without text\)"),
         ('id\ttext\ttitle\n1\tx\n2\t"y\tB\n', r"p\.tsv:2: the row has 2 columns"),
         ('id,text,title\n1,x,A\n2,"y,B\n3,z,C\n', r"p\.tsv:3: no row of columns \(unexpected end of data\)"),
         ('id,text,title\n1,"x" y,A\n', r"p\.tsv:2: no row of columns"),
@@ -264,6 +264,13 @@ def test_questions_of_a_reader_lose_their_passages(tmp_path):
     assert question.answers == ["me", "I"] and question.fields == {"target": "me"}
     (question,) = read_questions(write(tmp_path / "atlas.jsonl", json.dumps({"question": "who", "target": "me"})))
     assert question == Question("who", ["me"], line=1)
+
+
+@pytest.mark.parametrize("further", [{}, {"answers": None}, {"target": "me", "choices": ["me", "you"]}])
+def test_golden_answers_of_flashrag_are_the_answers(tmp_path, further):
+    line = {"id": "test_0", "question": "who", "golden_answers": ["me", "I"], "metadata": {}} | further
+    (question,) = read_questions(write(tmp_path / "test.jsonl", json.dumps(line)))
+    assert (question.question, question.answers, question.fields["id"]) == ("who", ["me", "I"], "test_0")
 
 
 def test_a_table_of_answers_is_read_with_either_quote(tmp_path):

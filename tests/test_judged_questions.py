@@ -1,4 +1,4 @@
-"""Questions of BEIR and of SQuAD: read, refused where they are damaged, prepared and measured."""
+"""Questions of BEIR, TREC and SQuAD: read, refused where they are damaged, prepared and measured."""
 
 import gzip
 import json
@@ -67,7 +67,7 @@ def test_a_judgement_that_cannot_be_read_is_named(tmp_path, lines, message):
 def test_judgements_without_queries_are_told(tmp_path):
     folder = beir(tmp_path / "set", dev="q1\tparis\t1\n")
     (folder / "queries.jsonl").unlink()
-    with pytest.raises(UserError, match=r"queries\.jsonl is not there; judgements lie in the folder qrels"):
+    with pytest.raises(UserError, match=r"queries\.jsonl is not there; put queries\.jsonl of the judgements there"):
         read_questions(folder / "qrels" / "dev.tsv")
 
 
@@ -127,6 +127,79 @@ def test_other_texts_of_the_same_judgements_are_another_preparation(tmp_path, ca
     write_lines(folder / "queries.jsonl", [QUERIES[0] | {"text": "where is Oslo"}])
     with pytest.raises(UserError, match="data"):
         prepare(passages, tmp_path / "data", questions=[folder], vocabulary_size=300)
+
+
+# --- TREC -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("between", ["\t", " ", "   "])
+@pytest.mark.parametrize("name", ["qrels/test.tsv", "qrels.txt", "qrels/dev.trec", "all.qrels"])
+def test_judgements_of_trec_are_read_by_their_columns(tmp_path, name, between):
+    folder = beir(tmp_path / "set")
+    rows = ["q1", "0", "paris", "1"], ["q2", "Q0", "rome", "2"], ["q2", "0", "bern", "0"]
+    (folder / name).write_text("\n".join(map(between.join, rows)) + "\n")
+    assert read_questions(folder / name, dropped=Counter()) == [
+        Question("where is it", [], {"paris": 1}, {"id": "q1"}, 1),
+        Question("what", [], {"rome": 2}, {"id": "q2"}, 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["q1\tparis\t1\nq1\toslo\t1\n", "q1 paris 1\nq1 oslo 1\n", HEAD.replace("\t", " ") + "q1 paris 1\nq1 oslo 1\n"],
+)
+def test_judgements_of_three_columns_need_neither_a_header_nor_tabs(tmp_path, text):
+    path = beir(tmp_path / "set") / "qrels" / "test.tsv"
+    path.write_text(text)
+    assert [one.gold for one in read_questions(path)] == [{"paris": 1, "oslo": 1}]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("q1 Q0 paris 1 12.5 bm25\n", r"q\.txt:1: is a ranking \(a run of TREC\), not judgements; name"),
+        ("q1\tQ0\tparis\t1\t12\tbm25\n", r"q\.txt:1: is a ranking"),
+        ("q1\tparis\t1\nq1\toslo\t2\n", r"q\.txt: may be a ranking \(query, document, rank\).*; put query-id<tab>"),
+        ("q1 3 paris 1\n", r"q\.txt:1: may be a judgement of TREC or a question of CuratedTREC; write 0 into"),
+        ("1756\tfactoid\tWhen?\t1999\n", r"q\.txt:1: may be a judgement of TREC or a question of CuratedTREC"),
+        ("q1 0 paris 1\nq2 0 rome 0.5\n", r"q\.txt:2: holds 'q2 0 rome 0\.5', not query-id, corpus-id, score"),
+    ],
+)
+def test_a_table_that_may_be_no_judgements_is_refused(tmp_path, text, message):
+    (beir(tmp_path / "set") / "q.txt").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_questions(tmp_path / "set" / "q.txt")
+
+
+@pytest.mark.parametrize("first", ["1\tfactoid\tWhen?\t1999\n", "1\tfactoid\tWhen?\tSept\n", ""])
+def test_questions_of_curated_trec_stay_questions_beside_queries(tmp_path, first):
+    path = beir(tmp_path / "set") / "qrels" / "test.tsv"
+    path.write_text(first + "2\tfactoid\tWhen is it?\t1999\n")
+    assert read_questions(path)[-1].answers == ["1999"] and read_questions(path)[-1].is_regex
+
+
+def test_other_texts_of_judgements_of_trec_are_another_preparation(tmp_path):
+    passages = write_lines(tmp_path / "p.jsonl", [{"id": "oslo", "text": "Oslo is a town."}])
+    folder = beir(tmp_path / "set")
+    (folder / "qrels.txt").write_text("q1 0 oslo 1\n")
+    prepare(passages, tmp_path / "data", questions=[f"dev={folder}/qrels.txt"], vocabulary_size=300)
+    write_lines(folder / "queries.jsonl", [QUERIES[0] | {"text": "where is Oslo"}])
+    with pytest.raises(UserError, match="data"):
+        prepare(passages, tmp_path / "data", questions=[f"dev={folder}/qrels.txt"], vocabulary_size=300)
+
+
+def test_a_document_with_a_title_alone_can_be_the_gold_passage(tmp_path):
+    documents = [
+        {"_id": "oslo", "title": "Tides of Oslo", "text": ""},
+        {"_id": "rome", "title": "Rome", "text": "A town."},
+    ]
+    folder = beir(tmp_path / "set", test="q1\toslo\t1\n")
+    write_lines(folder / "corpus.jsonl", documents)
+    prepare(folder, tmp_path / "data", questions=[folder], vocabulary_size=300)
+    sources = open_sources(tmp_path / "data")
+    assert [one.gold for one in sources.questions["test"]] == [{"oslo": 1}]
+    row = sources.passages.rows_of("oslo").start
+    assert (sources.passages.title(row), sources.passages.text(row)) == ("", "Tides of Oslo")
 
 
 # --- SQuAD ------------------------------------------------------------------------------------------------------------

@@ -57,10 +57,16 @@ def test_an_id_is_made_of_the_content_where_there_is_none():
     assert one.title == ""
 
 
+@pytest.mark.parametrize("record", [{"text": ""}, {"text": " \n"}, {"text": "", "contents": None}])
+def test_the_title_is_the_text_of_a_record_with_an_empty_text(record):
+    assert article({"id": "u", "title": "Tides of Oslo"} | record, "here") == Article("u", "", "Tides of Oslo")
+
+
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
         ({"id": "a"}, raw_records.NO_FIELD),
+        ({"id": "a", "title": "T", "summary": "words under a name that is unknown"}, raw_records.NO_FIELD),
         ({"id": "a", "text": None}, "the text is null"),
         ({"text": 3}, "the text is not a string"),
         ({"text": ["x"]}, "the text is not a string"),

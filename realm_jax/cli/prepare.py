@@ -29,9 +29,9 @@ from realm_jax.corpora.questions import QuestionFile, SelectedQuestions, publish
 from realm_jax.corpora.reader_tokens import write_reader_tokens
 from realm_jax.corpora.texts import identity, open_texts
 from realm_jax.data import spans as span_finders
-from realm_jax.data.beir import queries_file
+from realm_jax.data.beir import has_judgements, queries_file
 from realm_jax.data.packing import DEFAULT_LIMIT
-from realm_jax.data.questions import has_judgements, question_lines
+from realm_jax.data.questions import question_lines
 from realm_jax.data.sources import FORMAT_VERSION, READER
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import MANIFEST as STORE
@@ -66,7 +66,8 @@ EXAMPLES = """examples:
 A line of a passage file is {"id": …, "title": …, "text": …}, of a question file {"question": …, "answers": […]} with
 "gold_passage_id" and "split" if known; with a gold passage it needs no answers, and retrieval alone is measured by it.
 "gold_passages": {id: grade} names several. Files of DPR, Atlas, FiD, BEIR, Pyserini, FlashRAG, SQuAD, ORQA, DrQA and
-CuratedTREC are read as they are; of BEIR's folders queries.jsonl and qrels/{train,dev,test}.tsv are the questions.
+CuratedTREC are read as they are; of BEIR's folders queries.jsonl and qrels/{train,dev,test}.tsv are the questions, of
+TREC's qrels queries.jsonl.
 Files may be packed as .gz, .xz or .bz2. Documents of a folder or pattern that cannot be read are left out and counted.
 tfds:open_qa/nq_open, …/web_questions and …/curated_trec are the published questions with ORQA's splits train, dev and
 test; they are downloaded, or taken from TFDS_DATA_DIR/downloads/manual. Texts may also be hf:NAME, tfds:NAME or a dump

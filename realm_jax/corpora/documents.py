@@ -233,10 +233,11 @@ def _article(file: DocumentFile, number: int, where: str, record: dict[str, Any]
     title, section = fields.get("title"), fields.get("section")
     if isinstance(title, str) and isinstance(section, str) and title.strip() and section.strip():
         fields["title"] = f"{title}: {section}"  # of Atlas, where sections of one article share the title
+    fields |= {name: "" for name in raw_records.TEXT if name in fields and fields[name] is None}
     found = raw_records.article(fields, where, identity or f"{file.name}#{number}")
     if isinstance(found, Article) and found.text.strip():
         return replace(found, line=number, file=file.name)
-    if isinstance(found, Article) or found.reason == raw_records.NULL_TEXT:
+    if isinstance(found, Article):
         return FilteredRecord(WORDLESS, f"{where}: {sample(record)}")
     return replace(found, sample=f"{found.reason}: {found.sample}")
 

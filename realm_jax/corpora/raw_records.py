@@ -67,7 +67,8 @@ def article(record: Any, where: str, otherwise: str = "") -> Article | CorruptRe
     """The article that a raw record holds. Strings may be UTF-8 bytes; an absent or null title is empty.
 
     The id is a string or an integer. Without one it is `otherwise`; without that the address, or made of the content,
-    so that it depends on nothing else.
+    so that it depends on nothing else. If the text is empty, the title is the text: BEIR joins the two, so such
+    documents can be found, and a title that stayed would be read twice.
     """
     if not isinstance(record, dict):
         return CorruptRecord(where, "not a record with named fields", sample(record))
@@ -80,6 +81,8 @@ def article(record: Any, where: str, otherwise: str = "") -> Article | CorruptRe
     if text is None:
         known = any(name in record for name in TEXT)
         return CorruptRecord(where, NULL_TEXT if known else NO_FIELD, sample(record))
+    if title.strip() and not text.strip():
+        title, text = "", title
     content = f"{title}\0{text}".encode()
     return Article(identity or hashlib.blake2b(content, digest_size=16).hexdigest(), title, text)
 

@@ -45,15 +45,16 @@ class Line(NamedTuple):
 
 def is_table(path: Path_) -> bool:
     """Whether a file's name ends as those of tables do, whatever it is packed with: `psgs_w100.tsv.gz`."""
-    return _ending(path) in (".tsv", ".csv")
+    return ending_of(path) in (".tsv", ".csv")
 
 
 def is_parquet(path: Path_) -> bool:
     """Whether a file's name ends as those of Parquet's tables do."""
-    return _ending(path) == ".parquet"
+    return ending_of(path) == ".parquet"
 
 
-def _ending(path: Path_) -> str:
+def ending_of(path: Path_) -> str:
+    """The ending of a file's name in small letters, without that of its packing."""
     name = Path(path)
     return (Path(name.stem) if name.suffix.lower() in PACKED else name).suffix.lower()
 

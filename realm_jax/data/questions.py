@@ -3,11 +3,12 @@
 | files | recognised by |
 |---|---|
 | `{"question", "answers"}`; NQ-open, DrQA, ORQA: `answer`; Atlas, FiD: `target`, `ctxs` | JSON objects |
+| FlashRAG: `golden_answers` | JSON objects |
 | `nq-train.json` of DPR, retriever or reader: `positive_ctxs`, `ctxs`, … | JSON objects |
 | WebQuestions of brmson: `{"qId", "qText", "answers"}` | JSON objects |
 | `nq-test.qa.csv` of DPR: question, list of answers in Python's spelling | `.tsv`, `.csv` with two columns |
 | CuratedTREC of brmson: id, type, question, regular expression | `.tsv`, `.csv` with four columns |
-| `qrels/test.tsv` of BEIR: query, document, grade; `queries.jsonl` lies above | `.tsv`, `.csv` with three columns |
+| judgements of BEIR and TREC, whose questions lie in `queries.jsonl` | `has_judgements` of `beir.py` |
 | SQuAD: `data[].paragraphs[].qas[]` | `.json`, an object with `data` |
 | SQuAD as Hugging Face has it: `context`, `question`, `answers.text` | JSON objects with all three |
 
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from realm_jax.data import patterns
-from realm_jax.data.beir import judged_records
+from realm_jax.data.beir import has_judgements, judged_records
 from realm_jax.data.lines import (
     OTHER_COLUMNS,
     Records,
@@ -218,8 +219,10 @@ def _records(path: Path_, dropped: Counter[str]) -> Records:
 
     `"match": "regex"` marks answers that are regular expressions; `answer` may stand for `answers`.
     """
-    if is_table(path):
-        records = _table(path, dropped)
+    if has_judgements(path):
+        records = judged_records(path, dropped)
+    elif is_table(path):
+        records = _table(path)
     elif is_squad(path):
         records = squad_records(path, dropped)
     else:
@@ -229,25 +232,14 @@ def _records(path: Path_, dropped: Counter[str]) -> Records:
     return applied(lambda record: {"match": "regex"} | record, records) if has_patterns else records
 
 
-def has_judgements(path: Path_) -> bool:
-    """Whether it is a table of BEIR's judgements, of questions whose texts are in another file."""
-    return is_table(path) and _columns(path) == 3
-
-
-def _columns(path: Path_) -> int:
-    """Columns of the first line that has any."""
-    return next((text for _, text in text_lines(path) if text.strip()), "\t").count("\t") + 1
-
-
-def _table(path: Path_, dropped: Counter[str]) -> Records:
-    """Questions of a table; the columns of its first line say which one it is."""
-    columns = _columns(path)
-    if columns == 3:
-        return judged_records(path, dropped)
+def _table(path: Path_) -> Records:
+    """Questions of a table; the columns of its first line that has any say which one it is."""
+    columns = next((text for _, text in text_lines(path) if text.strip()), "\t").count("\t") + 1
     if columns not in (2, 4):
         raise UserError(
             f"{path}:1: the first line has {columns} columns; tables of questions have two (question, list of "
-            "answers), three (BEIR's judgements) or four (id, type, question, regular expression), with tabs between"
+            "answers) or four (id, type, question, regular expression), judgements three (query-id, corpus-id, score) "
+            "or four (query-id, 0, corpus-id, score); write tabs between them"
         )
     return applied(_listed_answers, table_rows(path)) if columns == 2 else applied(_curated_trec, _tabbed(path))
 
@@ -295,8 +287,11 @@ def _question_object(record: dict[str, Any]) -> dict[str, Any]:
         record["question"] = record.pop("qText")
     if "qId" in record:
         record.setdefault("id", record.pop("qId"))
-    if "target" in record and not {"answers", "answer"} & record.keys():
-        record["answers"] = [record.pop("target")]
+    if record.get("answers") is None and record.get("answer") is None:
+        if "golden_answers" in record:
+            record["answers"] = record.pop("golden_answers")
+        elif "target" in record:
+            record["answers"] = [record.pop("target")]
     if record.get("gold_passage_id") is None and "positive_ctxs" in record:
         record["gold_passage_id"] = _first_passage(record["positive_ctxs"])
     for key in _RETRIEVED:
