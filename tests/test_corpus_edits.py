@@ -1,20 +1,25 @@
 """Edited corpora: every version can be opened, a run stays with its own, and answers follow the newest text."""
 
+import errno
 import json
+import os
+import shutil
 
 import jax
 import numpy as np
 import pytest
 from tiny_run import PEOPLE, write_lines
 
+from realm_jax.cli import corpus as corpus_command
 from realm_jax.cli import main as cli
+from realm_jax.data.segments import Sink
 from realm_jax.data.sources import open_sources
 from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.refresh.generations import generation_names, load_vectors, read_manifest
 from realm_jax.refresh.status import Status, write_status
 from realm_jax.run import Run
-from realm_jax.storage import PosixFolder
+from realm_jax.storage import Damaged, PosixFolder, StorageError, exclusive_lock
 from realm_jax.train.recipe import open_run
 from realm_jax.train.trained_run import is_edited, open_run_for_inference, restore
 
@@ -213,6 +218,96 @@ def test_a_run_that_trains_with_a_builder_keeps_its_corpus(workdir, capsys):
     assert passages(workdir).fingerprint == before
     write_status(PosixFolder(workdir), "trainer", Status("one", stage="realm", step=8, done=True))
     assert corpus(workdir, "remove", "p3") == 0
+
+
+# --- Commands that fail -----------------------------------------------------------------------------------------------
+
+
+def content(folder):
+    """Everything in a folder, by path; None for a folder in it."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def remove_checkpoints(workdir):
+    for folder in workdir.glob("*/checkpoints"):
+        shutil.rmtree(folder)
+
+
+def damage_checkpoints(workdir):
+    for path in workdir.glob("*/checkpoints/**/*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def change_span_finder(workdir):
+    path = workdir.parent / "data" / "PREPARED.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tagged": {"spans": "rules", "spans_identity": "x"}}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (remove_checkpoints, "no checkpoint yet"),
+        (damage_checkpoints, "checkpoint"),
+        (change_span_finder, "rules is not the span finder used there"),
+        (lambda workdir: (workdir / "config.json").write_text("{"), "config.json is not readable JSON"),
+        (lambda workdir: (workdir / "config.json").unlink(), "no run there"),
+        (lambda workdir: (workdir / "data.json").write_text('{"passages": "another"}'), "not the data of the run"),
+    ],
+)
+def test_an_edit_for_a_run_that_cannot_take_it_changes_nothing(workdir, capsys, damage, message):
+    new = write_lines(workdir.parent / "new.jsonl", [article(17, "New 17 is a house.")])
+    damage(workdir)
+    before = content(workdir.parent / "data")
+    assert corpus(workdir, "add", new) == 2
+    assert message in capsys.readouterr().err
+    assert content(workdir.parent / "data") == before
+
+
+@pytest.mark.parametrize("mode", ["inline", "async"])
+def test_the_corpus_of_a_run_whose_trainer_lives_is_not_edited(workdir, capsys, mode):
+    """The trainer holds the run folder, whether it makes its index itself or a builder does."""
+    before = content(workdir.parent / "data")
+    write_status(PosixFolder(workdir), "trainer", Status("one", stage="realm", step=5, index_done=mode == "inline"))
+    with exclusive_lock(workdir):
+        assert corpus(workdir, "remove", "p3") == 2
+    assert "the run is at step 5 of realm and stays with its corpus; edit with --data" in capsys.readouterr().err
+    assert content(workdir.parent / "data") == before
+
+
+@pytest.mark.parametrize("fault", [StorageError("runs/x: No space left on device"), Damaged("x"), KeyboardInterrupt()])
+def test_an_edit_that_cannot_be_published_changes_nothing(workdir, capsys, monkeypatch, fault):
+    def fail(*_):
+        raise fault
+
+    monkeypatch.setattr(corpus_command, "write_export", fail)
+    before = content(workdir.parent / "data")
+    assert corpus(workdir, "remove", "p3") == (130 if isinstance(fault, KeyboardInterrupt) else 2)
+    assert isinstance(fault, KeyboardInterrupt) or "; the corpus was left as it is" in capsys.readouterr().err
+    assert content(workdir.parent / "data") == before
+
+
+def test_an_edit_on_a_full_disk_changes_nothing(workdir, capsys, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    new = write_lines(workdir.parent / "new.jsonl", [article(17, "New 17 is a house.")])
+    before = content(workdir.parent / "data")
+    with monkeypatch.context() as patch:
+        patch.setattr(Sink, "write", fail)
+        assert cli.main(["corpus", "add", str(new), f"--data={workdir.parent / 'data'}"]) != 0
+    assert "No space left on device" in capsys.readouterr().err
+    assert content(workdir.parent / "data") == before
+
+
+def test_what_a_killed_edit_left_is_removed_by_the_next(workdir):
+    data = workdir.parent / "data"
+    (data / ".edit" / "passages").mkdir(parents=True)
+    (data / ".edit" / "passages" / "STORE.json").write_text("{}")
+    before = content(data / "passages")
+    assert cli.main(["corpus", "remove", "p3", f"--data={data}"]) == 0
+    assert not (data / ".edit").exists() and not any(path.is_symlink() for path in data.rglob("*"))
+    assert content(data / "passages").keys() == before.keys()
 
 
 def test_a_version_that_never_was_is_named(workdir):

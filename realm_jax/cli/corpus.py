@@ -2,12 +2,16 @@
 
 An edit makes a new version of the passages. Runs that train stay with the version they began with; `realm ask` and
 `realm evaluate` read the newest one. With --workdir the passages that changed are embedded with the run's towers and
-published as a generation that shares everything else, without any training.
+published as a generation that shares everything else, without any training. The prepared folder changes last, by
+renames, so a command that fails leaves it as it was.
 """
 
 import argparse
 import logging
-from collections.abc import Collection
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.data.store import PassageStore, remove_documents
 from realm_jax.data.tokenizer_files import open_tokenizer
 from realm_jax.errors import UserError
+from realm_jax.models.realm import Params
 from realm_jax.refresh.builder import Rejected
 from realm_jax.refresh.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.refresh.generations import (
@@ -36,12 +41,14 @@ from realm_jax.refresh.generations import (
 from realm_jax.refresh.status import TRAINER, read_status
 from realm_jax.retrieval.vector_files import VECTORS, write_vectors
 from realm_jax.run import Run
-from realm_jax.storage import Damaged, Folder, StorageError, exclusive_lock, read_json
+from realm_jax.storage import Damaged, Folder, StorageError, exclusive_lock, is_held, make_folder, read_json
 from realm_jax.train.index_source import embed_unknown, shared_folder
 from realm_jax.train.trained_run import open_run_for_inference, restore_towers
 from realm_jax.train.workdir import recorded_config, recorded_folder
 
 logger = logging.getLogger(__name__)
+
+COPY = ".edit"  # in a prepared folder that is being edited
 
 EXAMPLES = """examples:
   realm corpus replace new-articles.jsonl --workdir=runs/wiki      ids that are there already get the new text
@@ -64,29 +71,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Edit, then embed what changed."""
+    """Check the run, edit a copy of the corpus, publish the edit for the run, and put the copy into place."""
     if args.data is None and args.workdir is None:
         raise UserError("realm corpus: name the prepared folder with --data, or a run over it with --workdir")
-    if args.workdir:
-        _check_not_training(Path(args.workdir))
+    workdir = Path(args.workdir) if args.workdir else None
+    if workdir is not None:
+        _check_not_training(workdir)
     place = args.data or recorded_config(Path(args.workdir)).data.path
     if is_remote(place):
         raise UserError(f"{place}: a corpus is edited on a disk; edit it there, and copy the folder to its bucket")
     data = Path(place)
     open_sources(data, flag="--data=" if args.data else "config.data.path=")  # says what is wrong with it
-    with exclusive_lock(data):
+    with exclusive_lock(workdir) if workdir else nullcontext(), exclusive_lock(data, PREPARED):
+        trained = restore_towers(open_run_for_inference(workdir, {"data.path": place})) if workdir else None
         before = PassageStore.open(data / "passages")
-        after = edit(data, args.action, args.what)
-        if (data / READER / READER_MANIFEST).is_file():
-            write_reader_tokens(data, open_tokenizer(data / READER / "tokenizer"), workers=1)
-    record: dict[str, Any] = {"data": place, "passages_before": len(before), "passages": len(after)}
-    record |= {"version": after.fingerprint}
-    if args.workdir:
-        opened = open_run_for_inference(Path(args.workdir), {"data.path": place})
-        manifest = publish(opened)
-        record |= {"generation": manifest.generation, "stored_vectors": manifest.rows}
-        if (opened.workdir / VECTORS).is_file():  # of an adaptation
-            record["written_anew"] = _write_vectors_anew(opened, manifest)
+        with _copy_to_edit(data) as copy:
+            after = edit(copy, args.action, args.what)
+            if (copy / READER / READER_MANIFEST).is_file():
+                write_reader_tokens(copy, open_tokenizer(copy / READER / "tokenizer"), workers=1)
+            record: dict[str, Any] = {"data": place, "passages_before": len(before), "passages": len(after)}
+            record |= {"version": after.fingerprint}
+            if workdir and trained:
+                opened = open_run_for_inference(workdir, {"data.path": str(copy)})
+                manifest = publish(opened, *trained)
+                record |= {"generation": manifest.generation, "stored_vectors": manifest.rows}
+                if (workdir / VECTORS).is_file():  # of an adaptation
+                    record["written_anew"] = _write_vectors_anew(opened, manifest)
     if args.json:
         print_json(record)
     else:
@@ -104,13 +114,42 @@ def show(record: dict[str, Any]) -> None:
 
 
 def _check_not_training(workdir: Path) -> None:
-    """Raise UserError while a trainer and its builder are using the unedited corpus."""
+    """Raise UserError while a trainer, which holds the run folder, or its builder is using the unedited corpus."""
     trainer = read_status(recorded_folder(workdir), TRAINER)
-    if trainer is not None and trainer.needs_index:
+    if is_held(workdir) or (trainer is not None and trainer.needs_index):
+        stage = f"at step {trainer.step} of {trainer.stage}" if trainer else "training"
         raise UserError(
-            f"--workdir={workdir}: the run is at step {trainer.step} of {trainer.stage} and stays with its corpus; "
+            f"--workdir={workdir}: the run is {stage} and stays with its corpus; "
             "edit with --data alone (`realm ask` embeds what changed), or wait until the run is done"
         )
+
+
+@contextmanager
+def _copy_to_edit(data: Path) -> Iterator[Path]:
+    """A copy of a prepared folder, made of links. Its new files are moved into the folder when the block ends well.
+
+    Everything that a block changes is written beside a file and renamed, so no link is written through. Raises
+    UserError, with the name of the folder itself, as the block does.
+    """
+    copy = data / COPY
+    shutil.rmtree(copy, ignore_errors=True)  # of a command that was killed
+    try:
+        make_folder(copy, "--data")
+        shutil.copytree(
+            data.resolve(), copy, ignore=shutil.ignore_patterns(COPY), copy_function=os.symlink, dirs_exist_ok=True
+        )
+        yield copy
+        for path in sorted(copy.rglob("*")):
+            if path.is_dir() and not (target := data / path.relative_to(copy)).exists():
+                path.rename(target)
+        new_files = [path for path in copy.rglob("*") if path.is_file() and not path.is_symlink()]
+        for path in sorted(new_files, key=lambda path: path.parent == copy / "passages"):  # which make it the newest
+            path.replace(data / path.relative_to(copy))
+    except UserError as fault:
+        fault.args = (str(fault).replace(str(copy), str(data)),)
+        raise
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
 
 
 def edit(data: Path, action: str, what: list[str]) -> PassageStore:
@@ -153,10 +192,21 @@ def _remove_outdated_generations(folder: Folder, newest: Manifest, versions: lis
             remove_generation(folder, manifest.generation)
 
 
-def publish(run: Run) -> Manifest:
-    """A generation of the newest version of the corpus by the run's final towers; embeds only what is not there yet."""
+def publish(run: Run, step: int, towers: Params) -> Manifest:
+    """Publish a generation of the newest version of the corpus; only what is not there yet is embedded.
+
+    Args:
+        run: the run over that version.
+        step: of REALM's training, that the towers count as.
+        towers: the run's final ones, from `restore_towers`.
+
+    Returns:
+        The generation's manifest.
+
+    Raises:
+        UserError: when storage fails, and for a generation that is damaged or does not pass its checks.
+    """
     folder = shared_folder(run)
-    step, towers = restore_towers(run)
     try:
         queries = sample_vectors(run, towers)
         export = write_export(folder, export_record(run, step), to_arrays(towers), queries)
@@ -164,7 +214,7 @@ def publish(run: Run) -> Manifest:
         _remove_outdated_generations(folder, manifest, run.sources.passages.versions)
         return manifest
     except (StorageError, Damaged, Rejected) as fault:
-        raise UserError(f"{fault}; the corpus is edited, but nothing is published for the run") from None
+        raise UserError(f"{fault}; the corpus was left as it is, so give the command again") from None
 
 
 def _write_vectors_anew(run: Run, manifest: Manifest) -> list[str]:
@@ -173,5 +223,5 @@ def _write_vectors_anew(run: Run, manifest: Manifest) -> list[str]:
     try:
         vectors = store.kept(load_vectors(shared_folder(run), manifest))
     except Damaged as fault:
-        raise UserError(f"{fault}; the corpus is edited, but {run.workdir / VECTORS} is of the corpus before") from None
+        raise UserError(f"{fault}; the corpus was left as it is, so give the command again") from None
     return write_vectors(run.workdir, store, vectors, anew=True)

@@ -230,7 +230,7 @@ def _add_reader_tokens(output: Path, found: FoundTokenizer, workers: int | None)
     if not (output / PREPARED).is_file():
         raise UserError(f"--output={output}: not a prepared folder; name the texts to prepare with --passages")
     started = time.monotonic()
-    with exclusive_lock(output):
+    with exclusive_lock(output, PREPARED):
         is_new = write_reader_tokens(output, found.read(), workers or os.cpu_count() or 1)
     if is_new:
         print(f"{output / READER} has the reader's tokens after {time.monotonic() - started:.0f} seconds")
