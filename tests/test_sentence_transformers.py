@@ -193,6 +193,18 @@ MADE = {  # name → pooling, modules behind it, options, and what our section s
         {"prompts": {"query": "query: ", "document": "passage: "}},
         {"query_prompt": "query: {text}", "passage_prompt": "passage: {title} {text}"},
     ),
+    "an empty prompt": (
+        "mean",
+        lambda: [models.Normalize()],
+        {"prompts": {"query": "query: ", "document": "", "passage": "passage: "}, "default_prompt_name": "passage"},
+        {"query_prompt": "query: {text}", "passage_prompt": "{title} {text}"},
+    ),
+    "a prompt that is only the default": (
+        "mean",
+        lambda: [models.Normalize()],
+        {"prompts": {"passage": "passage: "}, "default_prompt_name": "passage"},
+        {"query_prompt": "", "passage_prompt": "{title} {text}"},
+    ),
 }
 
 

@@ -55,7 +55,7 @@ FLAGS = {  # of Pooling's older form
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-QUERY_PROMPTS, PASSAGE_PROMPTS = ("query",), ("document", "passage", "corpus")  # as `encode_query`, `encode_document`
+QUERIES, PASSAGES = "query", "document"  # the library's names for prompts, and for the texts that a tower is for
 TITLED = "{title} {text}"
 NOT_AN_ENCODER = (
     "sentence_transformers.this_network_is_no_sentence_encoder"  # a module's type at which the library stops
@@ -113,9 +113,9 @@ def transformer_folder(folder: Path) -> Path:
 def read_sentence_model(folder: Path) -> SentenceModel:
     """What a folder describes. Reads no weights.
 
-    Vectors are those of the library's `encode`, and their inner products those of its `similarity`: where that is the
-    cosine and vectors are not normalised yet, they get length 1, as by `encode(…, normalize_embeddings=True)`. Behind a
-    LayerNorm they stay as they are, nearly of one length.
+    Vectors are those of the library's `encode_query` and `encode_document`, and their inner products those of its
+    `similarity`: where that is the cosine and vectors are not normalised yet, they get length 1, as by `encode(…,
+    normalize_embeddings=True)`. Behind a LayerNorm they stay as they are, nearly of one length.
 
     Raises UserError, naming the file, for one that cannot be read, for an unknown module, for a pooling, an activation
     or an order of modules that the towers do not have, and for prompts that are left out of the pooling.
@@ -219,6 +219,8 @@ def _layer_of_dense(encoder: dict[str, Any], folder: Path, before: Collection[st
 def _prompts(path: Path, encoder: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The templates of queries and passages, with the names of the prompts that neither takes.
 
+    A model that the library has loaded has prompts "query" and "document", empty unless the folder says otherwise. So
+    `encode_query` and `encode_document` take these, and never "passage", "corpus" or that of `default_prompt_name`.
     Vectors that are compared by their cosine, as the library does with those of a folder that does not say how, get
     length 1 where they have no normalisation, so that scores are the library's.
     """
@@ -232,17 +234,14 @@ def _prompts(path: Path, encoder: dict[str, Any]) -> tuple[dict[str, Any], tuple
     prompts = _setting(path, settings, "prompts", dict) or {}
     if not all(text is None or isinstance(text, str) for text in prompts.values()):
         _refuse(path, "has prompts that are no text; fetch it again")
-    default = _setting(path, settings, "default_prompt_name", str)
-    texts, taken = [], set()
-    for names in (QUERY_PROMPTS, PASSAGE_PROMPTS):
-        name = next((name for name in (*names, default) if prompts.get(name)), None)
-        if any(key in prompts and not prompts[key] for key in names):  # said to be empty
-            name = next((key for key in names if prompts.get(key)), None)
-        taken.add(name)
-        texts.append(prompts[name] if name else "")
-    unused = tuple(name for name, text in prompts.items() if text and name not in taken)
-    query = from_prompt(texts[0], "{text}") if texts[0] else ""
-    return normalization | {"query_prompt": query, "passage_prompt": from_prompt(texts[1], TITLED)}, unused
+    _setting(path, settings, "default_prompt_name", str)
+    query, passage = (prompts.get(name) or "" for name in (QUERIES, PASSAGES))
+    unused = tuple(name for name, text in prompts.items() if text and name not in (QUERIES, PASSAGES))
+    templates = {
+        "query_prompt": from_prompt(query, "{text}") if query else "",
+        "passage_prompt": from_prompt(passage, TITLED),
+    }
+    return normalization | templates, unused
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
@@ -301,7 +300,6 @@ def _find_module(folder: Path, layer: str, part: Part) -> Iterator[StoredTensor]
 # --- Out --------------------------------------------------------------------------------------------------------------
 
 README = "README.md"
-QUERIES, PASSAGES = "query", "document"  # the library's names for prompts, and for the texts that a tower is for
 Written = tuple[str, dict[str, Any], dict[str, NDArray[np.float32]]]  # a module's class, settings and tensors
 
 
