@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import DOCUMENT, SPECIAL, document_rows
 from tiny_run import tiny_config
-from weight_folders import edit_settings, save_tiny_network
+from weight_folders import cut_into_shards, edit_settings, save_tiny_network
 
 from realm_jax.cli.prepare import prepare
 from realm_jax.config import INHERITED, validate
@@ -19,7 +19,8 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.models.inputs import Documents, document_sequences, query_sequences
 from realm_jax.models.prompts import Template, compiled, parse
-from realm_jax.train.init_from import fill_from_pretrained
+from realm_jax.train.adaptation import check_model
+from realm_jax.train.init_from import fill_from_pretrained, find_source
 from realm_jax.train.recipe import open_run
 
 LIBRARY = "sentence_transformers.models."
@@ -219,6 +220,29 @@ def test_data_that_are_prepared_with_a_cased_model_fit_it(people, tmp_path):
     passages, questions = (people.parent / f"{name}.jsonl" for name in ("passages", "questions"))
     prepare(passages, tmp_path / "data", questions=[questions], vocab=folder, workers=1)
     open_run(config_for(tmp_path / "data", folder), tmp_path / "run")
+
+
+@pytest.mark.parametrize("make", [bert_folder, sentence_folder])
+def test_the_kind_of_a_model_that_is_no_bert_is_named_first(people, tmp_path, make):
+    folder = make(people, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({"model_type": "distilbert", "dim": 16, "n_layers": 1}))
+    (folder / "vocab.txt").write_text("of another kind")
+    says = f"^{folder}/config.json: model_type is 'distilbert', not 'bert' or 'realm'; choose a plain BERT"
+    config = tiny_config(people)
+    config.init_from = str(folder)
+    with pytest.raises(UserError, match=says):
+        fill_from_pretrained(config_for(people, folder))
+    with pytest.raises(UserError, match=says):
+        open_run(config, tmp_path / "run")
+    with pytest.raises(UserError, match=says):
+        check_model(str(folder))
+
+
+def test_a_run_starts_from_shards_of_a_model(people, tmp_path):
+    folder = cut_into_shards(sentence_folder(people, tmp_path / "model", "Normalize"))
+    run = open_run(config_for(people, folder), tmp_path / "run")
+    files = find_source(str(folder)).files(run.model, run.sources.tokenizer, run.sources.for_reader.tokenizer)
+    assert {*files} == {*run.model.embedder_names, "reader"}
 
 
 def test_a_folder_without_a_model_says_what_to_name(people, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
 
 import flax.linen as nn
@@ -13,7 +14,7 @@ import pytest
 from numpy_bert import gelu_erf, hidden_states
 from safetensors.numpy import load_file
 from tiny import loud_params
-from weight_folders import assert_same_bits, edit_settings, save_network, save_tensors
+from weight_folders import assert_same_bits, cut_into_shards, edit_settings, save_network, save_tensors
 
 from realm_jax.errors import UserError
 from realm_jax.models.bert import Bert, BertConfig
@@ -123,6 +124,45 @@ def test_one_activation_has_several_names(tmp_path, theirs):
 def test_a_bert_of_another_kind_is_refused_by_its_settings(tmp_path, name, value):
     with pytest.raises(UserError, match=f"config.json: {name} is {value!r}, not .*; choose a plain BERT"):
         load_bert(save_tensors(tmp_path, random_weights(), SETTINGS | {name: value}), config())
+
+
+@pytest.mark.parametrize("kind", ["distilbert", "modernbert", "roberta", "xlm-roberta", "mpnet", "albert", "electra"])
+def test_a_network_that_is_no_bert_is_named_whatever_its_tensors_are(tmp_path, kind):
+    tensors = {"distilbert.embeddings.word_embeddings.weight": np.zeros((WORDS, WIDTH), np.float32)}
+    says = f"config.json: model_type is {kind!r}, not 'bert' or 'realm'; choose a plain BERT"
+    with pytest.raises(UserError, match=says):
+        load_bert(save_tensors(tmp_path, tensors, {"model_type": kind, "dim": WIDTH}), config())
+
+
+def test_shards_are_read_as_one_file(tmp_path):
+    whole = load_bert(save_tensors(tmp_path / "whole", random_weights(), SETTINGS), config())
+    shards = cut_into_shards(save_tensors(tmp_path / "shards", random_weights(), SETTINGS), 3)
+    assert_same_bits(load_bert(shards, config()), whole)
+
+
+SHARD, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        (SHARD, None, f"{SHARD}: is missing, but {INDEX} has tensors in it"),
+        (SHARD, "cut", f"{SHARD}: cannot be read"),
+        (INDEX, "{", f"{INDEX}: cannot be read"),
+        (INDEX, "{}", f'{INDEX}: has no "weight_map" of tensors and files beside it'),
+        (INDEX, '{"weight_map": {"a": "../b"}}', f'{INDEX}: has no "weight_map" of tensors and files beside it'),
+        (INDEX, json.dumps({"weight_map": {"a": SHARD}}), f"{SHARD}: has no a, which {INDEX} has there"),
+    ],
+)
+def test_shards_that_are_missing_or_damaged_are_named_in_a_line(tmp_path, file, content, says):
+    folder = cut_into_shards(save_tensors(tmp_path, random_weights(), SETTINGS))
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
+    with pytest.raises(UserError, match=f"^{tmp_path}/{says}.*; fetch") as fault:
+        load_bert(folder, config())
+    assert "\n" not in str(fault.value)
 
 
 def test_a_bert_of_another_kind_is_refused_by_its_tensors(tmp_path):

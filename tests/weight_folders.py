@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tiny import loud_params
 from tiny_run import tiny_config
 
@@ -22,6 +22,18 @@ def save_tensors(folder: Path, tensors: dict[str, np.ndarray], settings: dict | 
     save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, folder / "model.safetensors")
     if settings is not None:
         (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def cut_into_shards(folder: Path, number: int = 2) -> Path:
+    """Put shards and their index in the place of a folder's one file of tensors, as Hugging Face's library does."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-{1 + n % number:05d}-of-{number:05d}.safetensors" for n, name in enumerate(sorted(tensors))}
+    for file in {*files.values()}:
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, folder / file)
+    index = {"metadata": {"total_size": sum(array.nbytes for array in tensors.values())}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
 

@@ -1,6 +1,6 @@
 """Locating and publishing pretrained models, and which of their folders holds which network.
 
-    FOLDER/model.safetensors            one BERT, for every network; with its heads, where it has them
+    FOLDER/model.safetensors            one BERT, for every network; with its heads, where it has them; or its shards
     FOLDER/<network>/model.safetensors  one for each network, as `realm weights` writes them (`embedder`: both towers)
     hf:NAME, hf:NAME@REVISION           a repository of the Hugging Face hub
     py:NAME                             an installed Python package that carries a model in its folder `model`
@@ -27,11 +27,11 @@ from realm_jax.models.sentence_transformers import (
     read_sentence_model,
     transformer_folder,
 )
-from realm_jax.models.weights import SETTINGS, WEIGHTS
+from realm_jax.models.weights import SETTINGS, SHARDS, WEIGHTS, has_weights
 
 HUB, PACKAGE, IN_PACKAGE = "hf:", "py:", "model"
 SHARED, TOWERS, READER = "embedder", ("query_embedder", "document_embedder"), "reader"
-FILES = WEIGHTS, SETTINGS, VOCABULARY_FILE, TOKENIZER_CONFIG, TOKENIZER_FILE, INPUT
+FILES = WEIGHTS, SHARDS, "model-*-of-*.safetensors", SETTINGS, VOCABULARY_FILE, TOKENIZER_CONFIG, TOKENIZER_FILE, INPUT
 OF_A_NETWORK = MODULES, PROMPTS, *FILES, *(f"[0-9]*_*/{name}" for name in FILES)
 FETCHED = *OF_A_NETWORK, *(f"{network}/{name}" for network in (SHARED, *TOWERS, READER) for name in OF_A_NETWORK)
 
@@ -124,7 +124,7 @@ def _package_folder(name: str, flag: str) -> Path:
 
 def is_model(folder: Path) -> bool:
     """Whether a folder holds the weights of one network."""
-    return (folder / WEIGHTS).is_file() or is_sentence_model(folder)
+    return has_weights(folder) or is_sentence_model(folder)
 
 
 def sentence_model(folder: Path) -> SentenceModel | None:

@@ -36,7 +36,9 @@ from realm_jax.models.weights import (
     StoredTensor,
     check_tensor,
     find,
+    has_weights,
     open_safetensors,
+    read_bert_settings,
     write_json,
 )
 from realm_jax.storage import read_fetched_json, read_settings
@@ -125,6 +127,7 @@ def read_sentence_model(folder: Path) -> SentenceModel:
     if kinds[:2] != ["Transformer", "Pooling"]:
         _refuse(folder / MODULES, f"begins with {', '.join(kinds[:2])}; choose a model of a Transformer and a Pooling")
     transformer = folder / entries[0]["path"]
+    settings = read_bert_settings(transformer)
     encoder: dict[str, Any] = {"pooling": _pooling(folder / entries[1]["path"]), "projection": 0}
     encoder |= {"normalization": "none", "norm_epsilon": LIBRARY_EPSILON}
     modules: dict[str, Path] = {}
@@ -142,23 +145,21 @@ def read_sentence_model(folder: Path) -> SentenceModel:
     prompts, unused = _prompts(folder / PROMPTS, encoder)
     encoder |= prompts
     encoder["temperature"] = default_temperature(encoder["normalization"])
-    if own := _recorded_encoder(transformer, encoder):
+    if own := _recorded_encoder(transformer, settings.get(ENCODER_SECTION), encoder):
         encoder, modules = own, {}
     longest = _setting(transformer / INPUT, read_settings(transformer / INPUT), "max_seq_length", int)
     return SentenceModel(folder, transformer, encoder, modules, longest, unused)
 
 
-def _recorded_encoder(transformer: Path, encoder: dict[str, Any]) -> dict[str, Any]:
-    """The section as an export of ours recorded it, where its own tensors still lie in the encoder's file; else {}.
+def _recorded_encoder(transformer: Path, own: Any, encoder: dict[str, Any]) -> dict[str, Any]:
+    """The section `own`, which an export of ours recorded, if its tensors still lie in the encoder's file; else {}.
 
     They are the same layers as the modules', but for the scale that the library's epsilon asks for, so that a run that
     starts from them has the same bits.
     """
-    own = read_settings(transformer / SETTINGS).get(ENCODER_SECTION)
-    path = transformer / WEIGHTS
-    if not isinstance(own, dict) or not {*encoder} <= {*own} or not path.is_file():
+    if not isinstance(own, dict) or not {*encoder} <= {*own} or not has_weights(transformer):
         return {}
-    with open_safetensors(path) as file:
+    with open_safetensors(transformer / WEIGHTS) as file:
         names = {name.removeprefix("bert.") for name in file.keys()}
     layers = {
         "pooler.dense.weight": own["pooling"] == "pooler",

@@ -1,14 +1,15 @@
 """Weights that Hugging Face's library understands: `model.safetensors` and `config.json`, in and out.
 
-One folder holds one network. Its *parts* are the encoder, and whatever there is of pooler, projection, MLM head and
-span head; what a file does not have stays as it was. Names are those of `BertModel` and `BertForMaskedLM`, and of
-transformers' `RealmEmbedder` and `RealmReader` for the parts that are REALM's own. Pickled weights
-(`pytorch_model.bin`) are never opened; the vocabulary beside them is not read here. Read next: `bert.py`.
+One folder holds one network, whose file may be cut into shards (`model.safetensors.index.json`). Its *parts* are the
+encoder, and whatever there is of pooler, projection, MLM head and span head; what a file does not have stays as it was.
+Names are those of `BertModel` and `BertForMaskedLM`, and of transformers' `RealmEmbedder` and `RealmReader` for the
+parts that are REALM's own. Pickled weights (`pytorch_model.bin`) are never opened; the vocabulary beside them is not
+read here. Read next: `bert.py`.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from realm_jax.models.realm import SPAN_NORM_EPSILON, Realm
 from realm_jax.storage import read_settings
 
 WEIGHTS, SETTINGS = "model.safetensors", "config.json"  # of a network, and of a module of sentence-transformers
+SHARDS = f"{WEIGHTS}.index.json"  # in the place of WEIGHTS: name of a tensor → the file that it is in
 PREFIXES = ("", "bert.", "realm.")  # of a bare encoder, of one with a head, and of REALM's networks in transformers
 HEADS = ("cls.", "qa_outputs.", "retriever.")  # their tensors' names have no prefix
 Params = dict[str, Any]
@@ -203,9 +205,37 @@ class NetworkFiles(NamedTuple):
     missing: tuple[str, ...]
 
 
+class Shards(NamedTuple):
+    """Several files of tensors, read as one: name of a tensor → the opened file that it is in."""
+
+    files: Mapping[str, Any]
+
+    def keys(self) -> Sequence[str]:
+        """The names of all tensors."""
+        return [*self.files]
+
+    def get_slice(self, name: str) -> Any:
+        """A tensor's dtype and shape, without its numbers."""
+        return self.files[name].get_slice(name)
+
+    def get_tensor(self, name: str) -> Any:
+        """A tensor's numbers."""
+        return self.files[name].get_tensor(name)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds a network's tensors, in one file or in shards."""
+    return (folder / WEIGHTS).is_file() or (folder / SHARDS).is_file()
+
+
 @contextmanager
 def open_safetensors(path: Path, remedy: str = "fetch it again") -> Iterator[Any]:
-    """A file of tensors, closed when the block ends. Raises UserError if there is none, or none that can be read."""
+    """A file of tensors, or the shards in its place, closed when the block ends. Raises UserError if there is none, or
+    none that can be read."""
+    if not path.is_file() and (index := path.with_name(f"{path.name}.index.json")).is_file():
+        with ExitStack() as opened:
+            yield _open_shards(index, opened)
+        return
     if not path.is_file():
         raise UserError(f"{path.parent}: has no {path.name}; choose a model that was saved as safetensors")
     try:
@@ -213,6 +243,24 @@ def open_safetensors(path: Path, remedy: str = "fetch it again") -> Iterator[Any
             yield file
     except (SafetensorError, OSError, TypeError) as fault:
         raise UserError(f"{path}: cannot be read ({' '.join(str(fault).split())[:200]}); {remedy}") from None
+
+
+def _open_shards(index: Path, opened: ExitStack) -> Shards:
+    """The shards that an index names. Raises UserError for one that is missing or damaged, or lacks a tensor."""
+    tensors: Any = read_settings(index, needed=True).get("weight_map")
+    names = tensors.values() if isinstance(tensors, dict) else [None]
+    if not all(isinstance(name, str) and name == Path(name).name for name in names):
+        raise UserError(f'{index}: has no "weight_map" of tensors and files beside it; fetch it again')
+    files: dict[str, Any] = {}
+    for name in sorted({*names}):
+        shard = index.with_name(name)
+        if not shard.is_file():
+            raise UserError(f"{shard}: is missing, but {index.name} has tensors in it; fetch it again")
+        files[name] = opened.enter_context(open_safetensors(shard))
+        lacking = {tensor for tensor, file in tensors.items() if file == name} - {*files[name].keys()}
+        if lacking:
+            raise UserError(f"{shard}: has no {min(lacking)}, which {index.name} has there; fetch both again")
+    return Shards({tensor: files[name] for tensor, name in tensors.items()})
 
 
 def load_bert(folder: Path, config: BertConfig) -> Params:
@@ -228,10 +276,11 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
     of another shape, which it names with both shapes, for numbers that are no floats, for settings that differ, and for
     what a BERT does not have.
     """
+    settings = read_bert_settings(folder)
     with open_safetensors(folder / WEIGHTS) as file:
         files = _find(file, folder / WEIGHTS, config, parts)
     compared = {key: value for part in parts if part.title in files.found for key, value in part.settings.items()}
-    _check_settings(folder / SETTINGS, compared)
+    _check_settings(folder / SETTINGS, settings, compared)
     return files
 
 
@@ -328,15 +377,18 @@ def _check_extent(file: Any, names: set[str], prefix: str, path: Path, config: B
         raise UserError(f"{path}: has more than the model's {config.layers} layers; set config.model.layers")
 
 
-def _check_settings(path: Path, wanted: dict[str, tuple[str, Any]]) -> None:
-    """What shapes do not tell: heads, activation, the epsilons of LayerNorm, and whether it is a plain BERT.
-
-    Nothing to compare without the file.
-    """
-    settings = read_settings(path)
+def read_bert_settings(folder: Path) -> dict[str, Any]:
+    """The config.json of a BERT, {} if there is none. Raises UserError, with the type of model, for another network."""
+    settings = read_settings(folder / SETTINGS)
     for name, plain in REQUIRED_SETTINGS.items():
         if settings.get(name, plain[0]) not in plain:
-            raise UserError(f"{path}: {name} is {settings[name]!r}, not {plain[0]!r}; choose a plain BERT")
+            supported = " or ".join(map(repr, plain))
+            raise UserError(f"{folder / SETTINGS}: {name} is {settings[name]!r}, not {supported}; choose a plain BERT")
+    return settings
+
+
+def _check_settings(path: Path, settings: dict[str, Any], wanted: dict[str, tuple[str, Any]]) -> None:
+    """What shapes do not tell: heads, activation and the epsilons of LayerNorm. Nothing to compare without settings."""
     if settings.get("model_type") == HF_REALM:  # transformers has one epsilon for a tower
         settings.setdefault("projection_layer_norm_eps", settings.get("layer_norm_eps", LAYER_NORM_EPSILON))
     if "hidden_act" in settings:

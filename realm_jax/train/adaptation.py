@@ -33,7 +33,8 @@ from realm_jax.eval.format import duration
 from realm_jax.models.folders import TOWERS, resolve_model_path, sentence_model
 from realm_jax.models.realm import Params
 from realm_jax.models.router import write_router
-from realm_jax.models.sentence_transformers import PASSAGES, QUERIES, README
+from realm_jax.models.sentence_transformers import PASSAGES, QUERIES, README, transformer_folder
+from realm_jax.models.weights import read_bert_settings
 from realm_jax.refresh.status import StatusWriter, trainer_status
 from realm_jax.retrieval.vector_files import FILES as VECTOR_FILES
 from realm_jax.retrieval.vector_files import write_vectors
@@ -162,6 +163,7 @@ def check_model(name: str) -> None:
     folder = resolve_model_path(name, "--from")
     if not folder.is_dir():
         raise UserError(f"--from={name}: no such folder; write hf:NAME for a model of the hub, py:NAME for a package")
+    read_bert_settings(transformer_folder(folder))  # says what it is, if it is no BERT
     if sentence_model(folder) is None:
         raise UserError(
             f"--from={name}: {folder} does not say how it makes a text a vector (no modules.json with a pooling); name "

@@ -54,6 +54,7 @@ from realm_jax.models.weights import (
     networks,
     our_activation,
     read,
+    read_bert_settings,
 )
 from realm_jax.processes import run_on_process_0
 from realm_jax.run import Run, abstract_params
@@ -303,7 +304,7 @@ def init_sources(config: ConfigDict) -> list[Source]:
 def _values_of(place: Path) -> dict[str, Any]:
     """What the folder of one tower says."""
     sentence = sentence_model(place)
-    settings = read_settings((sentence.transformer if sentence else place) / SETTINGS)
+    settings = read_bert_settings(sentence.transformer if sentence else place)
     values = _bert_values(sentence.transformer if sentence else place)
     said = {name: settings[key] for name, key in RETRIEVER_SETTINGS.items() if settings.get(key)}
     encoder = dataclasses.asdict(Encoder()) | said  # a BERT that says nothing of vectors gets the paper's towers
@@ -317,7 +318,7 @@ def _values_of(place: Path) -> dict[str, Any]:
 
 def _bert_values(transformer: Path) -> dict[str, Any]:
     """What config.json beside the weights of a BERT says of the keys of `config.model`."""
-    settings = read_settings(transformer / SETTINGS)
+    settings = read_bert_settings(transformer)
     values = {f"model.{name}": settings.get(key) for name, key in BERT_SETTINGS.items()}
     return values | {"model.hidden_act": our_activation(values["model.hidden_act"])}
 

@@ -31,7 +31,7 @@ from realm_jax.eval.tagging import TextTagger, WindowTagger
 from realm_jax.host import PREEMPTED, Preempted
 from realm_jax.mesh import put_with_sharding
 from realm_jax.models.folders import resolve_model_path
-from realm_jax.models.weights import load_bert
+from realm_jax.models.weights import load_bert, read_bert_settings
 from realm_jax.processes import is_process_0
 from realm_jax.run import BaseRun
 from realm_jax.storage import exclusive_lock, make_folder, read_json, write_json_atomic
@@ -70,6 +70,8 @@ def open_tagger_run(config: ConfigDict, workdir: Path, devices: list[jax.Device]
     check_installed(config.log.to)
     begun = has_begun(workdir, tagger=True)
     splits = open_tagged(config.data.path)
+    if needs_init(config, workdir):
+        read_bert_settings(resolve_model_path(config.init_from))  # says what it is, if it is no BERT
     given = not begun or Path(config.data.vocabulary).is_file()  # compared with that of the run
     tokenizer = _vocabulary(config, splits["train"]) if given else WordPiece.load(workdir / TOKENIZER)
     run = make_tagger_run(config, workdir, tokenizer, kinds_of(splits["train"]), splits, devices)
