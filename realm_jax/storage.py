@@ -42,8 +42,10 @@ def open_atomic(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         # mkstemp makes files for the owner alone; a published file follows the umask like any other.
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, final)
-    except BaseException:
+    except BaseException as fault:
         Path(name).unlink(missing_ok=True)
+        if isinstance(fault, OSError) and fault.filename is None:
+            fault.filename = str(final)  # a write does not say where
         raise
     _flush(final.parent)
 

@@ -1,6 +1,7 @@
 """Checkpoints that went bad, storage that fails, and those that stay."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -28,6 +29,24 @@ def flip(folder: Path, rng: np.random.Generator) -> None:
     content = bytearray(path.read_bytes())
     content[int(rng.integers(len(content)))] ^= 1 << int(rng.integers(8))
     path.write_bytes(bytes(content))
+
+
+def test_a_disk_that_is_full_for_a_checkpoint_is_named_without_the_tracebacks_of_threads(tmp_path):
+    """As TensorStore and Orbax 0.12 report it."""
+    fault = ValueError(f'RESOURCE_EXHAUSTED: Failed writing: "{300 * "x"}": No space left on device [os_error_code]')
+    says = (
+        r"saves: a checkpoint could not be written \(No space left on device\); make room, then run the command again"
+    )
+    with checkpoints.Checkpoints(tmp_path / "saves", keep=1) as saves, pytest.raises(StorageError, match=says):
+        with saves._writing():
+            raise fault
+    (told,) = logging.getLogger("absl").filters[-1:]
+    for level, path, is_told in (
+        (logging.ERROR, "/lib/orbax/checkpoint/_src/futures/future.py", False),
+        (logging.WARNING, "/lib/orbax/checkpoint/_src/futures/future.py", True),
+        (logging.ERROR, "/lib/jax/_src/interpreters/pxla.py", True),
+    ):
+        assert told(logging.LogRecord("absl", level, path, 1, "raised an exception", (), None)) is is_told
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])

@@ -23,6 +23,7 @@ from realm_jax.errors import UserError
 from realm_jax.host import Preempted
 from realm_jax.launch import spec as specs
 from realm_jax.recipes import is_name
+from realm_jax.storage import StorageError
 
 ROOT = Path(realm_jax.__file__).parents[1]
 
@@ -203,11 +204,60 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(job, capsys):
     assert captured.err == "realm: error: questions.jsonl:7: no answer; give at least one\n" and not captured.out
 
 
-def test_a_full_disk_is_one_line_too(job, capsys):
-    job.ends = raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/a/metrics.jsonl"))
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            OSError(errno.ENOSPC, "?", "runs/a/metrics.jsonl"),
+            "runs/a/metrics.jsonl: No space left on device; make room",
+        ),
+        (OSError(errno.EDQUOT, "?"), "Disk quota exceeded; make room there"),
+        (
+            Exception("No space left on device (os error 28)"),
+            "No space left on device (No space left on device (os err",
+        ),
+        (
+            ValueError("RESOURCE_EXHAUSTED: a\nb: No space left on device"),
+            "No space left on device (RESOURCE_EXHAUSTED",
+        ),
+        (OSError("1000 requested and 12 written"), "No space left on device; make room there"),
+        (caused(StorageError("runs/a: full"), OSError(errno.ENOSPC, "?")), "runs/a: full; make room there"),
+        (caused(UserError("runs/a: full; act"), OSError(errno.EDQUOT, "?")), "runs/a: full; act\n"),
+    ],
+)
+def test_a_full_disk_is_one_line_and_the_exit_code_of_a_fault_of_the_machine(job, capsys, error, says):
+    job.ends = raising(error)
+    assert cli.main(["fake"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith(f"realm: error: {says}") and told.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_users_mistake(job, capsys):
+    job.ends = raising(OSError(errno.EROFS, os.strerror(errno.EROFS), "runs/a"))
     assert cli.main(["fake"]) == 2
-    error = capsys.readouterr().err
-    assert "error: runs/a/metrics.jsonl: No space left on device; make room there" in error and error.count("\n") == 1
+    assert (
+        capsys.readouterr().err == "realm: error: runs/a: Read-only file system; name a folder that can be written to\n"
+    )
+
+
+def test_a_thread_that_a_full_disk_ends_prints_no_traceback(job, monkeypatch):
+    def run(error):
+        thread = threading.Thread(target=raising(error))
+        thread.start()
+        thread.join()
+
+    printed = []
+    monkeypatch.setattr(threading, "excepthook", lambda ended: printed.append(ended.exc_value))
+    job.ends = lambda: run(OSError(errno.ENOSPC, "full"))
+    assert cli.main(["fake"]) == 0 and not printed
+    job.ends = lambda: run(defect)
+    defect = ValueError("a defect")
+    assert cli.main(["fake"]) == 0 and printed == [defect]
 
 
 def test_an_interrupt_says_how_to_go_on(job, capsys):

@@ -424,7 +424,9 @@ def test_a_full_disk_is_the_users_error_and_what_is_there_is_gone_on_with(tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(job, "pack_shard", full)
-        with pytest.raises(UserError, match="the disk of .* is full; make room and run the command again to resume"):
+        with pytest.raises(
+            UserError, match="No space left on device; make room there, then run the command again to resume"
+        ):
             prepare(passages, tmp_path / "data", vocabulary_size=300)
     assert sorted(os.listdir(tmp_path)) == [".data.partial", "passages.jsonl"]
     with monkeypatch.context() as patch:

@@ -133,6 +133,8 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "flush_to_disk", full)
     with pytest.raises(StorageError, match="a/b: No space left on device"):
         folder.write("a/b", b"new")
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/a/b'"):
+        storage.write_atomic(tmp_path / "a" / "b", b"new")
     assert folder.read("a/b") == b"old"
     assert os.listdir(tmp_path / "a") == ["b"]
 

@@ -3,7 +3,9 @@
 With stand-ins for their packages; and with those of them that are installed, which no extra of the tests brings.
 """
 
+import errno
 import logging
+import os
 import struct
 import sys
 import threading
@@ -176,6 +178,21 @@ def test_tensorboard_forgets_steps_that_are_trained_again(tmp_path):
 
 
 # ---- what fails
+
+
+def test_tensorboard_on_a_full_disk_fails_once_and_not_again_at_the_end_of_the_process(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    board = trackers.TensorBoard(TaskRun(tmp_path, 0, SETTINGS))
+    writers = [one.file_writer.event_writer for one in board._boards.values()]
+    workers = [writer._worker for writer in writers]
+    monkeypatch.setattr("tensorboardX.event_file_writer.EventsWriter.flush", full)
+    with pytest.raises(OSError, match="No space left"):
+        board.close()
+    for writer, worker in zip(writers, workers, strict=True):
+        writer.close()
+        assert not worker.is_alive()
 
 
 def warnings_in(caplog) -> list[str]:

@@ -18,12 +18,14 @@ import re
 import select
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, NoReturn
 
 import realm_jax
-from realm_jax.errors import LESS_MEMORY, USER_ERROR, UserError
+from realm_jax.errors import LESS_MEMORY, MACHINE_FAULT, USER_ERROR, UserError, full_disk
 from realm_jax.host import (
     PREEMPTED,
     CtrlC,
@@ -37,7 +39,6 @@ from realm_jax.host import (
 OVERRIDES = {"config": "overrides", "spec": "spec_overrides"}  # --config.key=value → args.overrides
 
 INTERRUPTED = 130
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of files outside of shared storage: records, compiled programs
 BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
 JOBS = {  # command → what it does; its module is named like it
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     preemption is a defect and propagates with its traceback.
     """
     _fix_std_streams()
-    with CtrlC() as ctrl_c:
+    with _quiet_on_full_disk(), CtrlC() as ctrl_c:
         try:
             code = _run(list(sys.argv[1:] if argv is None else argv), ctrl_c)
             sys.stdout.flush()  # a closed pipe shows up here rather than during interpreter shutdown
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not (message := _user_error_message(error)):
                 raise
             print(f"realm: error: {message}", file=sys.stderr)
-            return USER_ERROR
+            return MACHINE_FAULT if full_disk(error) else USER_ERROR
 
 
 def _interrupted() -> int:
@@ -99,17 +100,32 @@ def _interrupted() -> int:
 def _user_error_message(error: Exception) -> str:
     """The message for the user, empty for a defect. JAX initialises its devices late, wherever they are first used."""
     if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, OSError) and error.errno in UNWRITABLE:
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}; make room there, then run the command again: saved files are complete"
+        advice = "; make room there, then run the command again"
+        return f"{error}{advice}" if full_disk(error) and ";" not in str(error) else str(error)
     message = " ".join(str(error).split())
+    where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+    if full := full_disk(error):
+        said = "" if isinstance(error, OSError) else f" ({message[:300]})"
+        return f"{where}{full}{said}; make room there, then run the command again: saved files are complete"
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return f"{where}{error.strerror}; name a folder that can be written to"
     if isinstance(error, RuntimeError) and message.startswith("Unable to initialize backend"):
         return f"JAX does not start: {message}; `realm doctor` shows the devices and settings"
     if isinstance(error, RuntimeError) and message.startswith("RESOURCE_EXHAUSTED"):
         asked = message.rstrip(".")
         return f"a device has too little memory ({asked}); a step needs less with {LESS_MEMORY}; saved steps are kept"
     return ""
+
+
+@contextmanager
+def _quiet_on_full_disk() -> Iterator[None]:
+    """Print no traceback of a thread that a full disk ends: whoever needs what it writes says that in a line."""
+    usual = threading.excepthook
+    threading.excepthook = lambda ended: None if full_disk(ended.exc_value) else usual(ended)
+    try:
+        yield
+    finally:
+        threading.excepthook = usual
 
 
 def _fix_std_streams() -> None:

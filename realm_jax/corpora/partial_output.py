@@ -5,7 +5,6 @@ bucket PREPARED.json comes last instead. Interrupted output is never taken for c
 is run again.
 """
 
-import errno
 import logging
 import os
 import shutil
@@ -17,7 +16,7 @@ from typing import Any
 from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import MANIFEST as STORE
-from realm_jax.errors import Resumable, UserError
+from realm_jax.errors import Resumable, UserError, full_disk
 from realm_jax.storage import Folder, StorageError, exclusive_lock, open_folder, publish_folder
 
 logger = logging.getLogger(__name__)
@@ -94,10 +93,10 @@ def staged_output(output: str, inputs: dict[str, Any], anywhere: bool, claim: st
             shutil.rmtree(root, ignore_errors=True)
             raise
         except OSError as fault:
-            if fault.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if not (full := full_disk(fault)):
                 raise
             place = Path(fault.filename or root).parent
-            raise UserError(f"the disk of {place} is full; make room and run the command again to resume") from None
+            raise UserError(f"{place}: {full}; make room there, then run the command again to resume") from fault
         done = root.with_name(f".{final.name}.articles")
         shutil.rmtree(done, ignore_errors=True)
         (root / ARTICLES).rename(done)

@@ -30,7 +30,7 @@ from orbax.checkpoint import v1 as ocp
 
 import realm_jax
 from realm_jax.checksums import checksums, mismatched, named_arrays
-from realm_jax.errors import UserError
+from realm_jax.errors import UserError, full_disk
 from realm_jax.host import free_heap, releases_memory, usable_cores
 from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.storage import StorageError, check_files, list_files, read_json, record_digest, write_json_atomic
@@ -56,6 +56,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int):
         self._folder = folder
+        logging.getLogger("absl").addFilter(_is_told)
         self._checkpointer = ocp.training.Checkpointer(
             folder.absolute(),
             preservation_policy=ocp.training.preservation_policies.LatestN(keep),
@@ -86,10 +87,10 @@ class Checkpoints:
         except (OSError, ValueError) as fault:
             if isinstance(fault, ValueError) and not re.match("[A-Z]+(_[A-Z]+)*: ", str(fault)):
                 raise  # not a status of TensorStore's
-            reason = " ".join(str(fault).split())[:200]
+            reason = full_disk(fault) or f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}"
             raise StorageError(
-                f"{self._folder}: a checkpoint could not be written ({type(fault).__name__}: {reason}); make room, "
-                "then run the command again: it resumes from the newest intact one"
+                f"{self._folder}: a checkpoint could not be written ({reason}); make room, then run the command again: "
+                "it resumes from the newest intact one"
             ) from fault
 
     @property
@@ -131,6 +132,14 @@ class Checkpoints:
             with self._writing():
                 self._checkpointer.wait()
                 self._sealed.result()
+
+
+def _is_told(record: logging.LogRecord) -> bool:
+    """False for the errors that each of Orbax's threads prints with its traceback: a save raises them, too."""
+    is_repeated = record.levelno >= logging.ERROR and f"{os.sep}orbax{os.sep}" in record.pathname
+    if is_repeated:
+        logger.debug("%s", record.getMessage())
+    return not is_repeated
 
 
 def _limit_save_memory(items: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:

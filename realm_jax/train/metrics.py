@@ -119,9 +119,9 @@ class MetricLogger:
 
     def __exit__(self, *error: Any) -> None:
         self._bar.__exit__(*error)
+        self._trackers.close()  # first, as closing the files fails on a full disk
         self._metrics.close()
         self._evaluations.close()
-        self._trackers.close()
 
     # --- Time
 

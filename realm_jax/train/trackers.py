@@ -87,8 +87,16 @@ class TensorBoard(Tracker):
             self._boards[kind].add_scalar(name, value, step)
 
     def close(self) -> None:
-        for board in self._boards.values():
-            board.close()
+        writers = [board.file_writer.event_writer for board in self._boards.values()]
+        try:
+            for board in self._boards.values():
+                board.close()
+        except OSError:  # on a full disk; at the end of the process the library would fail again, with tracebacks
+            for writer in writers:
+                if not writer._closed:
+                    writer._worker.stop()
+                    writer._closed = True
+            raise
 
 
 class WeightsAndBiases(Tracker):
