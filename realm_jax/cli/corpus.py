@@ -117,7 +117,7 @@ def _check_not_training(workdir: Path) -> None:
     """Raise UserError while a trainer, which holds the run folder, or its builder is using the unedited corpus."""
     trainer = read_status(recorded_folder(workdir), TRAINER)
     if is_held(workdir) or (trainer is not None and trainer.needs_index):
-        stage = f"at step {trainer.step} of {trainer.stage}" if trainer else "training"
+        stage = f"at step {trainer.step} of {trainer.stage}" if trainer and trainer.step >= 0 else "training"
         raise UserError(
             f"--workdir={workdir}: the run is {stage} and stays with its corpus; "
             "edit with --data alone (`realm ask` embeds what changed), or wait until the run is done"
