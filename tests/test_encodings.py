@@ -47,11 +47,19 @@ def test_decode_finds_the_encoding_with_and_without_a_final_newline(encoding, en
         "id,title,text\n1,A,plain words\n2,B,Le café à côté du quai",
         "Le café est fermé à midi.",
         "El café está cerrado.",
+        *("naïve", "10 µg/mL ± 0.5", "# 25 °C", "señor Peña", "£5", "Zoë", "Þór", "À Paris", "“q”"),
         "The keeper said “the lamp is lit” and didn’t look back – it was late.",
     ],
 )
 def test_decode_does_not_take_a_short_latin_text_for_another_alphabet(text):
     assert decode(text.encode("cp1252"), Counter()) == text
+
+
+@pytest.mark.parametrize("encoding", ["cp1251", "cp1253", "cp1255", "cp1250", "shift_jis", "tis-620"])
+def test_decode_finds_a_sentence_in_another_language_within_english(encoding):
+    english = "The keeper wrote in the book that all vessels had left the bay before the ice came. " * 8
+    text = f"{english}{TEXTS[encoding]} {english}"
+    assert decode(text.encode(encoding), Counter()) == text
 
 
 def test_decode_counts_the_encoding_and_its_confidence():
@@ -80,6 +88,7 @@ def test_a_stray_byte_in_utf_8_changes_nothing_but_itself(stray, at):
         ("<meta charset='gb2312'>", "gb18030", "港口冬天因结冰而关闭，镕。"),
         ('<?xml version="1.0" encoding="iso-8859-2"?>', "iso8859-2", "zażółć gęślą"),
         ("<meta charset=utf-8>", "cp1252", "Le café est fermé à midi."),
+        ("<meta charset=hex>", "cp1252", "Le café est fermé à midi."),
         ("<meta charset=no-such>", "cp1252", "Le café est fermé à midi."),
         ("<meta charset=iso-8859-1>", "utf-8", "Straße in 港口"),
     ],

@@ -23,7 +23,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 SAMPLE_BYTES = 1 << 20  # of the lines that are not ASCII, for the detector
 _OTHER_SHARE, _LEAST_CONFIDENCE = 0.3, 0.1  # texts in Greek, Thai or Chinese are found with 0.15 to 1
-_ASCII = bytes(range(128))
+_FEW, _UNSURE = 3, 0.05  # so few accents say nothing; browsers take them for Western European
 _NULS = 1_000  # a text has fewer than one NUL in so many bytes; text in UTF-16 has hundreds
 _MARKS = {  # UTF-32 comes first, because its mark begins with that of UTF-16
     codecs.BOM_UTF32_LE: "utf-32",
@@ -103,12 +103,12 @@ def find_encoding(chunks: Iterable[bytes], is_page: bool = False) -> Encoding:
             *lines, line = (line + chunk).split(b"\n")
             if len(line) > SAMPLE_BYTES:
                 lines, line = [*lines, line], b""
-            sample += (one for one in lines if not one.isascii() or _ESCAPE in one)
+            sample += filter(None, map(_neighborhood, lines))
             sampled = sum(map(len, sample))
     if nuls * _NULS > size:
         raise BadRecord("it has NUL bytes", "remove it", BINARY)
     invalid += len(decoder.decode(b"", final=True))
-    sample.append(line)
+    sample.append(_neighborhood(line))
     declared = _declared(head) if is_page else None
     if not invalid and not any(_ESCAPE in one for one in sample):
         return UTF_8
@@ -117,11 +117,27 @@ def find_encoding(chunks: Iterable[bytes], is_page: bool = False) -> Encoding:
     return UTF_8 if valid >= invalid > 0 else _detected(b"\n".join(sample))
 
 
+def _neighborhood(line: bytes) -> bytes:
+    """The words of a line that are not ASCII, with four words on either side.
+
+    A name or a sentence in another language should not drown in English.
+    """
+    words = line.split()
+    near = {
+        neighbor
+        for index, word in enumerate(words)
+        if not word.isascii() or _ESCAPE in word
+        for neighbor in range(max(0, index - 4), min(len(words), index + 5))
+    }
+    return b" ".join(words[index] for index in sorted(near))
+
+
 def _declared(head: bytes) -> str | None:
     """The encoding that a page declares in its first bytes, as browsers read it."""
     declared = _DECLARED.search(head)
     try:
         name = codecs.lookup(declared[1].decode()).name if declared else None
+        b"a".decode(name or "ascii", "replace")  # codecs such as "hex" are no encodings of text
     except LookupError:
         return None
     return _BROWSERS_READ.get(name, name) if name else None
@@ -148,9 +164,11 @@ def _detected(data: bytes) -> Encoding:
     if not probable and data.isascii():
         return UTF_8
     best = max(probable, key=lambda encoding: encoding.confidence, default=Encoding("", 0))
+    other = len(data.translate(None, bytes(range(128))))  # bytes that are not ASCII
+    if best.confidence < _UNSURE and 0 < other <= _FEW:
+        return Encoding("cp1252", best.confidence)
     # The detector is less sure of a text the more of it is ASCII, so only of other texts a low number says something.
-    is_other = len(data.translate(None, _ASCII)) > _OTHER_SHARE * len(data)
-    if not best.name or (is_other and best.confidence < _LEAST_CONFIDENCE):
+    if not best.name or (other > _OTHER_SHARE * len(data) and best.confidence < _LEAST_CONFIDENCE):
         raise BadRecord("no known encoding fits", "save it as UTF-8", ENCODING)
     return best
 
