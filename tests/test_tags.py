@@ -96,7 +96,7 @@ def test_a_text_has_the_same_pieces_in_any_company(texts):
 
 def test_no_text_has_no_pieces_and_no_windows():
     assert all(len(column) == 0 for column in pieces("  "))
-    assert windows(pieces("  "), [], 10) == []
+    assert windows("  ", pieces("  "), [], 10) == []
 
 
 WORDS = st.lists(st.sampled_from(["Parisian", "x", "don't", "A.B.", "rock-roll", "1843"]), min_size=1, max_size=8)
@@ -109,7 +109,7 @@ def test_windows_hold_everything_once_and_whole_sentences_where_they_fit(sentenc
     starts = np.cumsum([0] + [len(text) + 1 for text in texts])[:-1].tolist()
     ranges = [(start, start + len(text)) for start, text in zip(starts, texts, strict=True)]
     found = pieces(" ".join(texts))
-    cut = windows(found, ranges, room)
+    cut = windows(" ".join(texts), found, ranges, room)
     assert [piece for start, stop in cut for piece in range(start, stop)] == list(range(len(found.ids)))
     assert all(stop - start <= room for start, stop in cut)
     sizes = [len(pieces(text).ids) for text in texts]

@@ -133,6 +133,36 @@ def test_ideographic_full_stops_need_no_space() -> None:
     assert sentences("東京は首都です。人口は多い。") == ["東京は首都です。", "人口は多い。"]
 
 
+# Each case is the sentences of one text, joined by a space.
+SCRIPTS = [
+    ["बंदरगाह बंद है।", "जहाज कहाँ हैं?", '"वे रुके हैं।"', "श्लोक समाप्त॥", "अंत।[1]", "फिर।"],
+    ["বন্দর বন্ধ।", "জাহাজ কোথায়?", "এখানে।"],
+    ["أين السفن؟", "هنا.", "حقا؟!", "«لماذا؟»", "لا أعرف"],
+    ["بندرگاہ بند ہے۔", "جہاز کہاں ہیں؟", "وہ پی۔ایچ۔ڈی ہے۔", "یہاں۔"],
+    ["Նավահանգիստը փակ է։", "Ժամը 10։30 է։", "Վերջ։"],
+    ["ወደቡ ይዘጋል።", "መርከቦቹ የት ናቸው፧", "እዚህ።"],
+    ["ဆိပ်ကမ်း ပိတ်သည်။", "သင်္ဘော။"],
+    ["កំពង់ផែបិទ។", "កប៉ាល់នៅឯណា៕", "ទីនេះ"],
+    ["བཀྲ་ཤིས། །", "བདེ་ལེགས།"],
+    ["וְהָאָרֶץ הָיְתָה תֹהוּ׃", "וַיֹּאמֶר׃"],
+]
+
+
+@pytest.mark.parametrize("expected", SCRIPTS, ids=lambda case: case[0][:12])
+def test_stops_of_other_scripts_end_sentences(expected: list[str]) -> None:
+    assert sentences(" ".join(expected)) == expected
+
+
+def test_a_danda_ends_a_sentence_without_a_space() -> None:
+    assert sentences("वह आया।वह गया।।अंत") == ["वह आया।", "वह गया।।", "अंत"]
+
+
+@pytest.mark.parametrize("mark", ["\u0301", "\u093c", "\u200d", "\ufe0f"])
+def test_no_sentence_begins_with_a_mark(mark: str) -> None:
+    for stop in ("One. ", "है।", "है। ", "好。", "One\n\n", "One.\n \n "):
+        assert sentences(f"{stop}{mark}Two. Three.") == [f"{stop}{mark}Two.", "Three."]
+
+
 @given(st.text(st.sampled_from("Ab1 .!?…\"'()[]\n“”`。,")) | st.text())
 def test_any_text_is_covered_in_order_without_outer_white_space(text: str) -> None:
     ranges = split(text)

@@ -289,14 +289,12 @@ def _inputs(
     settings: dict[str, Any],
 ) -> dict[str, Any]:
     """Names and SHA-256 of the input files, and settings: what tells two preparations apart, as it is read again."""
-    if vocabulary is not None and not vocabulary.lower_case:
-        settings = settings | {"lower_case": False}  # what folders do not record in which it is true
     inputs = {
         "passages": sources["passages"].identity,
         "pretraining": sources["pretraining"].identity if "pretraining" in sources else None,
         "vocab": None if vocabulary is None else identity(vocabulary.path),
         "questions": [{"split": file.split} | _question_identity(file) for file in questions],
-        "settings": settings,
+        "settings": settings | ({} if vocabulary is None else vocabulary.settings()),
     }
     return dict(json.loads(json.dumps(inputs)))
 

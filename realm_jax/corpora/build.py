@@ -1,7 +1,8 @@
 """Articles to passages: sentences, tokens, greedy packing, salient spans; written as a passage store.
 
 Each passage is a run of whole sentences of one article that fits the limit together with the title and three special
-pieces; a sentence that is too long by itself is split at word boundaries, so that no text is lost. A shard of articles
+pieces; a sentence that is too long by itself is split between words where it can be. The passages of an article hold
+every character of its text, those without tokens too, but for white space at the ends of passages. A shard of articles
 is packed by one worker, on this machine or another; the store is the same, byte for byte, whatever their number. Not
 for reading files: see `realm_jax.corpora.texts`. Read `pack_shard` next, then `PassagePacker`.
 """
@@ -11,7 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -154,43 +155,25 @@ class PassagePacker:
         """All passages of one article."""
         title_tokens = title.ids[: packing.max_title(self.limit)]
         summary.notes["long titles shortened"] += len(title.ids) > len(title_tokens)
-        ranges = self._sentences(text, tokens, packing.body_room(len(title_tokens), self.limit), summary)
-        if not ranges:
+        room = packing.body_room(len(title_tokens), self.limit)
+        of_sentences = packing.sentence_parts(text, tokens, sentences.split(text), room)
+        summary.notes["long sentences split"] += sum(len(parts) > 1 for parts in of_sentences)
+        parts = [*chain.from_iterable(of_sentences)]
+        if not parts:
             return []
-        borders = np.array([(sentence.start, sentence.stop) for sentence in ranges])
+        borders = np.array([(part.start, part.stop) for part in parts])
         columns = *tokens, borders, self.tokenizer.unk_id
         found = spans.to_token_spans(self._find(text), *columns)
-        rows = packing.pack([s.stop - s.start for s in ranges], len(title_tokens), self.limit)
-        begins = [*(ranges[first].start for first, _ in rows), len(tokens.ids)]
+        rows = packing.pack([part.stop - part.start for part in parts], len(title_tokens), self.limit)
+        begins = [*(parts[first].start for first, _ in rows), len(tokens.ids)]
         bounds = np.searchsorted([start for start, _, _ in found], begins)
         own = [found[start:stop] for start, stop in pairwise(bounds.tolist())]
+        # Passages divide the whole text: what has no tokens, such as a mark alone, belongs to the passage before it.
+        cuts = [0, *(parts[first].begin for first, _ in rows[1:]), len(text)]
         return [
-            _passage(article, text, title_tokens, tokens, ranges[first:last], inside)
-            for (first, last), inside in zip(rows, own, strict=True)
+            _passage(article, text[begin:end], title_tokens, tokens, parts[first:last], inside)
+            for (begin, end), (first, last), inside in zip(pairwise(cuts), rows, own, strict=True)
         ]
-
-    def _sentences(self, text: str, tokens: Tokens, room: int, summary: PackingSummary) -> list["_Sentence"]:
-        """Sentences that have pieces, none with more than `room`."""
-        boundaries = sentences.split(text)
-        result: list[_Sentence] = []
-        for (begin, end), parts in zip(boundaries, packing.sentence_parts(tokens, boundaries, room), strict=True):
-            if len(parts) > 1:
-                summary.notes["long sentences split"] += 1
-            inner = [int(tokens.starts[start]) for start, _ in parts[1:]]
-            ends = [int(tokens.ends[stop - 1]) for _, stop in parts[:-1]]
-            borders = zip([begin, *inner], [*ends, end], parts, strict=False)
-            result += [_Sentence(first, last, start, stop) for first, last, (start, stop) in borders]
-        return result
-
-
-@dataclass(frozen=True, slots=True)
-class _Sentence:
-    """A sentence as characters [begin, end) of the text and as pieces [start, stop) of the article."""
-
-    begin: int
-    end: int
-    start: int
-    stop: int
 
 
 def _passage(
@@ -198,18 +181,18 @@ def _passage(
     text: str,
     title_tokens: NDArray[Any],
     tokens: Tokens,
-    ranges: list[_Sentence],
+    parts: list[packing.Part],
     found: list[tuple[int, int, str]],
 ) -> Passage:
     """One row: its sentences and spans count pieces from the row's first piece."""
-    base = ranges[0].start
+    base = parts[0].start
     return Passage(
         document_id=article.id,
         title=article.title,
-        text=text[ranges[0].begin : ranges[-1].end],
+        text=text.strip(),
         title_tokens=title_tokens,
-        body_tokens=tokens.ids[base : ranges[-1].stop],
-        sentences=np.array([(sentence.start - base, sentence.stop - base) for sentence in ranges], np.int32),
+        body_tokens=tokens.ids[base : parts[-1].stop],
+        sentences=np.array([(part.start - base, part.stop - base) for part in parts], np.int32),
         spans=[(start - base, end - base, kind) for start, end, kind in found],
     )
 

@@ -6,15 +6,33 @@ too long and is cut when it is read; here such a sentence is split first, so tha
 Next to read: `layouts.py`.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
+import regex
 
+from realm_jax.data.sentences import MARK
 from realm_jax.data.tokenizer import Tokens
 
 SPECIAL_TOKENS = 3
 DEFAULT_LIMIT = 288  # ORQA's and REALM's block length
+
+# Where a long sentence may be cut: best at white space; then at a border of words as Unicode defines it (UAX 29), which
+# scripts without spaces need; then between characters, which are letters with their combining marks.
+_INSIDE, _LETTER, _WORD, _SPACE = range(4)
+_WORD_BORDER = regex.compile(r"(?w)\b")
+_CHARACTER = regex.compile(rf"(?!\s*{MARK})\X")
+
+
+class Part(NamedTuple):
+    """A sentence or a part of one: its tokens [start, stop), and the character of the text that it begins with."""
+
+    start: int
+    stop: int
+    begin: int
 
 
 def max_title(limit: int = DEFAULT_LIMIT) -> int:
@@ -60,48 +78,66 @@ def pack(sentence_lengths: Sequence[int], title_length: int, limit: int = DEFAUL
     return passages
 
 
-def word_lengths(offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """Count the pieces of each word of a sentence from the pieces' character offsets (`Encoding.offsets`).
+def sentence_parts(text: str, tokens: Tokens, sentences: Sequence[tuple[int, int]], room: int) -> list[list[Part]]:
+    """Divide the tokens of a text into sentences, and long sentences into parts of at most `room` tokens.
 
-    Pieces that touch are one word: "don't" is one of three pieces, "a b" are two of one.
+    Args:
+        text: the text; normalizers drop some of its characters, so the tokens alone do not say where a word ends.
+        tokens: all tokens of the text.
+        sentences: ranges of characters, as `sentences.split` gives them.
+        room: most tokens of a part (`body_room` gives it).
+
+    Returns:
+        The parts of each sentence: one, none without tokens, or several. Together they hold every token.
     """
-    lengths: list[int] = []
-    last_end = -1
-    for start, end in offsets:
-        if start > last_end or not lengths:
-            lengths.append(0)
-        lengths[-1] += 1
-        last_end = end
-    return lengths
-
-
-def sentence_parts(tokens: Tokens, sentences: Sequence[tuple[int, int]], room: int) -> list[list[tuple[int, int]]]:
-    """Half-open ranges of the tokens of each sentence: one, none without tokens, or several of at most `room`.
-
-    sentences: ranges of characters, as `sentences.split` gives them. A long sentence is cut as `split_long` does.
-    """
-    starts = np.searchsorted(tokens.starts, [start for start, _ in sentences]).tolist()
+    begins = [begin for begin, _ in sentences]
+    starts = np.searchsorted(tokens.starts, begins)
+    starts[:1] = 0  # some tokenizers make tokens of the white space before the first sentence
+    borders = zip(pairwise([*begins, len(text)]), pairwise([*starts.tolist(), len(tokens.ids)]), strict=True)
     parts = []
-    for start, stop in pairwise([*starts, len(tokens.ids)]):
+    for (begin, end), (start, stop) in borders:
         if stop - start <= room:
-            parts.append([(start, stop)] if stop > start else [])
+            parts.append([Part(start, stop, begin)] if stop > start else [])
         else:
-            own = tokens.part(start, stop)
-            words = word_lengths(list(zip(own.starts.tolist(), own.ends.tolist(), strict=True)))
-            parts.append([(start + first, start + last) for first, last in split_long(words, room)])
+            ranks, places = _cuts(text, begin, end, tokens.part(start, stop))
+            parts.append([Part(start + first, start + last, places[first]) for first, last in split_long(ranks, room)])
     return parts
 
 
-def split_long(word_lengths: Sequence[int], room: int) -> list[tuple[int, int]]:
-    """Split a sentence that is longer than a passage into parts of at most `room` pieces, between words where it can.
-
-    Args:
-        word_lengths: tokens of each word of the sentence.
-        room: most pieces of a part (`body_room` gives it).
+def _cuts(text: str, begin: int, end: int, tokens: Tokens) -> tuple[list[int], list[int]]:
+    """Rank the cut before each token of the sentence [begin, end), and find the character that each cut falls before.
 
     Returns:
-        Half-open ranges of the sentence's *pieces*, in order, without gap or overlap. A part ends between two words,
-        save where one word alone is longer than `room`: that one is cut every `room` pieces.
+        Ranks from 0 (inside a character, or before white space) to 3 (behind it), and characters, which never decrease.
+    """
+    characters = [*(match.start() for match in _CHARACTER.finditer(text, begin, end)), end]
+    words = {match.start() for match in _WORD_BORDER.finditer(text, begin, end)}
+    ranks, places = [], []
+    covered = begin  # end of the tokens so far
+    for token_start, token_end in zip(tokens.starts.tolist(), tokens.ends.tolist(), strict=True):
+        place = characters[bisect_left(characters, min(max(token_start, covered), end))]
+        is_blank = not text[token_start:token_end].strip()  # no passage has white space alone
+        rank = _INSIDE if place > token_start or is_blank else _WORD if place in words else _LETTER
+        # Characters without a token between the last white space and this token belong to its word.
+        behind_space = [n for n, character in enumerate(text[covered:token_start], covered + 1) if character.isspace()]
+        if not is_blank and behind_space and characters[bisect_left(characters, behind_space[-1])] == behind_space[-1]:
+            rank, place = _SPACE, behind_space[-1]
+        ranks.append(rank)
+        places.append(place)
+        covered = max(covered, token_end)
+    return ranks, [begin, *places[1:]]
+
+
+def split_long(ranks: Sequence[int], room: int) -> list[tuple[int, int]]:
+    """Split a sentence that is longer than a passage into parts of at most `room` tokens, at the best cuts.
+
+    Args:
+        ranks: how good a cut before each token of the sentence is; the higher, the better.
+        room: most tokens of a part.
+
+    Returns:
+        Half-open ranges of the sentence's tokens, in order, without gap or overlap. A part ends at the last of the
+        best cuts within its room.
 
     Raises:
         ValueError: `room` is below 1.
@@ -109,15 +145,11 @@ def split_long(word_lengths: Sequence[int], room: int) -> list[tuple[int, int]]:
     if room < 1:
         raise ValueError(f"no sentence can be split into parts of {room} pieces")
     parts = []
-    start = end = 0
-    for pieces in word_lengths:
-        if end > start and end + pieces - start > room:
-            parts.append((start, end))
-            start = end
-        end += pieces
-        while end - start > room:
-            parts.append((start, start + room))
-            start += room
-    if end > start:
-        parts.append((start, end))
+    start = 0
+    while len(ranks) - start > room:
+        stop = max(range(start + 1, start + room + 1), key=lambda cut: (ranks[cut], cut))
+        parts.append((start, stop))
+        start = stop
+    if start < len(ranks):
+        parts.append((start, len(ranks)))
     return parts

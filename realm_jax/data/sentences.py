@@ -10,15 +10,45 @@ Next to read: `packing.py`.
 import re
 from collections.abc import Iterator
 
+import regex
+
+# What belongs to the character before it, be that white space: combining marks, joiners, variation selectors.
+MARK = r"[\p{M}\p{GCB=Extend}\p{GCB=ZWJ}]"
+_MARK = regex.compile(MARK)
+
 # A blank line always ends a sentence: headings and list items have no full stop.
-_BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
+_BLANK_LINE = regex.compile(rf"\n[^\S\n]*\n(?!\s*{MARK})")
+
+# Marks that only end sentences, by script; white space need not follow.
+_ENDS = "".join(
+    (
+        "。！？｡",  # Chinese and Japanese
+        "।॥",  # Devanagari, Bengali and other scripts of India
+        "؟",  # Arabic
+        "።፧፨",  # Ethiopic
+        "။",  # Burmese
+        "។៕",  # Khmer
+        "།༎",  # Tibetan
+        "෴",  # Sinhala
+        "᠃᠉",  # Mongolian
+        "꯫",  # Meetei
+        "᱾᱿",  # Ol Chiki
+        "܀܁܂",  # Syriac
+        "׃",  # Hebrew, of verses
+    )
+)
+# Full stops of Urdu and of Armenian: abbreviations and times have them too, but without white space after them.
+_ENDS_BEFORE_SPACE = "۔։"
 
 # A run of stops, then what may close a sentence behind it (quotes, brackets, footnote marks), then white space.
+_FOOTNOTE = r"\[[^\[\]\n]{1,24}\]"
+_CLOSE = rf"""(?:[”’」』）»)\]]|["'](?=\s|$)|{_FOOTNOTE})*"""
 _STOP = re.compile(
-    r"""(?P<stop>(?<![.!?…])[.!?…]++(?:\ [.!?…]+)*)
-        (?P<close>(?:["'”’»)\]]|\[[^\[\]\n]{1,24}\]|\s(?:''|[”»)\]](?=\s|$)))*)
-        (?P<gap>\s+)
-      | (?P<wide>[。！？]+[”’」』）]*)\s*""",
+    rf"""(?P<stop>(?<![.!?…])[.!?…]++(?:\ [.!?…]+)*)
+         (?P<close>(?:["'”’»)\]]|{_FOOTNOTE}|\s(?:''|[”»)\]](?=\s|$)))*)
+         (?P<gap>\s+)
+       | (?P<wide>(?:[{_ENDS}]|[{_ENDS_BEFORE_SPACE}](?=[{_ENDS_BEFORE_SPACE}]*{_CLOSE}(?:\s|$)))
+                  [{_ENDS}{_ENDS_BEFORE_SPACE}.!?…]*(?:\ [།༎]+)*{_CLOSE})\s*""",
     re.VERBOSE,
 )
 _LAST_WORD = re.compile(r"[^\s(\[{\"'“‘«`—–/]*$")
@@ -98,7 +128,8 @@ def _boundaries(text: str, start: int, end: int) -> Iterator[int]:
                 # Of two quotation marks with spaces around them, the second belongs to the sentence before it.
                 boundary = match.end() + 1
             ends = _ends_sentence(text, sentence, match, boundary, end)
-        if ends and boundary < end:
+        following = _skip_space(text, boundary, end)
+        if ends and following < end and not _MARK.match(text, following):
             yield boundary
             sentence = boundary
 

@@ -144,16 +144,16 @@ def _characters() -> NDArray[np.uint8]:
     return table
 
 
-def windows(pieces: TaggerTokens, sentences: Sequence[tuple[int, int]], room: int) -> list[tuple[int, int]]:
+def windows(text: str, pieces: TaggerTokens, sentences: Sequence[tuple[int, int]], room: int) -> list[tuple[int, int]]:
     """Half-open ranges of pieces that a tagger reads at a time: as many whole sentences as fit `room`, in order.
 
-    sentences: ranges of characters, as `sentences.split` gives them. A sentence that is too long by itself is cut
-    between words.
+    text, pieces: a text and its pieces. sentences: ranges of characters, as `sentences.split` gives them. A sentence
+    that is too long by itself is cut between words.
     """
     tokens = Tokens(pieces.ids, pieces.starts, pieces.ends)
-    parts = [*chain.from_iterable(packing.sentence_parts(tokens, sentences, room))]
-    packed = packing.pack([stop - start for start, stop in parts], 0, room + packing.SPECIAL_TOKENS)
-    return [(parts[first][0], parts[last - 1][1]) for first, last in packed]
+    parts = [*chain.from_iterable(packing.sentence_parts(text, tokens, sentences, room))]
+    packed = packing.pack([part.stop - part.start for part in parts], 0, room + packing.SPECIAL_TOKENS)
+    return [(parts[first].start, parts[last - 1].stop) for first, last in packed]
 
 
 def labels(pieces: TaggerTokens, spans: Sequence[Entity], kinds: Sequence[str]) -> NDArray[np.int16]:

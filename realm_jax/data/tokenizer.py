@@ -109,6 +109,11 @@ class Tokenizer:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length} | names
         return {TOKENIZER_FILE: self._content, TOKENIZER_CONFIG: f"{json.dumps(config, indent=2)}\n".encode()}
 
+    @property
+    def model_type(self) -> str:
+        """How text is cut into tokens, such as 'Unigram'."""
+        return str(self._settings["model"]["type"])
+
     def save(self, folder: str | Path) -> None:
         """Write `files` into `folder` (made if absent), each file whole or not at all."""
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -250,6 +255,9 @@ def _special_tokens(tokenizer: tokenizers.Tokenizer, source: str) -> SpecialToke
         "pad": added.get("pad"),
         "mask": added.get("mask"),
     }
+    for kind, number in found.items():
+        if number is None:  # files of word pieces do not always say which tokens are special
+            found[kind] = tokenizer.token_to_id(f"[{kind.upper()}]")
     missing = [f"[{kind.upper()}]" for kind, number in found.items() if number is None]
     if missing:
         raise UserError(f"{source}: has no token for {' '.join(missing)}; choose the tokenizer of an encoder")

@@ -2,26 +2,60 @@
 
     vocab.txt               BERT's word pieces, one a line
     tokenizer.json          of the library tokenizers: any tokenizer, and how text is normalised
-    tokenizer_config.json   of transformers: whether text is put in lower case
-    settings.json           ours: the same, in prepared data that have a vocab.txt
+    tokenizer_config.json   of transformers: how text is normalised, if the tokenizer is of a class like BertTokenizer
+    settings.json           ours: whether text is put in lower case, in prepared data that have a vocab.txt
 
-A `tokenizer.json` of BERT's word pieces is read as their list. Next to read: `tokenizer.py`.
+Word pieces with the defaults of BERT become a `WordPiece`; every other tokenizer becomes a `Tokenizer`, which keeps the
+whole tokenizer.json. The rules are those of transformers, so that both give the same ids.
+Next to read: `tokenizer.py`.
 """
 
+import json
 import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from realm_jax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Tokenizer, lowers
-from realm_jax.data.wordpiece import SETTINGS_FILE, SPECIAL_PIECES, VOCABULARY_FILE, WordPiece, read_bytes
+from realm_jax.data.wordpiece import (
+    CONTINUATION,
+    NORMALIZER,
+    SETTINGS_FILE,
+    SPECIAL_PIECES,
+    UNK,
+    VOCABULARY_FILE,
+    WordPiece,
+    read_bytes,
+    read_pieces,
+)
 from realm_jax.errors import UserError
 from realm_jax.storage import read_settings
 
 logger = logging.getLogger(__name__)
 
-# The files that say whether text is put in lower case, and the key in each.
-SAYING = ((TOKENIZER_CONFIG, "do_lower_case"), (TOKENIZER_FILE, "normalizer"), (SETTINGS_FILE, "lower_case"))
+MODEL_CONFIG = "config.json"
+# Keys of tokenizer_config.json, and what they are in a BertNormalizer.
+NORMALIZER_KEYS = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
+# Classes of transformers that normalize as tokenizer_config.json says, whatever is in tokenizer.json.
+BERT_CLASSES = frozenset(
+    f"{name}Tokenizer{fast}"
+    for name in ("Bert", "DistilBert", "Electra", "MobileBert", "MPNet", "Realm")
+    for fast in ("", "Fast")
+)
+# Classes that use tokenizer.json as it is.
+PLAIN_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
+MODEL_CLASSES = {"bert": "BertTokenizer", "realm": "RealmTokenizer"}  # if no file names a class
+SPLITTER = {"type": "BertPreTokenizer"}
+MODEL = {
+    "type": "WordPiece",
+    "unk_token": UNK,
+    "continuing_subword_prefix": CONTINUATION,
+    "max_input_chars_per_word": 100,
+}
 
 
 class FoundTokenizer(NamedTuple):
@@ -43,6 +77,18 @@ class FoundTokenizer(NamedTuple):
             )
         return tokenizer
 
+    def settings(self) -> dict[str, Any]:
+        """Return what PREPARED.json records of the tokenizer beside the content of `path`. Raises UserError."""
+        recorded: dict[str, Any] = {} if self.lower_case else {"lower_case": False}  # true is not recorded
+        tokenizer = read_tokenizer(self.path, self.lower_case)
+        if isinstance(tokenizer, WordPiece):
+            return recorded
+        special = {*tokenizer.pieces(tokenizer.special)}
+        is_bert = tokenizer.model_type == "WordPiece" and special < {*SPECIAL_PIECES}
+        if is_bert or tokenizer.files()[TOKENIZER_FILE] != read_bytes(self.path):
+            recorded["tokenizer"] = tokenizer.fingerprint
+        return recorded
+
 
 class LowerCase(NamedTuple):
     """Whether a tokenizer puts text in lower case, and the file that says so."""
@@ -52,31 +98,56 @@ class LowerCase(NamedTuple):
 
 
 def tokenizer_file(folder: Path) -> Path | None:
-    """The file of the tokenizer in a folder; None if there is none."""
-    return next((folder / name for name in (VOCABULARY_FILE, TOKENIZER_FILE) if (folder / name).is_file()), None)
+    """Return the file of the tokenizer in a folder; None if there is none. Raises UserError."""
+    vocabulary, whole = folder / VOCABULARY_FILE, folder / TOKENIZER_FILE
+    if not whole.is_file():
+        return vocabulary if vocabulary.is_file() else None
+    if vocabulary.is_file() and read_pieces(vocabulary) == _word_pieces(whole):
+        return vocabulary  # which prepared data record
+    return whole
 
 
 def lower_case_of(folder: Path) -> LowerCase | None:
-    """Whether the tokenizer in a folder puts text in lower case; None if no file says.
+    """Return whether the tokenizer in a folder puts text in lower case; None if no file says.
 
     Of several files the first counts, as in transformers. Raises UserError for one that cannot be read.
     """
-    for name, key in SAYING:
-        value = lowers(read_settings(folder / name).get(key))
+    whole = read_settings(folder / TOKENIZER_FILE)
+    for name, value in (
+        (TOKENIZER_CONFIG, _stated_normalizer(folder, bool(whole)).get("lowercase")),
+        (TOKENIZER_FILE, whole.get("normalizer")),
+        (SETTINGS_FILE, read_settings(folder / SETTINGS_FILE).get("lower_case")),
+    ):
+        value = lowers(value)
         if value is not None:
             return LowerCase(folder / name, value)
     return None
 
 
 def read_tokenizer(path: Path, lower_case: bool) -> Tokenizer:
-    """The tokenizer of a vocab.txt or of a JSON file of the library tokenizers.
+    """Read the tokenizer of a vocab.txt or of a JSON file of the library tokenizers, as the files beside it say.
 
-    lower_case: whether text is put in lower case for a list of word pieces. Raises UserError, naming the file.
+    Args:
+        path: the file. Beside a vocab.txt, a tokenizer.json with the same pieces counts as well.
+        lower_case: whether text is put in lower case if no file says.
+
+    Raises:
+        UserError: a file cannot be read or is no usable tokenizer; the message names it.
     """
-    if path.suffix != ".json":
-        return WordPiece.from_vocab(path, lower_case)
-    pieces = _word_pieces(path)
-    return Tokenizer(read_bytes(path), str(path)) if pieces is None else WordPiece(pieces, lower_case, str(path))
+    whole = path if path.suffix == ".json" else path.parent / TOKENIZER_FILE
+    settings, pieces = read_settings(whole), _word_pieces(whole)
+    if path != whole and (listed := read_pieces(path)) != pieces:
+        settings, pieces = {}, listed
+    stated = _stated_normalizer(path.parent, bool(settings))
+    if pieces is None or (settings.keys() >= {"normalizer", "pre_tokenizer"}):
+        read = _as_transformers_reads(settings, stated)
+        if pieces is not None and _is_plain(read, pieces):
+            return WordPiece(pieces, read["normalizer"]["lowercase"], str(path))
+        return Tokenizer(read_bytes(whole) if read == settings else json.dumps(read).encode(), str(path))
+    # A list of pieces, even if some program wrote it as JSON.
+    normalizer = NORMALIZER | {"lowercase": lower_case} | stated
+    word_pieces = WordPiece(pieces, normalizer["lowercase"], str(path))
+    return word_pieces if _is_default(normalizer) else Tokenizer(word_pieces.to_json(normalizer), str(path))
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
@@ -97,15 +168,65 @@ def tokenizer_of(files: Mapping[str, bytes], folder: str) -> Tokenizer:
     return WordPiece.from_files(files, folder)
 
 
+def _stated_normalizer(folder: Path, has_json: bool) -> dict[str, Any]:
+    """Return what tokenizer_config.json says of BERT's normalizer. has_json: whether a tokenizer.json counts too."""
+    config, model = read_settings(folder / TOKENIZER_CONFIG), read_settings(folder / MODEL_CONFIG)
+    stated = {
+        key: config[name]
+        for name, key in NORMALIZER_KEYS.items()
+        if isinstance(config.get(name), bool) or (key == "strip_accents" and name in config)
+    }
+    names = (
+        config.get("tokenizer_class"),
+        model.get("tokenizer_class"),
+        MODEL_CLASSES.get(str(model.get("model_type"))),
+    )
+    class_name = next((name for name in names if name), None)
+    if has_json and class_name in PLAIN_CLASSES:
+        return {}
+    return (NORMALIZER | stated) if has_json and class_name in BERT_CLASSES else stated
+
+
+def _as_transformers_reads(settings: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
+    """Return a tokenizer.json of word pieces with the normalizer that the files beside it state; others as they are."""
+    model, normalizer = _table(settings.get("model")), _table(settings.get("normalizer"))
+    if model.get("type") != "WordPiece" or not stated:
+        return settings
+    if stated.keys() == NORMALIZER.keys():  # of a class that has all else like BERT as well
+        model = model | {key: MODEL[key] for key in ("continuing_subword_prefix", "max_input_chars_per_word")}
+        return settings | {"normalizer": stated, "pre_tokenizer": SPLITTER, "model": model}
+    is_bert = normalizer.get("type") == NORMALIZER["type"]
+    return settings | {"normalizer": normalizer | stated} if is_bert else settings
+
+
+def _is_plain(settings: dict[str, Any], pieces: list[str]) -> bool:
+    """True if a `WordPiece` of these pieces gives the same ids as a tokenizer.json."""
+    model, added = settings["model"], settings.get("added_tokens") or []
+    return (
+        {*SPECIAL_PIECES} <= {*pieces}
+        and {key: model.get(key) for key in MODEL} == MODEL
+        and settings["pre_tokenizer"] == SPLITTER
+        and _is_default(settings["normalizer"])
+        and all(token["special"] and model["vocab"].get(token["content"]) == token["id"] for token in added)
+    )
+
+
+def _is_default(normalizer: Any) -> bool:
+    """True for what BERT does by default, with or without lower case: accents go with capitals."""
+    lower_case = _table(normalizer).get("lowercase")
+    usual = NORMALIZER | {"lowercase": lower_case}
+    return isinstance(lower_case, bool) and normalizer in (usual, usual | {"strip_accents": lower_case})
+
+
 def _word_pieces(path: Path) -> list[str] | None:
-    """The pieces of a JSON file that has those of a BERT; None for another tokenizer. Raises UserError."""
+    """The word pieces of a JSON file, in the order of their ids; None for another tokenizer. Raises UserError."""
     model = _table(read_settings(path).get("model"))
     pieces = _table(model.get("vocab"))
     if model.get("type") != "WordPiece":
         return None
     if {*pieces.values()} != {*range(len(pieces))}:
         raise UserError(f"{path}: its word pieces are not numbered from 0 to {len(pieces) - 1}; fetch it again")
-    return sorted(pieces, key=pieces.__getitem__) if {*SPECIAL_PIECES} <= {*pieces} else None
+    return sorted(pieces, key=pieces.__getitem__)
 
 
 def _table(value: Any) -> dict[str, Any]:

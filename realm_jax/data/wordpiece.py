@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from realm_jax.data.layouts import SpecialTokens
 from realm_jax.data.tokenizer import TOKENIZER_CONFIG, Tokenizer, Tokens
@@ -36,6 +36,13 @@ MAX_SIZE = 65_535  # of a vocabulary that is learned here
 MIN_TRAINED_SIZE = 64  # the special tokens and both forms of a few dozen characters
 MAX_ALPHABET = 1_000  # distinct characters of a trained vocabulary: enough for any alphabet, not for every ideograph
 CONTINUATION = "##"
+NORMALIZER: dict[str, Any] = {  # BERT's defaults, as a tokenizer.json has them
+    "type": "BertNormalizer",
+    "clean_text": True,
+    "handle_chinese_chars": True,
+    "strip_accents": None,  # if text is put in lower case
+    "lowercase": True,
+}
 
 
 def check_size(size: int) -> None:
@@ -73,7 +80,7 @@ class WordPiece(Tokenizer):
             UserError: the file cannot be read, or is no usable vocabulary; names the file and, where one is at fault,
                 the line (from 1).
         """
-        return cls(_lines(read_bytes(Path(path)), Path(path)), lower_case, str(path))
+        return cls(read_pieces(Path(path)), lower_case, str(path))
 
     @classmethod
     def load(cls, folder: str | Path) -> "WordPiece":
@@ -121,6 +128,17 @@ class WordPiece(Tokenizer):
             VOCABULARY_FILE: self.files()[VOCABULARY_FILE],
             TOKENIZER_CONFIG: f"{json.dumps(config, indent=2)}\n".encode(),
         }
+
+    def to_json(self, normalizer: dict[str, Any]) -> bytes:
+        """Return a tokenizer.json of the same pieces with another normalizer."""
+        tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        tokenizer.decoder = decoders.WordPiece(CONTINUATION)
+        tokenizer.add_special_tokens([*SPECIAL_PIECES])
+        ends = [(piece, tokenizer.token_to_id(piece)) for piece in (CLS, SEP)]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            f"{CLS} $A {SEP}", f"{CLS} $A {SEP} $B:1 {SEP}:1", ends
+        )
+        return json.dumps(json.loads(tokenizer.to_str()) | {"normalizer": normalizer}).encode()
 
     def _without_space(
         self, texts: Sequence[str], starts: NDArray[np.int64], ends: NDArray[np.int64], counts: NDArray[np.int64]
@@ -181,6 +199,11 @@ def _check(vocabulary: Sequence[str], source: str) -> None:
         raise UserError(f"{source}: no {' '.join(missing)}; a BERT vocabulary holds {' '.join(SPECIAL_PIECES)}")
     if len(vocabulary) == len(SPECIAL_PIECES):
         raise UserError(f"{source}: special pieces alone; every word would be {UNK}")
+
+
+def read_pieces(path: Path) -> list[str]:
+    """Read the pieces of a vocab.txt. Raises UserError."""
+    return _lines(read_bytes(path), path)
 
 
 def _lines(raw: bytes, path: Path) -> list[str]:

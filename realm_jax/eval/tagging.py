@@ -86,8 +86,8 @@ class WindowTagger:
         bases = np.cumsum([0, *(len(one.ids) for one in pieces)])
         ranges = [
             (base + first, base + last)
-            for base, one, own in zip(bases.tolist(), pieces, sentences, strict=False)
-            for first, last in windows(one, own, self._length - SPECIAL_PIECES)
+            for base, text, one, own in zip(bases.tolist(), texts, pieces, sentences, strict=False)
+            for first, last in windows(text, one, own, self._length - SPECIAL_PIECES)
         ]
         flat = TaggerTokens(*(np.concatenate(part) for part in zip(*pieces, strict=True))) if pieces else None
         results = []

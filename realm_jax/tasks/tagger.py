@@ -261,7 +261,7 @@ def tagger_examples(
     made: list[Example] = []
     for text, pieces in zip(whole, cutter([text.text for text in whole]), strict=True):
         wanted = labels(pieces, text.entities, kinds)
-        for start, stop in windows(pieces, text.sentences, length - SPECIAL_PIECES):
+        for start, stop in windows(text.text, pieces, text.sentences, length - SPECIAL_PIECES):
             made.append(_example(pieces, wanted, slice(start, stop), length, cutter.tokenizer.special))
     unknown = cutter.tokenizer.unk_id
 
