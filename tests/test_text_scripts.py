@@ -112,7 +112,7 @@ texts = st.lists(words | scripts | oddities | st.text(max_size=5), min_size=1, m
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=150, deadline=None)
-@given(text=texts, limit=st.integers(16, 64), title=st.sampled_from(["", "Порт", "बंदरगाह"]))
+@given(text=texts, limit=st.integers(16, 64), title=st.sampled_from(["", "Порт §", "बंदरगाह §"]))
 def test_passages_hold_every_character_of_any_text_once(name, text, limit, title):
     rows = passages(name, text, limit, title)
     tokens = tokenizer(name).encode(text).ids
@@ -169,3 +169,10 @@ def test_a_letter_with_more_tokens_than_a_passage_stays_whole_in_the_text():
     assert all(len(row.body_tokens) <= 13 for row in rows)
     cuts(text, rows)
     assert sum("\u0301" in row.text for row in rows) == 1
+
+
+@pytest.mark.parametrize("name", ["bytes", "Unigram"])
+def test_white_space_at_the_end_makes_no_passage(name):
+    for length in range(40, 60):
+        rows = passages(name, f"{'the ' * length} \n", 16)
+        assert all(row.text for row in rows)

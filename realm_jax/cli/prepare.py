@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 READER_FLAG = "--reader-vocab"
 DEFAULT_VOCABULARY_SIZE = 30_522  # the size of bert-base-uncased's vocabulary
+UNKNOWN_SHARE = 0.05  # more [UNK] than this says that the vocabulary is for another language
 LEARN_FROM = 100_000_000  # characters of text to learn a vocabulary from: about a minute and a half
 
 Path_ = str | os.PathLike[str]
@@ -339,13 +340,26 @@ class PrepareJob:
         for name in self.sources:
             check_owner(self.root, self.claim)
             summaries[name], entries[name] = self.pack(name, packer, counts[name].articles)
+            if (share := summaries[name].unknown_share) > UNKNOWN_SHARE:
+                (unknown,) = tokenizer.pieces([tokenizer.unk_id])
+                logger.warning(
+                    "%s: %.0f %% of the tokens are %s: the vocabulary does not cover this text; choose a tokenizer for "
+                    "its language with --vocab",
+                    name,
+                    100 * share,
+                    unknown,
+                )
         manifest: dict[str, Any] = {"format_version": FORMAT_VERSION, "tokenizer": tokenizer.fingerprint}
         manifest |= {"passages": None, "pretraining": None} | entries
         manifest["questions"] = self.write_questions(chosen, summaries["passages"])
         manifest |= {"limit": settings["limit"], "inputs": self.inputs}
         for name, summary in summaries.items():
             counts[name].dropped += Counter({"no words in the text": len(summary.wordless)})
-        manifest["counts"] = {name: _counts_record(count) for name, count in counts.items()}
+        manifest["counts"] = {
+            name: count.to_json()
+            | {"notes": count.notes_to_json(), "unknown_token_share": round(summaries[name].unknown_share, 4)}
+            for name, count in counts.items()
+        }
         manifest["counts"] |= {"questions": chosen.to_manifest()} if self.inputs["questions"] else {}
         check_owner(self.root, self.claim)
         open_folder(self.root).write_json(PREPARED, manifest)
@@ -457,11 +471,6 @@ def _vocabulary(
     for name, content in tokenizer.files().items():
         folder.write(f"{TOKENIZER}/{name}", content)
     return tokenizer
-
-
-def _counts_record(counts: Counts) -> dict[str, Any]:
-    """What PREPARED.json says of what became of a source."""
-    return counts.to_json() | {"notes": counts.notes_to_json()}
 
 
 def _print_summary(output: Path_, made: PrepareResult, questions: Counts, seconds: float) -> None:

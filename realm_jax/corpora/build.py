@@ -35,11 +35,16 @@ _BATCH_CHARACTERS = 1_000_000  # about a second of work and tens of MB of tokens
 
 @dataclass(slots=True)
 class PackingSummary:
-    """Counts of articles by outcome. wordless: ids of those skipped for having no words; notes: other changes."""
+    """Counts of articles by outcome. wordless: ids of those skipped for having no words; notes: other changes.
+
+    tokens, unknown: tokens of the texts, and how many of them are [UNK].
+    """
 
     articles: int = 0
     documents: int = 0
     passages: int = 0
+    tokens: int = 0
+    unknown: int = 0
     wordless: list[str] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
 
@@ -48,8 +53,15 @@ class PackingSummary:
         self.articles += other.articles
         self.documents += other.documents
         self.passages += other.passages
+        self.tokens += other.tokens
+        self.unknown += other.unknown
         self.wordless += other.wordless
         self.notes += other.notes
+
+    @property
+    def unknown_share(self) -> float:
+        """The share of tokens that are [UNK]."""
+        return self.unknown / max(1, self.tokens)
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object, which a Counter is too."""
@@ -146,6 +158,8 @@ class PassagePacker:
             else:
                 summary.wordless.append(article.id)
             passages.extend(rows)
+            summary.tokens += len(tokens.ids)
+            summary.unknown += int(np.count_nonzero(tokens.ids == self.tokenizer.unk_id))
         summary.passages = len(passages)
         return passages, summary
 

@@ -108,19 +108,21 @@ def _cuts(text: str, begin: int, end: int, tokens: Tokens) -> tuple[list[int], l
     """Rank the cut before each token of the sentence [begin, end), and find the character that each cut falls before.
 
     Returns:
-        Ranks from 0 (inside a character, or before white space) to 3 (behind it), and characters, which never decrease.
+        Ranks from 0 (inside a character, or with white space alone behind it) to 3 (at white space). Characters, which
+        never decrease.
     """
+    end = begin + len(text[begin:end].rstrip())
     characters = [*(match.start() for match in _CHARACTER.finditer(text, begin, end)), end]
+    starts = {*characters}
     words = {match.start() for match in _WORD_BORDER.finditer(text, begin, end)}
     ranks, places = [], []
     covered = begin  # end of the tokens so far
     for token_start, token_end in zip(tokens.starts.tolist(), tokens.ends.tolist(), strict=True):
         place = characters[bisect_left(characters, min(max(token_start, covered), end))]
-        is_blank = not text[token_start:token_end].strip()  # no passage has white space alone
-        rank = _INSIDE if place > token_start or is_blank else _WORD if place in words else _LETTER
+        rank = _INSIDE if place > token_start or place == end else _WORD if place in words else _LETTER
         # Characters without a token between the last white space and this token belong to its word.
         behind_space = [n for n, character in enumerate(text[covered:token_start], covered + 1) if character.isspace()]
-        if not is_blank and behind_space and characters[bisect_left(characters, behind_space[-1])] == behind_space[-1]:
+        if token_start < end and behind_space and behind_space[-1] in starts:
             rank, place = _SPACE, behind_space[-1]
         ranks.append(rank)
         places.append(place)

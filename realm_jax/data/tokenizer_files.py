@@ -114,7 +114,7 @@ def lower_case_of(folder: Path) -> LowerCase | None:
     """
     whole = read_settings(folder / TOKENIZER_FILE)
     for name, value in (
-        (TOKENIZER_CONFIG, _stated_normalizer(folder, bool(whole)).get("lowercase")),
+        (TOKENIZER_CONFIG, _stated_normalizer(folder, whole).get("lowercase")),
         (TOKENIZER_FILE, whole.get("normalizer")),
         (SETTINGS_FILE, read_settings(folder / SETTINGS_FILE).get("lower_case")),
     ):
@@ -138,8 +138,8 @@ def read_tokenizer(path: Path, lower_case: bool) -> Tokenizer:
     settings, pieces = read_settings(whole), _word_pieces(whole)
     if path != whole and (listed := read_pieces(path)) != pieces:
         settings, pieces = {}, listed
-    stated = _stated_normalizer(path.parent, bool(settings))
-    if pieces is None or (settings.keys() >= {"normalizer", "pre_tokenizer"}):
+    stated = _stated_normalizer(path.parent, settings)
+    if pieces is None or _is_whole(settings):
         read = _as_transformers_reads(settings, stated)
         if pieces is not None and _is_plain(read, pieces):
             return WordPiece(pieces, read["normalizer"]["lowercase"], str(path))
@@ -168,35 +168,44 @@ def tokenizer_of(files: Mapping[str, bytes], folder: str) -> Tokenizer:
     return WordPiece.from_files(files, folder)
 
 
-def _stated_normalizer(folder: Path, has_json: bool) -> dict[str, Any]:
-    """Return what tokenizer_config.json says of BERT's normalizer. has_json: whether a tokenizer.json counts too."""
+def _stated_normalizer(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return what the files beside a tokenizer.json or a vocab.txt say of BERT's normalizer.
+
+    Args:
+        folder: where the files are.
+        settings: the tokenizer.json; {} if there is none.
+
+    Returns:
+        Keys of a BertNormalizer: all of them if they count instead of those in tokenizer.json, and none if only
+        tokenizer.json counts.
+    """
     config, model = read_settings(folder / TOKENIZER_CONFIG), read_settings(folder / MODEL_CONFIG)
     stated = {
         key: config[name]
         for name, key in NORMALIZER_KEYS.items()
         if isinstance(config.get(name), bool) or (key == "strip_accents" and name in config)
     }
-    names = (
-        config.get("tokenizer_class"),
-        model.get("tokenizer_class"),
-        MODEL_CLASSES.get(str(model.get("model_type"))),
-    )
+    names = config.get("tokenizer_class"), model.get("tokenizer_class"), MODEL_CLASSES.get(str(model.get("model_type")))
     class_name = next((name for name in names if name), None)
-    if has_json and class_name in PLAIN_CLASSES:
+    if settings and class_name in PLAIN_CLASSES:
         return {}
-    return (NORMALIZER | stated) if has_json and class_name in BERT_CLASSES else stated
+    return NORMALIZER | stated if _is_whole(settings) and class_name in BERT_CLASSES else stated
+
+
+def _is_whole(settings: dict[str, Any]) -> bool:
+    """True for a tokenizer.json of word pieces that says how text is normalized and split."""
+    return _table(settings.get("model")).get("type") == "WordPiece" and "pre_tokenizer" in settings
 
 
 def _as_transformers_reads(settings: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer.json of word pieces with the normalizer that the files beside it state; others as they are."""
-    model, normalizer = _table(settings.get("model")), _table(settings.get("normalizer"))
-    if model.get("type") != "WordPiece" or not stated:
+    """Return a tokenizer.json with the normalizer that the files beside it state, if it is one of word pieces."""
+    if not _is_whole(settings):
         return settings
-    if stated.keys() == NORMALIZER.keys():  # of a class that has all else like BERT as well
-        model = model | {key: MODEL[key] for key in ("continuing_subword_prefix", "max_input_chars_per_word")}
-        return settings | {"normalizer": stated, "pre_tokenizer": SPLITTER, "model": model}
-    is_bert = normalizer.get("type") == NORMALIZER["type"]
-    return settings | {"normalizer": normalizer | stated} if is_bert else settings
+    if stated.keys() == NORMALIZER.keys():  # transformers then has all but the pieces from its class
+        usual = {key: MODEL[key] for key in ("continuing_subword_prefix", "max_input_chars_per_word")}
+        return settings | {"normalizer": stated, "pre_tokenizer": SPLITTER, "model": settings["model"] | usual}
+    normalizer = _table(settings.get("normalizer"))
+    return settings | {"normalizer": normalizer | stated} if normalizer.get("type") == NORMALIZER["type"] else settings
 
 
 def _is_plain(settings: dict[str, Any], pieces: list[str]) -> bool:
