@@ -342,10 +342,12 @@ def _check_vocabulary(folder: Path, tokenizer: Tokenizer, flag: str) -> None:
     without its files. flag: of `realm prepare`."""
     advice = f"prepare the data with `realm prepare {flag}={folder}`, or name other weights"
     path, said = tokenizer_file(folder), lower_case_of(folder)
-    if said is not None and said.value != tokenizer.lower_case:
+    own = None if path is None else read_tokenizer(path, tokenizer.lower_case)
+    has_same_pieces = own is None or own.pieces(range(own.size)) == tokenizer.pieces(range(tokenizer.size))
+    if has_same_pieces and said is not None and said.value != tokenizer.lower_case:
         prepared = f"the data were prepared with {tokenizer.lower_case}"
         raise UserError(f"{said.path}: do_lower_case is {said.value}, but {prepared}; {advice}")
-    if path is not None and read_tokenizer(path, tokenizer.lower_case).fingerprint != tokenizer.fingerprint:
+    if own is not None and own.fingerprint != tokenizer.fingerprint:
         raise UserError(f"{path}: not the tokens of the prepared data; {advice}")
     if read_settings(folder / INPUT).get("do_lower_case") and not tokenizer.lower_case:
         raise UserError(
