@@ -187,6 +187,7 @@ class PassagePacker:
         return [
             _passage(article, text[begin:end], title_tokens, tokens, parts[first:last], inside)
             for (begin, end), (first, last), inside in zip(pairwise(cuts), rows, own, strict=True)
+            if text[begin:end].strip()  # not for a token of white space, nor for the rest of a letter of many tokens
         ]
 
 

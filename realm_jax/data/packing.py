@@ -24,7 +24,8 @@ DEFAULT_LIMIT = 288  # ORQA's and REALM's block length
 # scripts without spaces need; then between characters, which are letters with their combining marks.
 _INSIDE, _LETTER, _WORD, _SPACE = range(4)
 _WORD_BORDER = regex.compile(r"(?w)\b")
-_CHARACTER = regex.compile(rf"(?!\s*{MARK})\X")
+_CHARACTER = regex.compile(r"\X")
+_SPACE_OR_MARK = regex.compile(rf"[\s\x1c-\x1f]++{MARK.pattern}?|{MARK.pattern}")
 
 
 class Part(NamedTuple):
@@ -108,21 +109,22 @@ def _cuts(text: str, begin: int, end: int, tokens: Tokens) -> tuple[list[int], l
     """Rank the cut before each token of the sentence [begin, end), and find the character that each cut falls before.
 
     Returns:
-        Ranks from 0 (inside a character, or with white space alone behind it) to 3 (at white space). Characters, which
-        never decrease.
+        Ranks from 0 (inside a character) to 3 (at white space), and characters, which never decrease.
     """
-    end = begin + len(text[begin:end].rstrip())
-    characters = [*(match.start() for match in _CHARACTER.finditer(text, begin, end)), end]
-    starts = {*characters}
+    starts = {match.start() for match in _CHARACTER.finditer(text, begin, end)}
+    for match in _SPACE_OR_MARK.finditer(text, begin, end):
+        if not match[0][-1].isspace():  # no passage begins with a mark, be it one behind white space
+            starts -= {*range(*match.span())}
+    characters = [*sorted(starts), end]
     words = {match.start() for match in _WORD_BORDER.finditer(text, begin, end)}
     ranks, places = [], []
     covered = begin  # end of the tokens so far
     for token_start, token_end in zip(tokens.starts.tolist(), tokens.ends.tolist(), strict=True):
         place = characters[bisect_left(characters, min(max(token_start, covered), end))]
-        rank = _INSIDE if place > token_start or place == end else _WORD if place in words else _LETTER
+        rank = _INSIDE if place > token_start else _WORD if place in words else _LETTER
         # Characters without a token between the last white space and this token belong to its word.
         behind_space = [n for n, character in enumerate(text[covered:token_start], covered + 1) if character.isspace()]
-        if token_start < end and behind_space and behind_space[-1] in starts:
+        if behind_space and behind_space[-1] in starts:
             rank, place = _SPACE, behind_space[-1]
         ranks.append(rank)
         places.append(place)

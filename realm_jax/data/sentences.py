@@ -13,11 +13,10 @@ from collections.abc import Iterator
 import regex
 
 # What belongs to the character before it, be that white space: combining marks, joiners, variation selectors.
-MARK = r"[\p{M}\p{GCB=Extend}\p{GCB=ZWJ}]"
-_MARK = regex.compile(MARK)
+MARK = regex.compile(r"[\p{M}\p{GCB=Extend}\p{GCB=ZWJ}]")
 
 # A blank line always ends a sentence: headings and list items have no full stop.
-_BLANK_LINE = regex.compile(rf"\n[^\S\n]*\n(?!\s*{MARK})")
+_BLANK_LINES = re.compile(r"\n[^\S\n]*\n\s*+")
 
 # Marks that only end sentences, by script; white space need not follow.
 _ENDS = "".join(
@@ -108,9 +107,10 @@ def split(text: str) -> list[tuple[int, int]]:
 
 def _paragraphs(text: str) -> Iterator[tuple[int, int]]:
     start = 0
-    for blank in _BLANK_LINE.finditer(text):
-        yield start, blank.start()
-        start = blank.end()
+    for blank in _BLANK_LINES.finditer(text):
+        if not MARK.match(text, blank.end()):
+            yield start, blank.start()
+            start = blank.end()
     yield start, len(text)
 
 
@@ -129,7 +129,7 @@ def _boundaries(text: str, start: int, end: int) -> Iterator[int]:
                 boundary = match.end() + 1
             ends = _ends_sentence(text, sentence, match, boundary, end)
         following = _skip_space(text, boundary, end)
-        if ends and following < end and not _MARK.match(text, following):
+        if ends and following < end and not MARK.match(text, following):
             yield boundary
             sentence = boundary
 
