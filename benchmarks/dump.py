@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from realm_jax.corpora import dumps, wikipedia
+from realm_jax.corpora import wikipedia
 from realm_jax.corpora.build import PassagePacker
 from realm_jax.corpora.outcomes import Article
+from realm_jax.data.files import open_unpacked
 from realm_jax.data.wordpiece import WordPiece
 
 PASSAGES = 13_353_718  # of the index that was released with Guu et al. 2020
@@ -30,11 +31,11 @@ def main() -> None:
     parser.add_argument("--vocab", required=True)
     parser.add_argument("--cores", type=int, default=32, help="of the one machine (default: %(default)s)")
     args = parser.parse_args()
-    (part,) = dumps.parts(args.dump)
-    xml = sum(len(piece.data) for piece in dumps.read_range(part.path) if isinstance(piece, dumps.UnpackedChunk))
-    pages, reading = timed(lambda: list(dumps.read_pages(part)))
+    with open_unpacked(args.dump) as stream:
+        xml = len(stream.read())
+    pages, reading = timed(lambda: list(wikipedia.read_pages(args.dump)))
     notes: Counter[Any] = Counter()
-    found, cleaning = timed(lambda: [wikipedia.article(page, notes) for page in pages])
+    found, cleaning = timed(lambda: [wikipedia.clean_page(page, notes) for page in pages])
     articles = [article for article in found if isinstance(article, Article)]
     text = sum(len(article.text.encode()) for article in articles)
     packer = PassagePacker(WordPiece.from_vocab(args.vocab), 288, "rules")

@@ -471,7 +471,7 @@ def test_a_folder_with_a_dump_in_it_is_a_dump(tmp_path):
     write(tmp_path / "a.txt", PROSE)
     assert len(open_texts(tmp_path).parts) == 2
     write(tmp_path / "enwiki.xml.gz", gzip.compress(b'<mediawiki version="0.11">'))
-    assert open_texts(tmp_path).parts[0].path.endswith("enwiki.xml.gz")
+    assert open_texts(tmp_path).parts[0].endswith("enwiki.xml.gz")
 
 
 def test_a_folder_in_a_bucket_is_read_as_one_here():

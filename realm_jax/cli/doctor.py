@@ -40,6 +40,7 @@ OPTIONAL = {
     "markdown-it-py": "documents in Markdown",
     "docutils": "documents in reStructuredText",
     "mammoth": "documents of Word",
+    "mwparserfromhell": "dumps of Wikipedia",
     "pypdfium2": "documents in PDF",
     "chardet": "texts in other encodings than UTF-8",
     "backports.zstd": "files that end in .zst",

@@ -9,7 +9,7 @@ from operator import call
 from pathlib import Path
 from typing import Any
 
-from realm_jax.corpora import documents, dumps, news, raw_records, wikipedia
+from realm_jax.corpora import documents, news, raw_records, wikipedia
 from realm_jax.corpora.articles import ArticleSource
 from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
 from realm_jax.data.files import is_folder, matching, size_of
@@ -37,17 +37,15 @@ def open_texts(name: Path_) -> ArticleSource:
     if source.startswith(HUBS):
         parts = tuple(raw_records.parts(source))
         return ArticleSource(source, parts, call, _keep, [{"source": source}], UNKNOWN_SHARDS)
-    if _DUMP.search(source) or (is_folder(source) and dumps.is_dump_folder(source)):
+    if _DUMP.search(source) or (is_folder(source) and wikipedia.is_dump_folder(source)):
         return _open_dump(source)
     return _open_documents(source)
 
 
 def _open_dump(source: str) -> ArticleSource:
-    pieces = tuple(dumps.parts(source))
-    files = sorted({part.path for part in pieces})
-    small = all(map(dumps.has_small_parts, files))
+    files = wikipedia.dump_files(source)
     return ArticleSource(
-        source, pieces, dumps.read_pages, wikipedia.article, _identities(files), _shards(files), small_parts=small
+        source, tuple(files), wikipedia.read_pages, wikipedia.clean_page, _identities(files), _shards(files)
     )
 
 

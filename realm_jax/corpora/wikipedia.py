@@ -1,34 +1,138 @@
-"""Pages of the English Wikipedia to articles: which of them are kept, and which of their sections.
+"""Read dumps of the English Wikipedia: pages of MediaWiki XML, and their wikitext as plain paragraphs.
 
-A pure function of a page: the same text in every process and version of a corpus. Not for reading dumps (see
-`realm_jax.corpora.dumps`) nor for markup (`realm_jax.corpora.wikitext`). Read `article` next.
+The library mwparserfromhell parses wikitext. The words of templates are left out and counted by name, except for those
+in `_SHOWN`, whose words stand in the middle of sentences. Read `read_pages` next, then `clean_page`.
 """
 
+import html
 import re
-from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
+from xml.etree import ElementTree
 
-from realm_jax.corpora.dumps import Page
-from realm_jax.corpora.outcomes import Article, FilteredRecord
-from realm_jax.corpora.wiki_lines import GAP, one_line
-from realm_jax.corpora.wiki_tables import DISAMBIGUATIONS
-from realm_jax.corpora.wikitext import Note, Notes, plain, without_elements
+from realm_jax.corpora.encodings import Notes
+from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
+from realm_jax.data.files import UNPACKING_FAULTS, files_below, is_folder, matching, open_unpacked
+from realm_jax.errors import UserError
 
-# Why a page is not an article.
-OTHER_NAMESPACE = "not in the namespace of articles"
-REDIRECT = "redirect"
-NOT_WIKITEXT = "not wikitext"
-LIST = "list, index or outline"
-DISAMBIGUATION = "disambiguation page"
-EMPTY = "no text"
 
-SECTION = "section left out"  # a kind of notes
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page of a dump. redirect: whether it only leads to another one; where: for a person who looks for it."""
 
-# The pages that ORQA leaves out by title are those that begin like this.
-_LISTS = ("List of ", "Index of ", "Outline of ")
-_DISAMBIGUATION_TITLE = "(disambiguation)"
-# Sections that hold references, links and titles of books rather than sentences, by what their headings say.
+    id: str
+    title: str
+    namespace: str
+    is_redirect: bool
+    model: str
+    wikitext: str
+    where: str
+
+
+# --- Dumps ------------------------------------------------------------------------------------------------------------
+
+UNREADABLE_DUMP = "a dump that cannot be read to its end"
+NO_FIELD = "page without a title, id, namespace or revision"
+# Wikimedia publishes a dump in one file and in numbered files, each of them as one stream and as many.
+_EDITION = re.compile(r"(?P<dump>.*?-pages-[a-z-]*?)(?P<streams>-multistream)?(?P<number>\d*)\.xml")
+_NOT_DUMPS = ("-rss.xml", ".partial")  # news about a dump, and what is still being written
+
+
+def dump_files(source: str) -> list[str]:
+    """Return the dump files of a folder or pattern, or the one file that is named, in order of their names.
+
+    Raises UserError if there are none, and for a folder that holds the same dump twice.
+    """
+    if is_folder(source):
+        names = [name for name in files_below(source) if "/" not in name and _is_dump(name)]
+        paths = [f"{source.rstrip('/')}/{name}" for name in names]
+    else:
+        paths = matching(source)
+    if not paths:
+        raise UserError(f"{source}: no dump files (*.xml, *.xml.gz, *.xml.bz2) there; check the path")
+    editions: dict[str, dict[tuple[bool, bool], str]] = {}
+    for name in (path.rpartition("/")[2] for path in paths):
+        if edition := _EDITION.match(name):
+            ways = editions.setdefault(edition["dump"], {})
+            ways.setdefault((bool(edition["streams"]), bool(edition["number"])), name)
+            if len(ways) > 1:
+                first, second = list(ways.values())[:2]
+                raise UserError(
+                    f"{source}: {first} and {second} hold the same pages; name one of them, or use a pattern"
+                )
+    return paths
+
+
+def _is_dump(name: str) -> bool:
+    return ".xml" in name and not name.startswith(".") and not name.endswith(_NOT_DUMPS)
+
+
+def is_dump_folder(folder: str) -> bool:
+    """Return whether a folder has a file that begins as a dump does. A packed one that is damaged counts too."""
+    for name in files_below(folder):
+        if "/" not in name and _is_dump(name):
+            with open_unpacked(f"{folder.rstrip('/')}/{name}") as stream:
+                try:
+                    if b"<mediawiki" in stream.read(4096):
+                        return True
+                except UNPACKING_FAULTS:
+                    return True
+    return False
+
+
+def read_pages(path: str) -> Iterator[Page | CorruptRecord]:
+    """Read the pages of a dump, one after the other. Memory does not grow with the file.
+
+    Args:
+        path: of a file that is plain or packed, or its URL.
+
+    Yields:
+        Each page with its last revision, and damage: a page without its fields, or the place from which on the file
+        cannot be read.
+    """
+    number = 0
+    with open_unpacked(path) as stream:
+        try:
+            events = ElementTree.iterparse(stream, events=("start", "end"))
+            _, root = next(events)
+            for event, element in events:
+                if event == "end" and _name(element) == "page":
+                    number += 1
+                    yield _page(element, f"{path}, page {number:,}")
+                    root.clear()
+        except (ElementTree.ParseError, *UNPACKING_FAULTS) as fault:
+            yield CorruptRecord(f"{path}, after page {number:,}", UNREADABLE_DUMP, " ".join(str(fault).split()))
+
+
+def _name(element: Any) -> str:
+    return str(element.tag).rpartition("}")[2]  # without the namespace, which has the version of the format
+
+
+def _page(element: Any, where: str) -> Page | CorruptRecord:
+    fields: dict[str, Any] = {_name(child): child for child in element}  # of several revisions the last one
+    revision = {_name(child): child.text for child in fields.get("revision", ())}
+    page_id, title, namespace = ((fields[n].text or "").strip() if n in fields else "" for n in ("id", "title", "ns"))
+    if not (page_id and title and namespace and "revision" in fields):
+        return CorruptRecord(where, NO_FIELD, title or page_id)
+    model, wikitext = revision.get("model") or "wikitext", revision.get("text") or ""
+    return Page(page_id, title, namespace, "redirect" in fields, model, wikitext, where)
+
+
+# --- Which pages are articles -----------------------------------------------------------------------------------------
+
+TEMPLATE, ELEMENT, SECTION = "template left out", "element left out", "section left out"  # kinds of notes
+TOO_MANY_OPEN = "markup that nothing closes"
+_MOST_OPEN = 500  # brackets that nothing closes; the parser's time grows with their square
+_LISTS = ("List of ", "Index of ", "Outline of ")  # ORQA leaves out the pages that begin like this
+_REDIRECT = re.compile(r"\s*#redirect\b", re.IGNORECASE)
+_DISAMBIGUATION = re.compile(
+    r"\{\{\s*(?:(?![^{}|\n]*needed)[^{}|\n]*disambig|(?:hndis|geodis|numberdis|letter-?numbercombdisambig|surname|"
+    r"given name|hospitaldis|schooldis|roaddis|callsigndis|mathdab|airport ?dis|shipindex|set index(?: article)?)"
+    r"\s*[|}])|__DISAMBIG__",
+    re.IGNORECASE,
+)
+# Sections that hold references, links and titles of books rather than sentences.
 _SECTIONS = frozenset(
     "references/external links/external link/see also/further reading/notes/bibliography/footnotes/citations/sources"
     "/notes and references/references and notes/works cited/external sources/notes and citations/references and sources"
@@ -37,77 +141,192 @@ _SECTIONS = frozenset(
         "/"
     )
 )
-_REDIRECT = re.compile(r"\s*#redirect\b", re.IGNORECASE)
-_DISAMBIGUATION = re.compile(
-    rf"\{{\{{\s*+(?:(?![^{{}}|\n]*needed)[^{{}}|\n]*disambig|(?:{DISAMBIGUATIONS.replace('/', '|')})\s*[|}}])"
-    r"|__DISAMBIG__",
-    re.IGNORECASE,
-)
-_HEADING = re.compile(r"^=.*$", re.MULTILINE)
 
 
-class _Section(NamedTuple):
-    """What follows a heading. level: 0 for the text above all headings, else 1 to 6."""
+def clean_page(page: Page, notes: Notes) -> Article | FilteredRecord:
+    """Return the text of a page, or why it has none.
 
-    level: int
-    heading: str
-    body: str
+    A pure function: the same text in every process. Headings are paragraphs of their own; a heading without text under
+    it is left out.
 
-
-def article(page: Page, notes: Counter[Any] | None = None) -> Article | FilteredRecord:
-    """The text of a page, or why it has none.
-
-    Headings are paragraphs of their own; paragraphs are apart by blank lines. notes: templates, sections and elements
-    that were left out, and markup that was fixed, are counted there. Time grows with the length of the page alone, and
-    nothing that a page may hold raises.
+    Args:
+        page: a page of a dump.
+        notes: counts templates, elements and sections that are left out.
     """
-    notes = Counter() if notes is None else notes
-    if page.namespace != 0:
-        return FilteredRecord(OTHER_NAMESPACE, page.title)
-    if page.redirect is not None or _REDIRECT.match(page.wikitext):
-        return FilteredRecord(REDIRECT, page.title)
+    if page.namespace != "0":
+        return FilteredRecord("not in the namespace of articles", page.title)
+    if page.is_redirect or _REDIRECT.match(page.wikitext):
+        return FilteredRecord("redirect", page.title)
     if page.model != "wikitext":
-        return FilteredRecord(NOT_WIKITEXT, page.title)
+        return FilteredRecord("not wikitext", page.title)
     if page.title.startswith(_LISTS):
-        return FilteredRecord(LIST, page.title)
-    wikitext = without_elements(page.wikitext, notes)
-    if _DISAMBIGUATION_TITLE in page.title or _DISAMBIGUATION.search(wikitext):
-        return FilteredRecord(DISAMBIGUATION, page.title)
-    text = "\n\n".join(_paragraphs(wikitext, page.title, notes))
-    return Article(page.id, page.title, text) if text else FilteredRecord(EMPTY, page.title)
+        return FilteredRecord("list, index or outline", page.title)
+    wikitext = _COMMENT.sub("", page.wikitext)
+    if "(disambiguation)" in page.title or _DISAMBIGUATION.search(wikitext):
+        return FilteredRecord("disambiguation page", page.title)
 
-
-def _paragraphs(wikitext: str, title: str, notes: Notes) -> Iterator[str]:
-    """Headings and texts of the sections that are kept. A heading without text under it is left out."""
-    waiting: list[tuple[int, str]] = []  # headings that no text came after yet
-    dropped = 7  # the level of the section that is being left out
-    for level, heading, body in _sections(wikitext):
-        if level > dropped:
+    paragraphs: list[str] = []
+    headings: list[tuple[int, str]] = []  # (level, text) of those that no text came after yet
+    dropped_level = 7  # of the section that is being left out
+    # A section is parsed by itself, so that a bracket that nothing closes does not reach the next one.
+    _, *sections = _HEADING.split(f"\n= =\n{wikitext}")  # marks, heading, text below it, marks, heading, ...
+    for marks, heading, body in zip(sections[::3], sections[1::3], sections[2::3], strict=True):
+        level = min(len(marks), 6)
+        if level > dropped_level:
             continue
-        dropped = 7
-        name = one_line(plain(heading, title, notes))
-        if name.lower().rstrip(":") in _SECTIONS:
-            notes[Note(SECTION, name.lower().rstrip(":"))] += 1
-            dropped = level
+        title = " ".join(_plain(heading, page, notes).split())
+        is_dropped = title.lower().rstrip(":") in _SECTIONS
+        notes[SECTION, title.lower().rstrip(":")] += is_dropped
+        dropped_level = level if is_dropped else 7
+        if is_dropped:
             continue
-        waiting = [(other, above) for other, above in waiting if other < level]
-        if name:
-            waiting.append((level, name))
-        text = plain(body, title, notes)
-        if text:
-            yield from (above for _, above in waiting)
-            yield text
-            waiting = []
+        headings = [*((higher, above) for higher, above in headings if higher < level), (level, title)]
+        if text := _plain(body, page, notes):
+            paragraphs += [*(above for _, above in headings if above), text]
+            headings = []
+    text = "\n\n".join(paragraphs)
+    return Article(page.id, page.title, text) if text else FilteredRecord("no text", page.title)
 
 
-def _sections(wikitext: str) -> Iterator[_Section]:
-    """Wikitext cut at its headings."""
-    level, heading, start = 0, "", 0
-    for match in _HEADING.finditer(wikitext):
-        line = match[0].strip(f" \t{GAP}")
-        left, right = len(line) - len(line.lstrip("=")), len(line) - len(line.rstrip("="))
-        marks = min(left, right, 6, (len(line) - 1) // 2)
-        if marks > 0:
-            yield _Section(level, heading, wikitext[start : match.start()])
-            level, heading, start = marks, line[marks:-marks], match.end()
-    yield _Section(level, heading, wikitext[start:])
+# --- Wikitext ---------------------------------------------------------------------------------------------------------
+
+_COMMENT = re.compile(r"(?:(?<=\n)|\A)<!--.*?-->[ \t]*\n|<!--.*?-->", re.DOTALL)  # one alone on its line takes the line
+_HEADING = re.compile(r"^(={1,6})(?=.*?[^=\s].*\1\s*$|[ ]\1$)(.*?)\1[^\S\n]*$", re.MULTILINE)
+_QUOTES = re.compile(r"'{2,}")  # bold and italic type
+_PICTURE = re.compile(r"\s*(?:file|image|media|category)\s*:", re.IGNORECASE)
+_HIDDEN_LINK = re.compile(rf"{_PICTURE.pattern}|\s*[a-z]{{2,3}}(?:-[a-z]+)*:\S", re.IGNORECASE)  # or to a language
+_NOT_SHOWN = frozenset(
+    "ref references gallery math chem ce timeline source syntaxhighlight score graph hiero imagemap inputbox table "
+    "categorytree templatedata templatestyles mapframe maplink indicator includeonly section charinsert".split()
+)
+_WITHOUT_WORDS = frozenset("ref references templatestyles section indicator".split())  # not worth a note
+_PARAGRAPHS = frozenset("blockquote center div dl hr ol p poem pre ul".split())
+# Templates that are part of a sentence, and what they print: {1} is their first argument, {*} all of them, {-1} the
+# last one, {quote} the one of that name. Text in square brackets is printed if its argument is there.
+_SHOWN = {
+    name: shown
+    for line in """
+        convert cvt = {1} {2}
+        lang langx transl transliteration resize script = {-1}
+        nowrap nobr small smaller big abbr angbr vanchor anchored formatnum val ill interlanguage_link sic sup sub = {1}
+        quote blockquote cquote quotation quote_box poem_quote poemquote = {1}{text}{quote}
+        citation_needed_span cn_span clarify_span = {1}{text}
+        nihongo zh = {1} ([{2}][, {3}][{t}][, {s}][, {p}])
+        nihongo3 = {3} ([{2}][, {1}])
+        as_of = as of {1}[-{2}][-{3}]
+        birth_date birth_date_and_age death_date death_date_and_age start_date end_date = {1}[-{2}][-{3}]
+        circa c. = c. {1}
+        reign = r. {1}–{2}
+        frac sfrac = {1}[/{2}]
+        chem su ship sclass hms uss sortname bibleverse = {1}[ {2}]
+        us$ = US${1}
+        £ = £{1}
+        hlist unbulleted_list ubl plainlist flatlist div_col columns-list harvtxt = {*}
+        ndash snd spaced_ndash mdash dash spaced_en_dash = –
+        nbsp space = \x20
+        ' = '
+    """.strip().splitlines()
+    for names, _, shown in [line.strip().partition(" = ")]
+    for name in names.replace("\\x20", " ").split()
+}
+_RANGES = frozenset("- – and or to by x and(-) to(-) +/- ±".split())  # between two numbers of {{convert}}
+_ARGUMENT = re.compile(r"\[([^\[\]{}]*)\{([^{}]+)\}\]|\{([^{}]+)\}")
+
+
+def _plain(wikitext: str, page: Page, notes: Notes) -> str:
+    """The words of wikitext: paragraphs apart by blank lines, items of lists on lines of their own."""
+    import mwparserfromhell  # here, since it is in the extra `documents`
+
+    # The parser's time grows with the square of the brackets that nothing closes.
+    if max(abs(wikitext.count(left) - wikitext.count(right)) for left, right in ("{}", "[]", "<>")) > _MOST_OPEN:
+        notes[TOO_MANY_OPEN, page.title] += 1
+        wikitext = re.sub(r"[{}\[\]<>]+", " ", wikitext)
+    wikitext = _QUOTES.sub(lambda run: "'" * max(len(run[0]) - 5, len(run[0]) == 4), wikitext)
+    text = _words(mwparserfromhell.parse(wikitext, skip_style_tags=True), notes)
+    for gap, replacement in _AROUND_GAPS:
+        text = gap.sub(replacement, text)
+    paragraphs, was_item = [""], False
+    for line in _LEFT_OVER.sub("", text).split("\n"):
+        line = " ".join(line.split())
+        is_item = line.startswith(_ITEM)
+        words = line.lstrip(f"{_ITEM} ")
+        if not line or (was_item and not is_item):
+            paragraphs.append("")
+        if words:
+            paragraphs[-1] += (("\n" if is_item else " ") if paragraphs[-1] else "") + words
+            was_item = is_item
+    return "\n\n".join(filter(None, paragraphs))
+
+
+# No XML file can hold these characters.
+_ITEM = "\x02"  # begins an item of a list
+_GAP = "\x03"  # stands where something was left out
+_AROUND_GAPS = (
+    (
+        re.compile(rf" ?\((?=[^()]*{_GAP})(?:[\s,;:/–-]|{_GAP}|e\.g\.|i\.e\.|see)*\)", re.IGNORECASE),
+        "",
+    ),  # empty brackets
+    (re.compile(rf"(?<=\()(?:{_GAP}[ ,;:]*)+"), ""),
+    (re.compile(rf"(?:[ ,;]*{_GAP})+(?=[ ]*[,.;:)])"), ""),
+    (re.compile(rf"(?:^|(?<=[\n{_ITEM}]))[ ]*(?:{_GAP}[ ]*[,.;:|]*[ ]*)+"), ""),  # at the beginning of a line
+    (re.compile(_GAP), ""),
+)
+_LEFT_OVER = re.compile(r"__[A-Z]{3,30}__|\[\[(?:File|Image|Category):[^|\]]*|\{\{+|\}\}+|\[\[+|\]\]+|\{\||\|\}")
+_EXPONENT = re.compile(r"[-−–+]?[0-9]")
+
+
+def _words(code: Any, notes: Notes) -> str:
+    """The words of parsed wikitext, in which `_ITEM` begins an item of a list."""
+    from mwparserfromhell import nodes
+
+    words = list[str]()
+    for node in code.nodes if code is not None else ():
+        if isinstance(node, nodes.Text):
+            words.append(str(node.value))
+        elif isinstance(node, nodes.HTMLEntity):
+            words.append(html.unescape(str(node)))
+        elif isinstance(node, nodes.Wikilink):
+            target = str(node.title)
+            if node.text is not None and not _PICTURE.match(target):
+                bare = re.sub(r" \([^()]*\)$", "", target.partition(":")[2] or target)  # of [[Mercury (planet)|]]
+                words.append(_words(node.text, notes) or bare)
+            elif not _HIDDEN_LINK.match(target):
+                words.append(_words(node.title, notes).removeprefix(":"))
+        elif isinstance(node, nodes.ExternalLink):
+            words.append(_words(node.title, notes) if node.brackets else str(node.url))
+        elif isinstance(node, nodes.Template):
+            words.append(_template(node, notes))
+        elif isinstance(node, nodes.Tag):
+            name = str(node.tag).strip().lower()
+            if name in ("li", "dt", "dd"):
+                words.append(_ITEM if node.wiki_markup else f"\n{_ITEM}")
+            if name in _NOT_SHOWN:
+                notes[ELEMENT, name] += name not in _WITHOUT_WORDS
+                words.append("\n\n" if name == "table" else _GAP)
+            else:
+                inside = "\n" if name == "br" else _words(node.contents, notes)
+                is_power = name == "sup" and words and words[-1][-1:].isdigit() and _EXPONENT.match(inside)
+                inside = f"^{inside}" if is_power else inside  # 10^6 is not 106
+                words.append(f"\n\n{inside}\n\n" if name in _PARAGRAPHS else inside)
+    return "".join(words)
+
+
+def _template(node: Any, notes: Notes) -> str:
+    """What a template prints, if it is known."""
+    name = "_".join(str(node.name).replace("_", " ").split()).lower()
+    shown = "{1}" if name.startswith("lang-") else _SHOWN.get(name)
+    if shown is None:
+        notes[TEMPLATE, name[:60]] += 1
+        return _GAP
+    arguments = {str(parameter.name).strip(): parameter.value for parameter in node.params}
+    positional = [parameter.value for parameter in node.params if not parameter.showkey]
+    if name in ("convert", "cvt") and str(arguments.get("2")).strip() in _RANGES:
+        shown = "{1} {2} {3} {4}"
+
+    def argument(match: re.Match[str]) -> str:
+        key = match[2] or match[3]
+        values = positional if key == "*" else positional[-1:] if key == "-1" else [arguments.get(key)]
+        text = ", ".join(filter(None, (_words(value, notes).strip() for value in values)))
+        return f"{match[1] or ''}{text}" if text else ""
+
+    return _ARGUMENT.sub(argument, shown)
