@@ -54,12 +54,12 @@ def _sized(model: ConfigDict) -> Tower:
     return Tower(model.layers, model.width, model.feed_forward)
 
 
-def embedding_flops(config: ConfigDict, length: int, states: bool = False, places: float = 0) -> float:
-    """One sequence to its vector, forward; the literal pieces of prompts are left out. states: with the hidden states
-    of all its tokens. places: as of `Tower.forward`."""
+def embedding_flops(config: ConfigDict, length: int, places: float = 0) -> float:
+    """One sequence to its vector, forward; the literal pieces of prompts are left out. places: as of
+    `Tower.forward`."""
     width, encoder = config.model.width, config.encoder
     head = 2 * width * ((width if encoder.pooling == "pooler" else 0) + encoder.projection)
-    return tower_of(config).forward(length, None if states or encoder.pooling == "mean" else 1, places) + head
+    return tower_of(config).forward(length, None if encoder.pooling == "mean" else 1, places) + head
 
 
 def word_flops(run: Run) -> float:

@@ -1,5 +1,4 @@
-"""Softmax attention in five implementations that give the same numbers, which of them suits the devices, and one that
-looks back alone.
+"""Softmax attention in five implementations that give the same numbers, and which of them suits the devices.
 
 query [batch, positions, width], key and value [batch, length, width], where width = heads · head size, mask [batch,
 length] bool, dropout of the weights or None → [batch, positions, width] in the dtype of `value`; the softmax is
@@ -29,20 +28,9 @@ def dot_product_attention(
     query: Array, key: Array, value: Array, mask: Array, heads: int, dropout: Dropout = None
 ) -> Array:
     """Softmax attention over key positions where `mask` is true."""
-    return _attend_where(mask[:, None, None, :], query, key, value, heads, dropout)
-
-
-def causal_attention(query: Array, key: Array, value: Array, mask: Array, heads: int, dropout: Dropout = None) -> Array:
-    """`dot_product_attention` of each position over itself and those before it, of as many queries as keys."""
-    before = jnp.tril(jnp.ones((query.shape[1], key.shape[1]), bool))
-    return _attend_where(mask[:, None, None, :] & before, query, key, value, heads, dropout)
-
-
-def _attend_where(allowed: Array, query: Array, key: Array, value: Array, heads: int, dropout: Dropout) -> Array:
-    """allowed: like scores, [batch, heads, positions, length], or 1 for an axis where all are alike."""
     q, k, v = (_split(x, heads) for x in (query, key, value))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)
-    bias = jnp.where(allowed, 0.0, MASKED_BIAS).astype(jnp.float32)
+    bias = jnp.where(mask[:, None, None, :], 0.0, MASKED_BIAS).astype(jnp.float32)
     weights = jax.nn.softmax(scores * q.shape[-1] ** -0.5 + bias, axis=-1)
     if dropout:
         keep = kept(dropout.seeds[:, :, None, None], weights.shape, dropout.rate)

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
 from realm_jax.mesh import batch_parts
-from realm_jax.models.attention import ATTENTION, causal_attention, packed_attention, tpu_packed_attention
+from realm_jax.models.attention import ATTENTION, packed_attention, tpu_packed_attention
 from realm_jax.models.dropout import AttentionDropout, Dropout, dropout_seeds
 from realm_jax.models.packing import (
     BalancedOrder,
@@ -63,12 +63,11 @@ class BertConfig:
     embeddings, on the weights of attention and on both residual branches, as BERT has it. dtype: of the matrix products
     ('float32' or 'bfloat16'); parameters, LayerNorm and softmax are float32 always. states: the dtype of what lies
     between products with parameters, attention among it; None for that of the products. attention: a key of
-    `attention.ATTENTION`. causal: whether a token attends to itself and those before it alone, as in a decoder; then
-    hidden states are of all positions. remat: 'none' keeps all that the backward pass needs, 'dots' of a layer the
-    results of products with parameters and of attention, 'layer' nothing of it. scan: layers but for the last are one
-    compiled loop over their stacked parameters; the tree of parameters stays as it is. hidden_act: the activation
-    function of the feed- forward layers (a key of ACTIVATIONS). hidden: the sharding of hidden states [batch, length,
-    width]; without it the compiler may shard them like parameters, and keep whole batches on every device.
+    `attention.ATTENTION`. remat: 'none' keeps all that the backward pass needs, 'dots' of a layer the results of
+    products with parameters and of attention, 'layer' nothing of it. scan: layers but for the last are one compiled
+    loop over their stacked parameters; the tree of parameters stays as it is. hidden_act: the activation function of
+    the feed-forward layers (a key of ACTIVATIONS). hidden: the sharding of hidden states [batch, length, width];
+    without it the compiler may shard them like parameters, and keep whole batches on every device.
     """
 
     vocabulary_size: int
@@ -85,7 +84,6 @@ class BertConfig:
     scan: bool = False
     hidden_act: str = "gelu_new"
     hidden: NamedSharding | None = None
-    causal: bool = False
 
     @property
     def state_dtype(self) -> Any:
@@ -95,15 +93,13 @@ class BertConfig:
     @property
     def attend(self) -> Callable[..., Array]:
         """Attention as its layers do it: a function of `attention.py`."""
-        if self.causal:
-            return causal_attention
         attend = ATTENTION[self.attention]
         return partial(attend, mesh=self._mesh) if self.attention == "tpu" else attend
 
     @property
     def attend_packed(self) -> Callable[..., Array]:
         """The same for packed sequences."""
-        if self.attention == "tpu" and not self.causal:
+        if self.attention == "tpu":
             return partial(tpu_packed_attention, mesh=self._mesh)
         return partial(packed_attention, self.attend)
 

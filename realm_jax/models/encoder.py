@@ -39,25 +39,18 @@ class Embedder(nn.Module):
     normalization: str = "layer"
 
     @nn.compact
-    def __call__(
-        self, ids: Array, segments: Array, mask: Array, deterministic: bool = True, states: bool = False,
-        places: int = 0,
-    ) -> Array | tuple[Array, Array]:  # fmt: skip
-        """ids, segments [batch, length] int, mask [batch, length] bool → vectors [batch, size] float32; with `states`
-        the hidden states that they are made of as well, [batch, length, width]. places: as of `Bert`.
+    def __call__(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True, places: int = 0) -> Array:
+        """ids, segments [batch, length] int, mask [batch, length] bool → vectors [batch, size] float32. places: as of
+        `Bert`.
 
         After a LayerNorm dropout reaches the final vector too, as in the released code (it acts on the retrieval
         scores); vectors of length 1 and those that are left as they are keep what they are.
         """
         mask = self.config.with_places(mask, places)
-        place = None if states or self.pooling == "mean" else self._place(mask)
+        place = None if self.pooling == "mean" else self._place(mask)
         bert = Bert(self.config, name="bert")
         hidden = bert(ids, segments, mask, positions=place, deterministic=deterministic, places=places)
-        vector = self._vector(self._pooled(hidden, mask), deterministic)
-        return (vector, hidden) if states else vector
-
-    def _vector(self, vector: Array, deterministic: bool) -> Array:
-        """What is pooled, projected and normalised."""
+        vector = self._pooled(hidden, mask)
         if self.projection:
             axes, init = ("embed", "projection"), nn.initializers.glorot_uniform()
             vector = dense(self.projection, axes, self.config, "projection", init, jnp.float32)(vector)
@@ -78,8 +71,6 @@ class Embedder(nn.Module):
         """hidden [batch, length, width], or [batch, 1, width] of that one position → [batch, width] float32."""
         if self.pooling == "mean":
             return masked_mean(hidden.astype(jnp.float32), mask)
-        if hidden.shape[1] == mask.shape[1]:
-            hidden = jnp.take_along_axis(hidden, self._place(mask)[..., None], axis=1)
         c, one = self.config, hidden[:, 0]
         if self.pooling == "pooler":
             one = jnp.tanh(dense(c.width, ("embed", "embed_out"), c, "pooler")(one))
@@ -196,11 +187,6 @@ class Retriever:
         flat = Documents(*(part.reshape(-1, *part.shape[2:]) for part in documents))
         lengths = document_sequences(flat, self.passage_template).mask.sum(axis=1, dtype=jnp.int32)
         return lengths.reshape(documents.lengths.shape)
-
-    def read(self, tower: Params, texts: EncoderInput, key: Array | None = None) -> tuple[Array, Array]:
-        """Texts through a tower: their vectors, and the hidden states of their tokens [batch, length, width]."""
-        found: tuple[Array, Array] = apply(self.embedder, tower, tuple(texts), "__call__", key, states=True)
-        return found
 
     def _embed(self, tower: Params, texts: EncoderInput, key: Array | None, places: int = 0) -> Array:
         order = self.bert.balanced_order(texts.mask, places)

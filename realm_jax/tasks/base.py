@@ -108,10 +108,6 @@ class Task(abc.ABC):
 
     # --- training
     trained: tuple[str, ...]  # the parameters that move
-    fresh: tuple[str, ...] = ()  # of them, networks that no weights are for, which the short preset moves faster
-    copies: Mapping[
-        str, str
-    ] = {}  # of them, a network that is a copy of another after every step: {its key: the other's}
     short: ClassVar[Short] = Short()
     is_parted: bool = True  # `optimizer.microbatches` applies to it
     retriever_delay: int = 0  # steps before the retriever moves

@@ -70,22 +70,19 @@ def weight_decay_mask(params: Any) -> Any:
 class RateScales(NamedTuple):
     """Learning rates of parts of the model, as multiples of a task's.
 
-    retriever: of everything but the reader. heads: of the reader's heads, which pretrained weights leave fresh, and of
-    the networks `fresh`, by their keys. words: whether word embeddings are trained at all.
+    retriever: of everything but the reader. heads: of the reader's heads, which pretrained weights leave fresh. words:
+    whether word embeddings are trained at all.
     """
 
     retriever: float = 1.0
     heads: float = 1.0
     words: bool = True
-    fresh: tuple[str, ...] = ()
 
     def of(self, path: tuple[Any, ...]) -> float:
         """The multiple for a parameter at a path of the tree."""
         names = path_names(path)
         if is_frozen_word_embedding(names, self.words):
             return 0.0
-        if names[0] in self.fresh:
-            return self.heads
         if names[0] != READER:
             return self.retriever
         return self.heads if names[1].startswith(HEADS) else 1.0

@@ -56,7 +56,7 @@ def task_rates(task: Task) -> RateScales:
     """The rates of the parts of the model, as multiples of the task's learning rate."""
     if not is_short(task):
         return RateScales()
-    return RateScales(task.short.retriever, heads=FRESH_HEADS, words=False, fresh=task.fresh)
+    return RateScales(task.short.retriever, heads=FRESH_HEADS, words=False)
 
 
 def start_state(task: Task, params: Params) -> State:
@@ -149,7 +149,6 @@ def make_step(task: Task) -> Step:
         grads = zero_frozen_gradients(grads, rates)
         updates, moments = optimizer.update(grads, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)
-        trained |= {name: trained[name] | trained[other] for name, other in task.copies.items()}
         metrics["gradient_norm"] = optax.tree.norm(grads)
         metrics["consensus"] = reduce_control(control)
         return State(state.step + 1, trained, state.frozen, moments), metrics
