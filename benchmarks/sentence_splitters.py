@@ -14,7 +14,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 
-from realm_jax.data.conll import read_conll
 from realm_jax.data.sentences import split
 
 Splitter = Callable[[str], list[str]]
@@ -24,12 +23,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--path", required=True, help="annotated text in the format of CoNLL")
     args = parser.parse_args()
-    documents = [[" ".join(sentence.tokens) for sentence in document] for document in read_conll(args.path)]
+    documents = read_conll(args.path)
     texts = {"tokens apart": documents, "prose": [[prose(sentence) for sentence in own] for own in documents]}
     splitters = {name: splitter for name, make in MAKERS.items() if (splitter := made(make)) is not None}
     for form, sentences in texts.items():
         for name, splitter in splitters.items():
             print(form, "|", name, "|", measure(splitter, sentences), flush=True)
+
+
+def read_conll(path: str) -> list[list[str]]:
+    """The sentences of each document. A line is a token and its tag, a blank line ends a sentence, and `-DOCSTART-`
+    begins a document."""
+    with open(path, encoding="utf-8") as file:
+        blocks = [[line.split()[0] for line in block.splitlines()] for block in file.read().split("\n\n")]
+    documents: list[list[str]] = [[]]
+    for tokens in blocks:
+        if tokens[:1] == ["-DOCSTART-"]:
+            documents.append([])
+        elif tokens:
+            documents[-1].append(" ".join(tokens))
+    return [document for document in documents if document]
 
 
 def prose(text: str) -> str:

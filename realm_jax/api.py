@@ -22,7 +22,7 @@ from realm_jax import config_flags
 from realm_jax.cache import cache_programs
 from realm_jax.cli.prepare import Options, Path_
 from realm_jax.cli.prepare import prepare as prepare_folder
-from realm_jax.config import default, default_like, kind_of
+from realm_jax.config import default
 from realm_jax.errors import Resumable, UserError
 from realm_jax.inference.model import Model
 from realm_jax.storage import read_json
@@ -39,7 +39,7 @@ def load_config(name: str | os.PathLike[str] | None = None, changes: Mapping[str
     Raises UserError for a config or a key that does not exist, and for a value that is not of the key's type.
     """
     overrides = [f"--config.{key}={value}" for key, value in (changes or {}).items()]
-    return config_flags.load_config(None if name is None else os.fspath(name), overrides, default, like=default_like)
+    return config_flags.load_config(None if name is None else os.fspath(name), overrides, default)
 
 
 def prepare(passages: Path_, output: Path_, **options: Any) -> None:
@@ -75,8 +75,6 @@ def train_model(
     control runs are trained, too. Raises UserError for a config or data that do not fit, and
     `Resumable` after SIGTERM, once the state is saved.
     """
-    if kind_of(config) is not None:
-        raise UserError("train_model: this is the config of a tagger; train it with `realm train`")
     cache_programs()
     command = f"realm_jax.train_model(config, {os.fspath(workdir)!r})"
     with listening(callback):

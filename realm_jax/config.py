@@ -2,11 +2,10 @@
 
 An experiment file returns `default()` with some keys changed. `docs/config.md` and `realm train --help-config` list the
 keys, made from their declarations (`sections.py`, `tasks/`). A key of science is kept by a run folder, where another
-value on resume is an error that names it; one of operations may change. A task may have a config of its own kind, as a
-tagger has; all others share that of REALM.
+value on resume is an error that names it; one of operations may change.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -15,13 +14,9 @@ from ml_collections import ConfigDict
 from realm_jax import schema, sections
 from realm_jax.errors import UserError
 from realm_jax.models.prompts import parse
-from realm_jax.schema import Sections, flatten, require
+from realm_jax.schema import flatten, require
 from realm_jax.sections import MODEL_PROMPT, TaskSection, check_heads, task_names
 from realm_jax.tasks import TASKS
-from realm_jax.tasks.base import Task
-
-REALM_TASKS = {name: task for name, task in TASKS.items() if task.sections is None}
-OTHER_KINDS = {name: task for name, task in TASKS.items() if task.sections is not None}
 
 DEFAULT_TASKS = sections.Top().tasks.split(",")
 
@@ -33,7 +28,7 @@ SECTIONS: dict[str, Any] = {
     "encoder": sections.Encoder(),
     "retrieval": sections.Retrieval(),
     "refresh": sections.Refresh(),
-    **{name: REALM_TASKS[name].section for name in DEFAULT_TASKS},
+    **{name: TASKS[name].section for name in DEFAULT_TASKS},
     "optimizer": sections.Optimizer(),
     "mesh": sections.Mesh(),
     "checkpoint": sections.Checkpoint(),
@@ -43,7 +38,7 @@ SECTIONS: dict[str, Any] = {
 
 # Sections that a config has only where it names them, as a task of its recipe or as its backend, or sets a key there.
 OPTIONAL: dict[str, Any] = {
-    **{name: task.section for name, task in REALM_TASKS.items() if name not in DEFAULT_TASKS},
+    **{name: task.section for name, task in TASKS.items() if name not in DEFAULT_TASKS},
     "scann": sections.Scann(),
     "answering": sections.Answering(),
 }
@@ -55,14 +50,13 @@ INTRODUCTION = """# Keys of a config
 
 `realm train --help-config` prints this page; it is made from `realm_jax/sections.py` and files of `realm_jax/tasks/`.
 
-A config file returns a config with some keys changed: `realm_jax.config.default()`, whose keys come first, or that of a
-task with a config of its own kind, such as `realm_jax.tasks.tagger.default()`. On the command line a key is set with
+A config file returns `realm_jax.config.default()` with some keys changed. On the command line a key is set with
 `--config.section.key=value`. After each key stand its default, what a value must be, and `operations` where it may
 change on resume. All others are science: a run folder keeps them, and another value on resume is an error that names
 the key. Steps, batch sizes and learning rates of tasks outside of the recipe (`tasks`) are not looked at.
 """
 
-ABOUT_OPTIONAL = """### Sections of what is named
+ABOUT_OPTIONAL = """## Sections of what is named
 
 Where `tasks` or `retrieval.backend` names one of these, or a key of it is set on the command line, the config has its
 section; in a config file `realm_jax.config.add_sections(config, ["scann"])` adds it.
@@ -74,29 +68,9 @@ def default() -> ConfigDict:
     return schema.to_config_dict(SECTIONS)
 
 
-def kind_of(config: Mapping[str, Any]) -> type[Task] | None:
-    """The task whose config this is, where that has one of its own kind; None for REALM's."""
-    return OTHER_KINDS.get(config.get("tasks", ""))
-
-
-def sections_like(config: Mapping[str, Any]) -> Sections:
-    """The sections of a config of the same kind, with those of the optional ones that it has."""
-    kind = kind_of(config)
-    return _sections_of(kind) | ({} if kind else _optional_of(config))
-
-
-def _optional_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The optional sections that a config has, with their defaults."""
-    return {name: one for name, one in OPTIONAL.items() if name in config}
-
-
-def default_like(config: Mapping[str, Any]) -> ConfigDict:
-    """The default config of the same kind."""
-    return schema.to_config_dict(sections_like(config))
-
-
-def _sections_of(kind: type[Task] | None) -> dict[str, Any]:
-    return SECTIONS if kind is None or kind.sections is None else dict(kind.sections)
+def sections_of(config: Collection[str]) -> dict[str, Any]:
+    """Return every section that a config has to have, and those of the optional ones that it has, with defaults."""
+    return SECTIONS | {name: section for name, section in OPTIONAL.items() if name in config}
 
 
 def named_sections(config: ConfigDict) -> set[str]:
@@ -112,20 +86,16 @@ def add_sections(config: ConfigDict, names: Collection[str]) -> None:
 
 
 def reference() -> str:
-    """The page of all keys of every kind of config, in Markdown."""
-    pages = {"REALM": schema.help_text(SECTIONS)}
-    for name, task in OTHER_KINDS.items():
-        pages[name.capitalize()] = schema.help_text(_sections_of(task), inherits=False)
-    pages["REALM"] += f"\n{ABOUT_OPTIONAL}\n{schema.help_text(OPTIONAL)}"
-    return "\n".join([INTRODUCTION, *(f"## {kind}\n\n{text}" for kind, text in pages.items())])
+    """The page of all keys of a config, in Markdown."""
+    return "\n".join([INTRODUCTION, schema.help_text(SECTIONS), ABOUT_OPTIONAL, schema.help_text(OPTIONAL)])
 
 
-def with_defaults(recorded: dict[str, Any], like: ConfigDict | None = None) -> ConfigDict:
+def with_defaults(recorded: dict[str, Any]) -> ConfigDict:
     """A recorded config, with the default of every key that was added since; defaults preserve the old behaviour.
 
-    like: the default config of its kind, REALM's if not given. Raises UserError for what is no config.
+    Raises UserError for what is no config.
     """
-    config = (default() if like is None else like).unlock()
+    config = schema.to_config_dict(sections_of(recorded)).unlock()
     try:
         config.update(recorded)
     except (TypeError, ValueError, AttributeError, KeyError) as fault:
@@ -142,37 +112,19 @@ def inherited_keys(config: ConfigDict) -> list[str]:
 
 def science(config: ConfigDict) -> dict[str, Any]:
     """Dotted key → value of what may not change on resume."""
-    return schema.science(config, sections_like(config))
+    return schema.science(config, sections_of(config))
 
 
 def check_shape(config: ConfigDict, like: ConfigDict, kind: str = "config") -> None:
-    """Raise UserError unless `config` is of the kind of `like` and has its keys and no others, with values of their
-    types. kind: what messages call it."""
-    for name in OTHER_KINDS:
-        wanted, found = name in like, config.get("tasks") == name
-        alone = f"{name!r} goes with the config of a {name} and with no other; see configs/{name}.py"
-        require(found == (name in config), "tasks", alone)
-        require(wanted or not found, "tasks", f"this is a {name}'s config; `realm train` trains it, and nothing else")
-        require(found or not wanted, "tasks", f"this is REALM's config; that of a {name} is configs/{name}.py")
-    optional = {name: asdict(one) for name, one in _optional_of(config).items()} if "encoder" in like else {}
+    """Raise UserError unless `config` has the keys of `like` and no others, with values of their types. A run's config
+    may have optional sections too. kind: what messages call it."""
+    optional = {name: asdict(OPTIONAL[name]) for name in OPTIONAL if name in config} if "encoder" in like else {}
     schema.check_shape(config, ConfigDict(like.to_dict() | optional), kind)
 
 
-def validate(config: ConfigDict, kind: type[Task] | None = None) -> None:
-    """Raise UserError, with the key's name, for a value that cannot work. Touches no device.
-
-    kind: the task whose config it has to be, None for REALM's.
-    """
-    check_shape(config, schema.to_config_dict(_sections_of(kind)))
-    if kind is None:
-        _check_realm(config)
-        return
-    schema.check_values(config, _sections_of(kind))
-    check_heads(config)
-    kind.check(config)
-
-
-def _check_realm(config: ConfigDict) -> None:
+def validate(config: ConfigDict) -> None:
+    """Raise UserError, with the key's name, for a value that cannot work. Touches no device."""
+    check_shape(config, default())
     names = task_names(config)
     _check_recipe(names)
     for name in sorted(OPTIONAL.keys() & named_sections(config) - {*config}):
@@ -180,20 +132,19 @@ def _check_realm(config: ConfigDict) -> None:
     require(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
     waiting = inherited_keys(config)
     _check_model_is_named(config.init_from, waiting)
-    idle = {f"{name}.{field.name}" for name in REALM_TASKS if name not in names for field in fields(TaskSection)}
-    schema.check_values(config, sections_like(config), skip={*waiting, *idle})
+    idle = {f"{name}.{field.name}" for name in TASKS if name not in names for field in fields(TaskSection)}
+    schema.check_values(config, sections_of(config), skip={*waiting, *idle})
     check_heads(config, waiting)
     _check_prompts(config.encoder)
-    for task in REALM_TASKS.values():
+    for task in TASKS.values():
         task.check(config)
     _check_retrieval(config)
 
 
 def _check_recipe(names: Collection[str]) -> None:
-    require(bool(names), "tasks", f"name at least one of {', '.join(REALM_TASKS)}")
+    require(bool(names), "tasks", f"name at least one of {', '.join(TASKS)}")
     for name in names:
-        known = f"there is no task {name!r}; choose among {', '.join(REALM_TASKS)}"
-        require(name in REALM_TASKS, "tasks", known)
+        require(name in TASKS, "tasks", f"there is no task {name!r}; choose among {', '.join(TASKS)}")
     require(len(set(names)) == len(names), "tasks", "a task may stand only once in a recipe")
     for name in names:
         partners = TASKS[name].partners

@@ -41,7 +41,7 @@ class Tower:
 
 
 def tower_of(config: ConfigDict) -> Tower:
-    """The size that the embedders have, or a tagger."""
+    """The size that the embedders have."""
     return _sized(config.model)
 
 

@@ -1,7 +1,7 @@
 """The fixed parts of a run: config, folder, data, mesh, networks, and the corpus on the devices. Shared by every job.
 
-`BaseRun` is what the train loop needs of any run, `Run` is one over passages. Read next: `tasks/base.py` for what is
-learned in it, `train/loop.py` for how, `eval/prediction.py` for how it answers.
+Read next: `tasks/base.py` for what is learned in a run, `train/loop.py` for how, `eval/prediction.py` for how it
+answers.
 """
 
 import dataclasses
@@ -47,40 +47,6 @@ from realm_jax.retrieval.scann import BUDGET, ScannConfig
 from realm_jax.sections import answering_of, task_names
 
 
-@dataclasses.dataclass(frozen=True)
-class BaseRun:
-    """What the train loop needs of any run: networks, data, mesh and folder.
-
-    model: networks over one tree of parameters, with `bert`, `init` and `init_boxed`. sources: what is read, with
-    `fingerprints`.
-    """
-
-    config: ConfigDict
-    workdir: Path
-    mesh: Mesh
-    model: Any
-    sources: Any
-
-    def initial_params(self) -> Params:
-        """Fresh parameters, initialised sharded; for the GPUs of one process on its CPU, which compiles this sooner."""
-        host = host_of_gpus(self.mesh)
-        if host is None:
-            return _init_program(self.model, self.mesh)(jax.random.key(self.config.seed))
-        with jax.default_device(host):
-            made = _init_program(self.model, None)(jax.random.key(self.config.seed))
-        return jax.device_put(made, self.param_shardings)
-
-    @property
-    def abstract_params(self) -> Any:
-        """Shape and dtype of each parameter: a tree like the parameters'."""
-        return abstract_params(self.model)
-
-    @property
-    def param_shardings(self) -> Any:
-        """Where each parameter lives: a tree like the parameters'."""
-        return _shardings(self.model, self.mesh)
-
-
 def host_of_gpus(mesh: Mesh) -> jax.Device | None:
     """The CPU beside a mesh of GPUs; None for other meshes, for those of several processes, whose CPUs may differ in
     the last bit, and where JAX_PLATFORMS leaves no CPU."""
@@ -114,13 +80,35 @@ def _init_program(model: Any, mesh: Mesh | None) -> Callable[[jax.Array], Params
 
 
 @dataclasses.dataclass(frozen=True)
-class Run(BaseRun):
+class Run:
     """A run over a corpus of passages, which is on the devices in document layout."""
 
+    config: ConfigDict
+    workdir: Path
+    mesh: Mesh
     model: Realm
     sources: Sources
     context: StepContext
     lengths: Lengths
+
+    def initial_params(self) -> Params:
+        """Fresh parameters, initialised sharded; for the GPUs of one process on its CPU, which compiles this sooner."""
+        host = host_of_gpus(self.mesh)
+        if host is None:
+            return _init_program(self.model, self.mesh)(jax.random.key(self.config.seed))
+        with jax.default_device(host):
+            made = _init_program(self.model, None)(jax.random.key(self.config.seed))
+        return jax.device_put(made, self.param_shardings)
+
+    @property
+    def abstract_params(self) -> Any:
+        """Shape and dtype of each parameter: a tree like the parameters'."""
+        return abstract_params(self.model)
+
+    @property
+    def param_shardings(self) -> Any:
+        """Where each parameter lives: a tree like the parameters'."""
+        return _shardings(self.model, self.mesh)
 
     @cached_property
     def corpus(self) -> CorpusRows:

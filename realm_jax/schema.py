@@ -177,29 +177,26 @@ def advise(name: str, known: Iterable[str], otherwise: str = "at the top it has"
     return f"{otherwise} {', '.join(sorted({one.partition('.')[0] for one in known}))}"
 
 
-def help_text(sections: Sections, inherits: bool = True) -> str:
-    """Every key in Markdown: default, limit, what it means. Neighbouring sections of one type are listed together.
-
-    inherits: whether values that mean "as the model" are listed.
-    """
+def help_text(sections: Sections) -> str:
+    """Every key in Markdown: default, limit, what it means. Neighbouring sections of one type are listed together."""
     parts = []
     for kind, group in itertools.groupby(sections.items(), lambda item: type(item[1])):
         names, same = zip(*group, strict=True)
         heading = ", ".join(f"`{name}`" for name in names if name) or "At the top"
         section = names[0] if len(names) == 1 else "<section>"
         declared = [keys({section: one}) for one in same]
-        entries = [_entry(name, [one[name] for one in declared], inherits) for name in declared[0]]
+        entries = [_entry(name, [one[name] for one in declared]) for name in declared[0]]
         parts += [f"### {heading}\n\n{kind.__doc__}\n", *entries, ""]
     return "\n".join(parts)
 
 
-def _entry(name: str, declared: list[Key], inherits: bool) -> str:
+def _entry(name: str, declared: list[Key]) -> str:
     """The lines of one key, which several sections may have with a default of their own."""
     first, defaults = declared[0], [f"`{one.default!r}`" for one in declared]
     notes = [", ".join(defaults if len(set(defaults)) > 1 else defaults[:1])]
     if first.limit:
         notes.append(first.limit.words)
-    if inherits and first.inherit is not None:
+    if first.inherit is not None:
         notes.append(f"`{first.inherit!r}`: as the model of `init_from`")
     if first.operations:
         notes.append("operations")

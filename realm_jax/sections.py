@@ -77,8 +77,8 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Bert:
-    """The BERTs of a run of any kind, at the sizes of BERT-base."""
+class Model:
+    """The three BERTs: both embedders are of one size, and so is the reader unless `reader` says otherwise."""
 
     layers: int = key(12, "Transformer layers", POSITIVE, inherit=0)
     width: int = key(768, "size of a hidden state", POSITIVE, inherit=0)
@@ -104,12 +104,6 @@ class Bert:
         one_of("none", "dots", "layer"),
         operations=True,
     )
-
-
-@dataclass(frozen=True)
-class Model(Bert):
-    """The three BERTs: both embedders are of one size, and so is the reader unless `reader` says otherwise."""
-
     reader: str = key(
         "",
         "in what the reader's BERT differs, such as 'layers=12,width=768,heads=12,feed_forward=3072': sizes and "
@@ -242,7 +236,7 @@ class TaskSection:
 
 
 @dataclass(frozen=True)
-class AnyOptimizer:
+class Optimizer:
     """Adam, with gradients that are clipped."""
 
     warmup: int = key(0, "steps of learning-rate warm-up; 0: min(10000, max(100, steps / 10))", NOT_NEGATIVE)
@@ -254,12 +248,6 @@ class AnyOptimizer:
         POSITIVE,
         operations=True,
     )
-
-
-@dataclass(frozen=True)
-class Optimizer(AnyOptimizer):
-    """Adam, with gradients that are clipped."""
-
     preset: str = key(
         "bert",
         "'bert': as BERT was trained; 'short': for a few hundred steps from pretrained weights: Adam with its bias "

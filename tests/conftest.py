@@ -116,14 +116,6 @@ def people(tmp_path_factory):
     return prepare_people(tmp_path_factory.mktemp("people"))
 
 
-@pytest.fixture(scope="session")
-def trained_tagger(tmp_path_factory) -> Path:
-    """The folder of a tagger that was never disturbed (see `tiny_tagger.py`); tests read it and leave it as it is."""
-    from tiny_tagger import train_tiny_tagger
-
-    return train_tiny_tagger(tmp_path_factory.mktemp("tagger"))
-
-
 @pytest.fixture
 def passages(tmp_path) -> Path:
     """A file of three articles; see `capitals.py`."""

@@ -153,7 +153,6 @@ def test_a_run_is_measured_on_a_split_and_on_records(model):
         (lambda model: realm_jax.prepare("a", "b", vocabulary=3), "no option vocabulary"),
         (lambda model: realm_jax.load_config("quickstrat"), "there is no config 'quickstrat'"),
         (lambda model: realm_jax.load_config("quickstart", {"realm.steps": "many"}), "value of type int"),
-        (lambda model: realm_jax.train_model(realm_jax.load_config("tagger"), "x"), "config of a tagger"),
     ],
 )
 def test_what_the_caller_can_correct_is_one_line(model, call, said):

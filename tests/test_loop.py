@@ -36,7 +36,7 @@ from tiny_run import tiny_config
 
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, Stop
-from realm_jax.run import BaseRun, Run
+from realm_jax.run import Run
 from realm_jax.storage import exclusive_lock, read_json, write_json_atomic
 from realm_jax.tasks import make_task
 from realm_jax.train import loop, recipe
@@ -75,7 +75,7 @@ def test_what_is_done_is_not_repeated(straight, monkeypatch):
 
 def test_a_run_that_goes_on_makes_no_first_parameters(straight, monkeypatch):
     """They would stay on the devices beside its own until the task ends."""
-    monkeypatch.setattr(BaseRun, "initial_params", None)
+    monkeypatch.setattr(Run, "initial_params", None)
     params = recipe.train(straight)
     jax.tree.map(np.testing.assert_array_equal, final_params(straight), jax.tree.map(np.asarray, params))
 

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 from tiny import VOCABULARY, loud_params, random_words, tiny_realm
-from weight_folders import assert_same_bits, save_network
+from weight_folders import assert_same_bits, load_bert, save_network
 
 from realm_jax.models.bert import Bert, BertConfig
 from realm_jax.models.inputs import ReaderInput
 from realm_jax.models.likelihood import masked_word_marginal, orqa_loss
 from realm_jax.models.realm import Params, Reader, Realm
-from realm_jax.models.weights import find, load_bert, networks, read, settings_of
+from realm_jax.models.weights import find, networks, read, settings_of
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -290,7 +290,9 @@ def test_a_tagged_folder_is_not_what_prepare_would_make(tmp_path, passages):
     prepare(passages, tmp_path / "data", vocabulary_size=300)
     path = tmp_path / "data" / "PREPARED.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tagged": {"spans": "tagger:x"}}))
-    with pytest.raises(UserError, match="was made by `realm tag`; choose another --output or remove the folder"):
+    with pytest.raises(
+        UserError, match="of a tagger that this version cannot run; choose another --output or remove the folder"
+    ):
         prepare(passages, tmp_path / "data", vocabulary_size=300)
 
 

@@ -14,12 +14,12 @@ import pytest
 from numpy_bert import gelu_erf, hidden_states
 from safetensors.numpy import load_file
 from tiny import loud_params
-from weight_folders import assert_same_bits, cut_into_shards, edit_settings, save_network, save_tensors
+from weight_folders import assert_same_bits, cut_into_shards, edit_settings, load_bert, save_network, save_tensors
 
 from realm_jax.errors import UserError
 from realm_jax.models.bert import Bert, BertConfig
 from realm_jax.models.realm import Reader, Realm
-from realm_jax.models.weights import NetworkFiles, find, load_bert, networks, read
+from realm_jax.models.weights import NetworkFiles, find, networks, read
 
 WIDTH, HEADS, LAYERS, HIDDEN, WORDS, POSITIONS = 8, 2, 2, 12, 11, 9
 SETTINGS = {"num_attention_heads": HEADS, "hidden_act": "gelu", "layer_norm_eps": 1e-12}

@@ -13,7 +13,14 @@ from tiny_run import tiny_config
 from realm_jax.assemble import make_model
 from realm_jax.data.sources import open_sources
 from realm_jax.models import weights
+from realm_jax.models.bert import BertConfig
 from realm_jax.models.realm import Params, Realm
+
+
+def load_bert(folder: Path, config: BertConfig) -> Params:
+    """The parameters of a `Bert` of this config, float32 on the host."""
+    params: Params = weights.read(weights.find(folder, config, [weights.encoder(config)]))["bert"]
+    return params
 
 
 def save_tensors(folder: Path, tensors: dict[str, np.ndarray], settings: dict | None = None) -> Path:

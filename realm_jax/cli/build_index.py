@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from realm_jax import processes
 from realm_jax.assemble import make_run
 from realm_jax.cache import cache_programs
-from realm_jax.config import REALM_TASKS, default, validate
+from realm_jax.config import default, validate
 from realm_jax.config_flags import add_config_argument, load_config
 from realm_jax.console import StageProgress
 from realm_jax.data.sources import open_sources
@@ -49,6 +49,7 @@ from realm_jax.refresh.status import BUILDER, TRAINER, Status, StatusWriter, pro
 from realm_jax.retrieval.scann import check_scann
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, Folder, StorageError, make_folder
+from realm_jax.tasks import TASKS
 from realm_jax.train.index_source import shared_folder
 from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.workdir import recorded_config, recorded_corpus
@@ -113,7 +114,7 @@ def for_embedding(config: ConfigDict, devices: int) -> ConfigDict:
     own.mesh.update({"fsdp": 1, "model": 1})
     own.optimizer.microbatches = 1
     own.model.reader = ""  # there is none, so its tokens are not needed
-    for name in REALM_TASKS.keys() & {*own}:
+    for name in TASKS.keys() & {*own}:
         own[name].batch_size = devices
     return own
 

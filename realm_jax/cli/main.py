@@ -47,7 +47,6 @@ JOBS = {  # command → what it does; its module is named like it
     "prepare": "turn your documents and questions into a folder to train from",
     "inspect": "look at prepared data, or at how a trained model predicts a text",
     "train": "run, or resume, the training recipe of a config file",
-    "tag": "find the salient spans of prepared passages with a trained tagger",
     "launch": "plan a run, start it here, on TPU VMs or on GKE; see it, stop it, remove it",
     "watch": "see how a run does, live: loss, recall, its indexes and jobs",
     "build-index": "re-embed the corpus alongside a training run, and publish the index",

@@ -412,7 +412,10 @@ class PrepareJob:
             done = {*open_folder(where).names()}
             missing = [shard for shard in range(shards) if packed_name(shard) not in done]
             if missing:
-                self.runner.each(partial(pack_shard, packer, f"{self.root}/{name}"), where, missing, bar.update)
+                # A network has the devices of this process; workers would each need the memory of all of them.
+                one_process = packer.uses_devices and isinstance(self.runner, Processes)
+                runner = Processes(1) if one_process else self.runner
+                runner.each(partial(pack_shard, packer, f"{self.root}/{name}"), where, missing, bar.update)
         packed = [open_folder(where).read_json(packed_name(shard)) for shard in range(shards)]
         entries, summary = [one["entry"] for one in packed], PackingSummary()
         for one in packed:

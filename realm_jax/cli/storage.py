@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from realm_jax.cli.output import print_json, print_records
-from realm_jax.config import kind_of
 from realm_jax.errors import UserError
 from realm_jax.refresh.generations import (
     export_step,
@@ -148,7 +147,7 @@ class Generation(NamedTuple):
 
 def checkpoints(workdir: Path) -> dict[str, Checkpoint]:
     """The checkpoints of the run in a folder, by task and step. Raises UserError if there is no run."""
-    recorded_config(workdir, tagger=None)
+    recorded_config(workdir)
     saved = [
         Checkpoint(entry)
         for folder in sorted(workdir.glob("*/checkpoints"))
@@ -158,10 +157,7 @@ def checkpoints(workdir: Path) -> dict[str, Checkpoint]:
 
 
 def generations(workdir: Path) -> dict[str, Generation]:
-    """The generations of the run in a folder, by name; a tagger has none. Raises UserError if the shared folder
-    cannot be opened."""
-    if kind_of(recorded_config(workdir, tagger=None)) is not None:
-        return {}
+    """The generations of the run in a folder, by name. Raises UserError if the shared folder cannot be opened."""
     shared = recorded_folder(workdir)
     return {name: Generation(shared, name) for name in generation_names(shared)}
 

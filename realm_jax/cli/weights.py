@@ -25,7 +25,6 @@ from safetensors.numpy import save_file
 
 from realm_jax.cli.argument_types import nonempty
 from realm_jax.cli.arguments import add_run_arguments, config_changes
-from realm_jax.config import REALM_TASKS
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.wordpiece import VOCABULARY_FILE, WordPiece
 from realm_jax.errors import UserError
@@ -42,6 +41,7 @@ from realm_jax.models.weights import (
     write_json,
 )
 from realm_jax.storage import publish_folder
+from realm_jax.tasks import TASKS
 from realm_jax.train.adaptation import MODEL
 from realm_jax.train.adaptation import RECORD as ADAPTED
 from realm_jax.train.export import save_tokenizer, write_networks
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "private ones). The token is that of `hf auth login` or HF_TOKEN",
     )  # fmt: skip
     export.add_argument(
-        "--task", choices=tuple(REALM_TASKS), help="parameters at the end of it (default: of the last one trained)"
+        "--task", choices=tuple(TASKS), help="parameters at the end of it (default: of the last one trained)"
     )
     export.add_argument(
         "--names", choices=("bert", HF_REALM), default="bert",

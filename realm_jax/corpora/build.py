@@ -142,6 +142,11 @@ class PassagePacker:
         self._finder_name = finder
         self._find = spans.finder(finder)
 
+    @property
+    def uses_devices(self) -> bool:
+        """True if its span finder has to run in one process of a machine."""
+        return spans.uses_devices(self._find)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (PassagePacker, (self.tokenizer, self.limit, self._finder_name))
 
@@ -150,9 +155,10 @@ class PassagePacker:
         summary = PackingSummary(articles=len(articles))
         texts = [_without_title_line(article) for article in articles]
         titles, bodies = self.tokenizer.tokens([article.title for article in articles]), self.tokenizer.tokens(texts)
+        spans_of_texts = spans.find_many(self._find, texts)
         passages: list[Passage] = []
-        for article, text, title, tokens in zip(articles, texts, titles, bodies, strict=True):
-            rows = self._passages(article, text, title, tokens, summary)
+        for article, text, title, tokens, found in zip(articles, texts, titles, bodies, spans_of_texts, strict=True):
+            rows = self._passages(article, text, title, tokens, found, summary)
             if rows:
                 summary.documents += 1
             else:
@@ -164,8 +170,9 @@ class PassagePacker:
         return passages, summary
 
     def _passages(
-        self, article: Article, text: str, title: Tokens, tokens: Tokens, summary: PackingSummary
-    ) -> list[Passage]:
+        self, article: Article, text: str, title: Tokens, tokens: Tokens, spans_of_text: list[spans.Span],
+        summary: PackingSummary,
+    ) -> list[Passage]:  # fmt: skip
         """All passages of one article."""
         title_tokens = title.ids[: packing.max_title(self.limit)]
         summary.notes["long titles shortened"] += len(title.ids) > len(title_tokens)
@@ -177,7 +184,7 @@ class PassagePacker:
             return []
         borders = np.array([(part.start, part.stop) for part in parts])
         columns = *tokens, borders, self.tokenizer.unk_id
-        found = spans.to_token_spans(self._find(text), *columns)
+        found = spans.to_token_spans(spans_of_text, *columns)
         rows = packing.pack([part.stop - part.start for part in parts], len(title_tokens), self.limit)
         begins = [*(parts[first].start for first, _ in rows), len(tokens.ids)]
         bounds = np.searchsorted([start for start, _, _ in found], begins)

@@ -48,7 +48,7 @@ def is_prepared(output: str, inputs: dict[str, Any], skip_damage: bool) -> bool:
     if manifest.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{output} was prepared by another version of this program; {advice}")
     if "tagged" in manifest:
-        raise UserError(f"{output} was made by `realm tag`; {advice}")
+        raise UserError(f"{output} has the spans of a tagger that this version cannot run; {advice}")
     if manifest.get("inputs") != inputs:
         changed = [name for name, value in inputs.items() if manifest["inputs"].get(name) != value]
         raise PreparedOtherwise(f"{output} was prepared with other {' and '.join(changed)}; {advice}")

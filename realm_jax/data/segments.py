@@ -289,22 +289,6 @@ class SegmentWriter:
         self._sinks["document_keys"].write(np.array(keys, np.uint64))
         self.rows += len(passages)
 
-    def copy(self, segment: Segment, spans: NDArray[np.int32], counts: NDArray[np.int64], kinds: Sequence[str]) -> None:
-        """Add the rows of a segment with other salient spans.
-
-        spans: int32 [n, 3], start and end in tokens of the body and index into `kinds`; counts: of each row, [rows].
-        """
-        for name in RAGGED:
-            if name != "spans":
-                self._sinks[name].write(segment.values[name])
-                self._sinks[f"{name}.offsets"].write(segment.offsets[name][1:])
-        for name in FIXED:
-            self._sinks[name].write(segment.fixed[name])
-        coded = self._coded([(start, end, kinds[kind]) for start, end, kind in spans.tolist()])
-        self._sinks["spans"].write(coded)
-        self._sinks["spans.offsets"].write(np.cumsum(counts))
-        self.rows += segment.rows
-
     def _write_ragged(self, name: str, rows: list[NDArray[Any]]) -> None:
         """Add the values of some rows to a column, and the places where they end."""
         sink = self._sinks[name]

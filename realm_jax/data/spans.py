@@ -1,17 +1,17 @@
 """Salient spans: the dates and names of a text, which masked queries hide and the retriever must find again.
 
 REALM tagged entities with a trained model and dates with a regular expression (Guu et al. 2020, section 3.4). The rules
-here need no model: dates in their usual forms, and runs of capitalised words. A better tagger is plugged in by name:
-one that `realm train` made, one of the libraries in `span_adapters.py`, or a function of your own that takes a text and
-returns `Span`s. Next to read: `masking.py`.
+here need no model: dates in their usual forms, and runs of capitalised words. A better tagger is plugged in by name: a
+BERT for token classification, a pipeline of spaCy, or a function of your own that takes a text and returns `Span`s.
+Next to read: `masking.py`.
 """
 
 import dataclasses
 import importlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,16 +19,15 @@ from numpy.typing import NDArray
 from realm_jax.data.sentences import OPENERS, split
 from realm_jax.errors import UserError
 
+T = TypeVar("T")
 DATE, NAME = "date", "name"
 # Finders with a model, by the first part of their name: what makes one, given the rest of the name.
 FACTORIES = {
-    "tagger": "realm_jax.train.tagger:finder",  # tagger:WORKDIR, of a run of `realm train`
-    "hf": "realm_jax.data.span_adapters:hugging_face",  # hf:NAME
+    "hf": "realm_jax.models.tagger:hugging_face",  # hf:NAME or hf:FOLDER; a name, since it brings JAX along
     "spacy": "realm_jax.data.span_adapters:spacy_model",  # spacy:NAME
-    "stanza": "realm_jax.data.span_adapters:stanza_model",  # stanza:LANGUAGE
 }
 CHOICES = (
-    "choose rules, or a name such as tagger:WORKDIR, hf:NAME, spacy:NAME, stanza:LANGUAGE or package.module:function"
+    "choose rules, hf:NAME or hf:FOLDER of a BERT for token classification, spacy:NAME, or package.module:function"
 )
 MAX_NAME_WORDS = 8  # longer runs of capitalised words are rows of tables
 MAX_CAPITALS_WORDS = 5  # longer runs in capital letters are headings
@@ -46,7 +45,8 @@ class Span(NamedTuple):
 class SalientSpanFinder(Protocol):
     """Finds the salient spans of a text: in order, not overlapping, none empty.
 
-    One that may change under its name, such as a model in training, has an attribute `identity` that distinguishes it.
+    It may have further attributes. identity: distinguishes models of the same name. find_many: takes texts and returns
+    the spans of each, for a model that reads batches. uses_devices: true if one process of a machine has to run it.
     """
 
     def __call__(self, text: str) -> list[Span]: ...
@@ -75,6 +75,17 @@ def identity(finder: SalientSpanFinder) -> str | None:
     return getattr(finder, "identity", None)
 
 
+def uses_devices(finder: SalientSpanFinder) -> bool:
+    """True if a finder computes on JAX's devices, which one process of a machine has to itself."""
+    return bool(getattr(finder, "uses_devices", False))
+
+
+def find_many(finder: SalientSpanFinder, texts: Sequence[str]) -> list[list[Span]]:
+    """Return the spans of each text, in one call of a finder that takes many."""
+    batched = getattr(finder, "find_many", None)
+    return batched(texts) if batched else [finder(text) for text in texts]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Checked:
     """A finder from elsewhere, whose spans are looked at."""
@@ -86,13 +97,28 @@ class _Checked:
     def identity(self) -> str | None:
         return identity(self.find)
 
+    @property
+    def uses_devices(self) -> bool:
+        return uses_devices(self.find)
+
     def __call__(self, text: str) -> list[Span]:
+        return self._check(text, self._run(text, lambda: list(self.find(text))))
+
+    def find_many(self, texts: Sequence[str]) -> list[list[Span]]:
+        if not hasattr(self.find, "find_many"):
+            return [self(text) for text in texts]
+        spans_of_texts = self._run("".join(texts[:1]), lambda: find_many(self.find, texts))
+        return [self._check(text, spans) for text, spans in zip(texts, spans_of_texts, strict=True)]
+
+    def _run(self, text: str, find: Callable[[], T]) -> T:
         try:
-            found = list(self.find(text))
+            return find()
         except UserError:
             raise
         except Exception as fault:
             raise UserError(f"span finder {self.name!r} fails: {_reason(fault)}; on {text[:40]!r}") from fault
+
+    def _check(self, text: str, found: list[Span]) -> list[Span]:
         reached = 0
         for span in found:
             whole = isinstance(span, Span) and isinstance(span.start, Integral) and isinstance(span.end, Integral)

@@ -188,14 +188,6 @@ class PassageStore:
                 return range(start + rows.start, start + rows.stop)
         return range(0)
 
-    def rows_in(self, number: int) -> tuple[range, NDArray[np.int64]]:
-        """The rows of this version in segment `number`, which are adjacent, and where they are in it, int64 [rows]."""
-        start, stop = self._starts[number], self._starts[number + 1]
-        if self._kept is None:
-            return range(start, stop), np.arange(stop - start)
-        first, last = np.searchsorted(self._kept, [start, stop]).tolist()
-        return range(first, last), self._kept[first:last] - start
-
     def lengths(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Numbers of pieces of all bodies and of all titles, int32 [rows] each."""
         titles = np.concatenate([segment.fixed["title_lengths"].astype(np.int32) for segment in self.segments])

@@ -315,20 +315,19 @@ class Bert(nn.Module):
 
     def __call__(
         self, ids: Array, segments: Array, mask: Array, positions: Array | None = None, deterministic: bool = True,
-        features: Array | None = None, places: int = 0,
+        places: int = 0,
     ) -> Array:  # fmt: skip
         """Hidden states of the last layer.
 
         ids, segments [batch, length] int; mask [batch, length] bool, true on real tokens;
-        positions [batch, m] int: compute the last layer for these alone (None: for all); features [batch, length
-        or 1, width]: added to the embeddings. Returns [batch, length or m, width] in the dtype of states.
+        positions [batch, m] int: compute the last layer for these alone (None: for all). Returns [batch, length or m,
+        width] in the dtype of states.
 
         places: of each part of the batch, into which its tokens are packed for the layers (0: they stay padded); the
         mask is then true on the first tokens of a sequence, and what is returned beyond them 0.
         """
         c = self.config
         x = self.words(ids) + self.segments(segments) + self.positions(jnp.arange(ids.shape[1]))[None]
-        x = x if features is None else x + features
         x = self.dropout(self.norm(x), deterministic=deterministic).astype(c.state_dtype)
         x, mask = self._whole_tiles(x), self._whole_tiles(mask)
         layout = c.packing(mask, places) if places else None

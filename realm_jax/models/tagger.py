@@ -1,123 +1,238 @@
-"""A named-entity tagger: BERT, and a label for every word piece.
+"""BERT for token classification as a finder of salient spans, `hf:NAME`: what REALM tagged its names with.
 
-    params = {'tagger': {'bert': …, 'labels': …, 'shapes': …}}
-
-REALM's salient spans came from such a tagger, trained on CoNLL-2003 (Guu et al. 2020, section 3.4). A vocabulary in
-lower case hides what tells names best; `shapes` gives it back: embeddings of how each word and its neighbours are
-written are added to those of its pieces. What the labels mean: `realm_jax/data/tags.py`. Read next:
-`tasks/tagger.py`.
+REALM's names came from a BERT that was fine-tuned on CoNLL-2003 (Guu et al. 2020, section 3.4). Here it is any
+`BertForTokenClassification` of Hugging Face: a folder, or a repository of the hub, with `config.json` (its `id2label`
+names the labels), `model.safetensors` and a tokenizer. The network is ours, on all devices of this process.
 """
 
-import dataclasses
-from typing import Any
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
-from realm_jax.data.tags import OUTSIDE, SHAPES
-from realm_jax.models.bert import Bert, BertConfig, initializer
-from realm_jax.models.dropout import Dropout
-from realm_jax.models.inputs import token_mask
+from realm_jax.cache import cache_programs
+from realm_jax.data import sentences
+from realm_jax.data.packing import sentence_parts
+from realm_jax.data.span_adapters import without_overlaps
+from realm_jax.data.spans import Span, find_dates, with_dates
+from realm_jax.data.tokenizer import Tokenizer, Tokens
+from realm_jax.data.tokenizer_files import FoundTokenizer, lower_case_of, tokenizer_file
+from realm_jax.errors import UserError
+from realm_jax.models.bert import ACTIVATIONS, Bert, BertConfig
+from realm_jax.models.folders import HUB, resolve_model_path
+from realm_jax.models.weights import (
+    BERT_SETTINGS,
+    SETTINGS,
+    WEIGHTS,
+    Params,
+    encoder,
+    find,
+    our_activation,
+    read,
+    token_classifier,
+)
+from realm_jax.storage import read_settings
 
 Array = jax.Array
-Params = dict[str, Any]
-FORBIDDEN = -1e9  # added to the score of a label that may not follow another; finite, so that sums stay finite
+WINDOWS = 32  # that a device reads at a time; the same for every batch, so that few programs are compiled
+WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512)  # padded lengths of windows
+NAMELESS = re.compile(r"LABEL_\d+")  # what transformers calls a label that has no name
+PREFIXED = re.compile(r"([BIESLU])-(.+)")  # of BIO, BIOES and BILOU
+OUTSIDE, BEGINS, ENDS = "O", "BSU", "ESLU"
 
 
-class TaggerNetwork(nn.Module):
-    """`labels`: how many there are; `shapes`: whether shapes of words are embedded."""
+# --- the network ------------------------------------------------------------------------------------------------------
+
+
+class TokenClassifier(nn.Module):
+    """BERT with a linear layer that scores the labels of every token."""
 
     config: BertConfig
     labels: int
-    shapes: bool = True
 
     @nn.compact
-    def __call__(self, ids: Array, mask: Array, shapes: Array, deterministic: bool = True) -> Array:
-        """ids, shapes [batch, length] int, mask [batch, length] bool → log-probabilities [batch, length, labels].
-
-        The embedding of shapes starts at zero, so that imported weights start as they are.
-        """
-        c = self.config
-        features = None
-        if self.shapes:
-            zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), (None, "embed"))
-            table = nn.Embed(3 * SHAPES, c.width, embedding_init=zeros, name="shapes")
-            own, before, after = (shapes // SHAPES**place % SHAPES for place in range(3))
-            features = table(own) + table(SHAPES + before) + table(2 * SHAPES + after)
-        segments = jnp.zeros_like(ids)
-        hidden = Bert(c, name="bert")(ids, segments, mask, deterministic=deterministic, features=features)
-        hidden = Dropout(c.dropout)(hidden, deterministic=deterministic)
-        scores = nn.Dense(
-            self.labels,
-            dtype=jnp.float32,
-            kernel_init=nn.with_logical_partitioning(initializer(c.width), ("embed", None)),
-            bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), (None,)),
-            name="labels",
-        )(hidden.astype(jnp.float32))
-        return jax.nn.log_softmax(scores)
+    def __call__(self, ids: Array, mask: Array) -> Array:
+        """ids [batch, length] int, mask [batch, length] bool → logits [batch, length, labels] float32."""
+        hidden = Bert(self.config, name="bert")(ids, jnp.zeros_like(ids), mask)  # [batch, length, width]
+        return nn.Dense(self.labels, name="classifier")(hidden.astype(jnp.float32))
 
 
-@dataclasses.dataclass(frozen=True)
-class Tagger:
-    """The network as pure functions. kinds: of names; two labels each, and one for what is none."""
+class LoadedTagger(NamedTuple):
+    """What a folder holds: the network with its parameters, the name of each label, and the tokenizer."""
 
-    bert: BertConfig
-    kinds: tuple[str, ...]
-    shapes: bool = True
-
-    @property
-    def network(self) -> TaggerNetwork:
-        return TaggerNetwork(self.bert, 2 * len(self.kinds) + 1, self.shapes)
-
-    def init_boxed(self, key: Array) -> Params:
-        """Fresh parameters, boxed with their logical axis names."""
-        ids = jnp.zeros((1, 8), jnp.int32)
-        return {"tagger": self.network.init(key, ids, jnp.ones((1, 8), bool), ids)["params"]}
-
-    def init(self, key: Array) -> Params:
-        """Fresh float32 parameters."""
-        return nn.unbox(self.init_boxed(key))
-
-    def scores(self, params: Params, ids: Array, lengths: Array, shapes: Array, key: Array | None = None) -> Array:
-        """log p(label) of every place of `[CLS] pieces [SEP]`.
-
-        ids, shapes [batch, length] int, lengths [batch] → [batch, length, labels] float32. `key` turns dropout on.
-        """
-        inputs = ids.astype(jnp.int32), token_mask(lengths, ids.shape[1]), shapes.astype(jnp.int32)
-        options: dict[str, Any] = {} if key is None else {"deterministic": False, "rngs": {"dropout": key}}
-        return self.network.apply({"params": params["tagger"]}, *inputs, **options)  # type: ignore[return-value]
+    network: TokenClassifier
+    params: Params
+    labels: tuple[str, ...]
+    tokenizer: Tokenizer
 
 
-def transitions(labels: int) -> Array:
-    """0 where a label may follow another, else FORBIDDEN, float32 [labels, labels]: I only after B or I of its kind."""
-    before, after = jnp.arange(labels)[:, None], jnp.arange(labels)[None]
-    inside = (after % 2 == 0) & (after != OUTSIDE)
-    continues = (before == after) | (before == after - 1)
-    return jnp.where(inside & ~continues, FORBIDDEN, 0.0)
+def load_tagger(folder: Path) -> LoadedTagger:
+    """Load a BERT for token classification. Raises UserError, naming the file, for what is missing or does not fit."""
+    path = folder / SETTINGS
+    settings = read_settings(path)
+    names = settings.get("id2label")
+    if not (isinstance(names, dict) and {*names} == {str(number) for number in range(len(names))}):
+        raise UserError(f"{path}: has no `id2label` that names its labels; choose a model for token classification")
+    labels = tuple(str(names[str(number)]) for number in range(len(names)))
+    if all(NAMELESS.fullmatch(label) for label in labels):
+        raise UserError(f"{path}: `id2label` has no names but {labels[0]}; write there what each label means")
+    sizes: dict[str, Any] = {field: settings.get(key) for field, key in BERT_SETTINGS.items()} | {"dropout": 0.0}
+    sizes["hidden_act"] = our_activation(sizes["hidden_act"])
+    for field, key in BERT_SETTINGS.items():
+        if field not in ("hidden_act", "dropout") and not (isinstance(sizes[field], int) and sizes[field] > 0):
+            raise UserError(f"{path}: {key} is {sizes[field]!r}, which is no size; choose a plain BERT")
+    if sizes["width"] % sizes["heads"]:
+        raise UserError(f"{path}: {sizes['heads']} num_attention_heads do not divide a width of {sizes['width']}")
+    if sizes["hidden_act"] not in ACTIVATIONS:
+        raise UserError(f"{path}: hidden_act is {sizes['hidden_act']!r}; choose a BERT with {', '.join(ACTIVATIONS)}")
+    config = BertConfig(**sizes)
+    head = token_classifier(config, len(labels))
+    files = find(folder, config, (encoder(config), head))
+    if head.title in files.missing:
+        raise UserError(f"{folder / WEIGHTS}: has no {head.title}; choose a model for token classification")
+    vocabulary = tokenizer_file(folder)
+    if vocabulary is None:
+        raise UserError(f"{folder}: has no vocab.txt and no tokenizer.json; put the model's tokenizer there")
+    lower_case = lower_case_of(folder)
+    tokenizer = FoundTokenizer(vocabulary, lower_case is None or lower_case.value).read()
+    return LoadedTagger(TokenClassifier(config, len(labels)), read(files), labels, tokenizer)
 
 
-def decode(scores: Array, first: Array) -> tuple[Array, Array]:
-    """The most probable valid sequence of labels (Viterbi), over places where `first` is true.
+# --- the finder -------------------------------------------------------------------------------------------------------
 
-    scores [batch, length, labels] log-probabilities, first [batch, length] bool → labels int32 and their probabilities
-    float32, [batch, length] both; those of other places mean nothing.
+
+@lru_cache(maxsize=1)  # every packer asks for its finder by name
+def hugging_face(name: str) -> "NetworkFinder":
+    """Return the finder of `hf:NAME`: a model by the name of its repository, or by its folder.
+
+    Raises UserError if it cannot be fetched, is not a BERT for token classification, or its files do not fit together.
     """
-    batch, _, labels = scores.shape
-    allowed, every = transitions(labels), jnp.arange(labels)
+    folder = Path(name) if Path(name).is_dir() else resolve_model_path(f"{HUB}{name}", "--spans")
+    cache_programs()
+    digest = hashlib.sha256()
+    tagger = load_tagger(folder)
+    for file in (WEIGHTS, SETTINGS):
+        with open(folder / file, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return NetworkFinder(tagger, f"{digest.hexdigest()[:16]}-{tagger.tokenizer.fingerprint}")
 
-    def forward(best: Array, entry: tuple[Array, Array]) -> tuple[Array, Array]:
-        score, counts = entry
-        ways = best[:, :, None] + allowed
-        reached = jnp.where(counts[:, None], ways.max(axis=1) + score, best)
-        return reached, jnp.where(counts[:, None], ways.argmax(axis=1), every)
 
-    def backward(label: Array, came: Array) -> tuple[Array, Array]:
-        return jnp.take_along_axis(came, label[:, None], axis=1)[:, 0], label
+class NetworkFinder:
+    """Names that a network finds, sentence by sentence, and the rules' dates.
 
-    start = jnp.broadcast_to(jnp.where(every == OUTSIDE, 0.0, FORBIDDEN), (batch, labels))
-    steps = jnp.moveaxis(scores, 1, 0), first.T
-    last, came = jax.lax.scan(forward, start, steps)
-    _, found = jax.lax.scan(backward, last.argmax(axis=1), came, reverse=True)
-    found = found.T
-    return found, jnp.exp(jnp.take_along_axis(scores, found[..., None], axis=-1)[..., 0])
+    identity: of weights, labels and tokenizer. uses_devices: JAX's devices belong to one process, so one process of a
+    machine runs it.
+    """
+
+    uses_devices = True
+
+    def __init__(self, tagger: LoadedTagger, identity: str) -> None:
+        self.identity = identity
+        self._labels, self._tokenizer = tagger.labels, tagger.tokenizer
+        devices = jax.local_devices()
+        mesh = Mesh(np.array(devices), ("windows",))
+        self._rows = WINDOWS * len(devices)
+        self._by_window = NamedSharding(mesh, PartitionSpec("windows"))
+        self._params = jax.device_put(tagger.params, NamedSharding(mesh, PartitionSpec()))
+        self._longest = min(tagger.network.config.max_length, WIDTHS[-1])
+
+        @jax.jit
+        def best_labels(params: Params, ids: Array, lengths: Array) -> tuple[Array, Array]:
+            mask = jnp.arange(ids.shape[1]) < lengths[:, None]  # [rows, width]
+            logits: Any = tagger.network.apply({"params": params}, ids.astype(jnp.int32), mask)
+            return logits.argmax(axis=-1), jax.nn.softmax(logits).max(axis=-1)  # [rows, width] both
+
+        self._best_labels = best_labels
+
+    def __call__(self, text: str) -> list[Span]:
+        return self.find_many([text])[0]
+
+    def find_many(self, texts: Sequence[str]) -> list[list[Span]]:
+        """Return the spans of each text. The windows of all texts share batches; no window affects another."""
+        tokens_of_texts = self._tokenizer.tokens(texts)
+        word_starts = [*map(self._tokenizer.unit_starts, texts, tokens_of_texts)]  # [tokens] bool of each text
+        names: list[list[Span]] = [[] for _ in texts]
+        windows: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)  # width → (text, first, last token)
+        for number, (text, tokens) in enumerate(zip(texts, tokens_of_texts, strict=True)):
+            # A sentence is a window: taggers are trained on sentences. A longer one is cut between words.
+            parts = sentence_parts(text, tokens, sentences.split(text), self._longest - 2)
+            for part in chain.from_iterable(parts):
+                width = next((width for width in WIDTHS if part.stop - part.start + 2 <= width), self._longest)
+                windows[min(width, self._longest)].append((number, part.start, part.stop))
+        pending = []
+        for width, of_width in sorted(windows.items()):
+            for begin in range(0, len(of_width), self._rows):
+                batch = of_width[begin : begin + self._rows]
+                pending.append((batch, self._dispatch(tokens_of_texts, batch, width)))
+        for batch, results in pending:
+            label_ids, probabilities = (np.asarray(part) for part in results)  # [rows, width] both
+            for row, (number, first, last) in enumerate(batch):
+                inside = slice(1, last - first + 1)  # without [CLS] and [SEP]
+                tags = [self._labels[label] for label in label_ids[row, inside].tolist()]
+                window = tokens_of_texts[number].part(first, last), word_starts[number][first:last]
+                names[number] += entities(*window, tags, probabilities[row, inside])
+        dates = map(find_dates, texts)
+        return [
+            with_dates(text, without_overlaps(text, of_text), of_rules)
+            for text, of_text, of_rules in zip(texts, names, dates, strict=True)
+        ]
+
+    def _dispatch(self, tokens_of_texts: list[Tokens], batch: list[tuple[int, int, int]], width: int) -> Any:
+        """Start a batch on the devices without waiting for it. Rows beyond the windows are empty."""
+        special = self._tokenizer.special
+        ids = np.full((self._rows, width), special.pad, self._tokenizer.dtype)
+        lengths = np.ones(self._rows, np.int32)
+        for row, (number, first, last) in enumerate(batch):
+            used = last - first + 2
+            ids[row, :used] = [special.cls, *tokens_of_texts[number].ids[first:last], special.sep]
+            lengths[row] = used
+        return self._best_labels(self._params, *jax.device_put((ids, lengths), self._by_window))
+
+
+def entities(
+    tokens: Tokens, starts: NDArray[np.bool_], tags: Sequence[str], probabilities: NDArray[np.floating]
+) -> list[Span]:
+    """Return the names of a window, whatever the scheme of its tags: BIO, IOB1, BIOES, BILOU or plain kinds.
+
+    A word has the tag of its first token, as taggers are trained. A name begins at B, S or U, where the kind changes,
+    or after O, E, L, S or U; so a sequence that a scheme forbids is read as CoNLL's scorer reads it.
+
+    Args:
+        tokens: of the window, [tokens]; one at least.
+        starts: which tokens are the first of a word or mark, bool [tokens].
+        tags: the label of each token, [tokens].
+        probabilities: of these labels, [tokens].
+
+    Returns:
+        Spans of characters, each with the mean probability of its words' tags as its score.
+    """
+    firsts = np.union1d([0], np.flatnonzero(starts))  # a window may begin within a very long word
+    lasts = np.append(firsts[1:], len(tokens.ids)) - 1  # the last token of each word
+    spans: list[Span] = []
+    words: list[int] = []  # of the name so far
+    name_kind = ""
+    open_kind: str | None = None  # `name_kind`, or None if the name is at its end
+    for word, first in enumerate([*firsts.tolist(), None]):
+        tag = OUTSIDE if first is None else tags[first]
+        prefixed = PREFIXED.fullmatch(tag)
+        prefix, word_kind = prefixed.groups() if prefixed else ("", "" if tag == OUTSIDE else tag)
+        if words and (word_kind != open_kind or prefix in [*BEGINS]):
+            start, end = int(tokens.starts[firsts[words[0]]]), int(tokens.ends[lasts[words[-1]]])
+            spans.append(Span(start, end, name_kind, float(probabilities[firsts[words]].mean())))
+            words = []
+        if word_kind:
+            words.append(word)
+            name_kind = word_kind
+        open_kind = None if prefix in [*ENDS] else word_kind
+    return spans

@@ -28,7 +28,7 @@ from realm_jax.storage import read_settings
 WEIGHTS, SETTINGS = "model.safetensors", "config.json"  # of a network, and of a module of sentence-transformers
 SHARDS = f"{WEIGHTS}.index.json"  # in the place of WEIGHTS: name of a tensor → the file that it is in
 PREFIXES = ("", "bert.", "realm.")  # of a bare encoder, of one with a head, and of REALM's networks in transformers
-HEADS = ("cls.", "qa_outputs.", "retriever.")  # their tensors' names have no prefix
+HEADS = ("cls.", "qa_outputs.", "retriever.", "classifier.")  # their tensors' names have no prefix
 Params = dict[str, Any]
 
 LAYER = {  # ours → theirs
@@ -173,6 +173,11 @@ def _span_head(c: BertConfig, hidden: int) -> Part:
     return Part(SPAN_HEAD, tensors, epsilon)
 
 
+def token_classifier(c: BertConfig, labels: int) -> Part:
+    """The head of `BertForTokenClassification`."""
+    return Part("token classifier", (*_linear(("classifier",), "classifier", (c.width, labels)),))
+
+
 def _linear(path: tuple[str, ...], name: str, shape: tuple[int, int]) -> Iterator[Tensor]:
     yield Tensor((*path, "kernel"), f"{name}.weight", shape)
     yield Tensor((*path, "bias"), f"{name}.bias", shape[1:])
@@ -261,12 +266,6 @@ def _open_shards(index: Path, opened: ExitStack) -> Shards:
         if lacking:
             raise UserError(f"{shard}: has no {min(lacking)}, which {index.name} has there; fetch both again")
     return Shards({tensor: files[name] for tensor, name in tensors.items()})
-
-
-def load_bert(folder: Path, config: BertConfig) -> Params:
-    """The parameters of a `Bert` of this config, float32 on the host. Raises UserError as `find` and `read` do."""
-    params: Params = read(find(folder, config, [encoder(config)]))["bert"]
-    return params
 
 
 def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFiles:

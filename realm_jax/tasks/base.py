@@ -33,7 +33,6 @@ from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Network, Params, Realm
 from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.run import Run
-from realm_jax.schema import Sections
 from realm_jax.sections import TaskSection
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 
@@ -83,7 +82,6 @@ class Task(abc.ABC):
     stream: ClassVar[int]  # of random numbers, which examples and dropout follow from: another for every task, for ever
     title: ClassVar[str]
     section: ClassVar[TaskSection]  # its section of the config, with its defaults
-    sections: ClassVar[Sections | None] = None  # of the whole config where it has one of its own kind; None: REALM's
     partners: ClassVar[frozenset[str] | None] = None  # other tasks that its recipe may have; None: any
 
     # --- data and evaluation
@@ -95,7 +93,6 @@ class Task(abc.ABC):
     evaluates_start: bool = False  # before its first step too, where no index asks for it
 
     # --- the index
-    has_corpus: ClassVar[bool] = True
     retrieves: bool = False  # a step takes an index
     has_final_index: ClassVar[bool] = True  # its parameters are measured with one at the end
     follows_builder: ClassVar[bool] = False  # `realm build-index` may make it
@@ -113,17 +110,15 @@ class Task(abc.ABC):
     retriever_delay: int = 0  # steps before the retriever moves
     contrast: ContrastiveLoss | None = None  # its loss in parts, if it compares examples; None: losses add up
 
-    def __init__(self, run: Any) -> None:
-        """run: a `Run`, or a `BaseRun` for a task with a config of its own kind. What depends on it is set here."""
+    def __init__(self, run: Run) -> None:
+        """What depends on the run is set here."""
         self.run = run
-        if self.has_corpus:
-            self.question_search = run.context.qa_search
+        self.question_search = run.context.qa_search
 
     @property
     def context(self) -> StepContext:
         """The static context of its losses."""
-        context: StepContext = self.run.context
-        return context
+        return self.run.context
 
     @property
     def settings(self) -> ConfigDict:

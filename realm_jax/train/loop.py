@@ -25,7 +25,7 @@ from realm_jax.host import Stop, free_heap
 from realm_jax.models.realm import Params
 from realm_jax.processes import any_process, broadcast_from_process_0
 from realm_jax.refresh.status import StatusWriter
-from realm_jax.run import BaseRun, local_rows
+from realm_jax.run import Run, local_rows
 from realm_jax.schema import flatten
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Measure, Task
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 def train_task(
-    run: BaseRun,
+    run: Run,
     name: str,
     params: Params,
     measure: Measure | None = None,

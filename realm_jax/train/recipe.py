@@ -51,7 +51,7 @@ from realm_jax.train.projection import with_principal_components
 from realm_jax.train.restore import restore_params
 from realm_jax.train.results import measure_baselines, save_bm25_index, write_results
 from realm_jax.train.trackers import check_installed
-from realm_jax.train.workdir import check_workdir, has_begun, has_checkpoint, recorded_corpus
+from realm_jax.train.workdir import check_workdir, has_checkpoint, recorded_config, recorded_corpus
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ def checked_run(config: ConfigDict, workdir: Path) -> Run:
     if config.retrieval.backend == "scann":
         check_scann()
     check_installed(config.log.to)
-    has_begun(workdir, tagger=False)
+    if (workdir / "config.json").is_file():
+        recorded_config(workdir)  # raises UserError if it is damaged, or of another version
     config = fill_from_pretrained(config, workdir)
     sources = open_sources(config.data.path, recorded_corpus(workdir), reader=has_reader_tokenizer(config))
     config = _with_possible_tasks(config, sources)

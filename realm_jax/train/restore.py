@@ -14,7 +14,7 @@ from realm_jax.errors import UserError
 from realm_jax.forward.context import Index
 from realm_jax.models.realm import Params
 from realm_jax.processes import allgather_flags
-from realm_jax.run import BaseRun, Run
+from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
@@ -59,7 +59,7 @@ def abstract_state(task: Task, like: Params) -> State:
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
 
 
-def restore_params(run: BaseRun, task: str, saved: SavedCheckpoint | None = None) -> Params:
+def restore_params(run: Run, task: str, saved: SavedCheckpoint | None = None) -> Params:
     """All parameters in a checkpoint of a task, on this run's devices; None: the newest one in the run folder.
 
     Changes nothing there. Raises UserError when there is none.

@@ -48,8 +48,8 @@ def task_optimizer(task: Task) -> Any:
 
 
 def is_short(task: Task) -> bool:
-    """Whether the optimizer is the preset of short runs from pretrained weights. A tagger's config has no presets."""
-    return bool(task.run.config.optimizer.get("preset") == "short")
+    """Whether the optimizer is the preset of short runs from pretrained weights."""
+    return bool(task.run.config.optimizer.preset == "short")
 
 
 def task_rates(task: Task) -> RateScales:

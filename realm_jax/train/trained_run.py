@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.cache import cache_programs
-from realm_jax.config import REALM_TASKS, default, science
+from realm_jax.config import default, science
 from realm_jax.config_flags import with_overrides
 from realm_jax.data.questions import Question, read_questions
 from realm_jax.data.staging import PREPARED, is_remote
@@ -148,7 +148,7 @@ def open_run_for_inference(workdir: Path, changes: dict[str, Any] | None = None,
     # Trained on one machine and asked on another: every device takes a share of the passages and all parameters. Batch
     # sizes of training must suit the devices, but nothing is trained here.
     here: dict[str, Any] = {"mesh.fsdp": 1, "mesh.model": 1, "optimizer.microbatches": 1}
-    for name in REALM_TASKS.keys() & {*recorded}:
+    for name in TASKS.keys() & {*recorded}:
         here[f"{name}.batch_size"] = jax.device_count()
     run = load_run(workdir, here | changes, questions)
     check_data(run, run.sources.passages.versions, questions)

@@ -8,19 +8,20 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from realm_jax import schema
 from realm_jax.assemble import make_run
-from realm_jax.config import add_sections, default_like, flatten, kind_of, science, validate, with_defaults
+from realm_jax.config import add_sections, flatten, science, sections_of, validate, with_defaults
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.processes import is_process_0
-from realm_jax.run import BaseRun, Run
+from realm_jax.run import Run
 from realm_jax.sections import has_reader_tokenizer, task_names
 from realm_jax.storage import Folder, open_folder, read_json, write_json_atomic
 from realm_jax.train.checkpoints import SavedCheckpoint
 
 START = "start.json"  # what is known of where a run began
 # Keys that may name a file or a folder.
-PLACES = ("data.path", "data.vocabulary", "init_from", "reader_from", "refresh.shared")
+PLACES = ("data.path", "init_from", "reader_from", "refresh.shared")
 RETIRED = (("checkpoint", "keep_every"),)  # operations keys of earlier versions, which change nothing in a run
 _ELSEWHERE = re.compile(r"[a-z0-9]+:")  # begins what lies in no folder: gs://, hf:, py:, tfds:
 
@@ -36,7 +37,7 @@ def begins_with_reader(workdir: Path) -> bool:
     return path.is_file() and bool(read_json(path)["reader"])
 
 
-def check_workdir(run: BaseRun) -> None:
+def check_workdir(run: Run) -> None:
     """Record config and data in the run folder, or compare them with what is recorded there.
 
     Raises UserError when a science key or the data differ; another value of an operations key is recorded. Paths are
@@ -67,8 +68,8 @@ def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _check_science(run: BaseRun, path: Path) -> None:
-    recorded = science(with_defaults(read_json(path), default_like(run.config)))
+def _check_science(run: Run, path: Path) -> None:
+    recorded = science(with_defaults(read_json(path)))
     now = science(run.config)
     for key in sorted(now):  # what else is recorded belongs to another task or backend, which these keys name
         if recorded.get(key) != now.get(key):
@@ -78,7 +79,7 @@ def _check_science(run: BaseRun, path: Path) -> None:
             )
 
 
-def check_data(run: BaseRun, versions: Collection[str] = (), questions: bool = True) -> None:
+def check_data(run: Run, versions: Collection[str] = (), questions: bool = True) -> None:
     """Raise UserError when the data are not those that the run folder's `data.json` records, if it does.
 
     versions: fingerprints of passages that will do, too. questions: whether the run has read any, to be compared.
@@ -103,29 +104,23 @@ def check_data(run: BaseRun, versions: Collection[str] = (), questions: bool = T
             )
 
 
-def recorded_config(workdir: Path, name: str = "--workdir", tagger: bool | None = False) -> ConfigDict:
-    """The config that a run recorded in its folder. `name`: of the flag or key that names the folder.
-
-    tagger: whether it must be the run of a tagger, or of REALM; None: either will do.
-    """
+def recorded_config(workdir: Path, name: str = "--workdir") -> ConfigDict:
+    """The config that a run recorded in its folder. `name`: of the flag or key that names the folder."""
     if not (workdir / "config.json").is_file():
         raise UserError(f"{name}={workdir}: no run there (no config.json); train one with `realm train`")
     config = read_json(workdir / "config.json")
     if not isinstance(config, dict) or not {"tasks", "data", "model"} <= {*config}:
         raise UserError(f"{name}={workdir}: config.json there is not the config of a run of `realm train`")
-    if tagger is not None and (kind_of(config) is not None) != tagger:
-        found, wanted = ("REALM", "a tagger") if tagger else ("a tagger", "REALM")
-        raise UserError(f"{name}={workdir}: {found} was trained there, not {wanted}; name another folder")
     for section, key in RETIRED:
         if isinstance(config.get(section), dict):
             config[section].pop(key, None)
-    known = default_like(config)
+    known = schema.to_config_dict(sections_of(config))
     if gone := sorted(key for key in {*flatten(config)} - {*flatten(known.to_dict())} if "." in key):
         raise UserError(
             f"{name}={workdir}: made by another version of realm_jax, with a key {gone[0]}; there, write its networks "
             "with `realm weights export`, and start from them with config.init_from"
         )
-    return with_defaults(config, known)
+    return with_defaults(config)
 
 
 def load_run(workdir: Path, overrides: dict[str, Any] | None = None, questions: bool = True) -> Run:
@@ -139,14 +134,6 @@ def load_run(workdir: Path, overrides: dict[str, Any] | None = None, questions: 
     validate(config)
     sources = open_sources(config.data.path, questions=questions, reader=has_reader_tokenizer(config))
     return make_run(config, workdir, sources)
-
-
-def has_begun(workdir: Path, tagger: bool) -> bool:
-    """Whether a run has begun there. Raises UserError if it is one of the other kind, or damaged."""
-    begun = (workdir / "config.json").is_file()
-    if begun:
-        recorded_config(workdir, tagger=tagger)
-    return begun
 
 
 def recorded_corpus(workdir: Path) -> str | None:
