@@ -47,8 +47,8 @@ METHODS = {
     "evidence_realm": [],  # the recipe of `realm adapt`
     "evidence": ["tasks=evidence_contrast"],
     "realm": ["tasks=realm"],
-    "ict_realm": ["tasks=ict,realm", "ict.negatives=neighbours", "ict.steps=60"],
-    "ict": ["tasks=ict", "ict.negatives=neighbours"],
+    "ict_realm": ["tasks=ict,realm", "ict.negatives=batch", "ict.steps=60"],
+    "ict": ["tasks=ict", "ict.negatives=batch"],
     "ict_index": ["tasks=ict"],
     "realm_never": [*MOVING, "refresh.every=1000000"],
     "realm_every_32": [*MOVING, "refresh.every=32"],

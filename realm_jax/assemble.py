@@ -135,7 +135,6 @@ def make_model(
         pooling=encoder.pooling,
         normalization=encoder.normalization,
         temperature=float(encoder.temperature),
-        learn_temperature=encoder.learn_temperature,
         query_template=query_template,
         passage_template=passage_template,
         shared_tower=model.shared_tower,

@@ -170,8 +170,6 @@ def _check_prompts(encoder: ConfigDict) -> None:
 
 def _check_retrieval(config: ConfigDict) -> None:
     retrieval = config.retrieval
-    begins = config.encoder.projection != 0 or config.encoder.projection_start == "fresh"
-    require(begins, "encoder.projection_start", "there is no projection; set encoder.projection to its width")
     if retrieval.backend == "scann":
         vectors_alone = "retrieval.backend=scann searches vectors alone; set one of the two keys back"
         require(config.realm.search == "vectors", "realm.search", vectors_alone)

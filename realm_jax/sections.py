@@ -127,12 +127,6 @@ class Encoder:
         inherit="",
     )
     projection: int = key(128, "width of a linear projection of it, so of a vector; 0: none", NOT_NEGATIVE, inherit=-1)
-    projection_start: str = key(
-        "fresh",
-        "where a projection that init_from does not have begins: 'fresh': random, the same in both towers; 'pca': "
-        "principal components of passages, through the weights of the start",
-        one_of("fresh", "pca"),
-    )
     normalization: str = key(
         "layer",
         "of vectors: 'layer': LayerNorm (the paper); 'l2': length 1; 'none'",
@@ -150,7 +144,6 @@ class Encoder:
         POSITIVE,
         inherit=0.0,
     )
-    learn_temperature: bool = key(False, "train it too, as one number of the query tower, from that value on")
     query_prompt: str = key(
         "", "template for queries, such as 'query: {text}'; '': the text alone", inherit=MODEL_PROMPT
     )

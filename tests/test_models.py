@@ -232,6 +232,17 @@ def primitives(jaxpr):
                 yield from primitives(inner)
 
 
+def test_a_temperature_divides_the_vectors_of_queries():
+    plain = tiny_realm()
+    params = jax.jit(plain.init)(jax.random.key(0))
+    query = query_rows([[5, 6, 7], [8, 9]])
+    rows = query["query"], query["query_length"]
+    vectors = plain.embed_queries(params, *rows)
+    scaled = dataclasses.replace(plain, temperature=0.05)
+    np.testing.assert_array_equal(scaled.query_vectors(params, *rows), vectors)
+    np.testing.assert_allclose(scaled.embed_queries(params, *rows), vectors / 0.05, rtol=1e-6)
+
+
 @pytest.mark.parametrize("states", [None, jnp.float32])
 def test_bfloat16_is_for_matrix_products_alone(states):
     """LayerNorm (its reciprocal root and sums), softmax (its exponential, maximum and sum) and all results: float32."""

@@ -1,20 +1,17 @@
-"""Groups of passages that are alike, and the inverse cloze task on batches of them."""
+"""Groups of passages that are alike, and tasks on batches of them."""
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_run import open_config, tiny_config
 
-from realm_jax.config import validate
+from realm_jax.config import add_sections
 from realm_jax.data.neighbours import GROUP, groups_of_neighbours
 from realm_jax.errors import UserError
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
-from realm_jax.tasks.groups import grouped_rows
-from realm_jax.train.recipe import train
-from realm_jax.train.workdir import recorded_config
+from realm_jax.tasks.groups import check_groups, grouped_rows
 
 
 def groups_of(vectors, documents, allowed, most=1000, seed=0):
@@ -46,49 +43,28 @@ def test_a_group_is_a_row_and_its_nearest_of_other_documents():
     assert np.abs(steps).max() <= GROUP + 1 and len({row // 2 for row in group}) == GROUP
 
 
-def config_of(data, **changes):
+def task_of(data, workdir, batch_size=GROUP):
     config = tiny_config(data)
-    config.tasks = "ict"
-    config.ict.update({"negatives": "neighbours", "batch_size": 8} | changes)
-    return config
-
-
-def test_both_towers_learn_from_batches_of_neighbours(people, tmp_path):
-    run = open_config(config_of(people), tmp_path / "run")
-    before = jax.tree.map(np.asarray, run.initial_params())
-    after = train(run)
-    for tower in run.model.embedder_names:
-        moved = jax.tree.map(lambda a, b: float(np.abs(a - np.asarray(b)).max()), before[tower], after[tower])
-        assert max(jax.tree.leaves(moved)) > 0
-    groups = read_json(tmp_path / "run" / "ict" / "neighbours.json")["groups"]
-    assert groups and all(len(group) == GROUP for group in groups)
+    config.tasks = "evidence_contrast"
+    add_sections(config, ["evidence_contrast"])
+    config.evidence_contrast.update(steps=4, batch_size=batch_size)
+    return make_task("evidence_contrast", open_config(config, workdir))
 
 
 def test_a_resumed_task_goes_on_with_the_groups_of_its_start(people, tmp_path):
-    """Whatever the vectors are by then; and sentences stay in their passages."""
-    run = open_config(config_of(people), tmp_path / "run")
-    task = make_task("ict", run)
-    rows, width = run.context.rows, run.model.vector_size
-    vectors = np.random.default_rng(0).normal(size=(2, rows, width)).astype(np.float32)
-    first, again = (task.examples({}, lambda one=one: one) for one in vectors)
-    assert first.group == again.group == GROUP and first.total == again.total
-    for number in range(first.total):
-        one, other = (part.make(number, np.random.default_rng(number)) for part in (first, again))
-        np.testing.assert_array_equal(one["document"], other["document"])
-        assert one["document_length"] == run.corpus.lengths[one["own_row"]]
+    """Whatever the vectors are by then."""
+    task = task_of(people, tmp_path / "run")
+    rows = np.arange(task.run.context.rows)
+    vectors = np.random.default_rng(0).normal(size=(2, len(rows), 8)).astype(np.float32)
+    first, again = (grouped_rows(task, lambda of_start=of_start: of_start, rows) for of_start in vectors)
+    np.testing.assert_array_equal(first, again)
+    assert first.tolist() == sum(read_json(tmp_path / "run" / "evidence_contrast" / "neighbours.json")["groups"], [])
+    assert len(first) and len(first) % GROUP == 0
 
 
-def test_a_trained_run_is_opened_whatever_the_number_of_devices(people, tmp_path):
-    """Where questions are asked on one device, batches have another size than in training."""
-    train(open_config(config_of(people), tmp_path / "run"))
-    config = recorded_config(tmp_path / "run")
-    config.ict.batch_size = 1
-    validate(config)
-
-
-def test_what_gives_no_group_is_refused(people, tmp_path):
-    with pytest.raises(UserError, match=r"config\.ict\.batch_size: passages come in groups of 8"):
-        make_task("ict", open_config(config_of(people, batch_size=4), tmp_path / "a")).check_data()
-    task = make_task("ict", open_config(config_of(people), tmp_path / "b"))
-    with pytest.raises(UserError, match="ict needs 8 documents to learn from; leave it out"):
+def test_a_batch_or_data_without_whole_groups_are_rejected(people, tmp_path):
+    with pytest.raises(UserError, match=r"config\.evidence_contrast\.batch_size: passages come in groups of 8"):
+        check_groups(task_of(people, tmp_path / "a", batch_size=4))
+    task = task_of(people, tmp_path / "b")
+    with pytest.raises(UserError, match="evidence_contrast needs 8 documents to learn from; leave it out"):
         grouped_rows(task, lambda: np.zeros((task.run.context.rows, 8), np.float32), np.arange(GROUP - 1))

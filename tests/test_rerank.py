@@ -21,13 +21,13 @@ from realm_jax.eval.prediction_files import read_settings
 from realm_jax.forward.question import read_question
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
-from realm_jax.tasks.rerank import NAME, added
+from realm_jax.tasks.rerank import CANDIDATES, NAME, added
 from realm_jax.train.index_source import embed_with_cache
 from realm_jax.train.recipe import train
 from realm_jax.train.restore import restore_params
 from realm_jax.train.step import loss_and_metrics, make_step
 
-PASSAGES, CANDIDATES = 4, 3
+PASSAGES = 4
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
 
@@ -38,7 +38,7 @@ def opened(data, workdir, search="vectors"):
     add_sections(config, ["rerank"])
     sizes = {"steps": 4, "batch_size": 8, "learning_rate": 1e-2}
     config.optimizer.warmup = 1
-    config.rerank.update(sizes | {"candidates": CANDIDATES, "passages": PASSAGES})
+    config.rerank.update(sizes | {"passages": PASSAGES})
     config.update({"checkpoint": {"every": 2, "keep": 3}, "log": {"every": 1}})
     return open_config(config, workdir)
 

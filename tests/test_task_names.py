@@ -37,10 +37,10 @@ def test_every_file_that_defines_a_task_is_found():
 
 
 def test_streams_of_random_numbers_stay_as_they_are():
-    """Examples and dropout follow from them: another number is another training. Of 5 and 11 other code draws; 6, 9,
-    10 and 12 were tasks that are gone."""
+    """Examples and dropout follow from them: another number is another training. Of 5 other code draws; 6 and 9 to 12
+    were drawn from by code that is gone."""
     streams = {"mlm": 1, "ict": 2, "realm": 3, "qa": 4, "closed_book": 7}
     streams |= {"rerank": 8, "evidence_contrast": 13}
     found = {name: task.stream for name, task in TASKS.items()}
     assert found.items() >= streams.items()
-    assert len({*found.values(), 5, 11}) == len(found) + 2
+    assert not {*found.values()} & {5, 6, 9, 10, 11, 12}

@@ -52,7 +52,6 @@ DECIDED = {  # keys that the command sets itself, or has no use for, and why
     "model.shared_tower": "two towers are exported",
     "encoder.pooling": _AS_AT_THE_START,
     "encoder.projection": _AS_AT_THE_START,
-    "encoder.projection_start": _AS_AT_THE_START,
     "encoder.normalization": _AS_AT_THE_START,
 }
 EXAMPLES = """examples:

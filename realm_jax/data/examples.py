@@ -202,7 +202,7 @@ def require_passages(count: int, store: PassageStore, what: str, task: str, kept
 
 # --- order and batches ------------------------------------------------------------------------------------------------
 
-# The stream of random numbers of sample queries; a task has its own (`Task.stream`), 11 is `train/projection.py`.
+# The stream of random numbers of sample queries; a task has its own (`Task.stream`).
 SAMPLE = 5
 ENDLESS = 1 << 40  # steps; no run has as many
 PREFETCH = 4  # batches made ahead, in one thread

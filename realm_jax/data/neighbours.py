@@ -1,4 +1,4 @@
-"""Groups of passages that are alike: the hard negatives of one another in a batch of the inverse cloze task.
+"""Groups of passages that are alike: the hard negatives of one another in a batch of `evidence_contrast`.
 
 In a batch of passages drawn at random almost any word of a sentence tells which one it comes from, and there is nothing
 to learn. A group is a passage drawn at random and those of other documents whose vectors are nearest to its own.

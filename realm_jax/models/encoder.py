@@ -18,7 +18,6 @@ from realm_jax.models.inputs import Documents, EncoderInput, document_sequences,
 from realm_jax.models.prompts import Template, query_lengths
 
 Array = jax.Array
-LOG_TEMPERATURE = "log_temperature"  # of the query tower's parameters
 MIN_NORM = 1e-12  # that a vector is divided by, as in PyTorch
 
 
@@ -100,9 +99,8 @@ class Retriever:
     """The towers as pure functions over one tree of parameters, in which each has a key of its own.
 
     projection … normalization: of the towers (`Embedder`). temperature: scores are inner products of passages' vectors
-    with queries' divided by it; learn_temperature: it is a parameter of the query tower, its logarithm, that starts
-    there. query_template, passage_template: what goes around the texts; a passage without one is read in two segments,
-    title and body. shared_tower: one tower for both.
+    with queries' divided by it. query_template, passage_template: what goes around the texts; a passage without one is
+    read in two segments, title and body. shared_tower: one tower for both.
     """
 
     bert: BertConfig
@@ -112,7 +110,6 @@ class Retriever:
     pooling: str = "pooler"
     normalization: str = "layer"
     temperature: float = 1.0
-    learn_temperature: bool = False
     query_template: Template | None = None
     passage_template: Template | None = None
     shared_tower: bool = False
@@ -140,10 +137,7 @@ class Retriever:
         """
         ids = jnp.zeros((1, 8), jnp.int32)
         tower = self.embedder.init(key, ids, ids, jnp.ones((1, 8), bool))["params"]
-        towers = {name: jax.tree.map(jnp.copy, tower) for name in self.embedder_names}
-        if self.learn_temperature:
-            towers[self.embedder_names[0]][LOG_TEMPERATURE] = jnp.log(jnp.float32(self.temperature))
-        return towers
+        return {name: jax.tree.map(jnp.copy, tower) for name in self.embedder_names}
 
     def embed_queries(
         self, params: Params, query: Array, lengths: Array, key: Array | None = None, places: int = 0
@@ -152,19 +146,8 @@ class Retriever:
 
         query [batch, q] int, lengths [batch] → [batch, vector_size] float32. places: as of `Bert`.
         """
-        return self.tempered(params, self.query_vectors(params, query, lengths, key, places))
-
-    def tempered(self, params: Params, vectors: Array) -> Array:
-        """Vectors of queries divided by the temperature."""
-        if self.learn_temperature:
-            return vectors / jnp.exp(params[self.embedder_names[0]][LOG_TEMPERATURE])
+        vectors = self.query_vectors(params, query, lengths, key, places)  # [batch, vector_size]
         return vectors if self.temperature == 1.0 else vectors / self.temperature
-
-    def current_temperature(self, params: Params) -> float:
-        """The temperature of the scores with these parameters."""
-        if not self.learn_temperature:
-            return self.temperature
-        return float(jnp.exp(jnp.asarray(params[self.embedder_names[0]][LOG_TEMPERATURE])))
 
     def query_vectors(
         self, params: Params, query: Array, lengths: Array, key: Array | None = None, places: int = 0

@@ -21,14 +21,13 @@ from safetensors.numpy import save_file
 
 from realm_jax.errors import UserError
 from realm_jax.models.bert import LAYER_NORM_EPSILON, BertConfig, initializer_stddev
-from realm_jax.models.encoder import LOG_TEMPERATURE
 from realm_jax.models.realm import SPAN_NORM_EPSILON, Realm
 from realm_jax.storage import read_settings
 
 WEIGHTS, SETTINGS = "model.safetensors", "config.json"  # of a network, and of a module of sentence-transformers
 SHARDS = f"{WEIGHTS}.index.json"  # in the place of WEIGHTS: name of a tensor → the file that it is in
 PREFIXES = ("", "bert.", "realm.")  # of a bare encoder, of one with a head, and of REALM's networks in transformers
-HEADS = ("cls.", "qa_outputs.", "retriever.", "classifier.")  # their tensors' names have no prefix
+HEADS = ("cls.", "qa_outputs.", "classifier.")  # their tensors' names have no prefix
 Params = dict[str, Any]
 
 LAYER = {  # ours → theirs
@@ -131,11 +130,7 @@ def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
     c = model.reader.bert
     tower = encoder(model.bert), *_vector_parts(model)
     reader = encoder(c), _mlm_head(c), _span_head(c, model.reader.span_hidden)
-    found = {name: tower for name in model.embedder_names} | {"reader": reader}
-    if model.learn_temperature:
-        name = model.embedder_names[0]
-        found[name] = *tower, Part("temperature", (Tensor((LOG_TEMPERATURE,), f"retriever.{LOG_TEMPERATURE}", ()),))
-    return found
+    return {name: tower for name in model.embedder_names} | {"reader": reader}
 
 
 def _vector_parts(model: Realm) -> Iterator[Part]:

@@ -1,7 +1,6 @@
 """Inverse cloze task: which passage was this sentence taken from (Lee et al. 2019, section 4).
 
-Against the passages of the batch, drawn at random (`ict.negatives=batch`) or in groups that are alike ('neighbours'),
-or against what the sentence itself retrieves ('index').
+Against the passages of the batch (`ict.negatives=batch`), or against what the sentence itself retrieves ('index').
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from realm_jax.data.examples import (
     require_passages,
 )
 from realm_jax.data.held_out import held_out_share, trained_rows
-from realm_jax.data.neighbours import GROUP
 from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
@@ -48,7 +46,6 @@ from realm_jax.tasks.base import (
     document_shapes,
     query_shapes,
 )  # fmt: skip
-from realm_jax.tasks.groups import check_groups, grouped_rows
 
 Array = jax.Array
 MASK_RATE = 0.9  # sentences taken out of their passage (Lee et al. 2019) where negatives are drawn at random: else none
@@ -60,10 +57,9 @@ class Section(TaskSection):
 
     negatives: str = key(
         "batch",
-        "'batch': the passages of the batch, both towers trained (the paper); 'neighbours': the same, with batches of "
-        "groups that are alike by the vectors at the start; 'index': the qa.beam passages that the sentence retrieves, "
-        "whose vectors stay, the query tower trained",
-        one_of("batch", "neighbours", "index"),
+        "'batch': the passages of the batch, both towers trained (the paper); 'index': the qa.beam passages that the "
+        "sentence retrieves, whose vectors stay, the query tower trained",
+        one_of("batch", "index"),
     )
     null_weight: float = key(
         0.0,
@@ -114,17 +110,11 @@ class Ict(Task):
     def supervision(cls, config: ConfigDict) -> str:
         return "Which passage was this sentence taken from? Passages only; no questions, no labels."
 
-    def check_data(self) -> None:  # not in `check`: what only answers has another size of batches
-        if self.settings.negatives == "neighbours":
-            check_groups(self)
-
     def examples(self, params: Params, embed: Embed) -> Examples:
-        passages, drawn = self.run.sources.passages, self.settings.negatives == "batch"
+        passages = self.run.sources.passages
         rows = sentence_rows(passages, self.run.learned_rows(passages))
-        arguments = passages, self.run.sources.tokenizer, self.run.lengths, MASK_RATE if drawn else 0.0
-        if self.settings.negatives != "neighbours":
-            return ict_examples(*arguments, rows)
-        return ict_examples(*arguments, grouped_rows(self, embed, rows))._replace(group=GROUP)
+        mask_rate = MASK_RATE if self.settings.negatives == "batch" else 0.0
+        return ict_examples(passages, self.run.sources.tokenizer, self.run.lengths, mask_rate, rows)
 
     def array_shapes(self) -> Shapes:
         return query_shapes(self.run) | document_shapes(self.run) | {"own_row": ((), np.int32)}

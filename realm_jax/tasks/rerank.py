@@ -34,13 +34,13 @@ from realm_jax.tasks.qa_examples import retrieved_examples, training_questions
 
 Array = jax.Array
 NAME = "reranker"  # of its parameters
+CANDIDATES = 6  # first passages of a question that it learns to order: the reader reads all of them in every step
 
 
 @dataclasses.dataclass(frozen=True)
 class Section(TaskSection):
     """The training of the reranker."""
 
-    candidates: int = key(6, "first passages of a question that it learns to order", at_least(2))
     passages: int = key(20, "first passages of a search that it orders anew", at_least(2), operations=True)
 
 
@@ -59,7 +59,7 @@ class RerankTask(Task):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         context = run.context
-        self.candidates = min(run.config.rerank.candidates, context.rows)
+        self.candidates = min(CANDIDATES, context.rows)
         self.eval_search = context.qa_search
         self.bm25_depth = bm25_list_length(context.qa_search, self.candidates, context.rows)
 

@@ -34,7 +34,7 @@ def write_networks(
     reads: whether the reader was trained with questions; recorded, so that a run that begins with it knows.
     own_reader_tokenizer: its tokenizer, where it has its own.
     """
-    encoder = config.encoder.to_dict() | {"temperature": model.current_temperature(params)}
+    encoder = config.encoder.to_dict()
     for network, parts in networks(model).items():
         if network not in params:
             continue

@@ -43,7 +43,6 @@ from realm_jax.models.sentence_transformers import (
 )
 from realm_jax.models.weights import (
     BERT_SETTINGS,
-    PROJECTION,
     RETRIEVER_SETTINGS,
     SETTINGS,
     SPAN_HEAD,
@@ -62,7 +61,6 @@ from realm_jax.sections import READER_SIZES, Encoder, reader_section
 from realm_jax.storage import digest, make_folder, read_json, read_settings, write_json_atomic
 from realm_jax.tasks import TASKS
 from realm_jax.train.checkpoints import SavedCheckpoint
-from realm_jax.train.projection import FILE as COMPONENTS
 from realm_jax.train.workdir import START, begins_with_reader, has_checkpoint, recorded_config, with_absolute_paths
 
 logger = logging.getLogger(__name__)
@@ -156,10 +154,6 @@ class RunSource(_Named):
         names = self.networks_for(run.model)
         places = {name: run.param_shardings[name] for name in names}
         return dict(jax.tree.map(put_with_sharding, saved.params(names), places))
-
-    def has_projection(self, run: Run) -> bool:
-        """Whether the projection of the towers comes from here."""
-        return True
 
     def has_trained_reader(self, model: Realm) -> bool:
         """Whether its reader was trained with questions."""
@@ -258,11 +252,6 @@ class WeightsSource(_Named):
             params[network] = params[network] | jax.tree.map(put_with_sharding, theirs, places)
         logger.info("config.%s=%s: %s", self.key, self.name, describe(found, names))
         return params
-
-    def has_projection(self, run: Run) -> bool:
-        """As `RunSource.has_projection`."""
-        files = self._files_for(run)
-        return any(PROJECTION in files[tower].found for tower in run.model.embedder_names if tower in files)
 
     def _files_for(self, run: Run) -> dict[str, NetworkFiles]:
         return self.files(run.model, run.sources.tokenizer, run.sources.for_reader.tokenizer)
@@ -482,15 +471,6 @@ def needs_init(config: ConfigDict, workdir: Path) -> bool:
     return any(config.get(key) for key in INIT_KEYS) and not has_checkpoint(config, workdir)
 
 
-def starts_with_pca(run: Run) -> bool:
-    """Whether the projection begins as principal components: one that `init_from` has is taken as it is, and a run
-    always has its own."""
-    encoder, source = run.config.encoder, run.config.init_from
-    if encoder.projection == 0 or encoder.projection_start != "pca":
-        return False
-    return not source or not init_sources(run.config)[0].has_projection(run)
-
-
 def init_from_sources(run: Run, fresh: Params) -> Params:
     """What `init_from` and `reader_from` name, on this run's devices; the reader is that of the latter."""
     params = dict(fresh)
@@ -503,8 +483,8 @@ def record_start(run: Run, params: Params) -> None:
     """Write WORKDIR/start.json, facts about the starting weights, kept because those may be deleted.
 
     {"reader": whether its reader was trained with questions before, "params": a digest of the parameters that it took
-    from elsewhere}. What an earlier start from others left there is removed: its best parameters, principal components
-    and records are none of this run's. Every process has to call it, before the first step.
+    from elsewhere}. What an earlier start from others left there is removed: its best parameters and records are
+    none of this run's. Every process has to call it, before the first step.
     """
     sources, found = init_sources(run.config), _start_digest(run, params)
     run_on_process_0(lambda: _record_start(run, sources, found))
@@ -531,7 +511,6 @@ def _record_start(run: Run, sources: Sequence[Source], params: str) -> None:
     make_folder(run.workdir, "--workdir")
     path = run.workdir / START
     if path.is_file() and read_json(path).get("params") != params:
-        (run.workdir / COMPONENTS).unlink(missing_ok=True)
         shutil.rmtree(run.workdir / task_names(run.config)[0], ignore_errors=True)
     trained = bool(sources) and sources[-1].gives_reader and sources[-1].has_trained_reader(run.model)
     write_json_atomic(path, {"reader": trained, "params": params})

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from realm_jax.models.encoder import LOG_TEMPERATURE
-
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-6
 WEIGHT_DECAY = 0.01  # decoupled, of matrices alone; this and the next are BERT's (google-research/bert)
 CLIP = 1.0  # norm of all gradients together that they are clipped to
@@ -62,7 +60,7 @@ def weight_decay_mask(params: Any) -> Any:
 
     def rule(path: tuple[Any, ...], _leaf: Any) -> bool:
         names = path_names(path)
-        return names[-1] not in ("bias", "scale", LOG_TEMPERATURE) and not names[-1].endswith("_bias")
+        return names[-1] not in ("bias", "scale") and not names[-1].endswith("_bias")
 
     return jax.tree_util.tree_map_with_path(rule, params)
 

@@ -44,10 +44,8 @@ from realm_jax.train.init_from import (
     init_sources,
     needs_init,
     record_start,
-    starts_with_pca,
 )
 from realm_jax.train.loop import train_task
-from realm_jax.train.projection import with_principal_components
 from realm_jax.train.restore import restore_params
 from realm_jax.train.results import measure_baselines, save_bm25_index, write_results
 from realm_jax.train.trackers import check_installed
@@ -238,15 +236,12 @@ def train(run: Run, status: StatusWriter | None = None) -> Params:
 
 def starting_params(run: Run) -> Params:
     """Fresh parameters, or those that `init_from` and `reader_from` name; their shapes alone, without numbers, once the
-    first checkpoint is there.
-
-    A projection that would be fresh may start as principal components of the corpus.
-    """
+    first checkpoint is there."""
     if has_checkpoint(run.config, run.workdir):
         return run.abstract_params
     params = init_from_sources(run, run.initial_params())
     record_start(run, params)
-    return with_principal_components(run, params) if starts_with_pca(run) else params
+    return params
 
 
 def run_controls(run: Run) -> None:
