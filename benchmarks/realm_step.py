@@ -254,7 +254,7 @@ def places_of(run: Run) -> PackedPlaces:
     titles = run.corpus.title_lengths.astype(np.int64)
     bodies_and_titles = run.corpus.lengths - titles - 3, titles
     passages = SimpleNamespace(lengths=lambda: bodies_and_titles)
-    sources = SimpleNamespace(passages=passages, for_reader=SimpleNamespace(passages=passages))
+    sources = SimpleNamespace(passages=passages)
     at_once = run.config.realm.batch_size // run.config.optimizer.microbatches
     lengths, candidates = TextLengths(queries, queries), run.context.candidates - 1
     count = PlaceCounter(replace(run, sources=sources), at_once)

@@ -21,8 +21,7 @@ from realm_jax.mesh import logical_sharding
 from realm_jax.models.prompts import Encode, Template, compiled, longest_passage, placeholder, query_lengths
 from realm_jax.models.realm import Reader, Realm, span_size
 from realm_jax.run import Run, device_options, make_bert, mesh_for
-from realm_jax.schema import require
-from realm_jax.sections import answering_of, has_reader_tokenizer, joint_length, reader_section, task_names
+from realm_jax.sections import answering_of, joint_length, reader_section, task_names
 from realm_jax.tasks import TASKS
 
 
@@ -39,33 +38,25 @@ def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[
         release_large_blocks()
     tokenizer = sources.tokenizer
     special = tokenizer.cls_id, tokenizer.sep_id
-    if not has_reader_tokenizer(config):
-        sources = dataclasses.replace(sources, reader=None)
-    reader = None if sources.reader is None else sources.reader.tokenizer
-    bare = abstract_run(config, workdir, rows, tokenizer.size, devices, special, prompt_encoder(tokenizer), reader)
+    bare = abstract_run(config, workdir, rows, tokenizer.size, devices, special, prompt_encoder(tokenizer))
     if config.data.text == "passages":
-        sources = sources.of_passages_alone()
+        sources = dataclasses.replace(sources, pretraining=sources.passages)
     return dataclasses.replace(bare, sources=sources)
 
 
 def abstract_run(
     config: ConfigDict, workdir: Path, rows: int, vocabulary_size: int, devices: list[jax.Device] | None = None,
-    special: tuple[int, int] = (101, 102), encode: Encode = placeholder, reader: Tokenizer | None = None,
+    special: tuple[int, int] = (101, 102), encode: Encode = placeholder,
 ) -> Run:  # fmt: skip
     """A run with the sizes of its data but without data: enough to compile its programs.
 
     special: ids of [CLS] and [SEP], by default those of BERT's vocabulary. encode: what makes tokens of prompts.
-    reader: the tokenizer of a reader that has its own. Raises UserError if sizes do not fit.
+    Raises UserError if sizes do not fit.
     """
-    require(
-        reader is not None or not has_reader_tokenizer(config),
-        "model.reader",
-        "tokenizer=own needs prepared data, opened with the reader's tokens; leave it out",
-    )
     mesh = mesh_for(config, devices)
     data = config.data
     hidden = logical_sharding(mesh, "batch", None, None)
-    model = make_model(config, vocabulary_size, encode, hidden, reader.size if reader else 0)
+    model = make_model(config, vocabulary_size, encode, hidden)
     model = model.with_bert(**device_options(mesh, model.bert.dtype))
     brought = tuple(network for name in task_names(config) for network in TASKS[name].networks(model))
     context = StepContext(
@@ -73,7 +64,6 @@ def abstract_run(
         mesh,
         *special,
         rows,
-        reader_special=(reader.cls_id, reader.sep_id) if reader else None,
         **loss_settings(config),
     )
     masking, answers = config.realm.masking, config.qa.answers
@@ -108,25 +98,23 @@ def with_config(run: Run, config: ConfigDict) -> Run:
     """A run under another config of the same data, lengths and networks; the corpus on the devices is shared."""
     context = dataclasses.replace(run.context, **loss_settings(config))
     other = dataclasses.replace(run, config=config, context=context)
-    own = {name: getattr(run, name) for name in ("corpus", "documents", "reader_documents")}
+    own = {name: getattr(run, name) for name in ("corpus", "documents")}
     other.__dict__.update(own)  # where cached_property keeps them
     return other
 
 
 def make_model(
-    config: ConfigDict, vocabulary_size: int, encode: Encode = placeholder, hidden: NamedSharding | None = None,
-    reader_vocabulary_size: int = 0,
-) -> Realm:  # fmt: skip
+    config: ConfigDict, vocabulary_size: int, encode: Encode = placeholder, hidden: NamedSharding | None = None
+) -> Realm:
     """The networks that a config describes. encode: what makes tokens of prompts; hidden: where their hidden
-    states live on a mesh; reader_vocabulary_size: of a reader with a tokenizer of its own, 0 for none. Raises UserError
-    if prompts leave too few positions."""
+    states live on a mesh. Raises UserError if prompts leave too few positions."""
     model, encoder = config.model, config.encoder
     query, passage = encoder.query_prompt, encoder.passage_prompt
     query_template = compiled(query, "config.encoder.query_prompt", False, encode) if query else None
     passage_template = compiled(passage, "config.encoder.passage_prompt", True, encode) if passage else None
     longest = max(joint_length(config), *tower_lengths(config, query_template, passage_template))
     bert = make_bert(model, vocabulary_size, longest, hidden)
-    reader_bert = make_bert(reader_section(model), reader_vocabulary_size or vocabulary_size, longest, hidden)
+    reader_bert = make_bert(reader_section(model), vocabulary_size, longest, hidden)
     return Realm(
         bert,
         projection=encoder.projection,

@@ -22,7 +22,6 @@ from realm_jax.data.examples import Bm25Hits, Bm25Lookup, Example, Lengths
 from realm_jax.data.held_out import held_out_share, trained_rows
 from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
-from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.forward.context import Index, StepContext
 from realm_jax.forward.search import bm25_list_length, search_depth
@@ -119,20 +118,9 @@ class Run:
     @cached_property
     def documents(self) -> Documents:
         """The corpus on the devices, sharded by rows."""
-        return self._documents(self.sources.passages, self.sources.tokenizer)
-
-    @cached_property
-    def reader_documents(self) -> Documents | None:
-        """The same rows in the tokens of a reader that has its own."""
-        if self.context.reader_special is None:
-            return None
-        reader = self.sources.reader
-        assert reader is not None
-        return self._documents(reader.passages, reader.tokenizer)
-
-    def _documents(self, store: PassageStore, tokenizer: Tokenizer) -> Documents:
-        length, special = self.config.data.document_length, tokenizer.special
-        return Documents(*self._by_rows(store.document_matrix(length, special, rows) for rows in self.own_rows))
+        length, special = self.config.data.document_length, self.sources.tokenizer.special
+        matrix = self.sources.passages.document_matrix
+        return Documents(*self._by_rows(matrix(length, special, rows) for rows in self.own_rows))
 
     def index(self, vectors: NDArray) -> Index:
         """An index of host vectors [rows, projection], stored as `model.dtype` and sharded by rows."""
@@ -175,7 +163,7 @@ class Run:
     @property
     def index_without_vectors(self) -> Index:
         """An index of passages without vectors, for when nothing searches by vectors."""
-        return Index(None, self.documents, reader_documents=self.reader_documents, held_out=self._held_out)
+        return Index(None, self.documents, held_out=self._held_out)
 
     @cached_property
     def _held_out(self) -> jax.Array | None:
@@ -246,10 +234,6 @@ class Run:
         """Stored rows first … last − 1 of the corpus in document layout: those that its version leaves out as well."""
         length, special = self.config.data.document_length, self.sources.tokenizer.special
         return CorpusRows(*self.sources.passages.stored_matrix(length, special, first, last))
-
-    def with_model(self, model: Realm) -> "Run":
-        """The same run with other networks, which it and its losses know."""
-        return dataclasses.replace(self, model=model, context=dataclasses.replace(self.context, model=model))
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -27,10 +27,10 @@ LOGGED_TO = Limit(
     lambda value: {*(names := tracker_names(value))} <= {*TRACKERS} and len(names) == len({*names}),
 )
 READER_SIZES = ("layers", "width", "heads", "feed_forward")
-READER_CHOICES = {"hidden_act": ("gelu", "gelu_new"), "tokenizer": ("own",)}
+READER_CHOICES = {"hidden_act": ("gelu", "gelu_new")}
 READER = Limit(
-    f"'' or like 'layers=12,width=768': of {', '.join(READER_SIZES)} (positive), hidden_act=gelu or gelu_new, and "
-    "tokenizer=own, each at most once",
+    f"'' or like 'layers=12,width=768': of {', '.join(READER_SIZES)} (positive) and hidden_act=gelu or gelu_new, "
+    "each at most once",
     lambda value: reader_changes(value) is not None,
 )
 
@@ -107,8 +107,7 @@ class Model:
     reader: str = key(
         "",
         "in what the reader's BERT differs, such as 'layers=12,width=768,heads=12,feed_forward=3072': sizes and "
-        "hidden_act; with tokenizer=own it reads the tokens of `realm prepare --reader-vocab`. '': in nothing, or as "
-        "the model of reader_from",
+        "hidden_act. '': in nothing, or as the model of reader_from",
         READER,
     )
     span_width: int = key(10, "tokens of an answer at most", POSITIVE)
@@ -379,10 +378,5 @@ def reader_section(model: ConfigDict) -> ConfigDict:
     """The section `model` as it is for the reader's BERT: with the sizes that `model.reader` says."""
     changes = reader_changes(model.get("reader", "")) or {}
     found = ConfigDict(model.to_dict())
-    found.update({name: value for name, value in changes.items() if name != "tokenizer"})
+    found.update(changes)
     return found
-
-
-def has_reader_tokenizer(config: ConfigDict) -> bool:
-    """Whether the reader reads other tokens than the retriever."""
-    return "tokenizer" in (reader_changes(config.model.reader) or {})

@@ -1,7 +1,6 @@
 """Spans with evidence, against a search of all pairs of passages one by one."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -123,8 +122,7 @@ def test_the_retriever_is_asked_without_the_span_that_the_reader_points_at(sourc
     """Whatever span is hidden, nothing of it and no [MASK] is in the retriever's query; the reader's has [MASK]s."""
     store, mask_id = sources.passages, sources.tokenizer.mask_id
     lengths = Lengths(ROOM + 2, 64, LONGEST, 1, LONGEST)
-    query = partial(realm.retriever_query, sources, lengths, True)
-    examples = realm.masked_examples(store, sources.tokenizer, lengths, "evidence", True, query=query)
+    examples = realm.masked_examples(store, sources.tokenizer, lengths, "evidence", True, leave_out=True)
     for number in range(20):
         example = examples.make(number, np.random.default_rng(number))
         asked, read = (example[name][1 : example[f"{name}_length"] - 1] for name in ("query", "reader_query"))
@@ -132,6 +130,7 @@ def test_the_retriever_is_asked_without_the_span_that_the_reader_points_at(sourc
         hidden = example["positions"][example["weights"] > 0] - 1
         assert hidden.size and (read[hidden] == mask_id).all()
         np.testing.assert_array_equal(asked, np.delete(sentence, hidden))
+    assert realm.without_hidden(np.array([7, 8]), np.array([0, 1]), sources.tokenizer).tolist() == [mask_id] * 2
 
 
 def test_a_corpus_without_evidence_is_refused(tmp_path):

@@ -7,13 +7,12 @@ import threading
 import fsspec
 import pytest
 from capitals import digests
-from tiny_run import PEOPLE
-from unigram import READER_SIZE, prepare_for_two
+from tiny_run import PEOPLE, prepare_people
 
 from realm_jax.cli import main as cli
 from realm_jax.cli.prepare import prepare
 from realm_jax.data import staging
-from realm_jax.data.sources import open_sources, tokenizers_of
+from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.storage import StorageError, open_folder
 
@@ -90,17 +89,11 @@ def test_a_disk_without_room_is_named(in_bucket, disk, monkeypatch):
         staging.staged(URL)
 
 
-def in_bucket_for_two(disk):
-    """A prepared folder with a reader's tokens, and the same in the bucket."""
-    data = prepare_for_two(disk)
+def test_files_are_fetched_side_by_side(disk, monkeypatch):
+    data, bucket = prepare_people(disk), type(open_folder(URL))
     for path in data.rglob("*"):
         if path.is_file():
             open_folder(URL).write(str(path.relative_to(data)), path.read_bytes())
-    return data
-
-
-def test_files_are_fetched_side_by_side(disk, monkeypatch):
-    data, bucket = in_bucket_for_two(disk), type(open_folder(URL))
     two = sorted(str(path.relative_to(data)) for path in data.rglob("*.npy"))[:2]
     both, read = threading.Barrier(2), bucket.read
 
@@ -111,10 +104,3 @@ def test_files_are_fetched_side_by_side(disk, monkeypatch):
 
     monkeypatch.setattr(bucket, "read", waiting)
     assert len(open_sources(URL).passages) == len(PEOPLE)
-
-
-def test_the_tokens_of_a_reader_are_copied_too(disk):
-    data = in_bucket_for_two(disk)
-    tokenizer, passages, _ = open_sources(URL, reader=True).for_reader
-    assert tokenizer.size == READER_SIZE and len(passages) == len(PEOPLE)
-    assert tokenizers_of(URL) == tokenizers_of(str(data))

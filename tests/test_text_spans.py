@@ -185,5 +185,5 @@ def test_a_module_that_cannot_be_imported_is_one_line(monkeypatch, tmp_path, cod
 
 @pytest.mark.parametrize("name", ["ruels", "nowhere.at_all:tag", "realm_jax.data.spans:absent", "json:__name__", ""])
 def test_an_unknown_finder_is_an_error_that_lists_the_choices(name: str) -> None:
-    with pytest.raises(UserError, match=f"span finder '{name}'.*choose rules, or"):
+    with pytest.raises(UserError, match=f"span finder '{name}'.*choose rules, hf:NAME"):
         finder(name)

@@ -11,7 +11,6 @@ from realm_jax.cli.prepare import prepare
 from realm_jax.config import add_sections, default
 from realm_jax.data.sources import open_sources
 from realm_jax.run import Run
-from realm_jax.sections import has_reader_tokenizer
 from realm_jax.train.recipe import train
 from realm_jax.train.workdir import check_workdir
 
@@ -67,7 +66,7 @@ def train_tiny_run(folder: Path) -> Run:
 
 def open_config(config: ConfigDict, workdir: Path, devices: int = 1) -> Run:
     """The run of a config in a folder that is new or its own."""
-    sources = open_sources(config.data.path, reader=has_reader_tokenizer(config))
+    sources = open_sources(config.data.path)
     run = make_run(config, workdir, sources, jax.devices()[:devices])
     check_workdir(run)
     return run

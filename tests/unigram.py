@@ -2,15 +2,11 @@
 
 import random
 import re
-from pathlib import Path
 
 import tokenizers
-from tiny_run import PEOPLE, question, write_lines
+from tiny_run import PEOPLE
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from realm_jax.cli.prepare import prepare
-
-READER_SIZE = 700
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 TEXTS = [
     f"{name} was born ({1800 + n}). The house of {name} in {name[:3]}ville stands since May {1900 + n}."
@@ -36,14 +32,3 @@ def unigram(size: int) -> bytes:
     ends = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A </s>", "<s> $A </s> $B </s>", ends)
     return tokenizer.to_str().encode()
-
-
-def prepare_for_two(folder: Path) -> Path:
-    """A prepared folder with word pieces for the retriever and READER_SIZE Unigram pieces for the reader."""
-    (folder / "reader.json").write_bytes(unigram(READER_SIZE))
-    passages = [{"id": f"p{n}", "title": name, "text": TEXTS[n]} for n, name in enumerate(PEOPLE)]
-    asked = [question(n, gold_passage_id=f"p{n}", split=split) for n in range(8) for split in ("train", "dev")]
-    files = write_lines(folder / "passages.jsonl", passages), write_lines(folder / "questions.jsonl", asked)
-    further = {"vocabulary_size": 300, "reader_vocab": folder / "reader.json", "workers": 1}
-    prepare(files[0], folder / "data", questions=[files[1]], **further)
-    return folder / "data"

@@ -18,10 +18,9 @@ from typing import Any
 from realm_jax.cli.build_index import run_builder
 from realm_jax.cli.output import print_json
 from realm_jax.corpora.build import build_store
-from realm_jax.corpora.reader_tokens import write_reader_tokens
 from realm_jax.corpora.texts import read_passages
 from realm_jax.data import spans
-from realm_jax.data.sources import READER, READER_MANIFEST, open_sources
+from realm_jax.data.sources import open_sources
 from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.data.store import PassageStore, remove_documents
 from realm_jax.data.tokenizer_files import open_tokenizer
@@ -87,8 +86,6 @@ def run(args: argparse.Namespace) -> None:
         before = PassageStore.open(data / "passages")
         with _copy_to_edit(data) as copy:
             after = edit(copy, args.action, args.what)
-            if (copy / READER / READER_MANIFEST).is_file():
-                write_reader_tokens(copy, open_tokenizer(copy / READER / "tokenizer"), workers=1)
             record: dict[str, Any] = {"data": place, "passages_before": len(before), "passages": len(after)}
             record |= {"version": after.fingerprint}
             if workdir and trained:

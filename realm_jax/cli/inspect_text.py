@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, html: Path | None) -> None:
     if is_question:
         check_question(opened, args.subject)
     if text:
-        masked_text(text, args.pieces, opened.lengths, opened.sources.for_reader.tokenizer)
+        masked_text(text, args.pieces, opened.lengths, opened.sources.tokenizer)
     bert = _open_bert(args, changes, opened, text) if args.bert and text else None
     trained = restore(opened, args.task or inspected_task(opened.config, is_question), for_answers=is_question)
     check_has_priors(trained)
@@ -129,10 +129,10 @@ def _open_bert(args: argparse.Namespace, changes: dict[str, Any], opened: Run, t
     try:
         other = open_run_for_inference(Path(args.bert), changes)
         latest_checkpoint(other)
-        masked_text(text, args.pieces, other.lengths, other.sources.for_reader.tokenizer)
+        masked_text(text, args.pieces, other.lengths, other.sources.tokenizer)
     except UserError as fault:
         raise UserError(f"--bert: {fault}") from None
-    theirs, own = (run.sources.for_reader.tokenizer.fingerprint for run in (other, opened))
+    theirs, own = (run.sources.tokenizer.fingerprint for run in (other, opened))
     if theirs != own:
         raise UserError(f"--bert={args.bert}: its vocabulary is not that of --workdir={args.workdir}; name another run")
     return other

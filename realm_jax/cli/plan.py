@@ -88,7 +88,8 @@ def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]
         builder = abstract_run(for_embedding(config, len(chips)), Path("."), *sizes, chips)
     useful = {}
     if sources is not None:
-        sources = sources.of_passages_alone() if config.data.text == "passages" else sources
+        if config.data.text == "passages":
+            sources = dataclasses.replace(sources, pretraining=sources.passages)
         trainer = dataclasses.replace(trainer, sources=sources)
         useful = useful_share(trainer, task) if TASKS[task].follows_builder else {}  # it learns from sentences
     found = plan(trainer, builder, task, args.price_per_chip_hour, builders)

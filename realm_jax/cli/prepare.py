@@ -26,13 +26,12 @@ from realm_jax.corpora.near_duplicates import COPIES, drop_near_duplicates, fing
 from realm_jax.corpora.outcomes import Article, Counts
 from realm_jax.corpora.partial_output import ARTICLES, TOKENIZER, check_owner, is_prepared, staged_output
 from realm_jax.corpora.questions import QuestionFile, SelectedQuestions, published_identity, question_files, read_all
-from realm_jax.corpora.reader_tokens import write_reader_tokens
 from realm_jax.corpora.texts import identity, open_texts
 from realm_jax.data import spans as span_finders
 from realm_jax.data.beir import has_judgements, queries_file
 from realm_jax.data.packing import DEFAULT_LIMIT
 from realm_jax.data.questions import question_lines
-from realm_jax.data.sources import FORMAT_VERSION, READER
+from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.data.store import new_version
@@ -40,11 +39,10 @@ from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.tokenizer_files import FoundTokenizer, are_complete, lower_case_of, tokenizer_file, tokenizer_of
 from realm_jax.data.wordpiece import WordPiece, check_size
 from realm_jax.errors import UserError
-from realm_jax.storage import exclusive_lock, open_folder
+from realm_jax.storage import open_folder
 
 logger = logging.getLogger(__name__)
 
-READER_FLAG = "--reader-vocab"
 DEFAULT_VOCABULARY_SIZE = 30_522  # the size of bert-base-uncased's vocabulary
 UNKNOWN_SHARE = 0.05  # more [UNK] than this says that the vocabulary is for another language
 LEARN_FROM = 100_000_000  # characters of text to learn a vocabulary from: about a minute and a half
@@ -60,7 +58,6 @@ EXAMPLES = """examples:
   realm prepare --passages psgs_w100.tsv.gz --questions train=nq-train.json dev=nq-dev.json --output data
   realm prepare --passages wiki.jsonl --questions tfds:open_qa/web_questions --output data
   realm prepare --passages scifact.jsonl --questions scifact --output data      judged questions in the folder of BEIR
-  realm prepare --output data --reader-vocab tokenizer.json      for a reader with a tokenizer of its own
   realm prepare --passages tfds:wikipedia/20230601.en --pretraining 'news:cc-news/*.jsonl.gz' --vocab vocab.txt \\
       --output data
 
@@ -91,12 +88,7 @@ def _option(help_: str, default: Any = MISSING, recorded: bool = False, **argume
 class Options:
     """What is prepared and how: every field is a flag of `realm prepare`, and an argument of `prepare`."""
 
-    passages: Path_ | None = _option(
-        "file, pattern or folder of the texts to retrieve from; it may be left out with --reader-vocab, where "
-        "--output is prepared",
-        required=False,
-        metavar="FILE",
-    )
+    passages: Path_ = _option("file, pattern or folder of the texts to retrieve from", metavar="FILE")
     output: Path_ = _option("folder to make", metavar="DIR")
     pretraining: Path_ | None = _option(
         "the same of the texts to pre-train on (default: the passages)", None, metavar="FILE"
@@ -112,12 +104,6 @@ class Options:
     vocab: Path_ | None = _option(
         "tokenizer of a pretrained encoder, which says whether capitals are kept: its vocab.txt, any tokenizer.json, "
         "its folder, hf:NAME, or py:NAME of an installed package",
-        None,
-        metavar="FILE",
-    )
-    reader_vocab: Path_ | None = _option(
-        "the same for a reader with a tokenizer of its own, whose tokens of the same passages are put into "
-        "OUTPUT/reader",
         None,
         metavar="FILE",
     )
@@ -203,45 +189,16 @@ def run(args: argparse.Namespace) -> None:
     prepare(**{one.name: getattr(args, one.name) for one in fields(Options)})
 
 
-def prepare(passages: Path_ | None, output: Path_, **further: Any) -> None:
+def prepare(passages: Path_, output: Path_, **further: Any) -> None:
     """Write the prepared folder `output` (see docs/design.md) and print a summary.
 
     further: as `Options` has them; `vocab` goes before `vocabulary_size`. Does nothing when `output` was prepared from
-    the same inputs with the same settings. Without `passages` the tokens of `reader_vocab` are added to a prepared
-    folder. Raises UserError for faults in the inputs and when `output` exists otherwise.
+    the same inputs with the same settings. Raises UserError for faults in the inputs and when `output` exists
+    otherwise.
     """
     if not os.fspath(output):
         raise UserError("--output: is empty; name a folder to make")
-    options = Options(passages, output, **further)
-    if passages is None and options.reader_vocab is None:
-        raise UserError("--passages: name the texts to retrieve from")
-    if options.reader_vocab is not None and (options.beam is not None or "://" in os.fspath(output)):
-        raise UserError(
-            "--reader-vocab: is the work of processes of this machine; leave --beam out, and name a local --output"
-        )
-    reader = None if options.reader_vocab is None else _vocabulary_file(os.fspath(options.reader_vocab), READER_FLAG)
-    if passages is not None:
-        _prepare(passages, output, options)
-    if reader is not None:
-        _add_reader_tokens(Path(output), reader, options.workers)
-
-
-def _add_reader_tokens(output: Path, found: FoundTokenizer, workers: int | None) -> None:
-    """Put the tokens of a reader into a prepared folder, or those that are missing since it was edited."""
-    if not (output / PREPARED).is_file():
-        raise UserError(f"--output={output}: not a prepared folder; name the texts to prepare with --passages")
-    started = time.monotonic()
-    with exclusive_lock(output, PREPARED):
-        is_new = write_reader_tokens(output, found.read(), workers or os.cpu_count() or 1)
-    if is_new:
-        print(f"{output / READER} has the reader's tokens after {time.monotonic() - started:.0f} seconds")
-    else:
-        print(f"{output / READER} has the tokens of the same reader; nothing to do")
-
-
-def _prepare(passages: Path_, output: Path_, options: Options) -> None:
-    """Write the folder but for the reader's tokens."""
-    started = time.monotonic()
+    started, options = time.monotonic(), Options(passages, output, **further)
     finder = span_finders.finder(options.spans)
     check_limit(options.limit)
     vocabulary = None if options.vocab is None else _vocabulary_file(os.fspath(options.vocab))
@@ -435,8 +392,8 @@ class PrepareJob:
         return {split: len(questions) for split, questions in splits.items()}
 
 
-def _vocabulary_file(name: str, flag: str = "--vocab") -> FoundTokenizer:
-    """What a flag names: a file, or a model as `config.init_from` takes it.
+def _vocabulary_file(name: str) -> FoundTokenizer:
+    """What --vocab names: a file, or a model as `config.init_from` takes it.
 
     Text is put in lower case unless the tokenizer that the file belongs to keeps capitals. Raises UserError if the
     model is not there, or has no tokenizer.
@@ -445,9 +402,8 @@ def _vocabulary_file(name: str, flag: str = "--vocab") -> FoundTokenizer:
     if not path.is_file():
         from realm_jax.models.folders import resolve_model_path, tokenizer_folder  # here, since it brings JAX along
 
-        model = resolve_model_path(name, flag)
-        network = READER if flag == READER_FLAG else ""
-        path = _of_model(f"{flag}={name}", tokenizer_folder(model, network)) if model.is_dir() else model
+        model = resolve_model_path(name, "--vocab")
+        path = _of_model(f"--vocab={name}", tokenizer_folder(model)) if model.is_dir() else model
     said = lower_case_of(path.parent)
     return FoundTokenizer(path, said is None or said.value)
 

@@ -135,8 +135,7 @@ def export(
     params = restore_params(opened, name, saved)
     with _staged_output(output) as folder:
         reads = reader_is_trained(workdir, name)
-        read = sources.for_reader.tokenizer
-        write_networks(folder, opened.config, model, params, sources.tokenizer, names, reads, read)
+        write_networks(folder, opened.config, model, params, sources.tokenizer, names, reads)
         networks = sorted(path.name for path in folder.iterdir())
         (folder / README).write_text(run_card(opened, name, saved.step, networks, names), "utf-8")
     logger.info("%s: %s of %s at step %d of %s", output, ", ".join(params), workdir, saved.step, name)

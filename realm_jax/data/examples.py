@@ -144,8 +144,8 @@ class Bm25Hits(NamedTuple):
         return {"bm25_rows": self.rows[number], "bm25_scores": self.scores[number]}
 
 
-def as_read(arrays: Example) -> Example:
-    """Arrays whose query is in tokens that the reader alone reads: `reader_query`, in place of `query`."""
+def with_reader_query(arrays: Example) -> Example:
+    """Rename the query of some arrays to `reader_query`: the retriever asks for something else."""
     names = ("query", "query_length")
     return {f"reader_{name}" if name in names else name: value for name, value in arrays.items()}
 

@@ -4,10 +4,10 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from realm_jax.data.questions import Question, answered, gold_record, read_questions
-from realm_jax.data.staging import PREPARED, READER, READER_MANIFEST, is_remote, staged
+from realm_jax.data.staging import PREPARED, is_remote, staged
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.tokenizer_files import open_tokenizer
@@ -17,36 +17,14 @@ from realm_jax.storage import digest, read_json
 FORMAT_VERSION = 2
 
 
-class Tokenized(NamedTuple):
-    """Passages and pre-training text in the tokens of one tokenizer; `pretraining` is `passages` where X is Z."""
-
-    tokenizer: Tokenizer
-    passages: PassageStore
-    pretraining: PassageStore
-
-
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """What a run reads. `pretraining` is `passages` itself where X is Z (`pretraining_is_corpus` is true then).
-
-    reader: the same rows in the tokens of a reader that has a tokenizer of its own.
-    """
+    """Dataset of a run: corpus Z, pre-training text X (the same store if X is Z), questions by split."""
 
     tokenizer: Tokenizer
     passages: PassageStore
     pretraining: PassageStore
     questions: dict[str, list[Question]]
-    reader: Tokenized | None = None
-
-    @property
-    def for_reader(self) -> Tokenized:
-        """What the reader reads: tokens of its own, or the retriever's."""
-        return self.reader or Tokenized(self.tokenizer, self.passages, self.pretraining)
-
-    def of_passages_alone(self) -> "Sources":
-        """The same with X = Z."""
-        reader = self.reader and self.reader._replace(pretraining=self.reader.passages)
-        return dataclasses.replace(self, pretraining=self.passages, reader=reader)
 
     @property
     def pretraining_is_corpus(self) -> bool:
@@ -60,13 +38,12 @@ class Sources:
     def fingerprints(self) -> dict[str, str]:
         """Name → fingerprint of everything that is read."""
         asked = {split: [_content(one) for one in some] for split, some in self.questions.items()}
-        found = {
+        return {
             "tokenizer": self.tokenizer.fingerprint,
             "passages": self.passages.fingerprint,
             "pretraining": self.pretraining.fingerprint,
             "questions": digest(json.dumps(asked, sort_keys=True).encode()),
         }
-        return found | ({"reader": self.reader.tokenizer.fingerprint} if self.reader else {})
 
 
 def _content(question: Question) -> dict[str, Any]:
@@ -76,14 +53,13 @@ def _content(question: Question) -> dict[str, Any]:
 
 
 def open_sources(
-    folder: str | os.PathLike[str], version: str | None = None, flag: str = "config.data.path=", questions: bool = True,
-    reader: bool = False,
-) -> Sources:  # fmt: skip
+    folder: str | os.PathLike[str], version: str | None = None, flag: str = "config.data.path=", questions: bool = True
+) -> Sources:
     """Open a folder written by `realm prepare`; one in a bucket is copied to this machine first.
 
     version: fingerprint of passages that were the newest once; one that is not there gives the newest. flag: what a
-    message puts before the folder, as the user gave it. questions: whether they are read, or none. reader: whether the
-    tokens of `--reader-vocab` are opened. Raises UserError when the folder is none, or when its parts do not match.
+    message puts before the folder, as the user gave it. questions: whether they are read, or none. Raises UserError
+    when the folder is none, or when its parts do not match.
     """
     folder = staged(os.fspath(folder), flag) if is_remote(os.fspath(folder)) else Path(folder)
     if not (folder / PREPARED).is_file():
@@ -97,35 +73,7 @@ def open_sources(
     passages = _open_store(folder / "passages", tokenizer, version)
     pretraining = _open_store(folder / "pretraining", tokenizer) if manifest.get("pretraining") else passages
     asked = _read_questions(folder, manifest) if questions else {}
-    return Sources(
-        tokenizer, passages, pretraining, asked, _open_reader(folder, passages, pretraining) if reader else None
-    )
-
-
-def tokenizers_of(folder: str) -> tuple[str | None, str | None]:
-    """Fingerprints of a prepared folder's tokenizer and of that of `--reader-vocab`; None for what is not there."""
-    place = staged(folder) if is_remote(folder) else Path(folder)
-    found = [place / PREPARED, place / READER / READER_MANIFEST]
-    first, second = (read_json(path).get("tokenizer") if path.is_file() else None for path in found)
-    return first, second
-
-
-def _open_reader(folder: Path, passages: PassageStore, pretraining: PassageStore) -> Tokenized:
-    """The reader's tokens of opened stores. Raises UserError if there are none."""
-    place = folder / READER
-    again = f"`realm prepare --output={folder} --reader-vocab="
-    if not (place / READER_MANIFEST).is_file():
-        raise UserError(f"{place}: no tokens for a reader with a tokenizer of its own; make them with {again}FILE`")
-    versions, tokenizer = read_json(place / READER_MANIFEST), open_tokenizer(place / "tokenizer")
-
-    def open_store(name: str, like: PassageStore) -> PassageStore:
-        version = versions.get(name, {}).get(like.fingerprint)
-        if version is None:
-            raise UserError(f"{place}: older than {like.folder}; bring it up to date with {again}{place}/tokenizer`")
-        return _open_store(place / name, tokenizer, version)
-
-    own = open_store("passages", passages)
-    return Tokenized(tokenizer, own, own if pretraining is passages else open_store("pretraining", pretraining))
+    return Sources(tokenizer, passages, pretraining, asked)
 
 
 def _read_questions(folder: Path, manifest: dict[str, Any]) -> dict[str, list[Question]]:

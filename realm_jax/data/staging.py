@@ -26,8 +26,6 @@ from realm_jax.storage import (
 logger = logging.getLogger(__name__)
 
 PREPARED = "PREPARED.json"
-READER, READER_MANIFEST = "reader", "READER.json"  # what `--reader-vocab` writes
-READER_RECORD = f"{READER}/{READER_MANIFEST}"
 MARGIN = 1 << 30  # bytes of the disk that are left free
 
 
@@ -54,11 +52,8 @@ def staged(url: str, flag: str = "config.data.path=") -> Path:
             ) from None
         manifest = folder.read_json(PREPARED)
         names = [name for name in ("passages", "pretraining") if manifest.get(name)]
-        has_reader = READER_MANIFEST in folder.names(READER)
-        names += [f"{READER}/{name}" for name in names if has_reader]
         stores = {name: folder.read(f"{name}/{STORE}") for name in names}
-        records = {READER_RECORD: folder.read(READER_RECORD)} if has_reader else {}
-        records |= {PREPARED: prepared} | {f"{name}/{STORE}": data for name, data in stores.items()}
+        records = {PREPARED: prepared} | {f"{name}/{STORE}": data for name, data in stores.items()}
         if not all((copy / name).is_file() and (copy / name).read_bytes() == data for name, data in records.items()):
             (copy / PREPARED).unlink(missing_ok=True)
             _copy(folder, copy, manifest, stores)
@@ -67,8 +62,7 @@ def staged(url: str, flag: str = "config.data.path=") -> Path:
 
 
 def _copy(folder: Folder, copy: Path, manifest: dict[str, Any], stores: dict[str, bytes]) -> None:
-    small = [f"{place}/{name}" for place in ("tokenizer", f"{READER}/tokenizer") for name in folder.names(place)]
-    small += [READER_RECORD] if f"{READER}/passages" in stores else []
+    small = [f"tokenizer/{name}" for name in folder.names("tokenizer")]
     small += [f"questions/{split}.jsonl" for split in manifest["questions"]]
     large = {
         f"{name}/{segment['folder']}/{file}": known["bytes"]

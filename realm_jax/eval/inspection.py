@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.data.examples import Example, Lengths, as_read, query_arrays, question_arrays
+from realm_jax.data.examples import Example, Lengths, query_arrays, question_arrays, with_reader_query
 from realm_jax.data.tokenizer import MARK, Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward.context import Index, StepContext
 from realm_jax.forward.masked import masked_inputs, masked_spans, null_candidates, read_masked, read_targets
 from realm_jax.forward.question import read_question
-from realm_jax.forward.search import search_queries, stored_scores, take_for_reader
+from realm_jax.forward.search import gather_documents, search_queries, stored_scores
 from realm_jax.mesh import to_host
 from realm_jax.models.inputs import Documents
 from realm_jax.models.likelihood import NEGATIVE, log_prior, log_sum_selected
@@ -125,13 +125,11 @@ def masked_text(text: Masked, pieces: int, lengths: Lengths, tokenizer: Tokenize
     return arrays | {"weights": weights} | own | query_arrays(masked, lengths.query, tokenizer)
 
 
-def retriever_arrays(text: Masked, pieces: int, lengths: Lengths, tokenizer: Tokenizer, leave_out: bool) -> Example:
-    """What the retriever takes of a sentence, in its own tokens: the masked query, with `leave_out` without the blank,
-    and the whole sentence."""
+def retriever_arrays(text: Masked, pieces: int, lengths: Lengths, tokenizer: Tokenizer) -> Example:
+    """What the retriever takes of a sentence if the reader points: the query without the blank, and the sentence."""
     made = masked_text(text, pieces, lengths._replace(predictions=lengths.query), tokenizer)
-    if leave_out:
-        asked = made["query"][1 : made["query_length"] - 1]
-        made |= query_arrays(asked[asked != tokenizer.mask_id], lengths.query, tokenizer)
+    asked = made["query"][1 : made["query_length"] - 1]
+    made |= query_arrays(asked[asked != tokenizer.mask_id], lengths.query, tokenizer)
     return {name: made[name] for name in ("query", "query_length", "sentence", "sentence_length")}
 
 
@@ -154,7 +152,7 @@ def inspect_batch(context: StepContext, params: Params, batch: Any, index: Index
     """Retrieve for masked texts and read them with every candidate. special [s] int: the pieces that are no text."""
     read = read_masked(context, params, batch, index, None)
     reading = (read.log_p * batch["weights"][:, None]).sum(axis=-1)
-    passages = take_for_reader(index, read.found.rows)
+    passages = gather_documents(index, read.found.rows)
     if context.points:
         guesses = _likeliest_spans(context, params, batch, passages)
         guesses = jnp.concatenate([guesses[:, :1], guesses], axis=1)  # the null document shows none: as the first does
@@ -196,11 +194,10 @@ def inspect_masked(run: Run, params: Params, index: Index, text: Masked, pieces:
     Answers that are weighed against each other are the likeliest beside each of the first GUESSING candidates. Raises
     UserError as `masked_text`.
     """
-    tokenizer = run.sources.for_reader.tokenizer
+    tokenizer = run.sources.tokenizer
     example = masked_text(text, pieces, run.lengths, tokenizer)
-    if run.context.asks_otherwise:
-        asked = retriever_arrays(text, pieces, run.lengths, run.sources.tokenizer, run.context.points)
-        example = as_read(example) | asked
+    if run.context.points:
+        example = with_reader_query(example) | retriever_arrays(text, pieces, run.lengths, tokenizer)
     if (find := run.find_sentence) is not None:
         example |= find(f"{text.before} {text.after}", -1)
     (seen,) = _inspect_examples(run, params, index, [example])
@@ -224,7 +221,7 @@ def _filled_in(example: Example, targets: Sequence[int] | NDArray) -> Example:
 
 def _inspect_examples(run: Run, params: Params, index: Index, examples: Sequence[Example]) -> list[InspectionOutputs]:
     """`inspect_batch` at some examples, on the host."""
-    special = np.array(sorted(run.sources.for_reader.tokenizer.special_ids), np.int32)
+    special = np.array(sorted(run.sources.tokenizer.special_ids), np.int32)
     found = jax.tree.map(to_host, inspect_batch(run.context, params, _put(run, examples), index, special))
     return [InspectionOutputs(*(part[i] for part in found)) for i in range(len(examples))]
 
@@ -268,7 +265,7 @@ def null_likelihood(run: Run, params: Params, text: Masked, targets: Sequence[in
     targets: y, in tokens of this run. Text would not do: pieces that were guessed, such as `##nri`, are others
     when they are read as text and encoded again.
     """
-    example = _filled_in(masked_text(text, len(targets), run.lengths, run.sources.for_reader.tokenizer), targets)
+    example = _filled_in(masked_text(text, len(targets), run.lengths, run.sources.tokenizer), targets)
     return float(np.exp(to_host(_null_log_likelihood(run.context, params, _put(run, [example])))[0]))
 
 
@@ -288,9 +285,9 @@ def inspect_question(asked: Evaluator, params: Params, index: Index, answer: str
     asked: with one question. Raises UserError for an answer that can be no span.
     """
     run = asked.run
-    target = question_arrays([], [answer], run.sources.for_reader.tokenizer, run.lengths)
+    target = question_arrays([], [answer], run.sources.tokenizer, run.lengths)
     if not target["answer_lengths"].any():
-        tokens, most = len(run.sources.for_reader.tokenizer.encode(answer).ids), run.lengths.span_width
+        tokens, most = len(run.sources.tokenizer.encode(answer).ids), run.lengths.span_width
         if tokens:
             raise UserError(
                 f"the answer {answer!r} has {tokens} tokens, and this run points at {most} at most "

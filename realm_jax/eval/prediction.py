@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.data.cloze import cloze_pieces
-from realm_jax.data.examples import Bm25Hits, Example, as_read, query_arrays, row_has_answer, truncated_body
+from realm_jax.data.examples import Bm25Hits, Example, query_arrays, row_has_answer, truncated_body, with_reader_query
 from realm_jax.data.questions import Question
-from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.eval.answers import contains_pattern, exact_match, normalise
 from realm_jax.eval.retrieval import answer_hits, documents_of, gold_hits, hit_at_k, mean_by_group, rank_measures
 from realm_jax.forward.context import Index, Rerank, StepContext
@@ -149,9 +148,9 @@ class Evaluator:
     @cached_property
     def queries(self) -> list[Example]:
         """What the retriever and the reader take of each question, with what BM25 found where it takes part."""
-        rows = self._queries(self.run.sources.tokenizer)
-        if self.cloze or self.run.sources.reader is not None:
-            read = map(as_read, self._queries(self.run.sources.for_reader.tokenizer, self.cloze))
+        rows = self._queries()
+        if self.cloze:
+            read = map(with_reader_query, self._queries(cloze=True))
             rows = [row | other for row, other in zip(rows, read, strict=True)]
         if self._found is not None:
             rows = [row | self._found.arrays(number) for number, row in enumerate(rows)]
@@ -165,9 +164,9 @@ class Evaluator:
         parts = [part + [part[0]] * (size - len(part)) for part in parts]
         return [{key: np.stack([row[key] for row in part]) for key in part[0]} for part in parts]
 
-    def _queries(self, tokenizer: Tokenizer, cloze: bool = False) -> list[Example]:
-        """The questions in the tokens of a tokenizer, with or without a blank."""
-        texts = [question.question for question in self.questions]
+    def _queries(self, cloze: bool = False) -> list[Example]:
+        """The questions as tokens, with or without a blank."""
+        tokenizer, texts = self.run.sources.tokenizer, [question.question for question in self.questions]
         if cloze:
             encoded = [cloze_pieces(text, tokenizer) for text in texts]
         else:
@@ -273,11 +272,11 @@ class Evaluator:
         if question.is_regex:
             texts = [self._read_text(row) for row in rows]
             return any(contains_pattern(text, question.answers) for text in texts)
-        (tokenizer, store, _), longest = self.run.sources.for_reader, self.run.context.model.reader.span_width
+        tokenizer, longest = self.run.sources.tokenizer, self.run.context.model.reader.span_width
         forms = (form for answer in question.answers for form in tokenizer.forms(answer))
         encoded = [np.asarray(form, tokenizer.dtype) for form in forms]
         wanted = [answer for answer in encoded if 0 < len(answer) <= longest]
-        return any(row_has_answer(store, row, wanted, self.run.lengths) for row in rows)
+        return any(row_has_answer(self.run.sources.passages, row, wanted, self.run.lengths) for row in rows)
 
     def _assemble(self, read: _Read) -> Prediction:
         """One question's passages, and its answers: p(answer|x) over the occurrences that were found."""
@@ -308,7 +307,7 @@ class Evaluator:
     @cached_property
     def _offsets(self) -> Callable[[int], NDArray[np.int64]]:
         """Start and end of each piece that is read of a row's body in its text, int64 [pieces, 2]. Rows come again."""
-        tokenizer, store, _ = self.run.sources.for_reader
+        tokenizer, store = self.run.sources.tokenizer, self.run.sources.passages
 
         def offsets(row: int) -> NDArray[np.int64]:
             found = tokenizer.offsets_of(store.text(row), store.body_tokens(row))
@@ -319,6 +318,6 @@ class Evaluator:
 
     def _read_text(self, row: int) -> str:
         """The text of a row as far as it is read: beside its title and three special pieces."""
-        read = truncated_body(self.run.sources.for_reader.passages, row, self.run.lengths)
+        read = truncated_body(self.run.sources.passages, row, self.run.lengths)
         ends = self._offsets(row)[: len(read), 1]
         return self.run.sources.passages.text(row)[: int(ends.max(initial=0))]

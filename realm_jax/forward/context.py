@@ -25,14 +25,12 @@ class Index(NamedTuple):
     """The corpus on the device: vectors [padded rows, projection] and the document rows they stand for.
 
     vectors: None if hosts search. tower: parameters of the query embedder that searches; None for the current one.
-    reader_documents: the same rows in the tokens of a reader that has its own; None if it reads `documents`. held_out:
-    which rows no masked sentence may learn from, bool [padded rows]; None for none.
+    held_out: which rows no masked sentence may learn from, bool [padded rows]; None for none.
     """
 
     vectors: Any
     documents: Documents
     tower: Params | None = None
-    reader_documents: Documents | None = None
     held_out: Array | None = None
 
 
@@ -104,7 +102,6 @@ class StepContext:
     frozen_documents: bool = False  # whether REALM's candidates keep the vectors of the index
     qa_documents: bool = False  # whether fine-tuning trains the document embedder as well
     rerank: Rerank | None = None  # what orders them anew; nothing does while a task is trained
-    reader_special: tuple[int, int] | None = None  # ids of [CLS] and [SEP] of a reader with a tokenizer of its own
     packed: PackedPlaces | None = None  # how texts and passages are packed; None: they are padded
 
     def places(self, examples: int) -> PackedPlaces:
@@ -124,15 +121,10 @@ class StepContext:
         does not know it, and no question has it."""
         return self.marginal == "span"
 
-    @property
-    def asks_otherwise(self) -> bool:
-        """Whether the retriever's query of a masked sentence has other tokens than the reader's."""
-        return self.points or self.reader_special is not None
-
 
 def reader_query(batch: Batch) -> tuple[Array, Array]:
-    """What the reader reads of a batch's texts: ids [batch, q] and lengths [batch], of the reader's tokens where it has
-    its own (`reader_query`), else those that search."""
+    """What the reader reads of a batch's texts, ids [batch, q] and lengths [batch]: `reader_query`, or what searches if
+    there is none."""
     name = "reader_query" if "reader_query" in batch else "query"
     return batch[name], batch[f"{name}_length"]
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from realm_jax.forward.context import Batch, Index, StepContext, dropout_keys, reader_query
 from realm_jax.forward.reading import SpanReading, read_spans, unplaced_pieces
-from realm_jax.forward.search import Candidates, candidate_scores, gather_documents, retrieve, take_for_reader
+from realm_jax.forward.search import Candidates, candidate_scores, gather_documents, retrieve
 from realm_jax.models import likelihood
 from realm_jax.models.inputs import Documents, ReaderInput, has_answer_span, null_documents, reader_inputs
 from realm_jax.models.likelihood import Mean
@@ -42,9 +42,9 @@ def read_masked(context: StepContext, params: Params, batch: Batch, index: Index
     scores = candidate_scores(context, params, batch, documents, keys[0], index, stored)
     if context.points:
         rows = jnp.where(found.valid, found.rows, -1)  # the own passage would take the place of another
-        read = point_at_targets(context, params, batch, take_for_reader(index, rows), keys[1])
+        read = point_at_targets(context, params, batch, gather_documents(index, rows), keys[1])
     else:
-        read = read_candidates(context, params, batch, take_for_reader(index, found.rows), keys[1])
+        read = read_candidates(context, params, batch, documents, keys[1])
     places, embedded = context.places(len(found.rows)), context.model.document_lengths(documents)
     packed = [
         (context.model.query_lengths(batch["query_length"]), places.queries),
@@ -102,7 +102,7 @@ def masked_inputs(batch: Batch, documents: Documents) -> tuple[ReaderInput, Arra
 
 def null_candidates(context: StepContext, batch: Batch) -> Documents:
     """The null document as the one candidate of each text of a batch, for the reader: [batch, 1, …]."""
-    null = null_documents(len(batch["query"]), context.reader_special or (context.cls_id, context.sep_id))
+    null = null_documents(len(batch["query"]), (context.cls_id, context.sep_id))
     return Documents(*(part[:, None] for part in null))
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from realm_jax.forward.context import Batch, Index, StepContext, dropout_keys, reader_query
 from realm_jax.forward.reading import read_spans, unplaced_pieces
-from realm_jax.forward.search import embed_candidates, gather_documents, question_beam, take_for_reader
+from realm_jax.forward.search import embed_candidates, gather_documents, question_beam
 from realm_jax.models.inputs import ReaderInput, reader_inputs
 from realm_jax.models.likelihood import NEGATIVE, Mean, answer_log_probabilities
 from realm_jax.models.realm import Params
@@ -54,7 +54,7 @@ def read_question(
         fresh = jnp.einsum("bd,bkd->bk", queries, taken)
         fresh = jnp.where(rows >= 0, fresh, NEGATIVE)
         scores = jnp.concatenate([fresh, scores[:, passages:]], axis=1)
-    joint = reader_inputs(*reader_query(batch), take_for_reader(index, rows), context.qa_titles)
+    joint = reader_inputs(*reader_query(batch), gather_documents(index, rows), context.qa_titles)
     read_scores = scores[:, :passages]
     nothing = jnp.zeros((len(batch["query"]), 1, 1), jnp.int32)
     answers = batch.get("answers", nothing), batch.get("answer_lengths", nothing[:, :, 0])

@@ -100,7 +100,7 @@ def reranked(
     """What was found, its first passages by `scores_by_place` and what is added to those. A passage has its own score
     and what is added to it, so where nothing is added all stays as it was."""
     rows, scores, ranks = (part[:, : rerank.passages] for part in found)
-    added = rerank.added(context, params, batch, take_for_reader(index, rows))
+    added = rerank.added(context, params, batch, gather_documents(index, rows))
     order = jnp.argsort(-(scores_by_place(scores) + added), axis=1, stable=True)
     first = rows, scores + added, ranks
     picked = (jnp.take_along_axis(part, order.reshape(order.shape + (1,) * (part.ndim - 2)), axis=1) for part in first)
@@ -194,19 +194,10 @@ def embed_candidates(
 
 
 def gather_documents(index: Index, rows: Array) -> Documents:
-    """The document rows of candidates, in the retriever's tokens. rows [...] int32 → ids [..., length].
+    """The document rows of candidates. rows [...] int32 → ids [..., length].
 
     No row (below 0) gives an empty passage: special pieces alone, where no answer can stand.
     """
-    return _taken(index.documents, rows)
-
-
-def take_for_reader(index: Index, rows: Array) -> Documents:
-    """`gather_documents` in the tokens that the reader reads."""
-    return _taken(index.reader_documents or index.documents, rows)
-
-
-def _taken(documents: Documents, rows: Array) -> Documents:
-    ids, lengths, titles = (part[jnp.maximum(rows, 0)] for part in documents)
+    ids, lengths, titles = (part[jnp.maximum(rows, 0)] for part in index.documents)
     found = rows >= 0
     return Documents(ids, jnp.where(found, lengths, DOCUMENT_SPECIALS + 1), jnp.where(found, titles, 0))

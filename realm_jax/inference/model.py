@@ -215,7 +215,7 @@ class Model:
             return to_record(self.trained, text, see_question(self.trained, text, answer))
         if answer is not None:
             raise UserError("answer: goes with a question; write what stands in the blank into it: [the word]")
-        masked_text(sentence, pieces, self.run.lengths, self.run.sources.for_reader.tokenizer)
+        masked_text(sentence, pieces, self.run.lengths, self.run.sources.tokenizer)
         check_has_priors(self._pretrained)
         return to_record(self._pretrained, text, see_sentence(self._pretrained, sentence, pieces))
 

@@ -137,11 +137,10 @@ def model_folders(folder: Path) -> list[Path]:
     return [folder / name for name in ("", SHARED, *TOWERS, READER) if is_model(folder / name)]
 
 
-def tokenizer_folder(folder: Path, network: str = "") -> Path:
-    """Where the tokenizer of a model lies: beside the weights of the first of its networks, all of which have the same
-    unless the reader has its own. network: whose it is to be, where there is such a network."""
-    own = [folder / network] if is_model(folder / network) else model_folders(folder)
-    return transformer_folder(next(iter(own), folder))
+def tokenizer_folder(folder: Path) -> Path:
+    """Where the tokenizer of a model lies: beside the weights of the first of its networks, all of which have the
+    same."""
+    return transformer_folder(next(iter(model_folders(folder)), folder))
 
 
 def network_folder(folder: Path, network: str) -> Path | None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from realm_jax.data.staging import PREPARED, READER_RECORD, is_remote
+from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.errors import UserError
 from realm_jax.inference.model import Model
@@ -187,7 +187,7 @@ def _files(workdir: Path, options: dict[str, Any]) -> tuple[Any, ...]:
     config = recorded_config(workdir)
     place = (options.get("config") or {}).get("data.path", config.data.path)
     saved = [entry.parts[-3:] for task in task_names(config) for entry in saved_folders(workdir / task / "checkpoints")]
-    paths = [] if is_remote(place) else [Path(place) / name for name in (PREPARED, f"passages/{STORE}", READER_RECORD)]
+    paths = [] if is_remote(place) else [Path(place) / name for name in (PREPARED, f"passages/{STORE}")]
     return (*saved, *map(_file_id, paths))
 
 

@@ -28,7 +28,6 @@ from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward.context import Batch, Index, PackedPlaces, Rerank, StepContext
-from realm_jax.models.bert import BertConfig
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Network, Params, Realm
 from realm_jax.processes import is_process_0, run_on_process_0
@@ -303,17 +302,10 @@ def load_or_create(
 # --- shapes that several tasks have -----------------------------------------------------------------------------------
 
 
-def query_shapes(run: Run, bert: BertConfig | None = None, name: str = "query") -> Shapes:
-    """Of `query_arrays`. bert: what reads them, an embedder if not given."""
-    ids = id_dtype((bert or run.model.bert).vocabulary_size)
+def query_shapes(run: Run, name: str = "query") -> Shapes:
+    """Of `query_arrays`."""
+    ids = id_dtype(run.model.bert.vocabulary_size)
     return {name: ((run.lengths.query,), ids), f"{name}_length": ((), np.int32)}
-
-
-def asked_shapes(run: Run, apart: bool | None = None) -> Shapes:
-    """Of a text that is searched for and read. apart: whether the reader's query is another than the retriever's, by
-    default where it has a tokenizer of its own."""
-    apart = run.context.reader_special is not None if apart is None else apart
-    return query_shapes(run) | (query_shapes(run, run.model.reader.bert, "reader_query") if apart else {})
 
 
 def question_shapes(run: Run, bm25_depth: int) -> Shapes:
@@ -323,13 +315,13 @@ def question_shapes(run: Run, bm25_depth: int) -> Shapes:
         "answers": ((lengths.answers, lengths.span_width), np.int32),
         "answer_lengths": ((lengths.answers,), np.int32),
     }
-    return asked_shapes(run) | answers | bm25_shapes(bm25_depth)
+    return query_shapes(run) | answers | bm25_shapes(bm25_depth)
 
 
-def document_shapes(run: Run, bert: BertConfig | None = None) -> Shapes:
-    """Of `document_arrays`. bert: what reads them, an embedder if not given."""
+def document_shapes(run: Run) -> Shapes:
+    """Of `document_arrays`."""
     lengths: Shapes = {name: ((), np.int32) for name in ("document_length", "document_title_length")}
-    return {"document": ((run.lengths.document,), id_dtype((bert or run.model.bert).vocabulary_size))} | lengths
+    return {"document": ((run.lengths.document,), id_dtype(run.model.bert.vocabulary_size))} | lengths
 
 
 def masked_shapes(run: Run, query: Shapes) -> Shapes:

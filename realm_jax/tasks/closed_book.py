@@ -70,8 +70,8 @@ class ClosedBook(Mlm):
 
     @cached_property
     def fixed_examples(self) -> Examples:
-        tokenizer, _, text = self.run.sources.for_reader
-        return closed_book_examples(text, self.run.sources.answered("train"), tokenizer, self.run.lengths)
+        sources = self.run.sources
+        return closed_book_examples(sources.pretraining, sources.answered("train"), sources.tokenizer, self.run.lengths)
 
     def measure(self) -> Measure | None:
         """Exact match of answers without passages; None if no development question has answers."""
@@ -171,7 +171,7 @@ class ClosedBookAnswer(NamedTuple):
 
 def predict_closed_book(run: Run, questions: Sequence[Question], params: Params) -> Iterator[list[ClosedBookAnswer]]:
     """The answers to all questions, a batch at a time, as `Evaluator` has them."""
-    tokenizer, lengths = run.sources.for_reader.tokenizer, run.lengths
+    tokenizer, lengths = run.sources.tokenizer, run.lengths
     empty = empty_document(tokenizer, lengths)
     size = Evaluator(run, questions).batch_size
     for start in range(0, len(questions), size):

@@ -95,9 +95,9 @@ class Mlm(Task):
     @cached_property
     def fixed_examples(self) -> Examples:
         """Its examples, which depend on no parameters."""
-        (tokenizer, passages, text), lengths = self.run.sources.for_reader, self.run.lengths
-        kept = self.run.learned_rows(passages), self.run.learned_rows(text)
-        return warmup_examples(passages, text, tokenizer, lengths, kept=kept)
+        sources = self.run.sources
+        kept = self.run.learned_rows(sources.passages), self.run.learned_rows(sources.pretraining)
+        return warmup_examples(sources.passages, sources.pretraining, sources.tokenizer, self.run.lengths, kept=kept)
 
     def packed_places(self) -> PackedPlaces:
         rng = np.random.default_rng(self.run.config.seed)
@@ -107,8 +107,7 @@ class Mlm(Task):
         return PackedPlaces(count.examples, joints=count.joined(lengths, joint_length(self.run.config)))
 
     def array_shapes(self) -> Shapes:
-        bert = self.run.model.reader.bert
-        return masked_shapes(self.run, query_shapes(self.run, bert)) | document_shapes(self.run, bert)
+        return masked_shapes(self.run, query_shapes(self.run)) | document_shapes(self.run)
 
     def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Means:
         return mlm_loss(self.packed_context, params, batch, key)

@@ -60,7 +60,7 @@ class PlaceCounter:
     def joints(self, lengths: TextLengths, passages: int, titles: bool) -> int:
         """Of texts that are each read with so many passages, and with their titles or without."""
         sizes = self.run.lengths
-        body, title = clipped_lengths(self.run.sources.for_reader.passages, sizes.document)
+        body, title = clipped_lengths(self.run.sources.passages, sizes.document)
         added, longest = (title + 2, sizes.document - 1) if titles else (1, sizes.document - 2)
         return self._needed(lengths.texts, body + added, passages, sizes.query + longest)
 

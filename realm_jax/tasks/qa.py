@@ -22,7 +22,7 @@ from realm_jax.flops import embedding_flops, reader_of, score_flops
 from realm_jax.forward.context import Batch, Index, PackedPlaces, StepContext, dropout_keys, reader_query
 from realm_jax.forward.question import read_question
 from realm_jax.forward.reading import read_spans
-from realm_jax.forward.search import bm25_list_length, question_beam, take_for_reader
+from realm_jax.forward.search import bm25_list_length, gather_documents, question_beam
 from realm_jax.models import likelihood
 from realm_jax.models.inputs import ReaderInput, has_answer_span, token_mask
 from realm_jax.models.likelihood import Mean
@@ -169,8 +169,8 @@ class Qa(Task):
             return None
         chosen = np.random.default_rng(run.config.seed).integers(len(asked), size=SAMPLED).tolist()
         texts = [asked[number].question for number in chosen]
-        tokenizers = run.sources.tokenizer, run.sources.for_reader.tokenizer
-        lengths = TextLengths(*(text_lengths(tokenizer, texts, run.lengths.query) for tokenizer in tokenizers))
+        question_lengths = text_lengths(run.sources.tokenizer, texts, run.lengths.query)
+        lengths = TextLengths(question_lengths, question_lengths)
         count = PlaceCounter(run, self.microbatch)
         return PackedPlaces(
             count.examples,
@@ -292,5 +292,5 @@ def beam_has_answer(context: StepContext, batch: Batch, index: Index, rows: Arra
     padded = jnp.pad(rows, ((0, 0), (0, parts * BEAM_PART - beam)))
     split = padded.reshape(count, parts, BEAM_PART).swapaxes(0, 1)
     answers = (batch["answers"], batch["answer_lengths"], context.model.reader.span_width)
-    found = jax.lax.map(lambda part: has_answer_span(take_for_reader(index, part), *answers), split)
+    found = jax.lax.map(lambda part: has_answer_span(gather_documents(index, part), *answers), split)
     return found.swapaxes(0, 1).reshape(count, -1)[:, :beam]

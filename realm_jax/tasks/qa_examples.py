@@ -25,8 +25,6 @@ from realm_jax.data.examples import (
     Example,
     Examples,
     Lengths,
-    as_read,
-    query_arrays,
     question_arrays,
     row_has_answer,
     truncated_body,
@@ -61,7 +59,7 @@ def fine_tuning_examples(task: Task, params: Params, embed: Embed) -> Examples:
 
 def retrieved_examples(run: Run, questions: Sequence[Question], depth: int) -> Examples:
     """Questions with their answers, for a step that finds `depth` passages."""
-    examples = question_examples(questions, run.sources.for_reader.tokenizer, run.lengths)
+    examples = question_examples(questions, run.sources.tokenizer, run.lengths)
     return with_search(run, examples, questions, depth, run.context.qa_search != "vectors")
 
 
@@ -84,18 +82,13 @@ def question_examples(questions: Sequence[Question], tokenizer: Tokenizer, lengt
 
 
 def with_search(run: Run, examples: Examples, questions: Sequence[Question], depth: int, has_words: bool) -> Examples:
-    """Examples of questions with what a search for `depth` passages needs: BM25's list where words take part, and where
-    the reader has a tokenizer of its own the questions in the retriever's tokens as well."""
-    texts, own = [question.question for question in questions], run.sources.tokenizer
-    words = run.bm25_search(texts, depth) if has_words else None
-    reads_others = run.sources.reader is not None
-    encoded = [np.array(encoding.ids, np.int32) for encoding in own.encode_batch(texts)] if reads_others else []
+    """Examples of questions with BM25's list of `depth` passages where words take part in the search."""
+    if not has_words:
+        return examples
+    hits = run.bm25_search([question.question for question in questions], depth)
 
     def make(index: int, rng: np.random.Generator) -> Example:
-        example = examples.make(index, rng)
-        if reads_others:
-            example = as_read(example) | query_arrays(encoded[index], run.lengths.query, own)
-        return example if words is None else example | words.arrays(index)
+        return examples.make(index, rng) | hits.arrays(index)
 
     return examples._replace(make=make)
 
@@ -155,7 +148,7 @@ def _regex_answers(task: Task, params: Params, embed: Embed, questions: Sequence
     run: Run = task.run
     store, depth = run.sources.passages, min(run.config.qa.beam, run.context.rows)
     found = retrieved_at_start(task, params, embed, questions, depth)
-    tokenizer = run.sources.for_reader.tokenizer
+    tokenizer = run.sources.tokenizer
     answers = [
         matching_strings(question.answers, (store.text(row) for row in rows), tokenizer, run.lengths.span_width)
         for question, rows in zip(questions, found.tolist(), strict=True)
@@ -218,15 +211,15 @@ def examples_with_positives(task: Task, params: Params, embed: Embed, questions:
             f"gold passages nor the first {DEPTH} that are retrieved have one; check questions and passages"
         )
     asked, positives = [questions[place] for place in known], [rows[place] for place in known]
-    read, titles = run.sources.for_reader, run.context.qa_titles
-    examples = positive_examples(asked, positives, read.passages, read.tokenizer, run.lengths, titles)
+    sources, titles = run.sources, run.context.qa_titles
+    examples = positive_examples(asked, positives, sources.passages, sources.tokenizer, run.lengths, titles)
     return with_search(run, examples, asked, question_depth(run.context), run.context.qa_search == "hybrid")
 
 
 def find_positives(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> list[int]:
     """A row for each question, NONE where none holds an answer: of its gold document, else the first retrieved."""
     run: Run = task.run
-    (tokenizer, store, _), lengths = run.sources.for_reader, run.lengths
+    tokenizer, store, lengths = run.sources.tokenizer, run.sources.passages, run.lengths
     rows = [gold_row(store, question, tokenizer, lengths) for question in questions]
     missing = [place for place, row in enumerate(rows) if row == NO_ROW]
     if missing:

@@ -20,16 +20,15 @@ from realm_jax.data.examples import (
     Example,
     Examples,
     Lengths,
-    as_read,
     masked_arrays,
     query_arrays,
     require_passages,
     spans_of,
+    with_reader_query,
 )  # fmt: skip
 from realm_jax.data.masking import KINDS, OF_SPANS
-from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
-from realm_jax.data.tokenizer import Tokenizer, Tokens
+from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, reader_of, score_flops, word_flops
 from realm_jax.forward.context import Batch, Index, PackedPlaces, StepContext
@@ -50,10 +49,10 @@ from realm_jax.tasks.base import (
     Shapes,
     Short,
     Task,
-    asked_shapes,
     batch_mean,
     bm25_shapes,
     masked_shapes,
+    query_shapes,
 )
 from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.tasks.ict import Ict
@@ -62,7 +61,6 @@ from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor, TextLen
 logger = logging.getLogger(__name__)
 
 Array = jax.Array
-RetrieverQuery = Callable[[int, int, NDArray[np.int64]], Example]  # row, sentence, hidden places → arrays
 
 
 @dataclass(frozen=True)
@@ -163,12 +161,13 @@ class RealmTask(Task):
     def packed_places(self) -> PackedPlaces:
         """Sentences with a name say how long texts are, which are as long as those that other kinds of masking take, or
         longer."""
-        run, context, read = self.run, self.context, self.run.sources.for_reader
-        kind = "salient" if len(read.pretraining.salient_rows(run.lengths.query - 2)) else "uniform"
+        run, context, sources = self.run, self.context, self.run.sources
+        kind = "salient" if len(sources.pretraining.salient_rows(run.lengths.query - 2)) else "uniform"
         examples = masked_examples(
-            read.pretraining, read.tokenizer, run.lengths, kind, run.sources.pretraining_is_corpus, query=self.query
-        )
-        text = "reader_query_length" if context.asks_otherwise else "query_length"
+            sources.pretraining, sources.tokenizer, run.lengths, kind, sources.pretraining_is_corpus,
+            leave_out=context.points,
+        )  # fmt: skip
+        text = "reader_query_length" if context.points else "query_length"
         rng = np.random.default_rng(run.config.seed)
         numbers = rng.integers(examples.total, size=SAMPLED).tolist()
         made = [examples.make(number, rng) for number in numbers]
@@ -185,18 +184,17 @@ class RealmTask(Task):
 
     def masked_examples(self, masking: str, kept: NDArray[np.bool_] | None = None) -> Examples:
         """Its examples with any masking; kept: as of the function of this name."""
-        run, read = self.run, self.run.sources.for_reader
-        own, find = run.sources.pretraining_is_corpus, run.find_sentence
-        return masked_examples(read.pretraining, read.tokenizer, run.lengths, masking, own, find, kept, self.query)
-
-    @property
-    def query(self) -> RetrieverQuery | None:
-        """What makes the retriever's query, where that is not the masked sentence."""
-        asked = partial(retriever_query, self.run.sources, self.run.lengths, self.run.context.points)
-        return asked if self.context.asks_otherwise else None
+        run, sources = self.run, self.run.sources
+        return masked_examples(
+            sources.pretraining, sources.tokenizer, run.lengths, masking, sources.pretraining_is_corpus,
+            run.find_sentence, kept, self.context.points,
+        )  # fmt: skip
 
     def array_shapes(self) -> Shapes:
-        masked = masked_shapes(self.run, asked_shapes(self.run, self.context.asks_otherwise))
+        query = query_shapes(self.run)
+        if self.context.points:
+            query |= query_shapes(self.run, "reader_query")
+        masked = masked_shapes(self.run, query)
         sentence: Shapes = {"sentence": masked["query"], "sentence_length": ((), np.int32)}
         own: Shapes = {"own_row": ((), np.int32)}
         return masked | sentence | own | bm25_shapes(self.bm25_depth)
@@ -285,7 +283,7 @@ def masked_examples(
     pretraining_is_corpus: bool,
     find: Bm25Lookup | None = None,
     kept: NDArray[np.bool_] | None = None,
-    query: RetrieverQuery | None = None,
+    leave_out: bool = False,
 ) -> Examples:
     """REALM's queries: one masked sentence a passage and pass, spans chosen as `mask(kind, …)` does.
 
@@ -293,8 +291,8 @@ def masked_examples(
     (else −1).
     The sentence is that of a span chosen uniformly over those of the passage, as in the reference, where spans are
     hidden; else any. find: the list of BM25 for the words that are left, where that comes with an example. kept: rows
-    that may be trained on, bool [rows]; None for all. query: makes the retriever's query, where the masked sentence is
-    the reader's alone.
+    that may be trained on, bool [rows]; None for all. leave_out: the retriever asks with the sentence without what is
+    hidden, and the masked sentence is the reader's alone.
     """
     room = lengths.query - 2
     rows, sentences_of = _maskable(store, lengths, kind, kept)
@@ -314,8 +312,10 @@ def masked_examples(
         text[: min(len(sentence), lengths.query)] = sentence[: lengths.query]
         arrays |= {"sentence": text, "sentence_length": np.int32(min(len(sentence), lengths.query))}
         number = int(numbers[chosen])
-        if query is not None:
-            arrays = as_read(arrays) | query(row, number, hidden_places(arrays))
+        if leave_out:
+            arrays = with_reader_query(arrays) | query_arrays(
+                without_hidden(sentence, hidden_places(arrays), tokenizer), lengths.query, tokenizer
+            )
         own_row = row if pretraining_is_corpus else -1
         arrays |= {"own_row": np.int32(own_row)}
         if find is None:
@@ -333,44 +333,10 @@ def hidden_places(arrays: Example) -> NDArray[np.int64]:
     return np.union1d(changed, arrays["positions"][arrays["weights"] > 0] - 1)
 
 
-def retriever_query(
-    sources: Sources, lengths: Lengths, leave_out: bool, row: int, number: int, hidden: NDArray[np.int64]
-) -> Example:
-    """A sentence of the pre-training text in the retriever's tokens, with [MASK] for each that has a character which is
-    hidden from the reader, or with `leave_out` without these; and the whole sentence, by which its own passage is
-    known.
-
-    hidden: places in the sentence, in the reader's tokens.
-    """
-    own, pretraining = sources.tokenizer, sources.pretraining
-    first, last = pretraining.sentences(row)[number]
-    whole = pretraining.body_tokens(row)[first:last]
-    if sources.reader is None:
-        ids = whole.astype(np.int32)
-        ids[hidden] = own.mask_id
-    else:
-        reader, _, read = sources.for_reader
-        text, (start, end) = pretraining.text(row), read.sentences(row)[number]
-        shown = reader.tokens([text])[0].part(start, end)
-        ids = hidden_tokens(own, text, shown, hidden) if len(shown.ids) else whole
-    if leave_out and (ids != own.mask_id).any():
-        ids = ids[ids != own.mask_id]
-    sentence = np.zeros(lengths.query, own.dtype)
-    sentence[: min(len(whole), lengths.query)] = whole[: lengths.query]
-    arrays = {"sentence": sentence, "sentence_length": np.int32(min(len(whole), lengths.query))}
-    return arrays | query_arrays(ids, lengths.query, own)
-
-
-def hidden_tokens(own: Tokenizer, text: str, shown: Tokens, hidden: NDArray[np.int64]) -> NDArray[np.int32]:
-    """The stretch of a text that tokens `shown` of another tokenizer cover, in tokens of `own`, with [MASK] for each
-    that shares a character with those at the places `hidden`: [tokens]."""
-    base, end = int(shown.starts[0]), int(shown.ends[-1])
-    is_hidden = np.zeros(end - base, np.int64)
-    for begin, stop in zip(shown.starts[hidden] - base, shown.ends[hidden] - base, strict=True):
-        is_hidden[begin:stop] = 1
-    before = np.concatenate([[0], np.cumsum(is_hidden)])  # hidden characters before each
-    tokens = own.tokens([text[base:end]])[0]
-    return np.where(before[tokens.ends] > before[tokens.starts], own.mask_id, tokens.ids.astype(np.int32))
+def without_hidden(sentence: NDArray, hidden: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[np.int32]:
+    """Return the tokens of a sentence without those at the places `hidden`; if all are hidden, as many [MASK]."""
+    shown = np.delete(sentence, hidden).astype(np.int32)
+    return shown if len(shown) else np.full(len(sentence), tokenizer.mask_id, np.int32)
 
 
 def unmasked_text(store: PassageStore, tokenizer: Tokenizer, row: int, number: int, hidden: NDArray) -> str:

@@ -27,23 +27,21 @@ from realm_jax.models.weights import bert_of, networks, save, settings_of
 
 def write_networks(
     folder: Path, config: ConfigDict, model: Realm, params: Params, tokenizer: Tokenizer, names: str = "bert",
-    reads: bool = True, own_reader_tokenizer: Tokenizer | None = None,
+    reads: bool = True,
 ) -> None:  # fmt: skip
     """Write every network of `params` into a folder of its own in `folder`. names: 'bert' or 'realm'.
 
     reads: whether the reader was trained with questions; recorded, so that a run that begins with it knows.
-    own_reader_tokenizer: its tokenizer, where it has its own.
     """
     encoder = config.encoder.to_dict()
     for network, parts in networks(model).items():
         if network not in params:
             continue
         place, own = folder / network, jax.tree.map(np.asarray, params[network])
-        own_tokens = own_reader_tokenizer if network == READER and own_reader_tokenizer else tokenizer
-        settings = settings_of(model, network, names) | {"pad_token_id": own_tokens.pad_id}
+        settings = settings_of(model, network, names) | {"pad_token_id": tokenizer.pad_id}
         settings |= {TRAINED_READER: reads} if network == READER else {ENCODER_SECTION: encoder}
         save(place, own, parts, names, settings)
-        save_tokenizer(place, own_tokens, bert_of(model, network).max_length)
+        save_tokenizer(place, tokenizer, bert_of(model, network).max_length)
         if names == "bert" and network != READER:
             write_modules(place, model, own, encoder, _inputs(config, model, network))
         else:

@@ -20,7 +20,6 @@ from ml_collections import ConfigDict
 from realm_jax.assemble import make_model, prompt_encoder, tower_lengths
 from realm_jax.checksums import checksums
 from realm_jax.config import INHERITED, flatten, inherited_keys, require, task_names, validate, with_defaults
-from realm_jax.data.sources import tokenizers_of
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.tokenizer_files import lower_case_of, read_tokenizer, tokenizer_file
 from realm_jax.errors import UserError
@@ -104,7 +103,7 @@ class RunSource(_Named):
 
     @property
     def has_own_reader(self) -> bool:
-        """Whether its reader may be of another size than its embedders, or have other tokens."""
+        """Whether its reader may be of another size than its embedders."""
         return bool(self.config.model.reader)
 
     def reader_sizes(self) -> dict[str, Any]:
@@ -112,16 +111,9 @@ class RunSource(_Named):
         section = reader_section(self.config.model)
         return {name: section[name] for name in READER_KEYS}
 
-    def reader_tokenizer(self) -> str | None:
-        """The fingerprint of its reader's tokenizer; None if it has none."""
-        found: dict[str, str] = read_json(self.folder / "data.json")
-        return found.get("reader", found["tokenizer"])
-
-    def check(self, config: ConfigDict, model: Realm, tokenizer: Tokenizer, reader: Tokenizer) -> None:
-        """Raise UserError when the source is not done or whole, or has another tokenizer or a network of another size.
-
-        tokenizer, reader: the retriever's and the reader's of this run, which may be the same.
-        """
+    def check(self, config: ConfigDict, model: Realm, tokenizer: Tokenizer) -> None:
+        """Raise UserError when the source is not done or whole, or has another tokenizer or a network of another
+        size."""
         theirs, (last, saved) = self.config, self._saved()
         done = 0 if saved is None else saved.step
         if saved is None or done < theirs[last].steps:
@@ -130,14 +122,12 @@ class RunSource(_Named):
                 "first"
             )
         names = self.networks_for(model)
-        is_same = read_json(self.folder / "data.json")["tokenizer"] == tokenizer.fingerprint or names == (READER,)
-        if not is_same or (READER in names and self.reader_tokenizer() != reader.fingerprint):
+        if read_json(self.folder / "data.json")["tokenizer"] != tokenizer.fingerprint:
             raise UserError(
                 f"config.{self.key}: {self.folder} was trained with another vocabulary; prepare {config.data.path} "
-                f"with `realm prepare {_flag(self.key)}` and the vocab.txt of its tokenizer"
+                "with `realm prepare --vocab` and the vocab.txt of its tokenizer"
             )
-        encode = prompt_encoder(reader if names == (READER,) else tokenizer)
-        there = _shapes(make_model(theirs, tokenizer.size, encode, reader_vocabulary_size=reader.size), names)
+        there = _shapes(make_model(theirs, tokenizer.size, prompt_encoder(tokenizer)), names)
         here = _shapes(model, names)
         for name in sorted({*there, *here}):
             if there.get(name) != here.get(name):
@@ -163,11 +153,6 @@ class RunSource(_Named):
         """The last task, and its newest checkpoint."""
         last = task_names(self.config)[-1]
         return last, SavedCheckpoint.newest(self.folder / last / "checkpoints")
-
-
-def _flag(key: str) -> str:
-    """The flag of `realm prepare` that names the tokenizer of what a key is about."""
-    return "--reader-vocab" if key == "reader_from" else "--vocab"
 
 
 def _shapes(model: Realm, names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
@@ -198,16 +183,11 @@ class WeightsSource(_Named):
         values = _bert_values(self._reader_folder)
         return {name: values[f"model.{name}"] for name in READER_KEYS}
 
-    def reader_tokenizer(self) -> str | None:
-        """As `RunSource.reader_tokenizer`."""
-        said, path = lower_case_of(self._reader_folder), tokenizer_file(self._reader_folder)
-        return None if path is None else read_tokenizer(path, said is None or said.value).fingerprint
-
     @property
     def _reader_folder(self) -> Path:
         return transformer_folder(network_folder(self.folder, READER) or self.folder)
 
-    def files(self, model: Realm, tokenizer: Tokenizer, reader: Tokenizer) -> dict[str, NetworkFiles]:
+    def files(self, model: Realm, tokenizer: Tokenizer) -> dict[str, NetworkFiles]:
         """Network → the files for it; no entry for one that there is nothing for. Reads no parameters.
 
         Raises UserError if a file does not fit the network or the vocabulary, naming both.
@@ -216,13 +196,12 @@ class WeightsSource(_Named):
         for network in self.networks_for(model):
             if place := network_folder(self.folder, network):
                 found[network] = _files(place, model, network, parts[network])
-                own = reader if network == READER else tokenizer
-                _check_vocabulary(transformer_folder(place), own, _flag(self.key))
+                _check_vocabulary(transformer_folder(place), tokenizer)
         return found
 
-    def check(self, config: ConfigDict, model: Realm, tokenizer: Tokenizer, reader: Tokenizer) -> None:
+    def check(self, config: ConfigDict, model: Realm, tokenizer: Tokenizer) -> None:
         """As `RunSource.check`; reads headers, settings and vocabularies alone."""
-        files = self.files(model, tokenizer, reader)
+        files = self.files(model, tokenizer)
         if self.key == "reader_from":
             require(READER in files, self.key, f"{self.folder} has no reader; name another folder")
         else:
@@ -244,7 +223,7 @@ class WeightsSource(_Named):
 
     def params(self, run: Run, fresh: Params) -> Params:
         """As `RunSource.params`; what no file has stays fresh."""
-        found, names = self._files_for(run), self.networks_for(run.model)
+        found, names = self.files(run.model, run.sources.tokenizer), self.networks_for(run.model)
         params = {name: fresh[name] for name in names}
         for network, files in found.items():
             theirs = read(files)
@@ -252,9 +231,6 @@ class WeightsSource(_Named):
             params[network] = params[network] | jax.tree.map(put_with_sharding, theirs, places)
         logger.info("config.%s=%s: %s", self.key, self.name, describe(found, names))
         return params
-
-    def _files_for(self, run: Run) -> dict[str, NetworkFiles]:
-        return self.files(run.model, run.sources.tokenizer, run.sources.for_reader.tokenizer)
 
     def has_trained_reader(self, model: Realm) -> bool:
         """Whether there is the span head of a reader that was trained with questions, as every released one was."""
@@ -281,7 +257,7 @@ def find_source(name: str, key: str = "init_from") -> Source:
 
 
 def init_sources(config: ConfigDict) -> list[Source]:
-    """All that a fresh run starts from. The reader comes from the last one; where it has sizes or tokens of its own
+    """All that a fresh run starts from. The reader comes from the last one; where it has sizes of its own
     (`model.reader`), not from a model that has one BERT for all networks."""
     found = [find_source(config[key], key) for key in INIT_KEYS if config.get(key)]
     first = found[:1] if config.init_from else []
@@ -326,10 +302,10 @@ def _files(place: Path, model: Realm, network: str, parts: tuple[Part, ...]) -> 
     return find_tower(sentence, model.bert, parts)
 
 
-def _check_vocabulary(folder: Path, tokenizer: Tokenizer, flag: str) -> None:
+def _check_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
     """Raise UserError if the vocabulary beside the weights is not that of the prepared data. Nothing to compare
-    without its files. flag: of `realm prepare`."""
-    advice = f"prepare the data with `realm prepare {flag}={folder}`, or name other weights"
+    without its files."""
+    advice = f"prepare the data with `realm prepare --vocab={folder}`, or name other weights"
     path, said = tokenizer_file(folder), lower_case_of(folder)
     own = None if path is None else read_tokenizer(path, tokenizer.lower_case)
     has_same_pieces = own is None or own.pieces(range(own.size)) == tokenizer.pieces(range(tokenizer.size))
@@ -388,16 +364,7 @@ def _with_reader(config: ConfigDict, recorded: dict[str, Any], begun: bool) -> C
 def _reader_of(config: ConfigDict, source: Source) -> str:
     """`model.reader` for the reader of a source."""
     sizes = source.reader_sizes().items()
-    changes = [f"{name}={value}" for name, value in sizes if value and value != config.model[name]]
-    prepared, theirs = tokenizers_of(config.data.path), source.reader_tokenizer()
-    is_known = theirs is None or prepared[0] is None or theirs in prepared
-    if source.key == "reader_from" and not is_known:
-        raise UserError(
-            f"config.reader_from={source.name}: its tokenizer is another than those of {config.data.path}; add its "
-            f"tokens with `realm prepare --output={config.data.path} --reader-vocab=` and its tokenizer"
-        )
-    is_own = theirs is not None and theirs == prepared[1] != prepared[0]
-    return ",".join([*changes, "tokenizer=own"] if is_own else changes)
+    return ",".join(f"{name}={value}" for name, value in sizes if value and value != config.model[name])
 
 
 def check_reader_is_named(config: ConfigDict, source: Source) -> None:

@@ -21,7 +21,6 @@ from realm_jax.config import add_sections, validate
 from realm_jax.console import console, printable
 from realm_jax.data.questions import Question
 from realm_jax.data.sources import Sources, open_sources
-from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import PREEMPTED, Preempted, Stop, signal_handler
@@ -30,7 +29,7 @@ from realm_jax.processes import is_process_0
 from realm_jax.refresh.status import StatusWriter, trainer_status
 from realm_jax.retrieval.scann import check_scann
 from realm_jax.run import Run
-from realm_jax.sections import has_reader_tokenizer, task_names
+from realm_jax.sections import task_names
 from realm_jax.storage import exclusive_lock, make_folder
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.base import Task, dev_questions
@@ -77,7 +76,7 @@ def checked_run(config: ConfigDict, workdir: Path) -> Run:
     if (workdir / "config.json").is_file():
         recorded_config(workdir)  # raises UserError if it is damaged, or of another version
     config = fill_from_pretrained(config, workdir)
-    sources = open_sources(config.data.path, recorded_corpus(workdir), reader=has_reader_tokenizer(config))
+    sources = open_sources(config.data.path, recorded_corpus(workdir))
     config = _with_possible_tasks(config, sources)
     if needs_init(config, workdir):
         _check_sources(config, sources)
@@ -108,29 +107,21 @@ def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
 
 def _check_sources(config: ConfigDict, sources: Sources) -> None:
     """Raise UserError if what a run is to start from is missing, or does not fit."""
-    tokenizer, reader = sources.tokenizer, sources.for_reader.tokenizer
-    model = make_model(config, tokenizer.size, prompt_encoder(tokenizer), reader_vocabulary_size=reader.size)
+    model = make_model(config, sources.tokenizer.size, prompt_encoder(sources.tokenizer))
     for source in init_sources(config):
         check_reader_is_named(config, source)
-        source.check(config, model, tokenizer, reader)
+        source.check(config, model, sources.tokenizer)
 
 
 def _warn_of_cut_passages(run: Run) -> None:
-    _warn_of_cut(run, run.sources.passages, "")
-    if run.sources.reader is not None:
-        _warn_of_cut(run, run.sources.reader.passages, " in the reader's tokens")
-
-
-def _warn_of_cut(run: Run, store: PassageStore, where: str) -> None:
     length = run.config.data.document_length
-    cut = int((store.passage_lengths() > length).sum())
+    cut = int((run.sources.passages.passage_lengths() > length).sum())
     if cut:
         logger.warning(
-            "%d of %d passages are longer than config.data.document_length=%d%s and are cut to it",
+            "%d of %d passages are longer than config.data.document_length=%d and are cut to it",
             cut,
-            len(store),
+            len(run.sources.passages),
             length,
-            where,
         )
 
 

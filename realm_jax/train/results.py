@@ -319,7 +319,7 @@ def masked_sentence(run: Run, params: Params) -> dict[str, Any] | None:
     rows, reading, marginal = (np.concatenate(pieces) for pieces in zip(*found, strict=True))
     best, counted = int(np.argmax(marginal - reading[:, 0])), context.candidates - (not context.null_document)
     helper = int(reading[best, 1:].argmax())
-    tokenizer, store = sources.for_reader.tokenizer, sources.passages
+    tokenizer, store = sources.tokenizer, sources.passages
     ids, lengths = reader_query(batch)
     used = int(lengths[best])
     targets = batch["targets"][best][batch["weights"][best] > 0]

@@ -93,19 +93,13 @@ def load_questions(run: Run, name: str | None, need_right: bool) -> list[Questio
     """The questions of a split, or of a file. Warns of those that cannot be answered, or found, as they stand."""
     questions = _questions(run, name or "dev", need_right)
     most = run.config.data.query_length - 2
-    if cut := sum(pieces > most for pieces in _pieces(run, [question.question for question in questions])):
+    encoded = run.sources.tokenizer.encode_batch([question.question for question in questions])
+    if cut := sum(len(encoding.ids) > most for encoding in encoded):
         logger.warning("%d questions are longer than the %d tokens that the run reads; they are cut", cut, most)
     gold = {name for question in questions for name in question.gold}
     if absent := [name for name in gold if not run.sources.passages.rows_of(name)]:
         logger.warning("%d gold passages, such as %r, are not in the corpus: misses", len(absent), min(absent))
     return questions
-
-
-def _pieces(run: Run, texts: Sequence[str]) -> list[int]:
-    """How many tokens each text has: of retriever's and reader's the more."""
-    both = {one.fingerprint: one for one in (run.sources.tokenizer, run.sources.for_reader.tokenizer)}
-    counts = [[len(item.ids) for item in tokenizer.encode_batch(texts)] for tokenizer in both.values()]
-    return [max(of_text) for of_text in zip(*counts, strict=True)]
 
 
 def _questions(run: Run, name: str, need_right: bool) -> list[Question]:
@@ -390,7 +384,7 @@ def check_question(run: Run, question: str, search: str = "vectors") -> str:
         question.encode("utf-8")
     except UnicodeEncodeError:
         raise UserError("the question is not valid UTF-8; type or save it as UTF-8 text") from None
-    (pieces,) = _pieces(run, [question])
+    pieces = len(run.sources.tokenizer.encode(question).ids)
     if search == "bm25" and not run.words().has_terms(question):
         raise UserError(
             "the question has no word but stop words, which BM25 leaves out; ask with other words, or with "

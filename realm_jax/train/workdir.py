@@ -15,7 +15,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.processes import is_process_0
 from realm_jax.run import Run
-from realm_jax.sections import has_reader_tokenizer, task_names
+from realm_jax.sections import task_names
 from realm_jax.storage import Folder, open_folder, read_json, write_json_atomic
 from realm_jax.train.checkpoints import SavedCheckpoint
 
@@ -132,7 +132,7 @@ def load_run(workdir: Path, overrides: dict[str, Any] | None = None, questions: 
     add_sections(config, [key.partition(".")[0] for key in overrides or {}])
     config.update_from_flattened_dict(overrides or {})
     validate(config)
-    sources = open_sources(config.data.path, questions=questions, reader=has_reader_tokenizer(config))
+    sources = open_sources(config.data.path, questions=questions)
     return make_run(config, workdir, sources)
 
 
