@@ -65,20 +65,18 @@ def train_model(
     workdir: str | os.PathLike[str],
     *,
     callback: Callable[[Progress], None] | None = None,
-    controls: bool = False,
 ) -> dict[str, Any]:
     """Run the recipe of a config in a folder, or resume it; returns the content of its results.json, {} where the data
     have no questions to measure.
 
     callback: called with each `Progress`, {task, kind, step, values}, as it is recorded: 'metrics' of logged steps, and
-    'evaluations'; what it raises ends the training, and the same call goes on from the last save. controls: whether the
-    control runs are trained, too. Raises UserError for a config or data that do not fit, and
-    `Resumable` after SIGTERM, once the state is saved.
+    'evaluations'; what it raises ends the training, and the same call goes on from the last save. Raises
+    UserError for a config or data that do not fit, and `Resumable` after SIGTERM, once the state is saved.
     """
     cache_programs()
     command = f"realm_jax.train_model(config, {os.fspath(workdir)!r})"
     with listening(callback):
-        code = run_recipe(open_run(config, Path(workdir)), controls, command)
+        code = run_recipe(open_run(config, Path(workdir)), command)
     if code:
         raise Resumable(f"{workdir}: SIGTERM; the state is saved, call train_model again to resume")
     results = Path(workdir) / "results.json"

@@ -94,15 +94,6 @@ def loss_settings(config: ConfigDict) -> dict[str, Any]:
     }
 
 
-def with_config(run: Run, config: ConfigDict) -> Run:
-    """A run under another config of the same data, lengths and networks; the corpus on the devices is shared."""
-    context = dataclasses.replace(run.context, **loss_settings(config))
-    other = dataclasses.replace(run, config=config, context=context)
-    own = {name: getattr(run, name) for name in ("corpus", "documents")}
-    other.__dict__.update(own)  # where cached_property keeps them
-    return other
-
-
 def make_model(
     config: ConfigDict, vocabulary_size: int, encode: Encode = placeholder, hidden: NamedSharding | None = None
 ) -> Realm:

@@ -136,6 +136,17 @@ def ablations() -> ConfigDict:
             "X = Z, trivial retrievals allowed", "realm,qa", "start", changes=(own, "realm.exclude_own=False")
         ),
         "no_ict": _row("No inverse cloze task", "mlm,realm,qa"),
+        # Controls: what takes REALM's place has as many steps, and what is held still learns nothing.
+        "no_retriever_gradient": _row(
+            "REALM, the retriever's gradient stopped",
+            "realm,qa",
+            "start",
+            changes=(f"realm.retriever_start={base.realm.steps}",),
+        ),
+        "more_ict": _row(
+            "More of the inverse cloze task", "ict,qa", "start", changes=(f"ict.steps={base.realm.steps}",)
+        ),
+        "closed_book": _row("No passages", "closed_book", "start"),
         "shared": _row(
             "One tower, trained to the end",
             "mlm,ict,realm,qa",

@@ -62,7 +62,7 @@ def abstract_params(model: Any) -> Any:
     return nn.unbox(_abstract_boxed(model))
 
 
-# A second to trace; every task of a recipe, and its controls, need these several times.
+# A second to trace; every task of a recipe needs these several times.
 @lru_cache(maxsize=8)
 def _abstract_boxed(model: Any) -> Any:
     return jax.eval_shape(model.init_boxed, jax.random.key(0))

@@ -9,8 +9,8 @@ from adapted import batch_of, losses, opened, planned_parts, same, trained_after
 from articles import prepared_articles
 from ml_collections import ConfigDict
 from runs import Cut
+from tiny_run import with_config
 
-from realm_jax.assemble import with_config
 from realm_jax.data.evidence import find_evidence
 from realm_jax.data.held_out import trained_rows
 from realm_jax.data.neighbours import GROUP

@@ -6,9 +6,8 @@ import jax
 import numpy as np
 import pytest
 from runs import Cut, assert_same, cut_at, open_inline
-from tiny_run import PEOPLE, question, write_lines
+from tiny_run import PEOPLE, question, with_config, write_lines
 
-from realm_jax.assemble import with_config
 from realm_jax.cli.prepare import prepare
 from realm_jax.config import add_sections, default, validate
 from realm_jax.data.sources import open_sources

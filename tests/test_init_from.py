@@ -6,9 +6,9 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from tiny_run import PEOPLE, prepare_people, tiny_config, train_tiny_run
+from tiny_run import PEOPLE, prepare_people, tiny_config, train_tiny_run, with_config
 
-from realm_jax.assemble import make_run, with_config
+from realm_jax.assemble import make_run
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.run import Run

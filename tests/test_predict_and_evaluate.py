@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 from rich.console import Console
-from tiny_run import question, write_lines
+from tiny_run import question, with_config, write_lines
 
-from realm_jax.assemble import with_config
 from realm_jax.cli import arguments as run_arguments
 from realm_jax.cli import evaluate, predict
 from realm_jax.cli import main as cli

@@ -7,9 +7,9 @@ import os
 import jax
 import numpy as np
 import pytest
-from tiny_run import tiny_config
+from tiny_run import tiny_config, with_config
 
-from realm_jax.assemble import make_run, with_config
+from realm_jax.assemble import make_run
 from realm_jax.cache import cache_bytes
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError

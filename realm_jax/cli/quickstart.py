@@ -37,7 +37,7 @@ SETTINGS = "settings.json"  # of the encyclopedia, beside its files
 EXAMPLES = """examples:
   realm quickstart
   realm quickstart --async --workdir=runs/async
-  realm quickstart --controls --config.seed=1 --workdir=runs/seed1
+  realm quickstart --config.seed=1 --workdir=runs/seed1
 
 Afterwards: open report.html in the run folder, or ask:  realm ask --workdir=realm-quickstart "question"
 """
@@ -53,8 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data-only", action="store_true", help="only make WORKDIR/data, for `realm train` and `realm launch`")
     add("--async", action="store_true", dest="asynchronous", help="embed the corpus in a second process, "
         "`realm build-index`, while training goes on")  # fmt: skip
-    add("--controls", action="store_true", help="also train the control runs: no gradient to the "
-        "retriever, more ICT steps instead, no passages")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     cache_programs()
     opened = open_run(config, workdir)
     with index_builder(workdir) if args.asynchronous else nullcontext():
-        return run_recipe(opened, args.controls, args.command_line)
+        return run_recipe(opened, args.command_line)
 
 
 def recipe() -> ConfigDict:

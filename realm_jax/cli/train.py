@@ -32,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_argument(parser, "the paper's sizes")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run: created or resumed")
     processes.add_arguments(parser)
-    parser.add_argument("--controls", action="store_true", help="also train the control runs")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,4 +39,4 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides, default)
     processes.start(args)
     cache_programs()
-    return run_recipe(open_run(config, Path(args.workdir)), args.controls, args.command_line)
+    return run_recipe(open_run(config, Path(args.workdir)), args.command_line)

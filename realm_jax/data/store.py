@@ -417,21 +417,6 @@ def new_version(
     return manifest | {"versions": [*kept, version]}
 
 
-def mirror_versions(source: Path, target: Path, tokenizer: Tokenizer, segments: list[Any]) -> dict[str, str]:
-    """Write STORE.json of a store that has the rows of another one in other tokens, with the same versions.
-
-    source: the folder of that one; segments: all of the new store, as of `new_version`. Returns version there → here.
-    """
-    theirs, found, manifest = _read_manifest(source), {}, None
-    settings = {"limit": theirs["limit"], "tokenizer": tokenizer.fingerprint}
-    for version in _versions(theirs):
-        manifest = new_version(settings, segments[: version["segments"]], version["removed"], manifest)
-        found[version["fingerprint"]] = manifest["fingerprint"]
-    assert manifest is not None
-    write_json_atomic(target / MANIFEST, manifest)
-    return found
-
-
 def _versions(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """All versions, oldest first; a store that was never edited has one."""
     only = {"fingerprint": manifest["fingerprint"], "segments": len(manifest["segments"]), "removed": []}

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from realm_jax.eval.findings import CONTROLS, WITHOUT_PASSAGES
 from realm_jax.launch.status import (
     UNKNOWN,
     JobState,
@@ -52,8 +51,8 @@ def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
 
     * state: one of `STATES`' values, or 'not begun'; 'unknown' also of a run without a trainer's status.
     * stage: what the trainer says that it is at, '' where it says nothing.
-    * tasks: of the recipe, then control runs, each {"name", "control", "state": 'waiting', 'running', 'stopped' or
-      'done', "step", "steps", "seconds", "seconds_left", "loss": curve, "end": as of `compare_with_start`}.
+    * tasks: of the recipe, each {"name", "state": 'waiting', 'running', 'stopped' or 'done', "step", "steps",
+      "seconds", "seconds_left", "loss": curve, "end": as of `compare_with_start`}.
     * recall: {"measure", "points": [{"task", "step", "value", "refresh": whether the index was new}]}, or None.
     * retrieval_utility: {"value": nats, "curve"}, or None.
     * goodput, waits: shares of the time of the newest task; the latter by what was waited for.
@@ -70,12 +69,12 @@ def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
     """
     run, state = _read(folder, jobs), run_state(folder, list(jobs))
     tasks, last = [_task(run, name) for name in run.metrics], state.progress.metrics
-    utility = retrieval_utility(run.own(run.metrics))
+    utility = retrieval_utility(run.metrics)
     found = state.record() | {
         "state": run.state,
         "stage": run.stage,
         "tasks": tasks,
-        "recall": _recall(run.own(run.evaluations)),
+        "recall": _recall(run.evaluations),
         "retrieval_utility": None if utility is None else {"value": utility, "curve": _utility_curve(run)},
         "goodput": last.get("goodput"),
         "waits": {key.removeprefix("wait_"): value for key, value in last.items() if key.startswith("wait_")},
@@ -90,7 +89,7 @@ def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
 
 
 class _Run(NamedTuple):
-    """What the files of a run say. names: of the recipe's tasks; metrics, evaluations: theirs, then of controls."""
+    """What the files of a run say. names: of the recipe's tasks; metrics, evaluations: theirs."""
 
     folder: Folder
     config: JSON
@@ -101,10 +100,6 @@ class _Run(NamedTuple):
     adaptation: JSON
     results: JSON
     trainer: JobState | None
-
-    def own(self, records: dict[str, Lines]) -> dict[str, Lines]:
-        """Those of the recipe's tasks."""
-        return {name: records[name] for name in self.names}
 
     @property
     def state(self) -> str:
@@ -127,10 +122,9 @@ class _Run(NamedTuple):
 
 def _read(folder: Folder, jobs: Sequence[JobState]) -> _Run:
     names, there = task_names(folder), {*folder.names()}
-    controls = [name for name in (*CONTROLS, WITHOUT_PASSAGES) if name in there and name not in names]
 
     def records(kind: str, *needed: str) -> dict[str, Lines]:
-        found = {name: read_records(folder, f"{name}/{kind}.jsonl") for name in (*names, *controls)}
+        found = {name: read_records(folder, f"{name}/{kind}.jsonl") for name in names}
         return {name: [line for line in lines if _has_numbers(line, needed)] for name, lines in found.items()}
 
     def read(name: str) -> JSON:
@@ -157,10 +151,10 @@ def _has_numbers(line: JSON, keys: Iterable[str]) -> bool:
 
 
 def _task(run: _Run, name: str) -> JSON:
-    lines, control = run.metrics[name], name not in run.names
+    lines = run.metrics[name]
     step = int(lines[-1]["step"]) if lines else 0
-    steps = None if control else _section(run.config, name).get("steps")  # of a control the config says nothing
-    past = name != run.stage and (control and name != run.current or steps is not None and step >= steps)
+    steps = _section(run.config, name).get("steps")
+    past = name != run.stage and steps is not None and step >= steps
     if run.state == DONE or past:
         state = "done"
     elif name == run.current and run.state in (RUNNING, UNKNOWN):
@@ -169,7 +163,6 @@ def _task(run: _Run, name: str) -> JSON:
         state = "stopped" if lines else "waiting"
     return {
         "name": name,
-        "control": control,
         "state": state,
         "step": step,
         "steps": steps,
@@ -198,7 +191,7 @@ def _seconds_left(run: _Run, tasks: Sequence[JSON]) -> float | None:
         left = task["seconds_left"]
         if left is None and _has_numbers(planned, [task["name"]]) and task["steps"] is not None:
             left = task["steps"] * planned[task["name"]]
-        if task["control"] or task["state"] == "done":
+        if task["state"] == "done":
             continue
         if left is None:
             return None
@@ -222,7 +215,7 @@ def _recall(evaluations: dict[str, Lines]) -> JSON | None:
 
 def _utility_curve(run: _Run) -> list[list[float]]:
     """Of the last task that reads passages for masked words."""
-    curves = (_curve(lines, "retrieval_utility") for lines in reversed(run.own(run.metrics).values()))
+    curves = (_curve(lines, "retrieval_utility") for lines in reversed(run.metrics.values()))
     return next((curve for curve in curves if curve), [])
 
 
@@ -242,10 +235,10 @@ def _index(run: _Run) -> JSON | None:
     """The index of the task that last had its passages embedded anew, and what the builders have made."""
     made = {
         name: [line for line in lines if line.get("refresh") and _has_numbers(line, ["index_step"])]
-        for name, lines in run.own(run.evaluations).items()
+        for name, lines in run.evaluations.items()
     }
     tasks = [name for least in (1, 2) for name, lines in made.items() if len(lines) >= least]
-    shared, adopted = shared_folder(run.folder), adoptions(run.own(run.evaluations))
+    shared, adopted = shared_folder(run.folder), adoptions(run.evaluations)
     names = generation_names(shared)[-GENERATIONS:]
     if not tasks and not names:
         return None

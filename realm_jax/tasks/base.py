@@ -9,7 +9,7 @@ reported. Means of the parts of a batch add up to those of the whole. `index` is
 """
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
@@ -43,16 +43,6 @@ Embed = Callable[[], NDArray]  # the corpus by the parameters that a task starts
 Monitor = Callable[[dict[str, Any]], str | None]  # gets every record, in order; says a warning, or None
 LOG_PERPLEXITY = "log_perplexity"
 MEASURED = 2000  # development questions at most: ± .02 of a share, and soon done; `realm evaluate` takes all
-
-
-class ControlRun(NamedTuple):
-    """A control run of `--controls`: a baseline for a task. folder: its own in the run folder; task:
-    what is trained; start: the task whose parameters it starts from, '' for those of the run; keys: changed ones."""
-
-    folder: str
-    task: str
-    start: str = ""
-    keys: Mapping[str, Any] = {}
 
 
 class Short(NamedTuple):
@@ -259,10 +249,6 @@ class Task(abc.ABC):
 
     def monitors(self) -> list[Monitor]:
         """What says warnings of the records of a training."""
-        return []
-
-    def controls(self) -> list[ControlRun]:
-        """The controls that the recipe allows for it."""
         return []
 
 

@@ -31,7 +31,6 @@ from realm_jax.run import Run
 from realm_jax.schema import NOT_NEGATIVE, POSITIVE, key, one_of, require
 from realm_jax.sections import SEARCHES, TaskSection, joint_length, task_names
 from realm_jax.tasks.base import (
-    ControlRun,
     Embed,
     Means,
     Monitor,
@@ -42,7 +41,6 @@ from realm_jax.tasks.base import (
     evaluation_questions,
     question_shapes,
 )
-from realm_jax.tasks.closed_book import ClosedBook
 from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor, TextLengths
 from realm_jax.tasks.qa_examples import fine_tuning_examples, question_depth
@@ -205,9 +203,6 @@ class Qa(Task):
 
     def monitors(self) -> list[Monitor]:
         return [CollapseMonitor().questions, PlacesMonitor()]
-
-    def controls(self) -> list[ControlRun]:
-        return [ControlRun(ClosedBook.name, ClosedBook.name)]
 
 
 def trained_towers(context: StepContext) -> tuple[str, ...]:

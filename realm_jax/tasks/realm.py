@@ -42,7 +42,6 @@ from realm_jax.schema import NOT_NEGATIVE, at_least, key, one_of, require
 from realm_jax.sections import SEARCHES, TaskSection, joint_length, task_names
 from realm_jax.tasks.base import (
     LOG_PERPLEXITY,
-    ControlRun,
     Embed,
     Means,
     Monitor,
@@ -55,7 +54,6 @@ from realm_jax.tasks.base import (
     query_shapes,
 )
 from realm_jax.tasks.collapse import CollapseMonitor
-from realm_jax.tasks.ict import Ict
 from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor, TextLengths
 
 logger = logging.getLogger(__name__)
@@ -227,15 +225,6 @@ class RealmTask(Task):
 
     def monitors(self) -> list[Monitor]:
         return [CollapseMonitor().masked, PlacesMonitor()]
-
-    def controls(self) -> list[ControlRun]:
-        if Ict.name not in task_names(self.run.config):
-            return []
-        steps, seed = self.settings.steps, self.run.config.seed
-        return [
-            ControlRun("no_retriever_gradient", self.name, Ict.name, {"realm.retriever_start": steps}),
-            ControlRun("more_ict", Ict.name, Ict.name, {f"{Ict.name}.steps": steps, "seed": seed + 1}),
-        ]
 
 
 def realm_loss(context: StepContext, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:

@@ -50,16 +50,14 @@ def train_task(
     name: str,
     params: Params,
     measure: Measure | None = None,
-    folder: str | None = None,
     status: StatusWriter | None = None,
 ) -> Params:
     """Train a task to its last step, resuming from its newest checkpoint; returns all parameters.
 
     params: where a fresh task starts; it donates them. Their shapes are enough where there is a checkpoint. measure:
     called with parameters and an index (None without one) at every new index and, its last argument true, every
-    `task.evaluate_every` steps and at the end. folder: name of a control's folder under the run folder, None for the
-    task's own; a control hands on its last parameters. status: for a task whose index a builder makes. Raises Preempted
-    after SIGTERM, once the state is saved.
+    `task.evaluate_every` steps and at the end. status: for a task whose index a builder makes. Raises Preempted after
+    SIGTERM, once the state is saved.
 
     Exact resume: a batch follows from the seed, the task and the step. A save holds the state, the index in use (its
     vectors, or the name of its generation), the query tower that searches, and searches under way. The save after s
@@ -74,8 +72,7 @@ def train_task(
     embedding the corpus     one process gives it up (Interrupted); several finish it, and stop before a later step
     after the last step      the last evaluation and save come first, so that no step is lost; then Preempted
     """
-    task, place = make_task(name, run), run.workdir / (folder or name)
-    status = status if folder is None else None
+    task, place = make_task(name, run), run.workdir / name
     free_heap()
     saved = SavedCheckpoint.newest_intact(place / "checkpoints", lambda saved: restore(task, saved, params))
     state = start_state(task, task.start(params)) if saved is None else saved.state
@@ -113,16 +110,14 @@ def train_task(
 class Loop:
     """The state of the loop: first what stays, then what changes from step to step.
 
-    folder: under the run folder. own: whether it is the task's own, not a control's. programs: how many the steps are
-    compiled into at most. measure: see `train_task`. evaluate_reader_at_start: whether the start of a task that
-    retrieves is measured as its end is. step: steps that are done; saved: those of the newest save, −1 for none. index:
-    the one in use. values: metrics of the last step, on the devices. consensus: what all processes announced two steps
-    ago.
+    folder: the task's, under the run folder. programs: how many the steps are compiled into at most. measure: see
+    `train_task`. evaluate_reader_at_start: whether the start of a task that retrieves is measured as its end is. step:
+    steps that are done; saved: those of the newest save, −1 for none. index: the one in use. values: metrics of the
+    last step, on the devices. consensus: what all processes announced two steps ago.
     """
 
     task: Task
     folder: Path
-    own: bool
     total: int
     stop: Stop
     watchdog: Watchdog
@@ -163,7 +158,7 @@ def run_steps(loop: Loop) -> None:
         Hook(save, every=task.run.config.checkpoint.every, at_ends=False),
     )
     reduced: deque[jax.Array] = deque(maxlen=2)  # control words of all processes, of the last two steps
-    if loop.measure is not None and loop.own and task.evaluates_start and loop.step == 0 and not task.retrieves:
+    if loop.measure is not None and task.evaluates_start and loop.step == 0 and not task.retrieves:
         adopt(loop)
         loop.index = None  # it was evaluated with one; its steps use none
     while loop.step < loop.total:
@@ -215,10 +210,9 @@ def make_loop(
 ) -> Loop:  # fmt: skip
     """All that serves the steps of a task from `state` on.
 
-    saved: where the state came from, None for the start. status: None for a control too.
+    saved: where the state came from, None for the start.
     """
     run, config, start, total = task.run, task.run.config, int(state.step), task.settings.steps
-    own = folder.name == task.name
     watchdog = Watchdog(config.log.hang_seconds, folder.name)
 
     def should_stop() -> bool:
@@ -244,11 +238,11 @@ def make_loop(
     stream = batches(examples, config.seed, task.stream, task.settings.batch_size, start, total, rows)
     trackers = open_trackers(config.log.to, TaskRun(folder, start, flatten(config.to_dict())))
     loop = Loop(
-        task=task, folder=folder, own=own, total=total, stop=stop, watchdog=watchdog, checkpoints=checkpoints,
+        task=task, folder=folder, total=total, stop=stop, watchdog=watchdog, checkpoints=checkpoints,
         metrics=MetricLogger(
             folder, task.name, start, total, cost, record, lambda: checkpoints.latest, task.monitors(), trackers
         ),
-        best=BestParameters(task, folder, measure is not None and task.keeps_best and own),
+        best=BestParameters(task, folder, measure is not None and task.keeps_best),
         source=source, feed=Feed(task, stream, rows, None if saved is None else saved.in_flight),
         profiler=Profiler(folder / "profile"), programs=padded_lengths(examples), measure=measure,
         evaluate_reader_at_start=measure is not None and evaluates_reader_at_start(task),
@@ -274,9 +268,9 @@ def make_index_source(
     task: Task, status: StatusWriter | None, start: int, checkpoints: Checkpoints, should_stop: Callable[[], bool],
     on_progress: Callable[[], None],
 ) -> IndexSource:  # fmt: skip
-    """Where a task's index comes from. A control embeds inline, and so does what follows no builder.
+    """Where a task's index comes from. What follows no builder embeds inline.
 
-    status: through which the builder hears of the trainer, None for a control. should_stop: whether to stop waiting.
+    status: through which the builder hears of the trainer. should_stop: whether to stop waiting.
     on_progress: called again and again while the corpus is embedded.
     """
     config = task.run.config
@@ -413,6 +407,5 @@ def _evaluate_own_index(loop: Loop, step: int) -> dict[str, Any]:
 
 def warn_if_below_start(loop: Loop, measures: dict[str, Any]) -> None:
     """Warn if a task of the recipe is worse at its end than at its start. measures: as of `evaluate_end`."""
-    stage = stage_summary(loop.folder) if loop.own else None
-    if warning := describe_regression(loop.task.name, stage, loop.best.selection_metric(measures)):
+    if warning := describe_regression(loop.task.name, stage_summary(loop.folder), loop.best.selection_metric(measures)):
         logger.warning("%s", warning)

@@ -6,7 +6,7 @@ Read `open_run` (config, prepared folder, mesh, networks) and `run_recipe` (the 
 import logging
 import shlex
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from ml_collections import ConfigDict
 from rich.table import Table
 from rich.text import Text
 
-from realm_jax.assemble import make_model, make_run, prompt_encoder, with_config
-from realm_jax.config import add_sections, validate
+from realm_jax.assemble import make_model, make_run, prompt_encoder
+from realm_jax.config import validate
 from realm_jax.console import console, printable
 from realm_jax.data.questions import Question
 from realm_jax.data.sources import Sources, open_sources
@@ -36,7 +36,6 @@ from realm_jax.tasks.base import Task, dev_questions
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.index_source import shared_folder
 from realm_jax.train.init_from import (
-    INIT_KEYS,
     check_reader_is_named,
     fill_from_pretrained,
     init_from_sources,
@@ -45,7 +44,6 @@ from realm_jax.train.init_from import (
     record_start,
 )
 from realm_jax.train.loop import train_task
-from realm_jax.train.restore import restore_params
 from realm_jax.train.results import measure_baselines, save_bm25_index, write_results
 from realm_jax.train.trackers import check_installed
 from realm_jax.train.workdir import check_workdir, has_checkpoint, recorded_config, recorded_corpus
@@ -128,19 +126,14 @@ def _warn_of_cut_passages(run: Run) -> None:
 # --- train it ---------------------------------------------------------------------------------------------------------
 
 
-def run_recipe(run: Run, controls: bool, command: str) -> int:
-    """Baselines, the tasks, the controls if wanted, results and report; returns the exit code.
+def run_recipe(run: Run, command: str) -> int:
+    """Baselines, the tasks, results and report; returns the exit code.
 
     Without development questions there is nothing to measure, and without passages nothing to report: the tasks are
     all then. 75 after SIGTERM, once the state is saved.
     """
     questions = dev_questions(run)
-    if controls and not questions:
-        raise UserError(f"--controls: {run.config.data.path} has no development questions to measure them with")
     tasks = recipe_tasks(run)
-    without = [task.name for task in tasks if not task.reads_passages]
-    if controls and without:
-        raise UserError(f"--controls: {without[0]} is a control itself; leave it out")
     try:
         with (
             exclusive_lock(run.workdir) if is_process_0() else nullcontext(),
@@ -151,16 +144,13 @@ def run_recipe(run: Run, controls: bool, command: str) -> int:
                 run.words()  # raises before anything is trained
                 save_bm25_index(run)
             warn_if_few_sentences(run, questions)
-            if not questions or without:
+            if not questions or not all(task.reads_passages for task in tasks):
                 train(run, status)
                 return 0
             status.update(stage="baselines")
             evaluator = Evaluator(run, questions)
             measure_baselines(run, evaluator)
             params = train(run, status)
-            if controls:
-                status.update(stage="controls")
-                run_controls(run)
             status.update(stage="results")
             results = write_results(run, params, questions, command)
     except Preempted as reason:
@@ -233,34 +223,6 @@ def starting_params(run: Run) -> Params:
     params = init_from_sources(run, run.initial_params())
     record_start(run, params)
     return params
-
-
-def run_controls(run: Run) -> None:
-    """The control runs: baselines from the same start and of the same length as REALM.
-
-    Which they are, each task says for itself (`Task.controls`): REALM with a frozen retriever, the same number of
-    additional steps of the inverse cloze task as REALM has, and a reader of the same size that answers from the
-    question alone. Each has its own folder in that of the run, and is resumable like any task.
-    """
-    controls = [control for name in task_names(run.config) for control in make_task(name, run).controls()]
-    start = run.initial_params()
-    from_start = [control.folder for control in controls if not control.start]
-    begun = any(SavedCheckpoint.newest_on_process_0(run.workdir / folder / "checkpoints") for folder in from_start)
-    if any(run.config[key] for key in INIT_KEYS) and not begun:  # afterwards its source may go
-        start = init_from_sources(run, start)
-    for control in controls:
-        changed = _with_keys(run, control.keys, control.task)
-        params = restore_params(run, control.start) if control.start else start
-        folder = None if control.folder == control.task else control.folder
-        train_task(changed, control.task, params, make_task(control.task, changed).measure(), folder)
-
-
-def _with_keys(run: Run, keys: Mapping[str, Any], task: str) -> Run:
-    """The run with some keys of its config changed, and the section of a task."""
-    config = type(run.config)(run.config.to_dict())
-    config.update_from_flattened_dict(keys)
-    add_sections(config, [task])
-    return with_config(run, config)
 
 
 def show(results: dict[str, Any], workdir: Path, question: str) -> None:

@@ -166,19 +166,15 @@ def collect_results(run: Run, questions: Sequence[Question], asked: dict[str, An
     measured = {"untrained": {}, "bm25": {}} | read_json(run.workdir / "baselines.json")
     baseline_seconds = measured.pop("seconds", 0.0)
     tasks = [make_task(name, run) for name in task_names(run.config)]
-    stages = {task.name: task for task in tasks}
-    for control in (control for task in tasks for control in task.controls()):
-        stages[control.folder] = make_task(control.task, run)
     seconds = {"baselines": baseline_seconds}
     exact: dict[str, float] = {}
-    for name, task in stages.items():
+    for task in tasks:
+        name = task.name
         measures = read_lines(run.workdir / name / "evaluations.jsonl")
         last = measures[-1] if measures else {}
         if steps := read_lines(run.workdir / name / "metrics.jsonl"):
             seconds[name] = seconds_spent(steps, measures)
-        if not task.reads_passages and "exact_match" in last:
-            exact[name] = last["exact_match"]
-        elif any("recall@" in key for key in last):
+        if any("recall@" in key for key in last):
             measured[name] = last
     if primary_metric(asked):
         measured[tasks[-1].question_search] = asked
