@@ -8,13 +8,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax import schema
 from realm_jax.assemble import make_run
 from realm_jax.config import add_sections, flatten, science, sections_of, validate, with_defaults
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.processes import is_process_0
 from realm_jax.run import Run
+from realm_jax.schema import to_config_dict
 from realm_jax.sections import task_names
 from realm_jax.storage import Folder, open_folder, read_json, write_json_atomic
 from realm_jax.train.checkpoints import SavedCheckpoint
@@ -114,7 +114,7 @@ def recorded_config(workdir: Path, name: str = "--workdir") -> ConfigDict:
     for section, key in RETIRED:
         if isinstance(config.get(section), dict):
             config[section].pop(key, None)
-    known = schema.to_config_dict(sections_of(config))
+    known = to_config_dict(sections_of(config))
     if gone := sorted(key for key in {*flatten(config)} - {*flatten(known.to_dict())} if "." in key):
         raise UserError(
             f"{name}={workdir}: made by another version of realm_jax, with a key {gone[0]}; there, write its networks "
