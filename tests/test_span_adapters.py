@@ -235,6 +235,7 @@ def test_other_weights_are_another_finder(folder, passages, tmp_path):
     "settings, message",
     [
         ({"id2label": None}, "has no `id2label` that names its labels"),
+        ({"id2label": {}}, "has no `id2label` that names its labels"),
         ({"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}, "`id2label` has no names but LABEL_0"),
         ({"hidden_size": None}, "hidden_size is None, which is no size; choose a plain BERT"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu'; choose a BERT with gelu_new, gelu"),
@@ -258,6 +259,10 @@ def test_a_folder_without_a_head_weights_or_tokenizer_is_rejected(tmp_path, fold
     (plain / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"has no model\.safetensors"):
         finder(f"hf:{plain}")
+    other = save_tagger(tmp_path / "other")
+    (other / "vocab.txt").write_text("\n".join([*PIECES, "Rome"]))
+    with pytest.raises(UserError, match=f"vocab.txt: has {len(PIECES) + 1} tokens, but the model {len(PIECES)}"):
+        finder(f"hf:{other}")
     bare = save_tagger(tmp_path / "bare")
     (bare / "vocab.txt").unlink()
     with pytest.raises(UserError, match=r"has no vocab\.txt and no tokenizer\.json"):

@@ -82,7 +82,7 @@ def load_tagger(folder: Path) -> LoadedTagger:
     path = folder / SETTINGS
     settings = read_settings(path)
     names = settings.get("id2label")
-    if not (isinstance(names, dict) and {*names} == {str(number) for number in range(len(names))}):
+    if not (isinstance(names, dict) and names and {*names} == {str(number) for number in range(len(names))}):
         raise UserError(f"{path}: has no `id2label` that names its labels; choose a model for token classification")
     labels = tuple(str(names[str(number)]) for number in range(len(names)))
     if all(NAMELESS.fullmatch(label) for label in labels):
@@ -106,6 +106,10 @@ def load_tagger(folder: Path) -> LoadedTagger:
         raise UserError(f"{folder}: has no vocab.txt and no tokenizer.json; put the model's tokenizer there")
     lower_case = lower_case_of(folder)
     tokenizer = FoundTokenizer(vocabulary, lower_case is None or lower_case.value).read()
+    if tokenizer.size > config.vocabulary_size:  # JAX would read the last row in place of one that is not there
+        raise UserError(
+            f"{vocabulary}: has {tokenizer.size} tokens, but the model {config.vocabulary_size}; put its own there"
+        )
     return LoadedTagger(TokenClassifier(config, len(labels)), read(files), labels, tokenizer)
 
 
