@@ -86,7 +86,7 @@ def made_texts(count: int, seed: int = 0) -> list[str]:
 
 def without_copies(articles: Sequence[Article]) -> tuple[list[Article], Counter[str]]:
     """Those that are no near-duplicates, in their order, and how many are, by reason."""
-    found = find_near_duplicates(map(fingerprint, articles))
+    found = find_near_duplicates([fingerprint(article) for article in articles])
     staying = [article for article, code in zip(articles, found, strict=True) if not code]
     return staying, Counter(near_duplicates.REASONS[code] for code in found if code)
 

@@ -40,6 +40,7 @@ OPTIONAL = {
     "mammoth": "documents of Word",
     "mwparserfromhell": "dumps of Wikipedia",
     "pypdfium2": "documents in PDF",
+    "datasketch": "news without near-duplicates",
     "chardet": "texts in other encodings than UTF-8",
     "backports.zstd": "files that end in .zst",
     "pyarrow": "Parquet and Arrow files; vectors.parquet of `realm adapt`",

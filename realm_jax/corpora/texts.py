@@ -4,6 +4,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import chain
 from operator import call
 from pathlib import Path
@@ -60,6 +61,8 @@ def _open_documents(source: str) -> ArticleSource:
 
 def _open_news(source: str) -> ArticleSource:
     records = source.removeprefix(NEWS)
+    if find_spec("datasketch") is None:
+        raise UserError(f"{source}: news needs datasketch; run `pip install 'realm_jax[documents]'`")
     if records.startswith(HUBS):
         known, shards = [{"source": records, "news": news.RULES}], UNKNOWN_SHARDS
     else:
