@@ -22,6 +22,7 @@ from realm_jax.cli import main as cli
 from realm_jax.cli import prepare as job
 from realm_jax.cli.prepare import prepare
 from realm_jax.corpora import articles
+from realm_jax.corpora import run as page
 from realm_jax.corpora.raw_records import NO_FIELD
 from realm_jax.corpora.texts import _DUMP
 from realm_jax.data.questions import read_questions
@@ -247,7 +248,7 @@ def test_a_model_without_a_vocabulary_is_named(tmp_path, passages):
 
 def test_a_vocabulary_that_is_a_file_is_found_without_the_networks(tmp_path):
     vocab = model_folder(tmp_path / "model") / "vocab.txt"
-    code = f"import sys; from realm_jax.cli import prepare; prepare._vocabulary_file({str(vocab)!r}).read()"
+    code = f"import sys; from realm_jax.corpora import run; run.vocabulary_file({str(vocab)!r}).read()"
     subprocess.run([sys.executable, "-c", f"{code}; sys.exit('jax' in sys.modules)"], check=True)
 
 
@@ -426,7 +427,7 @@ def test_samples_of_questions_come_in_the_order_of_their_files(tmp_path, passage
 
 
 def test_a_vocabulary_is_learned_from_a_part_of_large_texts(tmp_path, passages, monkeypatch):
-    monkeypatch.setattr(job, "LEARN_FROM", 100)  # the three texts have 240 characters: every third is taken
+    monkeypatch.setattr(page, "LEARN_FROM", 100)  # the three texts have 240 characters: every third is taken
     prepare(passages, tmp_path / "data", vocabulary_size=400)
     tokenizer = WordPiece.load(tmp_path / "data" / "tokenizer")
     assert tokenizer.pieces(tokenizer.encode("Paris").ids) == ["paris"]
@@ -633,7 +634,7 @@ def test_what_is_finished_stays_after_a_late_fault(tmp_path, passages, monkeypat
 def test_a_command_that_lost_its_bucket_to_another_says_so(tmp_path, passages, monkeypatch):
     pytest.importorskip("apache_beam")
     url, options = f"file://{tmp_path}/bucket", {"vocabulary_size": 100, "beam": "--runner=DirectRunner"}
-    check, calls = job.check_owner, []
+    check, calls = page.check_owner, []
 
     def other_first(root: str, claim: str) -> None:
         if not calls:
