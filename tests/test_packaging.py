@@ -36,6 +36,9 @@ DISTRIBUTION = {
     "ml_collections": "ml-collections",
     "orbax": "orbax-checkpoint",
     "tensorflow_datasets": "tensorflow-datasets",
+    # FastAPI is made of these two, and pins them.
+    "pydantic": "fastapi",
+    "starlette": "fastapi",
 }
 
 

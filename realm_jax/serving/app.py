@@ -1,7 +1,7 @@
-"""The service over HTTP: paths, limits, errors, metrics, and the page. Made by `make_app`, run by `cli/serve.py`.
+"""Serve a trained run over HTTP. `make_app` makes the application, and `cli/serve.py` runs it.
 
-What the application refuses has {"error": {"type", "message"}}. What a request holds is checked before it waits; what
-waits is bounded; who went away is not answered.
+A reply with another status than 200 holds {"error": {"type", "message"}}. We check a body before its texts wait for the
+devices, bound the queue, and compute nothing for clients that went away.
 """
 
 import asyncio
@@ -13,41 +13,35 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from pydantic import ValidationError
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from starlette.exceptions import HTTPException as RoutingError
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import TypedDict
 
+import realm_jax
 from realm_jax.errors import UserError
 from realm_jax.inference.answers import NEAREST, Answer, Nearest
 from realm_jax.inference.inspection import Inspection
 from realm_jax.serving.batching import Batcher, Full
-from realm_jax.serving.schemas import (
-    Embedding,
-    Embeddings,
-    EmbeddingsRequest,
-    Endpoint,
-    InspectRequest,
-    ModelFacts,
-    QuestionRequest,
-    openapi,
-)
-from realm_jax.serving.service import Service
+from realm_jax.serving.service import DEPTH, ModelFacts, Service
 
 logger = logging.getLogger(__name__)
 
-BODY, BODY_SECONDS = 1 << 20, 10  # bytes of a request at most, and the time that it may take to come
-ANSWERING = (400, 401, 408, 413, 415, 422, 429, 503, 504)  # how a request for the devices can fail
+BODY, BODY_SECONDS = 1 << 20, 10  # bytes of a body at most, and the time that it may take to come
+MAX_CHARACTERS = 20_000  # of a text; a text that is longer than a run reads is refused, or cut if it is embedded
+MAX_TEXTS = 256  # of a request
+GONE = 499  # the status of a client that went away: nobody reads it, but metrics do
 HEADERS = {
     b"content-security-policy": b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     b"img-src 'self' data:; form-action 'none'; frame-ancestors 'none'; base-uri 'none'",
@@ -55,13 +49,114 @@ HEADERS = {
     b"referrer-policy": b"no-referrer",
     b"cache-control": b"no-store",
 }
-GONE = 499  # nobody reads it; metrics do
+# How requests fail, for OpenAPI; of a request without a body only 401.
+ERRORS = {
+    400: "the text cannot be answered as it is",
+    401: "the token is missing or another one",
+    408: "the body did not come in time",
+    413: "the body is too large",
+    415: "the body is not declared as application/json",
+    422: "the body does not have the form that is described",
+    429: "too many texts wait already; come again",
+    503: "the model is not ready, or stops",
+    504: "the answer took too long",
+}
 T = TypeVar("T")
+Schema = TypeVar("Schema", bound=BaseModel)
+
+# --- requests and replies; the types of answers, passages and explanations are in `realm_jax/inference` ---------------
+
+Text = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]
+# JSON has one kind of number, so 2.0 is an integer. Limits come before the validator and apply to the number, because
+# pydantic leaves them out of OpenAPI otherwise.
+Integer = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+Top = Annotated[Annotated[int, Field(ge=1, le=DEPTH), Integer] | None, Field(description="passages to give")]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class QuestionRequest(_Request):
+    """A question or a list of them; the reply to a list is a list."""
+
+    question: Text | Texts
+    top: Top = None
+
+
+class InspectRequest(_Request):
+    """A sentence with one blank, `___` or `[the words there]`, or a question. answer: to inspect for a question
+    (default: the likeliest); pieces: tokens of a blank that is to be filled."""
+
+    text: Text
+    answer: Text | None = None
+    pieces: Annotated[int, Field(ge=1, le=16), Integer] = 1
+
+
+class EmbeddingsRequest(_Request):
+    """The request of OpenAI's clients. model: the tower that embeds."""
+
+    input: Text | Texts
+    model: Literal["query", "document"] = "query"
+    encoding_format: Literal["float", "base64"] = "float"
+    user: str | None = None
+
+
+class Embedding(TypedDict):
+    """A vector: numbers, or base64 of float32, little-endian."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class Usage(TypedDict):
+    """Number of tokens that were read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(TypedDict):
+    """The reply that OpenAI's clients read."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: Usage
+
+
+class ErrorBody(TypedDict):
+    """The kind of an error, and one line that explains it."""
+
+    type: str
+    message: str
+
+
+class ErrorReply(TypedDict):
+    """The body of every reply that is not 200."""
+
+    error: ErrorBody
+
+
+class RequestError(HTTPException):
+    """End a request with a status and one line."""
+
+    def __init__(self, status: int, kind: str, message: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(status, message, headers)
+        self.kind = kind
 
 
 class Limits(NamedTuple):
-    """most: texts of a batch; waiting: texts that may wait; seconds: for an answer; every: seconds between two looks
-    for a newer checkpoint or corpus, 0 for none."""
+    """Bounds of the service.
+
+    Attributes:
+        most: texts of a batch.
+        waiting: texts that may wait.
+        seconds: time for an answer.
+        every: seconds between two looks for a newer checkpoint or corpus; 0 for none.
+    """
 
     most: int = 8
     waiting: int = 256
@@ -69,12 +164,7 @@ class Limits(NamedTuple):
     every: float = 10.0
 
 
-class Fault(Exception):
-    """A request that ends with a status and one line."""
-
-    def __init__(self, status: int, kind: str, message: str, **headers: str) -> None:
-        super().__init__(message)
-        self.status, self.kind, self.headers = status, kind, headers
+# --- the application --------------------------------------------------------------------------------------------------
 
 
 def make_app(
@@ -83,302 +173,271 @@ def make_app(
     token: str | None = None,
     hosts: Collection[str] = (),
     give_up: Callable[[], None] = lambda: None,
-) -> Starlette:
-    """The application. token: what requests must carry, if any; hosts: names it may be called by (none: by any);
-    give_up: called where not even an example can be answered."""
-    handlers = _Handlers(service, limits, give_up)
-    endpoints = handlers.endpoints()
-    description = openapi(endpoints, secured=token is not None)
-    routes = [Route(one.path, one.handler, methods=["GET" if one.takes is None else "POST"]) for one in endpoints]
-    routes += [
-        Route("/health", lambda request: JSONResponse({"alive": True})),
-        Route("/ready", handlers.ready),
-        Route("/metrics", handlers.metrics),
-        Route("/openapi.json", lambda request: JSONResponse(description)),
-    ]
-    page = _page_routes()
-    app = Starlette(
-        routes=routes + page,
-        lifespan=handlers.lifespan,
-        middleware=[
-            Middleware(_Observed, handlers=handlers, paths={route.path for route in routes}),
-            Middleware(_Guard, token=token, hosts=hosts, free={"/health", "/ready"} | {route.path for route in page}),
-        ],
-        exception_handlers={Fault: _fault_reply, HTTPException: _http_reply, Exception: _defect_reply},
-    )
-    app.router.redirect_slashes = False
-    return app
+) -> FastAPI:
+    """Make the application.
 
+    Args:
+        service: the model that answers.
+        limits: bounds of batches, of the queue and of times.
+        token: what requests must carry, if anything.
+        hosts: names that clients may call the service by; empty for any.
+        give_up: called if not even an example can be answered.
+    """
+    # --- metrics and the queue
+    registry = CollectorRegistry()
+    batch_sizes = Histogram("realm_batch_size", "Texts of a batch", registry=registry, buckets=[1, 2, 4, 8, 16, 32, 64])
+    batcher = Batcher(service.work, limits.most, limits.waiting, batch_sizes.observe)
+    gauges: dict[str, tuple[str, Callable[[], float]]] = {
+        "realm_waiting": ("Texts that wait", lambda: batcher.waiting),
+        "realm_ready": ("Whether examples of all requests were answered", lambda: service.ready),
+        "realm_step": ("Step of the parameters", lambda: service.model.step),
+        "realm_passages": ("Passages of the corpus", lambda: service.model.passages),
+        "realm_models_taken_up": ("Newer models that were taken up", lambda: service.renewed),
+        "realm_models_failed": ("Newer models that could not be opened", lambda: service.failed),
+    }
+    for name, (meaning, value) in gauges.items():
+        Gauge(name, meaning, registry=registry).set_function(value)
 
-def _page_routes() -> list[Route]:
-    """A path for each file of the page; `/` is index.html."""
-    with importlib.resources.as_file(importlib.resources.files("realm_jax.serving") / "page") as folder:
-        files = sorted(path for path in folder.iterdir() if path.is_file())
-    return [Route("/" if path.name == "index.html" else f"/{path.name}", _sender(path)) for path in files]
+    # --- a thread that compiles, and then takes up newer models
+    stop = threading.Event()
 
-
-def _sender(path: Path) -> Callable[[Request], Response]:
-    return lambda request: FileResponse(path)
-
-
-class _Handlers:
-    """The paths, and what they share."""
-
-    def __init__(self, service: Service, limits: Limits, give_up: Callable[[], None]) -> None:
-        self._service, self._limits, self._give_up, self._stop = service, limits, give_up, threading.Event()
-        self.registry = CollectorRegistry()
-        self.requests = Counter("realm_requests", "Requests", ["path", "status"], registry=self.registry)
-        self.seconds = Histogram("realm_request_seconds", "Time of a request", ["path"], registry=self.registry)
-        batches = Histogram(
-            "realm_batch_size", "Texts of a batch", registry=self.registry, buckets=[1, 2, 4, 8, 16, 32, 64]
-        )
-        self.batcher = Batcher(service.work, limits.most, limits.waiting, batches.observe)
-        gauges = {
-            "realm_waiting": ("Texts that wait", lambda: self.batcher.waiting),
-            "realm_ready": ("Whether examples of all requests were answered", lambda: service.ready),
-            "realm_step": ("Step of the parameters", lambda: service.model.step),
-            "realm_passages": ("Passages of the corpus", lambda: service.model.passages),
-            "realm_models_taken_up": ("Newer models that were taken up", lambda: service.renewed),
-            "realm_models_failed": ("Newer models that could not be opened", lambda: service.failed),
-        }
-        for name, (meaning, value) in gauges.items():
-            Gauge(name, meaning, registry=self.registry).set_function(value)
-
-    def endpoints(self) -> list[Endpoint]:
-        """What OpenAPI describes."""
-        answers, passages = Answer | list[Answer], Nearest | list[Nearest]
-        computed = [
-            Endpoint("/ask", self.ask, QuestionRequest, answers, "Answer questions from passages"),
-            Endpoint("/search", self.search, QuestionRequest, passages, "Find the nearest passages"),
-            Endpoint("/inspect", self.inspect, InspectRequest, Inspection, "How passages affect a prediction"),
-            Endpoint("/v1/embeddings", self.embeddings, EmbeddingsRequest, Embeddings, "Embed texts"),
-        ]
-        return [
-            *(endpoint._replace(fails=ANSWERING) for endpoint in computed),
-            Endpoint("/v1/models", self.models, None, dict[str, Any], "The towers, as OpenAI's clients list", (401,)),
-            Endpoint("/model", self.model, None, ModelFacts, "The model that answers", (401,)),
-        ]
+    def keep_up_to_date() -> None:
+        try:
+            service.warm_up(stop)
+        except Exception:
+            logger.exception("an example cannot be answered; the service ends")
+            give_up()
+            return
+        while limits.every and not stop.wait(limits.every):
+            service.renew(stop)
 
     @contextlib.asynccontextmanager
-    async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """The batcher, and a thread that compiles, and then takes up newer models."""
-        thread = threading.Thread(target=self._keep_up_to_date, name="renewal")
-        async with self.batcher:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        thread = threading.Thread(target=keep_up_to_date, name="renewal")
+        async with batcher:
             thread.start()
             try:
                 yield
             finally:
-                self._stop.set()
+                stop.set()
                 await asyncio.to_thread(thread.join)
 
-    def _keep_up_to_date(self) -> None:
+    # --- replies to requests that fail
+
+    async def http_error(_: Request, error: Any) -> Response:
+        return _error_reply(error.status_code, getattr(error, "kind", "http"), error.detail, error.headers)
+
+    async def defect(*_: Any) -> Response:
+        return _error_reply(500, "defect", "an error of the server; its log has the reason")
+
+    # --- paths outside of OpenAPI: the page, probes and metrics
+
+    def ready(_: Request) -> Response:
+        """503 until the service answered examples of all requests in all batch sizes."""
+        return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
+
+    with importlib.resources.as_file(importlib.resources.files("realm_jax.serving") / "page") as folder:
+        files = {"/" if file.name == "index.html" else f"/{file.name}": file for file in sorted(folder.iterdir())}
+    page = [Route(path, lambda _, file=file: FileResponse(file)) for path, file in files.items() if file.is_file()]
+    probes = [
+        Route("/health", lambda _: JSONResponse({"alive": True})),
+        Route("/ready", ready),
+        Route("/metrics", lambda _: Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)),
+    ]
+    free = {"/health", "/ready", *(route.path for route in page)}  # the page itself holds nothing of the run
+    app = FastAPI(
+        title="REALM",
+        version=realm_jax.__version__,
+        summary="Answers with their passages",
+        docs_url=None,  # they would load scripts from other hosts, which HEADERS forbid
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=lambda route: route.path.strip("/"),
+        routes=[*page, *probes],
+        lifespan=lifespan,
+        exception_handlers={RoutingError: http_error, Exception: defect},
+    )
+
+    # --- paths that need the devices
+
+    async def computed(request: Request, kind: str, payloads: list[Any]) -> list[Any]:
+        """Results of payloads in their order, unless it takes too long or the client goes away."""
+        if len(payloads) > limits.waiting:
+            raise RequestError(422, "body", f"{len(payloads)} texts; send at most {limits.waiting} at a time")
         try:
-            self._service.warm_up(self._stop)
-        except Exception:
-            logger.exception("an example cannot be answered; the service ends")
-            self._give_up()
-            return
-        while self._limits.every and not self._stop.wait(self._limits.every):
-            self._service.renew(self._stop)
-
-    # --- what needs the devices
-
-    async def ask(self, request: Request) -> Response:
-        """POST /ask."""
-        asked = await _parsed(request, QuestionRequest)
-        found: list[Answer] = await self._computed(request, "ask", asked.questions)
-        cut = [{**one, "candidates": one["candidates"][: asked.top]} for one in found]
-        return JSONResponse(cut[0] if isinstance(asked.question, str) else cut)
-
-    async def search(self, request: Request) -> Response:
-        """POST /search."""
-        asked = await _parsed(request, QuestionRequest)
-        found: list[Nearest] = await self._computed(request, "search", asked.questions)
-        cut = [{**one, "candidates": one["candidates"][: asked.top or NEAREST]} for one in found]
-        return JSONResponse(cut[0] if isinstance(asked.question, str) else cut)
-
-    async def inspect(self, request: Request) -> Response:
-        """POST /inspect."""
-        asked = await _parsed(request, InspectRequest)
-        (found,) = await self._computed(request, "inspect", [asked.model_dump()])
-        return JSONResponse(found)
-
-    async def embeddings(self, request: Request) -> Response:
-        """POST /v1/embeddings."""
-        asked = await _parsed(request, EmbeddingsRequest)
-        vectors = await self._computed(request, asked.model, asked.texts)
-        data = [
-            Embedding(object="embedding", index=place, embedding=_encoded(vector, asked.encoding_format))
-            for place, vector in enumerate(vectors)
-        ]
-        tokens = await asyncio.to_thread(self._service.tokens, asked.model, asked.texts)
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return JSONResponse({"object": "list", "data": data, "model": asked.model, "usage": usage})
-
-    async def _computed(self, request: Request, kind: str, payloads: list[Any]) -> list[Any]:
-        """What the devices give for each payload, unless it takes too long, or nobody waits for it any more."""
-        if len(payloads) > self._limits.waiting:
-            raise Fault(422, "body", f"{len(payloads)} texts; send at most {self._limits.waiting} at a time")
-        try:
-            return await _while_connected(request, self.batcher.submit(kind, payloads), self._limits.seconds)
+            return await _while_connected(request, batcher.submit(kind, payloads), limits.seconds)
         except Full:
-            raise Fault(429, "busy", "too many texts wait already; come again", **{"retry-after": "1"}) from None
-        except UserError as fault:
-            raise Fault(400, "text", str(fault)) from None
+            raise RequestError(429, "busy", "too many texts wait already; come again", {"retry-after": "1"}) from None
+        except UserError as error:
+            raise RequestError(400, "text", str(error)) from None
 
-    # --- what does not
+    async def answered(request: Request, kind: str, default_top: int | None) -> Response:
+        """The reply to questions; its lists of passages have the length that the client wants."""
+        body = await _parsed(request, QuestionRequest)
+        replies = await computed(request, kind, _as_list(body.question))
+        top = body.top or default_top
+        replies = [{**reply, "candidates": reply["candidates"][:top]} for reply in replies]
+        return JSONResponse(replies[0] if isinstance(body.question, str) else replies)
 
-    async def ready(self, request: Request) -> Response:
-        """GET /ready: 503 until examples of all requests were answered, in all batch sizes."""
-        return JSONResponse({"ready": self._service.ready}, 200 if self._service.ready else 503)
+    @app.post("/ask", summary="Answer questions from passages", **_described(Answer | list[Answer], QuestionRequest))
+    async def ask(request: Request) -> Response:
+        return await answered(request, "ask", None)
 
-    async def model(self, request: Request) -> Response:
-        """GET /model."""
-        return JSONResponse(self._service.facts())
+    @app.post("/search", summary="Find the nearest passages", **_described(Nearest | list[Nearest], QuestionRequest))
+    async def search(request: Request) -> Response:
+        return await answered(request, "search", NEAREST)
 
-    async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
-        towers = [{"id": name, "object": "model", "created": 0, "owned_by": "realm"} for name in ("query", "document")]
+    @app.post("/inspect", summary="How passages affect a prediction", **_described(Inspection, InspectRequest))
+    async def inspect(request: Request) -> Response:
+        body = await _parsed(request, InspectRequest)
+        (inspection,) = await computed(request, "inspect", [body.model_dump()])
+        return JSONResponse(inspection)
+
+    @app.post("/v1/embeddings", summary="Embed texts", **_described(Embeddings, EmbeddingsRequest))
+    async def embeddings(request: Request) -> Response:
+        body = await _parsed(request, EmbeddingsRequest)
+        texts = _as_list(body.input)
+        data = []
+        for index, vector in enumerate(await computed(request, body.model, texts)):
+            packed = np.asarray(vector, "<f4")  # [vector size]
+            as_base64 = body.encoding_format == "base64"
+            embedding = base64.b64encode(packed.tobytes()).decode() if as_base64 else vector.tolist()
+            data.append(Embedding(object="embedding", index=index, embedding=embedding))
+        tokens = await asyncio.to_thread(service.tokens, body.model, texts)
+        usage = Usage(prompt_tokens=tokens, total_tokens=tokens)
+        return JSONResponse(Embeddings(object="list", data=data, model=body.model, usage=usage))
+
+    # --- paths that do not
+
+    @app.get("/v1/models", summary="The towers, as OpenAI's clients list", **_described(dict[str, Any]))
+    async def models() -> Response:
+        towers = [
+            {"id": tower, "object": "model", "created": 0, "owned_by": "realm"} for tower in ("query", "document")
+        ]
         return JSONResponse({"object": "list", "data": towers})
 
-    async def metrics(self, request: Request) -> Response:
-        """GET /metrics, for Prometheus."""
-        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+    @app.get("/model", summary="The model that answers", **_described(ModelFacts))
+    async def model() -> Response:
+        return JSONResponse(service.facts())
+
+    description = app.openapi()  # FastAPI keeps the object, and /openapi.json gives it
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.methods == {"GET"}:
+            route.methods = {"GET", "HEAD"}  # HEAD, as Starlette's routes answer it; the description leaves it out
+    if token is not None:
+        description["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        description["security"] = [{"token": []}]
+
+    # --- around every request: who may ask, metrics, and headers
+    requests = Counter("realm_requests", "Requests", ["path", "status"], registry=registry)
+    seconds = Histogram("realm_request_seconds", "Time of a request", ["path"], registry=registry)
+    paths = {path for route in app.routes if (path := getattr(route, "path", None)) not in files}
+
+    def refusal(scope: Scope) -> Response | None:
+        headers = dict(scope["headers"])
+        if hosts and _host_name(headers.get(b"host", b"")) not in hosts:
+            return _error_reply(400, "host", "this service is not known by that name; ask localhost")
+        if token is None or scope["path"] in free:
+            return None
+        scheme, _, sent_token = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(sent_token, token.encode()):
+            return None
+        return _error_reply(401, "token", "send the token: authorization: Bearer …", {"www-authenticate": "Bearer"})
+
+    def around_requests(inner: ASGIApp) -> ASGIApp:
+        async def observed(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                await inner(scope, receive, send)
+                return
+            path, began = scope["path"] if scope["path"] in paths else "page", time.monotonic()
+            status = 500
+
+            async def send_with_headers(message: Message) -> None:
+                nonlocal status
+                if message["type"] == "http.response.start":
+                    status = message["status"]
+                    names = {name for name, _ in message["headers"]}
+                    message["headers"] += [pair for pair in HEADERS.items() if pair[0] not in names]
+                await send(message)
+
+            try:
+                await (refusal(scope) or inner)(scope, receive, send_with_headers)
+            finally:
+                requests.labels(path, status).inc()
+                seconds.labels(path).observe(time.monotonic() - began)
+
+        return observed
+
+    app.user_middleware.append(Middleware(around_requests))
+    return app
 
 
-async def _parsed(request: Request, schema: type[T]) -> T:
-    """The body, checked. Raises Fault."""
+def _described(reply: Any, body: type[BaseModel] | None = None) -> dict[str, Any]:
+    """What OpenAPI says of a path. We parse bodies ourselves, because FastAPI reads them without limits."""
+    responses = {
+        status: {"model": ErrorReply, "description": meaning}
+        for status, meaning in ERRORS.items()
+        if body is not None or status == 401
+    }
+    described = {"response_model": reply, "responses": responses, "response_description": "done"}
+    if body is None:
+        return described
+    content = {"application/json": {"schema": body.model_json_schema()}}
+    return described | {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
+
+
+async def _parsed(request: Request, schema: type[Schema]) -> Schema:
+    """The body of a request as its schema. Raises RequestError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Fault(415, "body", "send JSON, with the header content-type: application/json")
+        raise RequestError(415, "body", "send JSON, with the header content-type: application/json")
+    body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            body = await _body(request)
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > BODY:
+                    raise RequestError(413, "body", f"the body is larger than {BODY:,} bytes")
     except ClientDisconnect:
-        raise Fault(GONE, "gone", "the client went away") from None
+        raise RequestError(GONE, "gone", "the client went away") from None
     except TimeoutError:
-        raise Fault(408, "body", f"the body did not come within {BODY_SECONDS} seconds") from None
+        raise RequestError(408, "body", f"the body did not come within {BODY_SECONDS} seconds") from None
     try:
-        return schema.model_validate_json(body)  # type: ignore[attr-defined]
+        return schema.model_validate_json(bytes(body))
     except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False, include_context=False)
-        # Of a text or a list of texts: what is wrong with the one that was given, not that it is not the other.
-        first = next((one for one in found if one["type"] not in ("string_type", "list_type")), found[0])
-        place = ".".join(str(part) for number, part in enumerate(first["loc"]) if number == 0 or isinstance(part, int))
-        raise Fault(422, "body", f"{place}: {first['msg']}" if place else first["msg"]) from None
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > BODY:
-            raise Fault(413, "body", f"the body is larger than {BODY:,} bytes")
-    return bytes(body)
+        errors = error.errors(include_url=False, include_input=False, include_context=False)
+        # Of `str | list[str]`: what is wrong with the value as the type that it has, not that it is not the other type.
+        first = next((item for item in errors if item["type"] not in ("string_type", "list_type")), errors[0])
+        field = ".".join(str(part) for number, part in enumerate(first["loc"]) if number == 0 or isinstance(part, int))
+        raise RequestError(422, "body", f"{field}: {first['msg']}" if field else first["msg"]) from None
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, T], seconds: float) -> T:
-    """What the work gives. Raises Fault where it takes too long, or where the client goes away first."""
+    """Await work. Raises RequestError if it takes too long, or if the client goes away first."""
     job, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait({job, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if job.done():
             return job.result()
         if gone.done():
-            raise Fault(GONE, "gone", "the client went away")
-        raise Fault(504, "slow", f"no answer within {seconds:g} seconds")
+            raise RequestError(GONE, "gone", "the client went away")
+        raise RequestError(504, "slow", f"no answer within {seconds:g} seconds")
     finally:
         for task in (job, gone):
             task.cancel()
         await asyncio.gather(job, gone, return_exceptions=True)
 
 
-def _encoded(vector: Any, how: str) -> list[float] | str:
-    if how == "base64":
-        return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()
-    return [float(value) for value in vector.tolist()]
-
-
-# --- replies that are no results --------------------------------------------------------------------------------------
-
-
-def _reply(status: int, kind: str, message: str, headers: dict[str, str] | None = None) -> Response:
+def _error_reply(status: int, kind: str, message: str, headers: Any = None) -> Response:
     return JSONResponse({"error": {"type": kind, "message": message}}, status, headers)
 
 
-async def _fault_reply(_: Request, fault: Exception) -> Response:
-    assert isinstance(fault, Fault)
-    return _reply(fault.status, fault.kind, str(fault), fault.headers)
+def _as_list(texts: str | list[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts
 
 
-async def _http_reply(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return _reply(error.status_code, "http", error.detail, dict(error.headers or {}))
-
-
-async def _defect_reply(_: Request, error: Exception) -> Response:
-    return _reply(500, "defect", "an error of the server; its log has the reason")
-
-
-# --- around every request ---------------------------------------------------------------------------------------------
-
-
-class _Observed:
-    """Counts and times requests, and adds the headers of every reply."""
-
-    def __init__(self, app: ASGIApp, handlers: _Handlers, paths: set[str]) -> None:
-        self._app, self._handlers, self._paths = app, handlers, paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        path, began = scope["path"] if scope["path"] in self._paths else "page", time.monotonic()
-        status = 500
-
-        async def sent(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                named = {name for name, _ in message["headers"]}
-                message["headers"] += [pair for pair in HEADERS.items() if pair[0] not in named]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, sent)
-        finally:
-            self._handlers.requests.labels(path, status).inc()
-            self._handlers.seconds.labels(path).observe(time.monotonic() - began)
-
-
-class _Guard:
-    """Refuses requests to other names than the service's, and those without the token, where there is one. The page
-    itself holds nothing of the run, and needs none."""
-
-    def __init__(self, app: ASGIApp, token: str | None, hosts: Collection[str], free: Collection[str]) -> None:
-        """free: paths that need no token."""
-        self._app, self._token, self._hosts, self._free = app, token, hosts, free
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
-        refusal = self._refusal(scope) if scope["type"] == "http" else None
-        await (self._app if refusal is None else refusal)(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> Response | None:
-        headers = dict(scope["headers"])
-        if self._hosts and _host_of(headers.get(b"host", b"")) not in self._hosts:
-            return _reply(400, "host", "this service is not known by that name; ask localhost")
-        if self._token is None or scope["path"] in self._free:
-            return None
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"bearer" and hmac.compare_digest(given, self._token.encode()):
-            return None
-        return _reply(401, "token", "send the token: authorization: Bearer …", {"www-authenticate": "Bearer"})
-
-
-def _host_of(header: bytes) -> str | None:
-    """The name in a host header, in lower case and without its port; None for what is none."""
+def _host_name(header: bytes) -> str | None:
+    """The name in a host header, in lower case and without its port; None if there is none."""
     try:
         return urlsplit(f"//{header.decode('latin-1')}").hostname
     except ValueError:

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from typing_extensions import TypedDict
+
 from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.errors import UserError
 from realm_jax.inference.model import Model
 from realm_jax.refresh.generations import generation_names
 from realm_jax.sections import task_names
-from realm_jax.serving.schemas import DEPTH, ModelFacts
 from realm_jax.train.checkpoints import saved_folders
 from realm_jax.train.index_source import shared_folder
 from realm_jax.train.trained_run import check_question, check_reads_passages, is_edited
@@ -27,7 +28,26 @@ from realm_jax.train.workdir import recorded_config
 logger = logging.getLogger(__name__)
 
 EXAMPLE, BLANK = "What is it?", "It is ___."
+DEPTH = 100  # passages of a search at most: one compiled program gives that many, and a reply has the first of them
 SHORTEST, LONGEST = 30.0, 600.0  # seconds until what could not be opened is tried again; doubled each time
+
+
+class ModelFacts(TypedDict):
+    """The model that answers: name of its run, task and step of its parameters, and what finds passages.
+
+    answers: True if `/ask` replies, False if only `/search` does; reader: the task that taught it to point at answers,
+    None if it has not learned it.
+    """
+
+    run: str
+    task: str
+    step: int
+    search: str
+    passages: int
+    vector_size: int
+    answers: bool
+    reader: Literal["questions", "blanks"] | None
+    ready: bool
 
 
 class Service:
