@@ -34,10 +34,9 @@ from transformers import BertConfig as TorchConfig
 from transformers import BertModel
 
 from realm_jax.assemble import abstract_run
-from realm_jax.chips import peak
 from realm_jax.config import default
 from realm_jax.data.sources import open_sources
-from realm_jax.flops import embedding_flops
+from realm_jax.flops import embedding_flops, peak
 from realm_jax.host import keep_freed_memory
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents, document_segments, token_mask

@@ -40,8 +40,8 @@ from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from realm_jax.assemble import abstract_run
-from realm_jax.chips import peak
 from realm_jax.config import default
+from realm_jax.flops import peak
 from realm_jax.forward.context import PackedPlaces
 from realm_jax.mesh import logical_sharding
 from realm_jax.models.inputs import Documents

@@ -5,7 +5,7 @@ the instruction words of its schedule for one block (a sequence and 128 features
 compiler writes that schedule into a folder if it is asked to. Neither knows of waiting for memory. A v5p's two cores
 share a kernel's blocks. The kernel of packed sequences computes as many scores as that of padded ones, and its words
 are all that it has, as if every one of its copies was made. The last column, words for each score of 128 features, is
-what `compiled_time.py` counts with.
+what `launch/cost.py` counts with.
 
     pip install -e '.[tpu]'
     python benchmarks/tpu_attention.py [--chips v5e:2x2 …] [--lengths 288 384]
@@ -24,10 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from realm_jax.chips import chip
-from realm_jax.cli.plan import devices_to_compile_for
-from realm_jax.compiled_cost import program_cost
-from realm_jax.compiled_time import scores_held
+from realm_jax.flops import chip
+from realm_jax.launch.cost import program_cost, scores_held
+from realm_jax.launch.plan import devices_to_compile_for
 from realm_jax.models.attention import ATTENTION, tpu_packed_attention
 from realm_jax.models.dropout import AttentionDropout
 from realm_jax.models.packing import packing

@@ -16,13 +16,12 @@ import jax
 
 from realm_jax import run as runs
 from realm_jax.assemble import abstract_run
-from realm_jax.cli.build_index import for_embedding
 from realm_jax.cli.launch import ROWS, VOCABULARY
-from realm_jax.cli.plan import devices_to_compile_for, known_chip, lower_builder
-from realm_jax.compiled_cost import program_cost
-from realm_jax.compiled_time import program_time
 from realm_jax.flops import embedding_flops
+from realm_jax.launch.cost import program_cost, program_time
+from realm_jax.launch.plan import devices_to_compile_for, known_chip, lower_builder
 from realm_jax.recipes import paper
+from realm_jax.refresh.builder import for_embedding
 from realm_jax.retrieval.embed import EMBED_BATCH, GROUPS
 
 CHIPS = "v5e:2x4"

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 
 from realm_jax.assemble import abstract_run
 from realm_jax.cli.launch import ROWS, VOCABULARY
-from realm_jax.cli.plan import abstract_sharded, devices_to_compile_for, known_chip
-from realm_jax.compiled_cost import program_cost
-from realm_jax.compiled_time import program_time
+from realm_jax.launch.cost import program_cost, program_time
+from realm_jax.launch.plan import abstract_sharded, devices_to_compile_for, known_chip
 from realm_jax.mesh import corpus_devices
 from realm_jax.recipes import paper
 from realm_jax.retrieval.exact import padded_rows, search

@@ -6,9 +6,9 @@ from runs import cut_at
 from tiny_run import open_config, tiny_config
 
 from realm_jax.assemble import abstract_run
-from realm_jax.cli.plan import abstract_arguments
 from realm_jax.config import add_sections
 from realm_jax.data.examples import dataset
+from realm_jax.launch.plan import abstract_arguments
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
 from realm_jax.train.recipe import train

@@ -6,9 +6,20 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from realm_jax.chips import V5E, V5P, chip, peak
-from realm_jax.compiled_cost import Collective, Cost, Kernel, TopK, Transfer, program_cost
-from realm_jax.compiled_time import CYCLES, kernel_cycles, program_time, sent, transferred
+from realm_jax.flops import V5E, V5P, chip, peak
+from realm_jax.launch.cost import (
+    CYCLES,
+    Collective,
+    Cost,
+    Kernel,
+    TopK,
+    Transfer,
+    kernel_cycles,
+    program_cost,
+    program_time,
+    sent,
+    transferred,
+)
 from realm_jax.models.packing import packing
 from realm_jax.models.tpu_attention import fused_attention, fused_packed_attention
 

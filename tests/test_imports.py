@@ -10,9 +10,9 @@ import realm_jax
 ROOT = Path(realm_jax.__file__).parent
 # The lowest first. A module or package imports from those before it alone; configs/ are users' files.
 LAYERS = (
-    *("errors", "storage", "schema", "processes", "mesh", "console", "checksums", "cache", "host", "chips"),
-    *("data", "sections", "models", "corpora", "retrieval", "forward", "run", "flops", "compiled_cost"),
-    *("compiled_time", "eval", "tasks", "assemble", "config", "recipes", "config_flags"),
+    *("errors", "storage", "schema", "processes", "mesh", "console", "checksums", "cache", "host"),
+    *("data", "sections", "models", "corpora", "retrieval", "forward", "run", "flops"),
+    *("eval", "tasks", "assemble", "config", "recipes", "config_flags"),
     *("refresh", "train", "inference", "serving", "launch", "cli"),
     *("api", "__main__"),
 )

@@ -15,14 +15,14 @@ from tiny import mesh_of_slices
 from tiny_run import prepare_people, tiny_config
 
 from realm_jax.assemble import make_run
-from realm_jax.cli.plan import devices_to_compile_for
-from realm_jax.compiled_cost import program_cost
 from realm_jax.config import add_sections
 from realm_jax.data.examples import batches
 from realm_jax.data.sources import open_sources
 from realm_jax.forward.context import PackedPlaces
 from realm_jax.forward.question import read_question
 from realm_jax.forward.reading import unplaced_pieces
+from realm_jax.launch.cost import program_cost
+from realm_jax.launch.plan import devices_to_compile_for
 from realm_jax.mesh import batch_parts, logical_sharding, make_mesh
 from realm_jax.models.attention import dot_product_attention, packed_attention, tpu_packed_attention
 from realm_jax.models.bert import Bert, BertConfig

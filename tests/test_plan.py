@@ -14,9 +14,12 @@ from jax.sharding import PartitionSpec
 from tiny_run import tiny_config
 
 from realm_jax.assemble import abstract_run, make_run
-from realm_jax.chips import chip
 from realm_jax.cli import main as cli
-from realm_jax.cli.plan import (
+from realm_jax.config import default
+from realm_jax.config_flags import load_config
+from realm_jax.data.sources import open_sources
+from realm_jax.flops import Tower, chip, embedding_flops
+from realm_jax.launch.plan import (
     abstract_arguments,
     abstract_documents,
     compiled_needs,
@@ -24,10 +27,6 @@ from realm_jax.cli.plan import (
     show,
     useful_share,
 )
-from realm_jax.config import default
-from realm_jax.config_flags import load_config
-from realm_jax.data.sources import open_sources
-from realm_jax.flops import Tower, embedding_flops
 from realm_jax.mesh import replicated
 from realm_jax.tasks import make_task, packed
 from realm_jax.tasks.qa_examples import positive_examples
@@ -232,7 +231,7 @@ def test_tokens_of_titles_count_where_they_are_read(people, tmp_path, monkeypatc
     ],
 )
 def test_what_is_planned_has_the_sizes_of_data_that_are_there(people, monkeypatch, capsys, flags, sizes, useful):
-    from realm_jax.cli import plan
+    from realm_jax.launch import plan
 
     monkeypatch.setattr(plan, "tpu_devices", lambda *_: jax.devices()[:1])
     planned = {}

@@ -12,13 +12,13 @@ from tiny_run import open_config, tiny_config
 from realm_jax import recipes
 from realm_jax.assemble import abstract_run
 from realm_jax.cli import main as cli
-from realm_jax.cli.plan import abstract_arguments
 from realm_jax.config import add_sections, default, validate
 from realm_jax.data.examples import dataset
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import read_settings
 from realm_jax.forward.question import read_question
+from realm_jax.launch.plan import abstract_arguments
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
 from realm_jax.tasks.rerank import CANDIDATES, NAME, added

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from realm_jax.cli.plan import devices_to_compile_for
+from realm_jax.launch.plan import devices_to_compile_for
 from realm_jax.mesh import logical_sharding, make_mesh
 from realm_jax.models.attention import (
     cpu_attention,

@@ -28,7 +28,7 @@ from realm_jax.errors import UserError
 from realm_jax.host import Stop
 from realm_jax.mesh import replicated
 from realm_jax.refresh import generations
-from realm_jax.refresh.builder import Builder, Corpus, Rejected
+from realm_jax.refresh.builder import Builder, Corpus, Rejected, for_embedding
 from realm_jax.refresh.exporter import export_record, to_params
 from realm_jax.refresh.generations import (
     Export,
@@ -49,7 +49,6 @@ from realm_jax.refresh.status import BUILDER, TRAINER, Status, StatusWriter, pro
 from realm_jax.retrieval.scann import check_scann
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, Folder, StorageError, make_folder
-from realm_jax.tasks import TASKS
 from realm_jax.train.index_source import shared_folder
 from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.workdir import recorded_config, recorded_corpus
@@ -105,18 +104,6 @@ def run(args: argparse.Namespace) -> None:
 def _recorded_or_default(workdir: Path) -> ConfigDict:
     """The config of the run that is there already, so that the builder of a run needs its folder alone."""
     return recorded_config(workdir) if (workdir / "config.json").is_file() else default()
-
-
-def for_embedding(config: ConfigDict, devices: int) -> ConfigDict:
-    """The config on so many devices of the builder's own: nothing is trained there, so training batch sizes are
-    irrelevant."""
-    own = ConfigDict(config.to_dict())
-    own.mesh.update({"fsdp": 1, "model": 1})
-    own.optimizer.microbatches = 1
-    own.model.reader = ""  # there is none, so its tokens are not needed
-    for name in TASKS.keys() & {*own}:
-        own[name].batch_size = devices
-    return own
 
 
 def run_builder(run: Run, folder: Folder, **options: Any) -> Builder:

@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Print what the config needs on the slices of the spec, and what it costs; 1 if it does not fit."""
-    from realm_jax.cli.plan import plan_launch  # here, since the other actions need no JAX
+    from realm_jax.launch.plan import plan_launch  # here, since the other actions need no JAX
 
     return plan_launch(_description(args), args, (ROWS, VOCABULARY))
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
+from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.processes import WorkShare
@@ -46,6 +47,7 @@ from realm_jax.refresh.searchers import (
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.retrieval.scann import ScannConfig
 from realm_jax.storage import Damaged, FileEntry, Folder, digest
+from realm_jax.tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
@@ -268,3 +270,15 @@ class Builder:
             error = np.linalg.norm(fresh - vectors[sample - chunk.first].astype(np.float32), axis=1)
             if (error > TOLERANCE * np.linalg.norm(fresh, axis=1)).any():
                 raise Damaged(f"{self.folder.path(listed.file.name)} holds vectors that are not those of its passages")
+
+
+def for_embedding(config: ConfigDict, devices: int) -> ConfigDict:
+    """The config on so many devices of the builder's own: nothing is trained there, so training batch sizes are
+    irrelevant."""
+    own = ConfigDict(config.to_dict())
+    own.mesh.update({"fsdp": 1, "model": 1})
+    own.optimizer.microbatches = 1
+    own.model.reader = ""  # there is none, so its tokens are not needed
+    for name in TASKS.keys() & {*own}:
+        own[name].batch_size = devices
+    return own

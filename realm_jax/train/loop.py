@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from realm_jax.chips import peak
 from realm_jax.data.examples import batches, padded_lengths
 from realm_jax.errors import UserError
+from realm_jax.flops import peak
 from realm_jax.forward.context import Index, LoadedIndex
 from realm_jax.host import Stop, free_heap
 from realm_jax.models.realm import Params

@@ -2,12 +2,13 @@
 
 The real step and the real embedding program are compiled ahead of time for the slices of the spec; no TPU is needed,
 only its compiler (`pip install 'realm_jax[tpu]'`). Memory and collectives are the compiler's; times are ranges, of its
-own estimate and of stated arithmetic (`compiled_time.py`), not measured. What reads storage or waits for hosts is not
+own estimate and of stated arithmetic (`cost.py`), not measured. What reads storage or waits for hosts is not
 among them.
 """
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 import re
@@ -24,23 +25,20 @@ from rich.console import Console
 from rich.table import Table
 
 from realm_jax.assemble import abstract_run
-from realm_jax.chips import Chip, chip
-from realm_jax.cli.build_index import for_embedding
-from realm_jax.cli.output import print_json
-from realm_jax.compiled_cost import Cost, program_cost
-from realm_jax.compiled_time import program_time, sent, transferred
 from realm_jax.config import default, task_names, validate
 from realm_jax.config_flags import load_config
 from realm_jax.data.sources import open_sources
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import LESS_MEMORY, UserError
-from realm_jax.flops import embedding_flops
+from realm_jax.flops import Chip, chip, embedding_flops
 from realm_jax.forward.context import Index
 from realm_jax.host import enlarge_compiler_stacks
+from realm_jax.launch.cost import Cost, program_cost, program_time, sent, transferred
 from realm_jax.launch.spec import Launch
 from realm_jax.mesh import corpus_devices, logical_sharding, replicated, row_major, slice_of
 from realm_jax.models.inputs import DOCUMENT_SPECIALS, Documents
+from realm_jax.refresh.builder import for_embedding
 from realm_jax.refresh.exporter import sample_queries
 from realm_jax.refresh.status import BUILDER, TRAINER
 from realm_jax.retrieval.embed import EMBED_BATCH
@@ -95,7 +93,7 @@ def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]
     found = plan(trainer, builder, task, args.price_per_chip_hour, builders)
     found |= {"useful": useful} if useful else {}
     if args.json:
-        print_json(found)
+        print(json.dumps(found, ensure_ascii=False, allow_nan=False), flush=True)
     else:
         show(found, task)
     return 0 if found["fits"] and found.get("builder", found)["fits"] else 1
