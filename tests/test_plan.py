@@ -284,13 +284,13 @@ def test_memory_is_known_where_the_time_is_not(capsys, text, known):
     assert found["fits"] and found["bytes"]["peak"] == 3 * 2**30
     assert ("seconds" in found, "time_unknown" in found) == (known, not known)
     found |= {"device": "TPU v5 lite", "devices": 1, "flops": 1.0, "flops_by_part": {}}
-    show(found | {"passages": 1, "vocabulary": 1}, "realm")
+    show(found | {"task": "realm", "passages": 1, "vocabulary": 1})
     assert ("not known" in capsys.readouterr().out) == (not known)
 
 
 def test_recorded_plans_are_shown_with_their_parts(capsys):
     recorded = json.loads(RECORDED["GOLDEN"].read_text())["realm_wiki"]["plans"]
-    show(recorded["v5e:8x8 --num-slices=2"], "realm")
+    show(recorded["v5e:8x8 --num-slices=2"])
     shown = capsys.readouterr().out
     for part in ("all-reduce between slices", "collectives between slices, alone", "libtpu", "MFU of embedding"):
         assert part in shown

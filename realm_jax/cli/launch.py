@@ -125,9 +125,14 @@ def run(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Print what the config needs on the slices of the spec, and what it costs; 1 if it does not fit."""
-    from realm_jax.launch.plan import plan_launch  # here, since the other actions need no JAX
+    from realm_jax.launch.plan import plan_launch, show  # here, since the other actions need no JAX
 
-    return plan_launch(_description(args), args, (ROWS, VOCABULARY))
+    planned = plan_launch(_description(args), args, (ROWS, VOCABULARY))
+    if args.json:
+        print_json(planned)
+    else:
+        show(planned)
+    return 0 if planned["fits"] and planned.get("builder", planned)["fits"] else 1
 
 
 def start(args: argparse.Namespace) -> int | None:

@@ -1,14 +1,13 @@
-"""`realm launch plan`: estimate what a run needs and costs before it is started: memory, traffic, time, money.
+"""Estimate what a run needs before it starts: memory, collectives, time and money (`realm launch plan`).
 
-The real step and the real embedding program are compiled ahead of time for the slices of the spec; no TPU is needed,
-only its compiler (`pip install 'realm_jax[tpu]'`). Memory and collectives are the compiler's; times are ranges, of its
-own estimate and of stated arithmetic (`cost.py`), not measured. What reads storage or waits for hosts is not
-among them.
+We compile the real step and the real embedding program ahead of time for the slices of the spec. That needs no TPU,
+only its compiler (`pip install 'realm_jax[tpu]'`). Memory and collectives are the compiler's; times are ranges, from
+its own estimate and the arithmetic in `cost.py`, and were not measured. Reading storage and waiting for hosts are not
+included.
 """
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import re
@@ -56,20 +55,30 @@ SINGLE_HOST_ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
 }
-COMPILER = ("jax", "jaxlib", "libtpu")
-# Core-seconds of ScaNN, of 128 numbers a vector, measured on two cores over 13,353,718 of them
+# Core-seconds of ScaNN for vectors of 128 numbers, measured on two cores over 13,353,718 of them
 # (`benchmarks/README.md`): to learn, build and measure the searchers, a vector; to search them, a query and vector.
 SCANN_BUILD, SCANN_SEARCH = 2 * 368 / 13_353_718, 2 * 0.944 / 512 / 13_353_718
 
 
-def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]) -> int:
-    """Show the plan of a launch; exit code 1 when it does not fit. args: flags of `realm launch plan`; usual: passages
-    and vocabulary where neither flags nor data say them."""
+def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]) -> dict[str, Any]:
+    """Plan a launch.
+
+    Args:
+        launch: config and spec.
+        args: flags of `realm launch plan`.
+        usual: passages and vocabulary if neither flags nor data give them.
+
+    Returns:
+        As `plan`; "useful" as `useful_share`, if there are data.
+
+    Raises:
+        UserError: if the config is wrong, or the compiler is missing or does not know a slice.
+    """
     config = load_config(args.config, args.overrides, default)
     prepared = Path(config.data.path or "-", PREPARED).is_file()
     sources = open_sources(config.data.path) if prepared else None
-    known = usual if sources is None else (len(sources.passages), sources.tokenizer.size)
-    sizes = args.passages or known[0], args.vocabulary or known[1]
+    data_sizes = usual if sources is None else (len(sources.passages), sources.tokenizer.size)
+    sizes = args.passages or data_sizes[0], args.vocabulary or data_sizes[1]
     config.data.path = config.data.path or "-"
     validate(config)
     config = fill_from_pretrained(config)
@@ -78,236 +87,217 @@ def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]
     if task not in names:
         raise UserError(f"--task={task}: the recipe has {', '.join(names)}")
     builders = launch.spec.builder.slices if TASKS[task].follows_builder else 0
-    chips = tpu_devices(launch, TRAINER, launch.spec.trainer.slices)
-    trainer = abstract_run(config, Path("."), *sizes, chips)
+    trainer = abstract_run(config, Path("."), *sizes, tpu_devices(launch, TRAINER, launch.spec.trainer.slices))
     builder = None
     if builders:
-        chips = tpu_devices(launch, BUILDER, 1)  # every builder is a program of its own
-        builder = abstract_run(for_embedding(config, len(chips)), Path("."), *sizes, chips)
+        devices = tpu_devices(launch, BUILDER, 1)  # every builder is a program of its own
+        builder = abstract_run(for_embedding(config, len(devices)), Path("."), *sizes, devices)
     useful = {}
     if sources is not None:
         if config.data.text == "passages":
             sources = dataclasses.replace(sources, pretraining=sources.passages)
         trainer = dataclasses.replace(trainer, sources=sources)
         useful = useful_share(trainer, task) if TASKS[task].follows_builder else {}  # it learns from sentences
-    found = plan(trainer, builder, task, args.price_per_chip_hour, builders)
-    found |= {"useful": useful} if useful else {}
-    if args.json:
-        print(json.dumps(found, ensure_ascii=False, allow_nan=False), flush=True)
-    else:
-        show(found, task)
-    return 0 if found["fits"] and found.get("builder", found)["fits"] else 1
-
-
-def tpu_devices(launch: Launch, job: str, slices: int) -> list[jax.Device]:
-    """The devices of so many slices of a job, for compiling only. Raises UserError."""
-    chips = str(launch.slice(job))
-    try:
-        return devices_to_compile_for(chips, slices)
-    except Exception as fault:  # RuntimeError, ValueError or XLA's own, by version
-        reason = " ".join(str(fault).split())[:200]
-        advice = "the compiler comes with `pip install 'realm_jax[tpu]'`"
-        raise UserError(f"spec.{job}.slice={chips}: {reason}; {advice}") from None
-
-
-def devices_to_compile_for(chips: str, slices: int = 1) -> list[jax.Device]:
-    """The devices of slices such as 'v5e:2x4', which need not be there. Raises what the TPU compiler raises."""
-    enlarge_compiler_stacks()
-    from jax.experimental import topologies  # here, since it starts the compiler
-
-    for name, value in SINGLE_HOST_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=chips, num_slices=slices).devices)
+    planned = plan(trainer, builder, task, args.price_per_chip_hour, builders)
+    return planned | {"useful": useful} if useful else planned
 
 
 def plan(trainer: Run, builder: Run | None, task: str, price: float | None = None, builders: int = 1) -> dict[str, Any]:
-    """Everything that is known of a task: memory, collectives, FLOPs, times as [low, high], and what follows.
+    """Plan a task.
 
-    builder: an index builder's run on its own devices, for the task that has one; builders: how many share the work.
+    Args:
+        trainer: an abstract run on the devices to compile for.
+        builder: an index builder's run on its own devices, for a task that has one.
+        task: the task to plan.
+        price: of a chip and hour.
+        builders: how many share the work.
+
+    Returns:
+        Memory, collectives, FLOPs, times as [low, high], and what follows from them.
     """
-    config, chips = trainer.config, trainer.mesh.size
-    found: dict[str, Any] = {"task": task, "device": device_kind(trainer), "devices": chips}
-    found |= {"passages": trainer.context.rows, "vocabulary": trainer.model.bert.vocabulary_size}
-    found |= step_needs(trainer, task)
+    config, chips, rows = trainer.config, trainer.mesh.size, trainer.context.rows
+    planned: dict[str, Any] = {"task": task, "device": _device_kind(trainer), "devices": chips, "passages": rows}
+    planned |= {"vocabulary": trainer.model.bert.vocabulary_size} | step_needs(trainer, task)
     made = make_task(task, trainer)
     operations = made.flops()
-    found["flops"], found["flops_by_part"] = sum(operations.values()), operations
+    planned |= {"flops": sum(operations.values()), "flops_by_part": operations}
     if builder is not None:
-        found |= plan_of_builder(builder, builders)
-    if "seconds" not in found or "seconds" not in found.get("builder", found):
-        return found
-    low, high = found["seconds"]
-    found["mfu"] = [found["flops"] / (chips * known_chip(trainer).peak * seconds) for seconds in (high, low)]
-    found["hours"] = [seconds * config[task].steps / 3600 for seconds in (low, high)]
+        planned |= plan_of_builder(builder, builders)
+    if "seconds" not in planned or "seconds" not in planned.get("builder", planned):
+        return planned
+    low, high = planned["seconds"]
+    planned["mfu"] = [planned["flops"] / (chips * known_chip(trainer).peak * seconds) for seconds in (high, low)]
+    planned["hours"] = [seconds * config[task].steps / 3600 for seconds in (low, high)]
     if trainer.scann_config is not None and made.host_search:
-        found["scann"] = host_search(trainer, task)
+        # Seconds of one core: of each of the trainer's hosts for a step, and of all builders' hosts for a generation
+        # that learns its searchers, in proportion to the corpus.
+        queries = config[task].batch_size / len({device.process_index for device in trainer.mesh.devices.flat})
+        seconds = {"search_core_seconds": queries * rows * SCANN_SEARCH, "build_core_seconds": rows * SCANN_BUILD}
+        planned["scann"] = {"queries_a_host": queries} | seconds
     if builder is not None:
-        first, last = found["refresh_seconds"]
-        found["steps_per_refresh"] = [first / high, last / low]
+        first, last = planned["refresh_seconds"]
+        planned["steps_per_refresh"] = [first / high, last / low]
     if price is not None:
-        found["cost"] = [hours * (chips + found.get("builder_devices", 0)) * price for hours in found["hours"]]
-    return found
+        planned["cost"] = [hours * (chips + planned.get("builder_devices", 0)) * price for hours in planned["hours"]]
+    return planned
+
+
+def plan_of_builder(builder: Run, builders: int) -> dict[str, Any]:
+    """Plan the program of an index builder, and the time in which all builders embed every passage with it."""
+    needs = compiled_needs(lower_builder(builder), builder)
+    devices, rows = builder.mesh.size * builders, builder.context.rows
+    planned: dict[str, Any] = {"builder": needs, "builder_device": _device_kind(builder), "builder_devices": devices}
+    if "seconds" in needs:
+        batches = math.ceil(rows / (EMBED_BATCH * devices))
+        operations = rows * embedding_flops(builder.config, builder.config.data.document_length)
+        planned["refresh_seconds"] = [seconds * batches for seconds in needs["seconds"]]
+        peak = devices * known_chip(builder).peak
+        planned["refresh_mfu"] = [operations / (peak * seconds) for seconds in reversed(planned["refresh_seconds"])]
+    return planned
 
 
 def useful_share(trainer: Run, task: str) -> dict[str, float]:
-    """How many of a step's operations are of tokens and not of padding: those at the mean lengths of some data over
-    those that are computed. Attention grows with the square of a length, so the truth is a little more.
+    """Estimate the share of a step's operations that are of tokens and not of padding: operations at the mean lengths
+    of the data over those at the padded lengths. Attention grows with the square of a length, so the truth is a little
+    more.
 
-    Returns the mean pieces of queries, by the sentences that exports are sampled with, and of passages, specials
-    counted, and the share. Raises UserError where no passage has a salient span.
+    Returns:
+        The mean number of tokens of queries (of the sentences that exports are sampled with) and of passages, special
+        tokens counted, and the share.
+
+    Raises:
+        UserError: if no passage has a salient span.
     """
     query = float(sample_queries(trainer)["query_length"].mean())
     bodies, titles = clipped_lengths(trainer.sources.passages, trainer.lengths.document)
     body, title = float(bodies.mean()) + DOCUMENT_SPECIALS + 1, float(titles.mean())
 
-    def padded_flops(passage: float) -> dict[str, float]:
+    def flops_at(passage: float) -> dict[str, float]:
         config = ConfigDict(trainer.config.to_dict())
         config.data.query_length, config.data.document_length = round(query), round(passage)
-        padded = dataclasses.replace(trainer, config=config, sources=None)  # type: ignore[arg-type]
-        return make_task(task, padded).flops()
+        return make_task(task, dataclasses.replace(trainer, config=config, sources=None)).flops()  # type: ignore[arg-type]
 
-    computed, real = make_task(task, trainer).flops(), padded_flops(body + title)
+    computed, real = make_task(task, trainer).flops(), flops_at(body + title)
     if not trainer.context.points:
-        real["reader"] = padded_flops(body)["reader"]  # titles are read where it points
+        real["reader"] = flops_at(body)["reader"]  # only a reader with a span head reads titles
     return {"query": query, "passage": body + title, "share": sum(real.values()) / sum(computed.values())}
 
 
-def host_search(trainer: Run, task: str) -> dict[str, float]:
-    """What ScaNN takes of the trainer's hosts in a step, and of all builders' hosts for a generation that learns anew,
-    in proportion to the corpus: seconds of one core."""
-    hosts = len({device.process_index for device in trainer.mesh.devices.flat})
-    queries, rows = trainer.config[task].batch_size / hosts, trainer.context.rows
-    return {
-        "queries_a_host": queries,
-        "search_core_seconds": queries * rows * SCANN_SEARCH,
-        "build_core_seconds": rows * SCANN_BUILD,
-    }
+# --- programs, compiled ahead of time ---------------------------------------------------------------------------------
 
 
-def plan_of_builder(builder: Run, builders: int) -> dict[str, Any]:
-    """An index builder's program, and the time in which all builders embed every passage with it."""
-    needs = compiled_needs(lower_builder(builder), builder)
-    devices, rows = builder.mesh.size * builders, builder.context.rows
-    found: dict[str, Any] = {"builder": needs, "builder_device": device_kind(builder), "builder_devices": devices}
-    if "seconds" in needs:
-        batches = math.ceil(rows / (EMBED_BATCH * devices))
-        least = rows * embedding_flops(builder.config, builder.config.data.document_length)
-        found["refresh_seconds"] = [seconds * batches for seconds in needs["seconds"]]
-        full = devices * known_chip(builder).peak
-        found["refresh_mfu"] = [least / (full * seconds) for seconds in reversed(found["refresh_seconds"])]
-    return found
+def tpu_devices(launch: Launch, job: str, slices: int) -> list[jax.Device]:
+    """Devices of a number of slices of a job, only to compile for. Raises UserError."""
+    name = str(launch.slice(job))
+    try:
+        return devices_to_compile_for(name, slices)
+    except Exception as error:  # RuntimeError, ValueError or XLA's own, by version
+        reason = " ".join(str(error).split())[:200]
+        advice = "the compiler comes with `pip install 'realm_jax[tpu]'`"
+        raise UserError(f"spec.{job}.slice={name}: {reason}; {advice}") from None
 
 
-def lower_builder(builder: Run) -> jax.stages.Lowered:
-    """An index builder's program, for a batch of passages of full length."""
-    documents = abstract_documents(builder, EMBED_BATCH * builder.mesh.size, "batch")
-    whole = replicated(builder.mesh)
-    params = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
-        builder.abstract_params,
-    )
-    tower = {name: params[name] for name in builder.model.embedder_names}
-    return embed_program.lower(builder.model, builder.mesh, tower, documents)
+def devices_to_compile_for(name: str, slices: int = 1) -> list[jax.Device]:
+    """Devices of slices such as 'v5e:2x4', which need not exist. Raises what the TPU compiler raises."""
+    enlarge_compiler_stacks()
+    from jax.experimental import topologies  # here, since it starts the compiler
 
-
-def device_kind(run: Run) -> str:
-    """What the devices of a run are called."""
-    return str(run.mesh.devices.flat[0].device_kind)
-
-
-def known_chip(run: Run) -> Chip:
-    """What the devices of a run can do: it is known of those that a spec can name."""
-    known = chip(device_kind(run))
-    assert known is not None, device_kind(run)
-    return known
+    for variable, value in SINGLE_HOST_ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=slices).devices)
 
 
 def step_needs(trainer: Run, task: str) -> dict[str, Any]:
-    """Peak bytes a device and collectives of a task's step, as the compiler has them, and which compiler it was; or
-    that it does not fit."""
+    """Compile a task's step, and return its needs as `compiled_needs`, with the versions of the compiler."""
     state, batch, index, control = abstract_arguments(trainer, task)
-    step = make_step(make_task(task, trainer))
-    second = sum(shard_bytes(leaf) for leaf in jax.tree.leaves(index.vectors)) if index is not None else 0
-    needs = compiled_needs(step.lower(state, batch, index, control), trainer, second)  # type: ignore[attr-defined]
-    return {"compiler": {name: version(name) for name in COMPILER}} | needs
+    lowered = make_step(make_task(task, trainer)).lower(state, batch, index, control)  # type: ignore[attr-defined]
+    second_index = 0  # bytes a device of the vectors of the index that is being loaded
+    for leaf in jax.tree.leaves(index.vectors if index is not None else None):
+        second_index += jnp.dtype(leaf.dtype).itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+    compiler = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
+    return {"compiler": compiler} | compiled_needs(lowered, trainer, second_index)
+
+
+def lower_builder(builder: Run) -> jax.stages.Lowered:
+    """The program of an index builder for a batch of passages of full length."""
+    documents = abstract_documents(builder, EMBED_BATCH * builder.mesh.size, "batch")
+    sharding = replicated(builder.mesh)
+    tower = {name: builder.abstract_params[name] for name in builder.model.embedder_names}
+    tower = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tower)
+    return embed_program.lower(builder.model, builder.mesh, tower, documents)
 
 
 def compiled_needs(lowered: jax.stages.Lowered, run: Run, second: int = 0) -> dict[str, Any]:
-    """What a program needs of each device. second: bytes beside it, of the generation that is being loaded."""
+    """Compile a program, and return its peak bytes, seconds and collectives on each device, or that it does not fit.
+
+    Args:
+        lowered: the program.
+        run: on the devices that it is for.
+        second: bytes that a device needs in addition, for the index that is being loaded.
+    """
     try:
         compiled: Any = lowered.compile()
-    except jax.errors.JaxRuntimeError as fault:
-        if "RESOURCE_EXHAUSTED" not in str(fault):
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        needed = re.search(r"Used ([\d.]+[KMGT]) of ([\d.]+[KMGT]) hbm", str(fault))
-        return {"fits": False, "needs": needed.group(1) if needed else "?", "has": needed.group(2) if needed else "?"}
+        needed = re.search(r"Used ([\d.]+[KMGT]) of ([\d.]+[KMGT]) hbm", str(error))
+        return {"fits": False, "needs": needed[1] if needed else "?", "has": needed[2] if needed else "?"}
     sizes = compiled.memory_analysis()
-    peak_bytes = (
-        sizes.argument_size_in_bytes
-        + sizes.output_size_in_bytes
-        + sizes.temp_size_in_bytes
-        - sizes.alias_size_in_bytes
-        + sizes.generated_code_size_in_bytes
-    )
-    known = known_chip(run)
-    capacity = known.memory or math.inf  # of every slice that a spec can name it is known
-    if peak_bytes + second > capacity:
-        return {"fits": False, "needs": _gib(peak_bytes + second), "has": _gib(capacity)}
-    needs: dict[str, Any] = {
-        "fits": True,
-        "bytes": {
-            "arguments": sizes.argument_size_in_bytes,
-            "temporaries": sizes.temp_size_in_bytes,
-            "second_generation": second,
-            "peak": peak_bytes + second,
-        },
-    }
-    slices = [slice_of(device) for device in run.mesh.devices.flat]
+    arguments, temporaries = sizes.argument_size_in_bytes, sizes.temp_size_in_bytes
+    peak = arguments + temporaries + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    peak += sizes.generated_code_size_in_bytes + second
+    device = known_chip(run)
+    if peak > (capacity := device.memory or math.inf):  # known for all slices that a spec can name
+        return {"fits": False, "needs": f"{peak / 2**30:.2f}G", "has": f"{capacity / 2**30:.2f}G"}
+    memory = {"arguments": arguments, "temporaries": temporaries, "second_generation": second, "peak": peak}
+    needs: dict[str, Any] = {"fits": True, "bytes": memory}
+    slices = [slice_of(member) for member in run.mesh.devices.flat]
     try:
         cost = program_cost(compiled.as_text())
-        time = program_time(cost, known, slices)
-    except (ValueError, KeyError) as fault:  # of a compiler that writes its programs otherwise
-        return needs | {"time_unknown": f"{fault}"}
+        time = program_time(cost, device, slices)
+    except (ValueError, KeyError) as error:  # from a compiler that writes its programs in another way
+        return needs | {"time_unknown": f"{error}"}
     needs |= {"seconds": [time.low, time.high], "seconds_by_part": time.parts, "cycles": cost.cycles}
     return needs | {"collectives": collectives(cost, slices)}
 
 
 def collectives(cost: Cost, slices: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Of each kind and number of devices, with the number of slices where it is more than one: how often it runs, and
-    the bytes that a device sends."""
-    found: dict[str, Counter[str]] = {}
-    for one, times in cost.collectives.items():
-        apart = len({slices[place] for place in one.group})
-        over = f" over {apart} slices" if apart > 1 else ""
-        inside, outside = sent(one, slices)
-        entry = found.setdefault(f"{one.kind} of {len(one.group)}{over}", Counter())
+    """How often collectives run and how many bytes a device sends, by kind, number of devices and number of slices."""
+    by_name: dict[str, Counter[str]] = {}
+    for collective, times in cost.collectives.items():
+        num_slices = len({slices[index] for index in collective.group})
+        over = f" over {num_slices} slices" if num_slices > 1 else ""
+        inside, outside = sent(collective, slices)
+        entry = by_name.setdefault(f"{collective.kind} of {len(collective.group)}{over}", Counter())
         entry.update({"times": times, "bytes": round(times * (inside + outside))})
-        if apart > 1:
+        if num_slices > 1:
             entry.update({"bytes_between_slices": round(times * outside)})
     for transfer, times in cost.transfers.items():
-        moved = round(times * transferred(transfer, len(set(slices))))
-        entry = found.setdefault(f"{transfer.kind} between slices", Counter())
-        entry.update({"times": times, "bytes": moved, "bytes_between_slices": moved})
-    return {name: dict(found[name]) for name in sorted(found)}
+        size = round(times * transferred(transfer, len(set(slices))))
+        entry = by_name.setdefault(f"{transfer.kind} between slices", Counter())
+        entry.update({"times": times, "bytes": size, "bytes_between_slices": size})
+    return {name: dict(by_name[name]) for name in sorted(by_name)}
 
 
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.2f}G"
+def _device_kind(run: Run) -> str:
+    return str(run.mesh.devices.flat[0].device_kind)
 
 
-def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    """Bytes of an array on each device."""
-    assert leaf.sharding is not None
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    return int(jnp.dtype(leaf.dtype).itemsize) * math.prod(shape)
+def known_chip(run: Run) -> Chip:
+    """What the devices of a run can do; we know it of all that a spec can name."""
+    known = chip(_device_kind(run))
+    assert known is not None, _device_kind(run)
+    return known
+
+
+# --- arguments of programs: shapes, dtypes and shardings --------------------------------------------------------------
 
 
 def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
-    """Shapes, dtypes and places of what a step takes: state, batch, index, control words."""
+    """The arguments of a step: state, batch, index, control words."""
     mesh, config = trainer.mesh, trainer.config
-    like = trainer.abstract_params
     made = make_task(task, trainer)
-    state = abstract_state(made, like)
+    state = abstract_state(made, trainer.abstract_params)
     size = config[task].batch_size
     shapes = made.array_shapes().items()
     batch = {name: abstract_sharded(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes}
@@ -327,75 +317,71 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
 
 
 def abstract_documents(run: Run, rows: int, axis: str) -> Documents:
-    """Passages as the corpus has them, spread over the devices like others of that name."""
-    pieces = (rows, run.config.data.document_length)
-    ids = abstract_sharded(run, pieces, id_dtype(run.model.bert.vocabulary_size), axis)
+    """Passages as the corpus has them, their rows sharded as a logical axis."""
+    shape = (rows, run.config.data.document_length)
+    ids = abstract_sharded(run, shape, id_dtype(run.model.bert.vocabulary_size), axis)
     lengths = abstract_sharded(run, (rows,), jnp.uint16, axis)
     return Documents(ids, lengths, lengths)  # type: ignore[arg-type]
 
 
 def abstract_sharded(run: Run, shape: tuple[int, ...], dtype: Any, axis: str) -> jax.ShapeDtypeStruct:
-    """An array whose first dimension is spread over the devices like others of that name."""
-    places = logical_sharding(run.mesh, axis, *[None] * (len(shape) - 1))
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=row_major(places, len(shape)) if axis == "rows" else places)
+    """An array whose first dimension is sharded as a logical axis."""
+    sharding = logical_sharding(run.mesh, axis, *[None] * (len(shape) - 1))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=row_major(sharding, len(shape)) if axis == "rows" else sharding)
 
 
-def show(found: dict[str, Any], task: str) -> None:
-    """The plan as a table."""
-    table = Table(title=f"{task} on {found['devices']} × {found['device']}", title_justify="left", show_header=False)
-    table.add_row("corpus", f"{found['passages']:,} passages, {found['vocabulary']:,} word pieces")
-    if not found["fits"]:
-        table.add_row("memory a device", f"needs {found['needs']}, has {found['has']}: does NOT fit")
-        table.add_row("try", LESS_MEMORY)
-    else:
-        for name, size in found["bytes"].items():
-            table.add_row(f"memory a device: {name.replace('_', ' ')}", f"{size / 2**30:.2f} GiB")
-        for name, entry in found.get("collectives", {}).items():
-            apart = entry.get("bytes_between_slices", 0)
-            partly = f", {apart / 1e6:,.1f} of it to other slices" if 0 < apart < entry["bytes"] else ""
-            table.add_row(f"{entry['times']} × {name}", f"{entry['bytes'] / 1e6:,.1f} MB sent by a device{partly}")
-    table.add_row("operations a step", f"{found['flops'] / 1e12:,.1f} T")
-    for name, value in found["flops_by_part"].items():
-        table.add_row(f"  {name}", f"{value / 1e12:,.1f} T")
-    if "useful" in found:
-        useful = found["useful"]
+# --- the plan as a table ----------------------------------------------------------------------------------------------
+
+
+def show(planned: dict[str, Any]) -> None:
+    """Print a plan as a table."""
+    head = f"{planned['task']} on {planned['devices']} × {planned['device']}"
+    table = Table(title=head, title_justify="left", show_header=False)
+    add, builder = table.add_row, planned.get("builder", planned)
+    add("corpus", f"{planned['passages']:,} passages, {planned['vocabulary']:,} word pieces")
+    if not planned["fits"]:
+        add("memory a device", f"needs {planned['needs']}, has {planned['has']}: does NOT fit")
+        add("try", LESS_MEMORY)
+    for name, size in planned.get("bytes", {}).items():
+        add(f"memory a device: {name.replace('_', ' ')}", f"{size / 2**30:.2f} GiB")
+    for name, entry in planned.get("collectives", {}).items():
+        outside = entry.get("bytes_between_slices", 0)
+        partly = f", {outside / 1e6:,.1f} of it to other slices" if 0 < outside < entry["bytes"] else ""
+        add(f"{entry['times']} × {name}", f"{entry['bytes'] / 1e6:,.1f} MB sent by a device{partly}")
+    add("operations a step", f"{planned['flops'] / 1e12:,.1f} T")
+    for name, value in planned["flops_by_part"].items():
+        add(f"  {name}", f"{value / 1e12:,.1f} T")
+    if useful := planned.get("useful"):
         means = f"queries of {useful['query']:.0f} and passages of {useful['passage']:.0f} pieces in the mean"
-        table.add_row("  of tokens, not padding", f"{useful['share']:.0%}: {means}")
-    if "hours" in found:
-        add_times(table, found)
-    for name, program in (("a step's time", found), ("time of embedding", found.get("builder", {}))):
+        add("  of tokens, not padding", f"{useful['share']:.0%}: {means}")
+    if "hours" in planned:
+        add("a step (estimated)", between(planned["seconds"], 1e3, " ms"))
+        for name, seconds in planned["seconds_by_part"].items():
+            add(f"  {name}, alone", f"{seconds * 1e3:,.1f} ms at least")
+        add("MFU", between(planned["mfu"], 100, " %"))
+        add("all steps", between(planned["hours"], 1, " hours", 1))
+        if "builder" in planned:
+            add("the builder's memory a device", f"{builder['bytes']['peak'] / 2**30:.2f} GiB")
+            name = f"embedding all passages on {planned['builder_devices']} devices"
+            add(name, between(planned["refresh_seconds"], 1 / 60, " minutes", 1))
+            add("MFU of embedding", between(planned["refresh_mfu"], 100, " %"))
+            add("steps between two generations", between(planned["steps_per_refresh"]))
+        if scann := planned.get("scann"):
+            add("a host's search for a step", f"{scann['search_core_seconds'] * 1e3:,.0f} ms of one core")
+            minutes = scann["build_core_seconds"] / 60
+            add("learning and building all searchers", f"{minutes:,.0f} minutes of one core")
+        if "cost" in planned:
+            add("cost", between(planned["cost"]))
+        add("compiled with", ", ".join(f"{name} {number}" for name, number in planned["compiler"].items()))
+    for name, program in (("a step's time", planned), ("time of embedding", planned.get("builder", {}))):
         if "time_unknown" in program:
-            table.add_row(name, f"not known: {program['time_unknown']}")
-    if not found.get("builder", found)["fits"]:
-        table.add_row("the builder's memory a device", "does NOT fit: set config.model.dtype=bfloat16")
+            add(name, f"not known: {program['time_unknown']}")
+    if not builder["fits"]:
+        add("the builder's memory a device", "does NOT fit: set config.model.dtype=bfloat16")
     Console(highlight=False).print(table)
 
 
-def add_times(table: Table, found: dict[str, Any]) -> None:
-    """What is known where everything fits."""
-    table.add_row("a step (estimated)", between(found["seconds"], 1e3, " ms"))
-    for name, seconds in found["seconds_by_part"].items():
-        table.add_row(f"  {name}, alone", f"{seconds * 1e3:,.1f} ms at least")
-    table.add_row("MFU", between(found["mfu"], 100, " %"))
-    table.add_row("all steps", between(found["hours"], 1, " hours", 1))
-    if "builder" in found:
-        table.add_row("the builder's memory a device", f"{found['builder']['bytes']['peak'] / 2**30:.2f} GiB")
-        devices = f"embedding all passages on {found['builder_devices']} devices"
-        table.add_row(devices, between(found["refresh_seconds"], 1 / 60, " minutes", 1))
-        table.add_row("MFU of embedding", between(found["refresh_mfu"], 100, " %"))
-        table.add_row("steps between two generations", between(found["steps_per_refresh"]))
-    if "scann" in found:
-        work = found["scann"]
-        table.add_row("a host's search for a step", f"{work['search_core_seconds'] * 1e3:,.0f} ms of one core")
-        table.add_row(
-            "learning and building all searchers", f"{work['build_core_seconds'] / 60:,.0f} minutes of one core"
-        )
-    if "cost" in found:
-        table.add_row("cost", between(found["cost"]))
-    table.add_row("compiled with", ", ".join(f"{name} {number}" for name, number in found["compiler"].items()))
-
-
-def between(values: Sequence[float], times: float = 1, unit: str = "", digits: int = 0) -> str:
-    """A range, as one number where both ends are printed alike."""
-    low, high = (f"{value * times:,.{digits}f}" for value in values)
+def between(values: Sequence[float], factor: float = 1, unit: str = "", digits: int = 0) -> str:
+    """Format a range, or one number if both ends are printed alike."""
+    low, high = (f"{value * factor:,.{digits}f}" for value in values)
     return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
