@@ -12,11 +12,10 @@ from fake_tools import calls
 from realm_jax.config_flags import load_config
 from realm_jax.errors import UserError
 from realm_jax.launch import spec as specs
+from realm_jax.launch.cloud import explain_error
 from realm_jax.launch.jobset import manifests
 from realm_jax.launch.queued_resources import startup_script
-from realm_jax.launch.slices import parse
-from realm_jax.launch.spec import choose, job_specs
-from realm_jax.launch.tools import explain_error
+from realm_jax.launch.spec import choose, job_specs, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 AWKWARD = 'it\'s $HOME, "two" words'

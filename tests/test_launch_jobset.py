@@ -12,7 +12,7 @@ from fake_tools import calls
 from realm_jax.launch import status
 from realm_jax.launch.checks import SAVE_SECONDS
 from realm_jax.launch.jobset import manifests, to_yaml
-from realm_jax.launch.slices import GENERATIONS, parse
+from realm_jax.launch.spec import GENERATIONS, parse
 
 GOLDEN = Path(__file__).resolve().parents[1] / "launch" / "golden"
 

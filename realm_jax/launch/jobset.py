@@ -14,132 +14,43 @@ import yaml
 
 from realm_jax.errors import USER_ERROR
 from realm_jax.host import PREEMPTED
-from realm_jax.launch.cloud import CloudTarget, Resource
-from realm_jax.launch.spec import MOUNTED, JobSpec, Launch, choose, job_specs
+from realm_jax.launch.cloud import CloudTarget, Resource, call_json, render, run_tool, stream
+from realm_jax.launch.spec import MOUNTED, Launch, choose, job_specs
 from realm_jax.launch.status import record_expected_jobs
-from realm_jax.launch.tools import call_json, run_tool, stream
 
-API = "jobset.x-k8s.io/v1alpha2"
 RUN = "realm-jax/run"  # label: which run a JobSet belongs to
 WORKDIR = "realm-jax/workdir"  # annotation: the run's folder, since names repeat
-CONTAINER, WORK = "realm", "work"
-ACCELERATOR, TOPOLOGY = "cloud.google.com/gke-tpu-accelerator", "cloud.google.com/gke-tpu-topology"
-CHIPS = "google.com/tpu"
+CONTAINER = "realm"
 POD = "jobset.sigs.k8s.io"  # begins the labels that JobSet gives to pods
-# Of the sidecar that mounts the bucket: by default it gets a quarter of a core and 256 MiB.
-UNLIMITED = {f"gke-gcsfuse/{resource}-limit": "0" for resource in ("cpu", "memory", "ephemeral-storage")}
-EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 
 Manifest = dict[str, Any]
 
 
 def manifests(launch: Launch) -> list[Manifest]:
     """The JobSets of a launch, the trainer's first."""
-    return [_jobset(launch, part) for part in job_specs(launch)]
+    jobsets = []
+    for part in job_specs(launch):
+        text = render(
+            "jobset.yaml.j2",
+            launch=launch,
+            spec=launch.spec,
+            kubernetes=launch.spec.kubernetes,
+            part=part,
+            name=f"{launch.spec.name}-{part.name}",
+            mount=f"{MOUNTED}/{launch.bucket}",
+            run_label=RUN,
+            workdir_annotation=WORKDIR,
+            container=CONTAINER,
+            user_error=USER_ERROR,
+            preempted=PREEMPTED,
+        )
+        jobsets.append(yaml.safe_load(text))
+    return jobsets
 
 
 def to_yaml(jobsets: Sequence[Manifest]) -> str:
     """Manifests as `kubectl apply` takes them."""
-    return "---\n".join(yaml.dump(manifest, Dumper=_Plain, sort_keys=False, width=1000) for manifest in jobsets)
-
-
-class _Plain(yaml.SafeDumper):
-    """Without anchors: what occurs twice is written twice."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _jobset(launch: Launch, part: JobSpec) -> Manifest:
-    name, kubernetes = launch.spec.name, launch.spec.kubernetes
-    queue = {"kueue.x-k8s.io/queue-name": kubernetes.queue} if kubernetes.queue else {}
-    return {
-        "apiVersion": API,
-        "kind": "JobSet",
-        "metadata": {
-            "name": f"{name}-{part.name}",
-            "namespace": kubernetes.namespace,
-            "labels": {RUN: name} | queue,
-            "annotations": {EXCLUSIVE: "cloud.google.com/gke-nodepool", WORKDIR: launch.workdir},
-        },
-        "spec": {
-            "failurePolicy": {"maxRestarts": kubernetes.restarts, "rules": _restarts()},
-            "replicatedJobs": [
-                {"name": part.job, "replicas": part.slices, "template": _job(launch, part)},
-            ],
-        },
-    }
-
-
-def _restarts() -> list[Manifest]:
-    """The failure policy; its patterns match Kubernetes' messages on why a Job failed."""
-    policy = {"onJobFailureReasons": ["PodFailurePolicy"]}
-    return [
-        {"name": "mistake", "action": "FailJobSet", "onJobFailureMessagePatterns": [f"exit code {USER_ERROR} "]}
-        | policy,
-        {"name": "preempted", "action": "RestartJobSetAndIgnoreMaxRestarts"} | policy,
-    ]
-
-
-def _job(launch: Launch, part: JobSpec) -> Manifest:
-    hosts, failed = part.slice.hosts, {"containerName": CONTAINER, "operator": "In"}
-    return {
-        "spec": {
-            "parallelism": hosts,
-            "completions": hosts,
-            "completionMode": "Indexed",
-            "backoffLimit": 0,
-            "podFailurePolicy": {
-                "rules": [
-                    {"action": "FailJob", "onExitCodes": failed | {"values": [USER_ERROR]}},
-                    {"action": "FailJob", "onExitCodes": failed | {"values": [PREEMPTED]}},
-                    {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                ]
-            },
-            "template": _pod(launch, part),
-        }
-    }
-
-
-def _pod(launch: Launch, part: JobSpec) -> Manifest:
-    """Several slices talk over the machines' own network, which is faster than the pods'."""
-    spec, multislice = launch.spec, part.slices > 1
-    optional = {
-        "serviceAccountName": spec.kubernetes.service_account,
-        "priorityClassName": spec[part.job].priority,
-    }
-    network = {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if multislice else {}
-    words = [word.replace("$", "$$") for word in part.words]  # else Kubernetes puts variables there
-    return {
-        "metadata": {"labels": {RUN: spec.name}, "annotations": {"gke-gcsfuse/volumes": "true"} | UNLIMITED},
-        "spec": {
-            "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": spec.grace_seconds,
-            **network,
-            **{key: value for key, value in optional.items() if value},
-            "nodeSelector": {ACCELERATOR: part.slice.generation.accelerator, TOPOLOGY: part.slice.topology},
-            "tolerations": [{"key": CHIPS, "operator": "Exists", "effect": "NoSchedule"}],
-            "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
-            "containers": [
-                {
-                    "name": CONTAINER,
-                    "image": spec.image,
-                    "args": words,
-                    "env": [{"name": name, "value": value} for name, value in launch.environment.items()],
-                    "resources": {"limits": {CHIPS: part.slice.chips_per_host}},
-                    "volumeMounts": [{"name": WORK, "mountPath": f"{MOUNTED}/{launch.bucket}"}],
-                }
-            ],
-            "volumes": [{"name": WORK, "csi": _mount(launch, multislice)}],
-        },
-    }
-
-
-def _mount(launch: Launch, multislice: bool) -> Manifest:
-    """The bucket. On the host network the driver must be configured to use the pod's account, not the machine's."""
-    account = {"hostNetworkPodKSA": "true"} if multislice else {}
-    options = {"bucketName": launch.bucket, "mountOptions": "implicit-dirs,uid=1000,gid=1000"}
-    return {"driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": options | account}
+    return "---\n".join(yaml.safe_dump(manifest, sort_keys=False, width=1000) for manifest in jobsets)
 
 
 # ---- the target

@@ -3,7 +3,7 @@
 A machine's startup script, which runs at every boot, mounts the bucket and starts a service; the service runs the
 container again after exit codes 75 and 70 and after crashes, and never after 0 and 2. So a machine that was rebooted or
 repaired goes on by itself; one that was taken away does not come back: its resource becomes SUSPENDED and has to be
-deleted. All that is sent is in `create` and `startup_script`.
+deleted. All that is sent is in `create` and `templates/startup.sh.j2`.
 """
 
 import shlex
@@ -12,10 +12,9 @@ from pathlib import Path
 
 from realm_jax.errors import UserError
 from realm_jax.host import PREEMPTED
-from realm_jax.launch.cloud import CloudTarget, Resource
+from realm_jax.launch.cloud import CloudTarget, Resource, call_json, render, run_tool, stream
 from realm_jax.launch.spec import MOUNTED, JobSpec, Launch, choose, job_specs
 from realm_jax.launch.status import record_expected_jobs
-from realm_jax.launch.tools import call_json, run_tool, stream
 
 SERVICE = "realm"
 UNIT = f"/etc/systemd/system/{SERVICE}.service"
@@ -24,88 +23,13 @@ STOPPED = "/var/lib/realm-stopped"  # while it is there the service does not sta
 UNITS = (SERVICE, "google-startup-scripts")  # whose logs are shown
 GROUP = ("gcloud", "--quiet", "compute", "tpus")
 GONE = ("FAILED", "SUSPENDED", "SUSPENDING", "DELETING")  # states of a resource that will never have machines again
-SCRIPT = """\
-#!/bin/bash
-# Runs at every boot: the bucket, then the service. Written by `realm launch`.
-set -euo pipefail
-if ! command -v gcsfuse >/dev/null; then
-  release="gcsfuse-$(lsb_release --codename --short)"
-  packages=https://packages.cloud.google.com/apt keys=/usr/share/keyrings/gcsfuse.gpg
-  curl -fsSL --retry 5 $packages/doc/apt-key.gpg | gpg --dearmor --yes -o $keys
-  echo "deb [signed-by=$keys] $packages $release main" \\
-    >/etc/apt/sources.list.d/gcsfuse.list
-  apt-get -o DPkg::Lock::Timeout=600 update -qq
-  apt-get -o DPkg::Lock::Timeout=600 install -qq gcsfuse
-fi
-mkdir -p {mount}
-for try in 1 2 3 4 5 6; do
-  mountpoint -q {mount} && break
-  gcsfuse --implicit-dirs --uid=1000 --gid=1000 -o allow_other {bucket} {mount} || sleep $((5 * try))
-done
-mountpoint -q {mount}
-gcloud auth configure-docker --quiet {registry}
-install --directory --owner=1000 --group=1000 {kept}
-
-cat >/usr/local/bin/realm-job <<'END-OF-JOB'
-#!/bin/bash
-# Again after a preemption or a crash; what ends by itself or by a mistake stays so.
-failures=0
-stopping=
-trap 'stopping=yes' TERM
-while [ -z "$stopping" ]; do
-  began=$SECONDS
-  docker rm --force realm >/dev/null 2>&1
-  docker run --rm --name=realm --privileged --network=host --ulimit=memlock=-1 --volume={mount}:{mount} \\
-    --volume={kept}:{cache} {environment} \\
-    {image} \\
-    {command} &
-  while kill -0 $! 2>/dev/null; do
-    [ -n "$stopping" ] && docker stop --time={grace} realm >/dev/null 2>&1
-    sleep 1
-  done
-  wait $!
-  code=$?
-  [ -n "$stopping" ] && break
-  pause=2
-  case $code in
-    0 | 2) exit $code ;;
-    {preempted}) ;;
-    *)
-      [ $((SECONDS - began)) -gt 1800 ] && failures=0
-      failures=$((failures + 1))
-      [ $failures -gt {restarts} ] && exit $code
-      pause=$((failures < 6 ? 2 ** failures : 60))
-      ;;
-  esac
-  while [ -z "$stopping" ] && [ $((pause--)) -gt 0 ]; do
-    sleep 1
-  done
-done
-exit 0
-END-OF-JOB
-chmod +x /usr/local/bin/realm-job
-
-cat >{unit} <<'END-OF-SERVICE'
-[Unit]
-Description=realm_jax
-After=docker.service
-ConditionPathExists=!{stopped}
-[Service]
-ExecStart=/usr/local/bin/realm-job
-ExecStopPost=-/usr/bin/docker stop --time={grace} realm
-KillMode=mixed
-TimeoutStopSec={patience}
-Restart=no
-END-OF-SERVICE
-systemctl daemon-reload
-systemctl start {service}
-"""
 
 
 def startup_script(launch: Launch, part: JobSpec) -> str:
     """What a machine does at every boot. Staged data and vectors stay on its disk from one container to the next."""
     environment = {"REALM_CACHE": CACHE} | launch.environment
-    return SCRIPT.format(
+    return render(
+        "startup.sh.j2",
         mount=f"{MOUNTED}/{launch.bucket}",
         bucket=launch.bucket,
         registry=launch.spec.image.partition("/")[0],
