@@ -18,7 +18,7 @@ from realm_jax.launch.queued_resources import startup_script
 from realm_jax.launch.spec import choose, job_specs, parse
 
 ROOT = Path(__file__).resolve().parents[1]
-AWKWARD = 'it\'s $HOME, "two" words'
+AWKWARD = 'it\'s $HOME, "two" words: {{ x }} # é 😀'
 
 
 # ---- goldens

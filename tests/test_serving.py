@@ -164,6 +164,15 @@ def test_bodies_are_json_of_a_bounded_size(client):
     assert client.get("/../../etc/passwd").status_code == client.get("/page/%2e%2e/app.py").status_code == 404
 
 
+def test_head_is_answered_as_get_and_fastapi_serves_no_pages_of_its_own(client):
+    described = client.get("/openapi.json").json()
+    for path in ("/model", "/v1/models", "/ready", "/metrics", "/"):
+        assert client.head(path).status_code == 200
+        assert {*client.delete(path).headers["allow"].split(", ")} == {"GET", "HEAD"}
+        assert "head" not in described["paths"].get(path, {})
+    assert [client.get(path).status_code for path in ("/docs", "/redoc", "/model/")] == [404] * 3
+
+
 def test_every_reply_has_the_headers_that_protect_a_page(client):
     for path in ("/", "/model", "/nothing", "/openapi.json"):
         headers = client.get(path).headers
