@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from realm_jax.data.sources import open_sources
 from realm_jax.data.store import PassageStore
+from realm_jax.models.attention import TILE
 from realm_jax.models.packing import snake_order
-from realm_jax.models.tpu_attention import TILE
 from realm_jax.recipes import paper
 from realm_jax.tasks.packed import RARE, clipped_lengths, places_needed, places_taken
 

@@ -20,8 +20,8 @@ from realm_jax.launch.cost import (
     sent,
     transferred,
 )
+from realm_jax.models.attention import fused_attention, fused_packed_attention
 from realm_jax.models.packing import packing
-from realm_jax.models.tpu_attention import fused_attention, fused_packed_attention
 
 PROGRAM = """HloModule jit_step, entry_computation_layout={()->f32[]}
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from realm_jax.models.dropout import Dropout
+from realm_jax.models.attention import Dropout
 
 
 def test_hidden_states_that_drop_out_do_not_depend_on_padding():

@@ -24,9 +24,15 @@ from realm_jax.forward.reading import unplaced_pieces
 from realm_jax.launch.cost import program_cost
 from realm_jax.launch.plan import devices_to_compile_for
 from realm_jax.mesh import batch_parts, logical_sharding, make_mesh
-from realm_jax.models.attention import dot_product_attention, packed_attention, tpu_packed_attention
+from realm_jax.models.attention import (
+    AttentionDropout,
+    dot_product_attention,
+    dropout_seeds,
+    fits_packed,
+    packed_attention,
+    tpu_packed_attention,
+)
 from realm_jax.models.bert import Bert, BertConfig
-from realm_jax.models.dropout import AttentionDropout, dropout_seeds
 from realm_jax.models.encoder import Embedder
 from realm_jax.models.packing import (
     BalancedOrder,
@@ -37,7 +43,6 @@ from realm_jax.models.packing import (
     take_positions,
     unpack,
 )
-from realm_jax.models.tpu_attention import fits_packed
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
 from realm_jax.tasks.packed import PlacesMonitor, places_needed

@@ -15,14 +15,16 @@ from jax.experimental.pallas import tpu as pltpu
 from realm_jax.launch.plan import devices_to_compile_for
 from realm_jax.mesh import logical_sharding, make_mesh
 from realm_jax.models.attention import (
+    AttentionDropout,
     cpu_attention,
     cudnn_attention,
     dot_product_attention,
+    dropout_seeds,
+    fits,
+    keep_mask,
     tpu_attention,
 )
 from realm_jax.models.bert import Bert, BertConfig
-from realm_jax.models.dropout import AttentionDropout, dropout_seeds, kept
-from realm_jax.models.tpu_attention import fits
 
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
 
@@ -103,7 +105,7 @@ def test_what_the_kernel_takes(positions, length, width, heads, sizes, wanted):
 
 def test_weights_drop_out_at_their_rate_and_independently():
     seeds = dropout_seeds(jax.random.key(0), 64, 8)
-    keep = np.asarray(kept(seeds[:, :, None, None], (64, 8, 40, 40), 0.1), np.float64)
+    keep = np.asarray(keep_mask(seeds[:, :, None, None], (64, 8, 40, 40), 0.1), np.float64)
     count = keep.size
     assert abs(keep.mean() - 0.9) < 4 * (0.09 / count) ** 0.5
     for other in (np.roll(keep, 1, 3), np.roll(keep, 1, 2), np.roll(keep, 1, 1), np.roll(keep, 1, 0)):
@@ -113,7 +115,9 @@ def test_weights_drop_out_at_their_rate_and_independently():
 
 def test_padding_changes_no_draw():
     seeds = dropout_seeds(jax.random.key(0), 2, 2)[:, :, None, None]
-    np.testing.assert_array_equal(kept(seeds, (2, 2, 6, 6), 0.5), kept(seeds, (2, 2, 16, 16), 0.5)[:, :, :6, :6])
+    np.testing.assert_array_equal(
+        keep_mask(seeds, (2, 2, 6, 6), 0.5), keep_mask(seeds, (2, 2, 16, 16), 0.5)[:, :, :6, :6]
+    )
 
 
 @pytest.mark.parametrize("way", [dot_product_attention, cpu_attention, cudnn_attention])
@@ -123,7 +127,7 @@ def test_weights_drop_out_in_every_way_of_attending(way):
     value = jnp.tile(jnp.eye(8), (2, 1, 2))
     dropout = AttentionDropout(0.5, dropout_seeds(jax.random.key(0), 2, 2))
     weights = np.asarray(way(query, query, value, mask, 2, dropout)).reshape(2, 8, 2, 8).transpose(0, 2, 1, 3)
-    keep = np.asarray(kept(dropout.seeds[:, :, None, None], (2, 2, 8, 8), 0.5))
+    keep = np.asarray(keep_mask(dropout.seeds[:, :, None, None], (2, 2, 8, 8), 0.5))
     np.testing.assert_allclose(weights, 2 * keep / 8, atol=1e-6)
 
 

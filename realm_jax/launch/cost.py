@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from realm_jax.flops import V5E, V5P, V6E, Chip
-from realm_jax.models.tpu_attention import LANES
+from realm_jax.models.attention import LANES
 
 # Cycles for a score of 128 features, for sequences of 384.
 CYCLES = {

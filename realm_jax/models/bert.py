@@ -20,8 +20,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
 from realm_jax.mesh import batch_parts
-from realm_jax.models.attention import ATTENTION, packed_attention, tpu_packed_attention
-from realm_jax.models.dropout import AttentionDropout, Dropout, dropout_seeds
+from realm_jax.models.attention import (
+    ATTENTION,
+    TILE,
+    AttentionDropout,
+    Dropout,
+    dropout_seeds,
+    packed_attention,
+    tpu_packed_attention,
+)
 from realm_jax.models.packing import (
     BalancedOrder,
     Packing,
@@ -32,7 +39,6 @@ from realm_jax.models.packing import (
     take_positions,
     unpack,
 )
-from realm_jax.models.tpu_attention import TILE
 
 Array = jax.Array
 Params = dict[str, Any]

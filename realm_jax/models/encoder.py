@@ -12,8 +12,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from realm_jax.models.attention import Dropout
 from realm_jax.models.bert import Bert, BertConfig, Params, apply, dense, layer_norm
-from realm_jax.models.dropout import Dropout
 from realm_jax.models.inputs import Documents, EncoderInput, document_sequences, query_sequences
 from realm_jax.models.prompts import Template, query_lengths
 

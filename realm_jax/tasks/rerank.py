@@ -20,8 +20,8 @@ from realm_jax.flops import embedding_flops, reader_of, score_flops
 from realm_jax.forward.context import Batch, Index, Rerank, StepContext, reader_query
 from realm_jax.forward.question import read_question
 from realm_jax.forward.search import bm25_list_length, scores_by_place
+from realm_jax.models.attention import Dropout
 from realm_jax.models.bert import Bert, BertConfig, apply, dense
-from realm_jax.models.dropout import Dropout
 from realm_jax.models.inputs import Documents, ReaderInput, reader_inputs
 from realm_jax.models.likelihood import Mean, log_sum_selected
 from realm_jax.models.realm import Network, Params, Realm, flatten_passages
