@@ -110,7 +110,7 @@ def tpu_packed_attention(
     if not fits_packed(query, layout.mask.shape, heads, mesh):
         return packed_attention(dot_product_attention, query, key, value, layout, heads, dropout)
     seeds = dropout.seeds if dropout else jnp.zeros((len(layout.mask), heads), jnp.uint32)
-    return fused_packed_attention(query, key, value, layout, seeds, heads, dropout.rate if dropout else 0.0, mesh)
+    return fused_attention(query, key, value, layout, seeds, heads, dropout.rate if dropout else 0.0, mesh)
 
 
 def cpu_attention(
@@ -266,14 +266,10 @@ def keep_mask(
 # are set to 0, which costs no more than a narrower product would, as the matrix unit is 128 wide. The backward pass
 # computes the weights again, and needs nothing but what the forward pass was given.
 
-Residuals = tuple[Array, ...]
 Kernel = Callable[..., tuple[Array, ...]]
 LANES = 128
 TILE = 16  # rows of a tile of bfloat16 in a TPU's memory
 LONGEST = 448  # tokens whose scores and gradients fit into a kernel's 16 MiB of vector memory in float32
-# Logical names of the dimensions of what a kernel takes and gives.
-SEEDS, STATES, BIAS = ("batch", "heads"), ("batch", None, "heads"), ("batch",)
-STARTS, PACKED_SEEDS = ("batch",), ("batch", None, "heads")
 
 
 def fits(query: Array | jax.ShapeDtypeStruct, key: Array | jax.ShapeDtypeStruct, heads: int, mesh: Mesh | None) -> bool:
@@ -296,155 +292,123 @@ def fits_packed(packed: Array, padded: tuple[int, ...], heads: int, mesh: Mesh |
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def fused_attention(
-    query: Array, key: Array, value: Array, bias: Array, seeds: Array, heads: int, rate: float, mesh: Mesh | None
-) -> Array:
-    """query, key, value [batch, length, width] of one dtype, bias [batch, 1, length] float32 to be added to scores,
-    seeds [batch, heads] uint32 and rate of dropout → like `value`.
+    query: Array, key: Array, value: Array, bias: Array | Packing, seeds: Array, heads: int, rate: float,
+    mesh: Mesh | None,
+) -> Array:  # fmt: skip
+    """Attend in one kernel.
 
-    mesh: the devices that all this is spread over; None: one device has it.
+    Args:
+        query, key, value: [batch, length, width] of one dtype; or packed, [parts, places, width], of which a device has
+            one part, and sequences begin at multiples of TILE.
+        bias: [batch, 1, length] float32, added to scores; or the layout of packed sequences, each of which attends to
+            itself.
+        seeds: [batch, heads] uint32, of dropout.
+        heads: their number.
+        rate: of dropout.
+        mesh: the devices that all this is spread over; None if one device has it.
+
+    Returns:
+        An array like `value`; zeros if no token is at a place.
     """
     return _forward(query, key, value, bias, seeds, heads, rate, mesh)[0]
 
 
-def _forward(
-    query: Array, key: Array, value: Array, bias: Array, seeds: Array, heads: int, rate: float, mesh: Mesh | None
-) -> tuple[Array, Residuals]:
-    def call(*arrays: Array) -> Any:
-        return _call(_attend, query.shape[-1] // heads, rate, arrays, arrays[3:4])
-
-    (attended,) = _on_every_device(call, mesh, (SEEDS, STATES, STATES, STATES, BIAS), (STATES,))(
-        seeds, query, key, value, bias
-    )
+def _forward(query: Array, key: Array, value: Array, bias: Any, seeds: Array, *static: Any) -> tuple[Array, Any]:
+    (attended,) = _run(_attend, (query, key, value), bias, seeds, *static)
     return attended, (query, key, value, bias, seeds)
 
 
-def _backward(
-    heads: int, rate: float, mesh: Mesh | None, residuals: Residuals, cotangent: Array
-) -> tuple[Array | None, ...]:
-    query, key, value, bias, seeds = residuals
-
-    def call(*arrays: Array) -> Any:
-        return _call(_differentiate, query.shape[-1] // heads, rate, arrays, arrays[1:4])
-
-    taken = (SEEDS, STATES, STATES, STATES, BIAS, STATES)
-    spread = _on_every_device(call, mesh, taken, (STATES, STATES, STATES))
-    return *spread(seeds, query, key, value, bias, cotangent), None, None
+def _backward(heads: int, rate: float, mesh: Mesh | None, residuals: Any, cotangent: Array) -> tuple[Array | None, ...]:
+    *states, bias, seeds = residuals
+    return *_run(_differentiate, (*states, cotangent), bias, seeds, heads, rate, mesh), None, None
 
 
 fused_attention.defvjp(_forward, _backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def fused_packed_attention(
-    query: Array, key: Array, value: Array, layout: Packing, seeds: Array, heads: int, rate: float, mesh: Mesh | None
-) -> Array:
-    """`fused_attention` of packed sequences [parts, places, width], each within itself; zeros where no token is. seeds
-    [batch, heads]. A device has one part; sequences begin at multiples of TILE."""
-    return _forward_packed(query, key, value, layout, seeds, heads, rate, mesh)[0]
+def _run(
+    kernel: Kernel, states: tuple[Array, ...], bias: Array | Packing, seeds: Array, heads: int, rate: float,
+    mesh: Mesh | None,
+) -> tuple[Array, ...]:  # fmt: skip
+    """Run a kernel on the part that each device has, because the compiler cannot divide a kernel. Its results have the
+    shape and dtype of `states`."""
+    size, results = states[0].shape[-1] // heads, 1 if kernel is _attend else 3
+    of_states = ("batch", None, "heads")  # logical names of dimensions
+    if isinstance(bias, Packing):
+        longest = bias.mask.shape[1]
+        call: Callable[..., Any] = partial(_call_packed, kernel, results, size, rate, longest)
+        parted_seeds = seeds.reshape(*bias.starts.shape, -1)  # [parts, sequences, heads]
+        arrays: tuple[Array, ...] = bias.starts, bias.lengths, parted_seeds, *states
+        names: tuple[tuple[str | None, ...], ...] = ("batch",), ("batch",), of_states, *[of_states] * len(states)
+    else:
+        call = partial(_call, kernel, results, size, rate)
+        arrays = seeds, *states[:3], bias, *states[3:]
+        names = ("batch", "heads"), *[of_states] * 3, ("batch",), *[of_states] * len(states[3:])
+    if mesh is not None and mesh.size > 1:
+        taken = tuple(logical_sharding(mesh, *dimensions).spec for dimensions in names)
+        given = (logical_sharding(mesh, *of_states).spec,) * results
+        # Unchecked: what a kernel gives does not say over which devices it varies.
+        call = jax.shard_map(call, mesh=mesh, in_specs=taken, out_specs=given, check_vma=False)
+    outputs = call(*arrays)
+    if isinstance(bias, Packing):  # a kernel leaves what was there before where no token is
+        return tuple(jnp.where(bias.used[..., None], output, jnp.zeros_like(output)) for output in outputs)
+    return tuple(outputs)
 
 
-def _forward_packed(
-    query: Array, key: Array, value: Array, layout: Packing, seeds: Array, heads: int, rate: float, mesh: Mesh | None
-) -> tuple[Array, tuple[Any, ...]]:
-    def call(*arrays: Array) -> Any:
-        return _call_packed(_attend, layout.mask.shape[1], query.shape[-1] // heads, rate, arrays, arrays[3:4])
-
-    taken = (STARTS, STARTS, PACKED_SEEDS, STATES, STATES, STATES)
-    (attended,) = _on_every_device(call, mesh, taken, (STATES,))(*_places(layout, seeds), query, key, value)
-    return _of_tokens(attended, layout), (query, key, value, layout, seeds)
-
-
-def _backward_packed(
-    heads: int, rate: float, mesh: Mesh | None, residuals: tuple[Any, ...], cotangent: Array
-) -> tuple[Array | None, ...]:
-    query, key, value, layout, seeds = residuals
-
-    def call(*arrays: Array) -> Any:
-        return _call_packed(_differentiate, layout.mask.shape[1], query.shape[-1] // heads, rate, arrays, arrays[3:6])
-
-    taken = (STARTS, STARTS, PACKED_SEEDS, STATES, STATES, STATES, STATES)
-    spread = _on_every_device(call, mesh, taken, (STATES, STATES, STATES))
-    found = spread(*_places(layout, seeds), query, key, value, cotangent)
-    return *(_of_tokens(one, layout) for one in found), None, None
-
-
-fused_packed_attention.defvjp(_forward_packed, _backward_packed)
-
-
-def _places(layout: Packing, seeds: Array) -> tuple[Array, Array, Array]:
-    """Starts and lengths [parts, n], and seeds [parts, n, heads]."""
-    return layout.starts, layout.lengths, seeds.reshape(*layout.starts.shape, -1)
-
-
-def _of_tokens(states: Array, layout: Packing) -> Array:
-    """States with zeros where no token is: a kernel leaves there what was there before."""
-    return jnp.where(layout.used[..., None], states, jnp.zeros_like(states))
-
-
-def _on_every_device(call: Callable[..., Any], mesh: Mesh | None, taken: Any, given: Any) -> Callable[..., Any]:
-    """`call` on the part that each device has, as the compiler cannot divide a kernel. taken, given: logical names."""
-    if mesh is None or mesh.size == 1:
-        return call
-    specs = [tuple(logical_sharding(mesh, *names).spec for names in side) for side in (taken, given)]
-    # Unchecked: what a kernel gives does not say over which devices it varies.
-    return jax.shard_map(call, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
-
-
-def _call(kernel: Kernel, size: int, rate: float, arrays: tuple[Array, ...], like: tuple[Array, ...]) -> Any:
-    """Run a kernel for every sequence and group of heads. size: of a head; arrays: seeds, then states [batch, length,
-    width] and what is added to scores; like: of which shapes and dtypes the results are."""
-    seeds, (batch, length, width) = arrays[0], arrays[1].shape
+def _call(kernel: Kernel, results: int, size: int, rate: float, seeds: Array, *arrays: Array) -> Any:
+    """Run a kernel for every sequence and group of heads. size: of a head; arrays: states [batch, length, width], with
+    the bias as the fourth."""
+    batch, length, width = arrays[0].shape
     groups = width // LANES
-    states = pl.BlockSpec((None, length, LANES), lambda i, j: (i, 0, j))
-    added = pl.BlockSpec((None, 1, length), lambda i, j: (i, 0, 0))
-    own = pl.BlockSpec((None, None, 1, LANES // size), lambda i, j: (i, j, 0, 0), memory_space=pltpu.SMEM)
+    of_states = pl.BlockSpec((None, length, LANES), lambda i, j: (i, 0, j))
+    of_bias = pl.BlockSpec((None, 1, length), lambda i, j: (i, 0, 0))
+    of_seeds = pl.BlockSpec((None, None, 1, LANES // size), lambda i, j: (i, j, 0, 0), memory_space=pltpu.SMEM)
     return pl.pallas_call(
-        partial(_whole, kernel, len(arrays) - 2, size, rate),
+        partial(_whole, kernel, len(arrays), size, rate),
         grid=(batch, groups),
-        in_specs=[own, *(added if array.shape[1] == 1 else states for array in arrays[1:])],
-        out_specs=(states,) * len(like),
-        out_shape=tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in like),
+        in_specs=[of_seeds, *(of_bias if array.shape[1] == 1 else of_states for array in arrays)],
+        out_specs=(of_states,) * results,
+        out_shape=tuple(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays[:results]),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         name=kernel.__name__.strip("_") + ("_and_drop" if rate else ""),
-    )(seeds.reshape(batch, groups, 1, -1), *arrays[1:])
+    )(seeds.reshape(batch, groups, 1, -1), *arrays)
 
 
-def _call_packed(
-    kernel: Kernel, length: int, size: int, rate: float, arrays: tuple[Array, ...], like: tuple[Array, ...]
-) -> Any:
-    """`_call` for packed sequences. arrays: starts and lengths [1, n], seeds [1, n, heads], then states [1, places,
-    width] of the one part that a device has; length: of the longest sequence, whole tiles. The kernel's name says how
-    many sequences there are and how long a window is, as a compiled program says it nowhere else."""
+def _call_packed(kernel: Kernel, results: int, size: int, rate: float, length: int, *arrays: Array) -> Any:
+    """`_call` for packed sequences.
+
+    length: of the longest sequence, whole tiles; arrays: starts and lengths [1, n], seeds [1, n, heads], then states
+    [1, places, width] of the one part that a device has. The kernel's name says how many sequences there are and how
+    long a window is, as a compiled program says it nowhere else.
+    """
     starts, lengths, seeds, *states = (array[0] for array in arrays)
     sequences, (places, width) = len(seeds), states[0].shape
     groups = width // LANES
 
-    def window(group: Any, one: Any, starts: Any, lengths: Any) -> tuple[Any, Any]:
-        first = jnp.minimum(starts[one], places - length)
+    def window(group: Any, sequence: Any, starts: Any, lengths: Any) -> tuple[Any, Any]:
+        first = jnp.minimum(starts[sequence], places - length)
         return pl.multiple_of(first, TILE), pl.multiple_of(group * LANES, LANES)
 
-    own = pl.BlockSpec((None, None, 1, LANES // size), lambda j, i, *_: (i, j, 0, 0), memory_space=pltpu.SMEM)
+    of_seeds = pl.BlockSpec((None, None, 1, LANES // size), lambda j, i, *_: (i, j, 0, 0), memory_space=pltpu.SMEM)
     around = pl.BlockSpec((pl.Element(length), pl.Element(LANES)), window)
-    given = pl.pallas_call(
+    like = states[:results]
+    outputs = pl.pallas_call(
         partial(_packed, kernel, len(states), size, rate),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(groups, sequences),
-            in_specs=[own, *[around] * len(states)],
-            out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(like),
+            in_specs=[of_seeds, *[around] * len(states)],
+            out_specs=[pl.BlockSpec(memory_space=pl.ANY)] * results,
             scratch_shapes=[
-                *(pltpu.VMEM((2, length, LANES), one.dtype) for one in like),
-                *[pltpu.SemaphoreType.DMA((2,))] * len(like),
+                *(pltpu.VMEM((2, length, LANES), array.dtype) for array in like),
+                *[pltpu.SemaphoreType.DMA((2,))] * results,
             ],
         ),
-        out_shape=[jax.ShapeDtypeStruct((places, width), one.dtype) for one in like],
+        out_shape=[jax.ShapeDtypeStruct((places, width), array.dtype) for array in like],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="_".join((kernel.__name__.strip("_"), "packed", *(["and_drop"] if rate else []), f"{sequences}_{length}")),
     )(starts, lengths, seeds.reshape(sequences, groups, 1, -1), *states)
-    return tuple(one[None] for one in given)
-
-
-# --- the kernels ------------------------------------------------------------------------------------------------------
+    return tuple(output[None] for output in outputs)
 
 
 class Work(NamedTuple):
@@ -462,13 +426,12 @@ class Work(NamedTuple):
 
 
 def _whole(kernel: Kernel, taken: int, size: int, rate: float, seeds: Any, *references: Any) -> None:
-    """A kernel on a padded sequence. references: to the states that are taken, with what is added to scores as the
-    fourth, and to what is given."""
-    arrays = [one[...] for one in references[: taken + 1]]
-    bias = arrays.pop(3)
-    given = kernel(Work(seeds, bias, 0, size, rate), *arrays)
-    for reference, one in zip(references[taken + 1 :], given, strict=True):
-        reference[...] = one.astype(reference.dtype)
+    """A kernel on a padded sequence. references: to `taken` arrays as of `_call`, and to the results."""
+    states = [reference[...] for reference in references[:taken]]
+    bias = states.pop(3)
+    given = kernel(Work(seeds, bias, 0, size, rate), *states)
+    for reference, result in zip(references[taken:], given, strict=True):
+        reference[...] = result.astype(reference.dtype)
 
 
 def _packed(
