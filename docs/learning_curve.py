@@ -1,36 +1,33 @@
 """Draws how retrieval is learned in a run, as an SVG file: `python docs/learning_curve.py RUN FILE.svg`.
 
-The picture of the run's `report.html`: recall of the first five passages at every measurement, one stage after the
+Recall of the first five passages at every measurement, one stage after the
 other, and BM25's as a level. For the README and the documentation; all numbers are those of the run folder.
 """
 
 import argparse
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
-from realm_jax.eval.charts import Band, Series, plot
+from realm_jax.eval.html import Band, chart, environment
 from realm_jax.storage import read_json
 from realm_jax.train.metrics import read_lines
 
 MEASURE = "recall@5"
 TITLES = {"mlm": "warm-up", "ict": "inverse cloze", "realm": "REALM", "qa": "questions"}
-SIZE = (660, 360)
-# The chart's macro draws shapes with classes; in a file of its own they need their colours here.
+# The macro draws shapes with classes; in a file of its own they need their colours here.
 PAGE = """\
-{% from "macros.html.j2" import curves with context %}
+{% from "curve.svg.j2" import curve %}
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {{ width }} {{ height }}" font-family="system-ui, sans-serif">
 <style>
 text { font-size: 13px; fill: #586373; } .axis { font-size: 12.5px; } .grid { stroke: #dfe2e7; }
 .frame { stroke: #586373; } .mark { stroke: #586373; stroke-width: .8; opacity: .35; } .flag { fill: #586373; }
 .band0 { fill: #f4f2ec; } .band1 { fill: #e9eef6; } .band2 { fill: #eff3ea; }
-.curve { fill: none; stroke-width: 2.4; } .dashed { stroke-dasharray: 6 5; stroke-width: 1.8; }
-.curve.realm { stroke: #0b5fc4; } .curve.bm25 { stroke: #7b6bb0; } .dot { fill: #0b5fc4; }
+.curve { fill: none; stroke: #0b5fc4; stroke-width: 2.4; } .dot { fill: #0b5fc4; }
+.level { stroke: #7b6bb0; stroke-dasharray: 6 5; stroke-width: 1.8; }
 </style>
 <rect width="{{ width }}" height="{{ height }}" fill="#fff"/>
 <text x="46" y="20">right passage among the first five, share of {{ questions }} held-out questions</text>
 <svg y="{{ top }}" width="{{ width }}" height="{{ height - top }}">
-{{ curves(chart) }}
+{{ curve(plot) }}
 </svg>
 <text x="{{ width - 30 }}" y="{{ level }}" text-anchor="end" style="fill: #7b6bb0">BM25, {{ "%.2f" % bm25 }}</text>
 </svg>
@@ -42,28 +39,23 @@ def draw(run: Path) -> str:
     recall = read_json(run / "results.json")[MEASURE]
     questions = read_json(run / "data" / "PREPARED.json")["questions"]["dev"]
     points, refreshes, bands = measured(run)
-    points, last = [(0, recall["untrained"]), *points], bands[-1].end
+    points = [(0, recall["untrained"]), *points]
     description = (
         f"Share of questions whose passage is among the first five: {recall['untrained']:.2f} untrained, "
         f"{recall['ict']:.2f} after the inverse cloze task, {recall['realm']:.2f} after REALM, "
         f"{recall['qa']:.2f} after fine-tuning; BM25 has {recall['bm25']:.2f}"
     )
-    (width, height), top = SIZE, 28
-    chart = plot(
-        [Series([(0, recall["bm25"]), (last, recall["bm25"])], "bm25", is_dashed=True), Series(points, "realm")],
-        description,
-        "training steps after the warm-up; a triangle: all passages embedded anew",
-        (0, 1),
-        bands,
-        refreshes,
-        (width, height - top),
-    )
-    assert chart is not None, "the baselines are always there"
-    loader = PackageLoader("realm_jax.eval", "templates")
-    page = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    level = top + chart["curves"][0]["points"][0][1] - 8
-    return page.from_string(PAGE).render(
-        chart=chart, width=width, height=height, top=top, questions=questions, bm25=recall["bm25"], level=level
+    x_label = "training steps after the warm-up; a triangle: all passages embedded again"
+    plot = chart(points, description, x_label, (0, 1), bands, refreshes, recall["bm25"])
+    assert plot is not None, "the baselines are always there"
+    (width, height), top = plot["size"], 28
+    level = top + plot["level"] - 8
+    return (
+        environment()
+        .from_string(PAGE)
+        .render(
+            plot=plot, width=width, height=height + top, top=top, questions=questions, bm25=recall["bm25"], level=level
+        )
     )
 
 

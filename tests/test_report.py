@@ -12,11 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
 
-from realm_jax.eval.charts import thinned, ticks
-from realm_jax.eval.findings import headline, takeaways
 from realm_jax.eval.format import duration, probability, share
-from realm_jax.eval.html import render
-from realm_jax.eval.report import render_report, write_report
+from realm_jax.eval.html import environment, thinned, ticks
+from realm_jax.eval.report import headline, render_report, write_report
 
 
 def sample_data() -> dict[str, Any]:
@@ -85,27 +83,28 @@ class Balance(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def test_the_page_leads_with_what_was_learnt():
+def test_the_page_begins_with_what_the_retriever_learned():
     page = Balance(render_report(sample_data()))
-    assert page.text.index("From filling in masked words alone it learnt to find it. recall@5 0.48 → 0.99") < 200
+    sentence = "From filling in masked words, the retriever learned to find the right passage. It had seen no question."
+    assert page.text.index(f"{sentence} recall@5 0.48 → 0.99") < 100
 
 
-def test_every_part_of_a_whole_run_is_on_the_page():
+def test_the_page_of_a_run_has_all_parts():
     page = Balance(render_report(sample_data()))
     for expected in (
-        "REALM, frozen retriever 0.47",
+        "no_retriever_gradient 0.47",
         "Without passages 0.04",
         "Masked words alone; passages are retrieved and never named",
-        "all passages embedded anew",
-        "2 words of the name replaced",
+        "0 1 2 BM25 (matching words) 0.99 0.62 0.05",
         "✓ torvald espel",
         "✗ may 1790 right: Brenna Aldous",
         "1.1 × 10⁻¹⁴",
-        "6 min 53 s",
+        "6 min 15 s",
+        "At the end of REALM: +2.41 nats.",
         "realm quickstart --workdir runs/first",
     ):
         assert expected in page.text
-    assert page.tags.count("svg") == 11
+    assert page.tags.count("svg") == 3
     assert page.tags.count("mark") == 2
 
 
@@ -115,14 +114,20 @@ def test_a_part_without_data_is_left_out(key: str | None):
     data.pop(key, None)
     page = Balance(render_report(data))
     heading = {
-        "stages": "How was each stage supervised?",
-        "recall_history": "How it came about",
-        "recall_by_replaced_words": "When names are replaced",
-        "examples": "Questions, answers, passages",
-        "masked_sentence": "One sentence",
-        "results": "All numbers",
+        "stages": "Stages of training",
+        "recall_history": "A triangle marks a new index",
+        "recall_by_replaced_words": "recall@5 by replaced words",
+        "examples": "p(z|x)",
+        "masked_sentence": "A masked sentence",
+        "results": "Answers",
     }.get(key or "results", "no such heading")
     assert heading not in page.text
+
+
+def test_the_page_warns_of_a_stage_that_ended_below_its_start():
+    data = sample_data()
+    data["results"]["stages"] = {"qa": {"warning": "qa: recall@5 fell"}, "ict": {}}
+    assert "qa: recall@5 fell." in Balance(render_report(data)).text
 
 
 def test_missing_measures_may_be_none():
@@ -131,7 +136,7 @@ def test_missing_measures_may_be_none():
     data["results"]["recall@5"]["more_ict"] = None
     data["results"]["retrieval_utility"] = None
     page = Balance(render_report(data))
-    assert "Chance" not in page.text and "Cloze task, more steps" not in page.text and "None" not in page.text
+    assert "Most common answer" not in page.text and "more_ict – –" not in page.text and "None" not in page.text
 
 
 def test_real_data_without_gold_passages_is_judged_by_the_answer_in_the_passage():
@@ -140,23 +145,18 @@ def test_real_data_without_gold_passages_is_judged_by_the_answer_in_the_passage(
     del data["recall_by_replaced_words"]
     for point in data["recall_history"]:
         point["answer_recall@5"] = point.pop("recall@5")
-    assert headline(data).sentence.endswith("it learnt to find a passage with the answer.")
+    assert "learned to find a passage with the answer." in headline(data).sentence
     assert headline(data).figures == "answer recall@5 0.48 → 0.99"
-    assert "A passage with the answer is among the first five" in Balance(render_report(data)).text
+    assert "answer recall@5 during training, from 0.03 to 0.98" in Balance(render_report(data)).text
 
 
 @pytest.mark.parametrize(
-    ("realm", "control", "expected"),
-    [
-        (0.987, 0.47, "it learnt to find it."),
-        (0.49, 0.47, "did not teach the retriever"),
-        (0.30, 0.47, "made the retriever worse"),
-        (0.987, 0.98, "REALM gets no credit"),
-    ],
+    ("realm", "expected"),
+    [(0.987, "learned to find the right passage"), (0.49, "did not teach"), (0.30, "made the retriever worse")],
 )
-def test_the_headline_does_not_claim_more_than_the_numbers(realm: float, control: float, expected: str):
+def test_the_headline_does_not_claim_more_than_the_numbers(realm: float, expected: str):
     data = sample_data()
-    data["results"]["recall@5"] |= {"realm": realm, "no_retriever_gradient": control}
+    data["results"]["recall@5"]["realm"] = realm
     assert expected in headline(data).sentence
     assert headline(data).figures == f"recall@5 0.48 → {realm:.2f}"
 
@@ -164,30 +164,17 @@ def test_the_headline_does_not_claim_more_than_the_numbers(realm: float, control
 def test_few_questions_make_a_difference_uncertain():
     data = sample_data()
     data["results"]["recall@5"] = {"ict": 0.5, "realm": 0.6}
-    assert "it learnt to find it" in headline(data).sentence
+    assert "learned to find" in headline(data).sentence
     data["corpus"]["dev_questions"] = 50
     assert "did not teach" in headline(data).sentence
 
 
 def test_without_a_comparison_nothing_is_claimed():
-    assert "cannot yet say" in headline({}).sentence
-    assert "that it cannot answer alone" in headline({"results": {"exact_match": sample_exact(0.4, 0.1)}}).sentence
-    assert "did not help" in headline({"results": {"exact_match": sample_exact(0.1, 0.1)}}).sentence
-
-
-def sample_exact(retrieval: float, closed_book: float) -> dict[str, float]:
-    return {"retrieval": retrieval, "closed_book": closed_book}
-
-
-def test_takeaways_say_no_where_the_answer_is_no():
-    data = sample_data()
-    assert [answer.split(".")[0] for _, answer in takeaways(data)][:2] == ["Yes", "No"]
-    data["results"]["recall@5"] |= {"bm25": 0.999, "more_ict": 0.99}
-    data["results"]["retrieval_utility"] = -0.1
-    answers = dict(takeaways(data))
-    assert answers["Was it the retriever that learnt?"].startswith("Not shown")
-    assert answers["Would BM25 do as well?"] == "They find more: BM25 0.999, REALM 0.99."
-    assert answers["Does reading help to predict?"].startswith("No")
+    assert "cannot say" in headline({}).sentence
+    exact = {"retrieval": 0.4, "closed_book": 0.1}
+    assert "passages helped the model" in headline({"results": {"exact_match": exact}}).sentence
+    exact = {"retrieval": 0.1, "closed_book": 0.1}
+    assert "did not help" in headline({"results": {"exact_match": exact}}).sentence
 
 
 def poisoned(value: Any, poison: str) -> Any:
@@ -225,7 +212,7 @@ def test_the_answer_far_into_a_passage_is_in_the_snippet():
     start = passage.index("ANSWER")
     candidate = {"title": "t", "text": passage, "probability": 1.0, "answer_span": [start, start + 6]}
     page = render_report({"examples": [{"question": "q", "prediction": "p", "candidates": [candidate]}]})
-    shown = re.search(r"</b>(.*?)</p>", page)
+    shown = re.search(r"<td>(…[^\n]*mark.*?)</td>", page)
     assert shown is not None and "before the <mark>ANSWER</mark> here after" in shown.group(1)
     assert len(shown.group(1)) < 400
 
@@ -245,15 +232,15 @@ def test_a_broken_character_does_not_stop_the_report(tmp_path: Path):
 
 
 def test_a_page_without_a_value_that_it_shows_is_an_error():
-    with pytest.raises(UndefinedError, match="'note' is undefined"):
-        render("ablations.html.j2", heads=(), rows=())
+    with pytest.raises(UndefinedError, match="'title' is undefined"):
+        environment().get_template("page.html.j2").render(headline="x")
 
 
 def test_every_curve_says_what_it_shows_without_being_seen():
     page = Balance(render_report(sample_data()))
-    labels = [value for name, value in page.attributes if name == "aria-label" and value != "blank"]
+    labels = [value for name, value in page.attributes if name == "aria-label"]
     assert len(labels) == page.tags.count("svg") and all(labels)
-    assert "recall@5 over training, from 0.03 to 0.98; 12 refreshes." in labels
+    assert "recall@5 during training, from 0.03 to 0.98" in labels
 
 
 def test_the_data_are_not_changed():
@@ -263,16 +250,14 @@ def test_the_data_are_not_changed():
     assert data == before
 
 
-def chart_of(losses: list[float]) -> str:
-    """The page's chart of a stage with these losses, or what stands instead of it."""
-    stage = {"name": "realm", "metrics": [{"step": step, "loss": loss} for step, loss in enumerate(losses)]}
-    return render_report({"stages": [stage]}).partition("</figcaption>")[2].partition("</figure>")[0]
-
-
 def test_curves_leave_out_what_is_not_finite():
-    chart = chart_of([1.0, float("nan"), float("inf"), 2.0])
-    assert chart.count("<circle") == 2 and "nan" not in chart and "inf" not in chart
-    assert "No finite values" in chart_of([float("nan")])
+    def page(*losses: float) -> str:
+        stage = {"name": "realm", "metrics": [{"step": step, "loss": loss} for step, loss in enumerate(losses)]}
+        return render_report({"stages": [stage]}).partition("<svg")[2]
+
+    curve = page(1.0, float("nan"), float("inf"), 2.0)
+    assert curve.count("<circle") == 2 and "nan" not in curve and "inf" not in curve
+    assert page(float("nan")) == ""
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=1000))

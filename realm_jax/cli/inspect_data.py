@@ -27,7 +27,7 @@ from realm_jax.data.statistics import Histogram, Statistics, statistics
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
-from realm_jax.eval.html import Bar, render
+from realm_jax.eval.html import Bar, Section, render_page
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")  # of kinds of spans, in their order
 
@@ -156,25 +156,31 @@ def show_numbers(screen: Console, found: Statistics, sources: Sources) -> None:
 def page(folder: str, which: str, found: Statistics) -> str:
     """The numbers and histograms as a page."""
     most = max(found.kinds.values(), default=1) or 1
-    return render(
-        "inspect_data.html.j2",
-        which=which,
-        folder=Path(folder).name,
-        numbers=[(name, _number(value)) for name, value in found.numbers.items()],
-        kinds=[Bar(kind, count, "realm", f"{count:,}", most) for kind, count in found.kinds.items()],
-        histograms=[
-            {"name": name, "spread": f"Mean {one.mean:.1f}, median {one.median:.0f}.", "bars": list(_bars(one))}
+    numbers = [(name, _number(value)) for name, value in found.numbers.items()]
+    spans = [(span, kind, f"{times:,}") for span, kind, times in found.spans]
+    sections = [
+        Section("The corpus in numbers", rows=numbers, numbers=1),
+        Section("Kinds of salient spans", bars=[Bar(kind, n, f"{n:,}", most) for kind, n in found.kinds.items()]),
+        *(
+            Section(name, f"Mean {one.mean:.1f}, median {one.median:.0f}.", bars=list(_bars(one)))
             for name, one in found.histograms.items()
-        ],
-        spans=[(span, kind, f"{times:,}") for span, kind, times in found.spans],
-    )
+        ),
+        Section(
+            "Most common salient spans",
+            "As word pieces, in passages evenly spread over the corpus.",
+            ("span", "kind", "times"),
+            spans,
+            1,
+        ),
+    ]
+    return render_page(f"{which} of {Path(folder).name}", which.title(), sections)
 
 
 def _bars(one: Histogram) -> Iterator[Bar]:
     most = max(1.0, float(one.counts.max()))
     for first, after, count in zip(one.edges[:-1], one.edges[1:], one.counts, strict=True):
         label = f"{first}" if after - first == 1 else f"{first} – {after - 1}"
-        yield Bar(label, float(count), "plain", f"{count:,}", most)
+        yield Bar(label, float(count), f"{count:,}", most)
 
 
 def _number(value: float) -> str:

@@ -23,7 +23,7 @@ from realm_jax.data import sentences
 from realm_jax.data.spans import finder
 from realm_jax.errors import UserError
 from realm_jax.eval.format import probability
-from realm_jax.eval.html import Bar, render
+from realm_jax.eval.html import Bar, Section, render_page
 from realm_jax.eval.inspection import (
     Masked,
     masked_text,
@@ -233,14 +233,12 @@ def page(record: Inspection) -> str:
     """The same as a page, with the passages whole."""
     passages = record["passages"]
     explained = [(_name(one), one["posterior"]) for one in passages if one["posterior"] is not None]
-    return render(
-        "inspect_text.html.j2",
-        text=record["text"],
-        step=record["step"],
-        task=record["task"],
-        facts=_facts(record),
-        posteriors=[Bar(name, posterior, "realm", f"{posterior:.3f}") for name, posterior in explained],
-        nowhere=NOWHERE,
-        heads=(*HEADS, "text"),
-        passages=[(*_numbers(one), _name(one), one["text"]) for one in passages],
-    )
+    bars = [Bar(name, posterior, f"{posterior:.3f}") for name, posterior in explained]
+    rows = [(*_numbers(one), _name(one), one["text"]) for one in passages]
+    sections = [
+        Section("Probabilities", rows=list(_facts(record)), numbers=1),
+        Section("Which passage explains it", "p(z|x,y): the posterior." if bars else f"{NOWHERE}: –", bars=bars),
+        Section("Passages", "r(z) = p(z|x,y) − p(z|x).", (*HEADS, "text"), rows),
+    ]
+    note = f"Parameters after step {record['step']} of {record['task']}."
+    return render_page("REALM: a prediction", record["text"], sections, notes=[note])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from realm_jax.eval.format import duration
-from realm_jax.eval.html import render
+from realm_jax.eval.html import Section, render_page
 from realm_jax.eval.significance import LEVEL, Mean, mean_of, paired_mean
 
 HEADS = (
@@ -93,4 +93,5 @@ def markdown(rows: Sequence[Row], note: str) -> str:
 
 def html(rows: Sequence[Row], note: str) -> str:
     """The same as a page of its own."""
-    return render("ablations.html.j2", note=f"{note} {NOTE}", heads=HEADS, rows=cells(rows))
+    table = Section("Results", "", HEADS, cells(rows), len(HEADS) - 1)
+    return render_page("REALM: ablations", "Ablations", [table], notes=[f"{note} {NOTE}"])

@@ -4,8 +4,8 @@ Three searches for each held-out sentence, all without a label: for its own docu
 span, for another passage that says what is hidden, and for its own passage by the whole sentence. One number has to
 rise: the mean over the sentences of the average of the three recalls (`GAIN`), of those that a sentence has. They ask
 in the very words of their passages, and an encoder that learned nothing but to match words is better at that, while it
-may be worse at questions. So another must not fall: recall of a passage that lacks the sentence (`REMOVED`). The page
-is `templates/adapt.html.j2`; what searches is `train/adaptation_gate.py`.
+may be worse at questions. So another must not fall: recall of a passage that lacks the sentence (`REMOVED`). What
+searches is `train/adaptation_gate.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from realm_jax.data.held_out import HeldOutSentence
 from realm_jax.data.store import PassageStore
 from realm_jax.eval.format import duration
-from realm_jax.eval.html import render
+from realm_jax.eval.html import Section, render_page
 from realm_jax.eval.retrieval import RANKED
 from realm_jax.eval.significance import clustered_interval, paired_interval
 
@@ -139,56 +139,58 @@ def _change(found: Mapping[str, Any]) -> str:
 
 
 def render_report(record: Mapping[str, Any]) -> str:
-    """The page of adapt.json as one string of HTML."""
-    measured, plan = record["measured"], record["plan"]
-    heads = ["", *(TITLES[name] for name in TITLES if name in measured["table"])]
-    return render(
-        "adapt.html.j2",
-        headline=headline(measured),
-        notes=plan["notes"],
-        heads=heads,
-        rows=titled_rows(measured["table"]),
-        other=record.get("forgetting"),
-        other_rows=titled_rows(record["forgetting"]["table"]) if "forgetting" in record else [],
-        other_name=record["settings"].get("forgetting"),
-        examples=[(title, measured["examples"][key]) for key, title in EXAMPLES.items()],
-        facts=facts(record),
-        command=record["command"],
+    """Render the page of adapt.json as one string of HTML."""
+    measured, plan, settings = record["measured"], record["plan"], record["settings"]
+    note = (
+        "All sentences of held-out documents, and judged questions if there are any. In brackets the 95 % interval of "
+        "the change from the start: of sentences over documents, of questions over questions."
     )
+    heads, rows = table(measured["table"])
+    sections = [Section("Measures", note, heads, rows, len(heads) - 1)]
+    if "forgetting" in record:
+        other = record["forgetting"]
+        note = (
+            f"{other['passages']:,} passages of {other['documents']:,} documents, none of which was trained on. This "
+            "decides nothing; it shows what adaptation costs elsewhere."
+        )
+        _, rows = table(other["table"])
+        heads = ["", "start", "promoted"]
+        sections.append(Section(f"On other documents: {settings['forgetting']}", note, heads, rows, 2))
+    for heading, key in (("Found after adaptation only", "gained"), ("Found before adaptation only", "lost")):
+        rows = [[one["query"], one["what"], f"{one['title']}: {one['text']}"] for one in measured["examples"][key]]
+        sections.append(Section(heading, "" if rows else "None.", ["Sentence", "Passage", ""] if rows else (), rows))
+    left_out = {f"left out: {reason}": f"{count:,}" for reason, count in plan["left_out"].items()}
+    steps = {f"steps of {name}": f"{count:,}" for name, count in plan["steps"].items()}
+    seconds = {f"time of {name}": duration(spent) for name, spent in record["seconds"].items()}
+    facts = {
+        "base model": settings["from"],
+        "documents": settings["documents"],
+        "passages": f"{plan['passages']:,} of {plan['documents']:,} documents",
+        "read": f"{plan['read']:,}",
+        **left_out,
+        "fingerprint of the passages": plan["fingerprint"],
+        "spans with evidence": f"{plan['spans_with_evidence']:,} of {plan['spans']:,}",
+        "documents held out": f"{plan['held_out']:.1%}",
+        **steps,
+        **seconds,
+        "command": record["command"],
+    }
+    sections.append(Section("How it was made", rows=[*facts.items()]))
+    return render_page("REALM: adaptation", headline(measured), sections, notes=plan["notes"])
 
 
-def titled_rows(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[list[str]]:
-    """`table` as rows that begin with what a measure is called."""
-    return [[MEASURES.get(name, name), *cells] for name, cells in table(found).items()]
+def table(rows: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> tuple[list[str], list[list[str]]]:
+    """Return the column names and the rows of the table of measures.
 
+    Args:
+      rows: key of TITLES → measure → its value and its change from the start, from `compare`.
 
-EXAMPLES = {"gained": "Found after adaptation alone", "lost": "Found before adaptation alone"}
-
-
-def examples(
-    store: PassageStore, sentences: Sequence[HeldOutSentence], before: Values, after: Values
-) -> dict[str, list[dict[str, str]]]:
-    """Sentences of either kind of EXAMPLES: {"query", "what", "title", "text"}, with a passage that was to be found."""
-    return {"gained": _found_by(store, sentences, after, before), "lost": _found_by(store, sentences, before, after)}
-
-
-def _found_by(
-    store: PassageStore, sentences: Sequence[HeldOutSentence], these: Values, those: Values
-) -> list[dict[str, str]]:
-    """What one finds and the other does not: another passage with the hidden name, or else the own document."""
-    shown = []
-    for measure in (EVIDENCE, MASKED):
-        for place in np.flatnonzero((these[measure] == 1) & (those[measure] == 0)).tolist():
-            one = sentences[place]
-            what, row = ("one that tells it", one.evidence[0]) if measure == EVIDENCE else ("its own", one.row)
-            shown.append({"query": one.masked, "what": what, "title": store.title(row), "text": store.text(row)})
-    return shown[:SHOWN]
-
-
-def table(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, list[str]]:
-    """Measure → its value for each row of TITLES, with the paired interval of the change from the start."""
-    rows = [found[name] for name in TITLES if name in found]
-    return {measure: [_cell(row[measure]) for row in rows] for measure in found[START]}
+    Returns:
+      (titles of the encoders after an empty one, a row for each measure: its name and its values).
+    """
+    encoders = [name for name in TITLES if name in rows]
+    cells = [[MEASURES.get(name, name), *(_cell(rows[one][name]) for one in encoders)] for name in rows[START]]
+    return ["", *(TITLES[name] for name in encoders)], cells
 
 
 def _cell(found: Mapping[str, Any]) -> str:
@@ -198,20 +200,30 @@ def _cell(found: Mapping[str, Any]) -> str:
     return f"{found['value']:.3f}{ends}"
 
 
-def facts(record: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was adapted to what, and how: name and value."""
-    plan = record["plan"]
-    left_out = {f"left out: {reason}": f"{count:,}" for reason, count in plan["left_out"].items()}
-    taken = {f"steps of {name}": f"{steps:,}" for name, steps in plan["steps"].items()}
-    spent = {f"time of {name}": duration(seconds) for name, seconds in record["seconds"].items()}
-    known = {
-        "base model": record["settings"]["from"],
-        "documents": record["settings"]["documents"],
-        "passages": f"{plan['passages']:,} of {plan['documents']:,} documents",
-        "read": f"{plan['read']:,}",
-        **left_out,
-        "fingerprint of the passages": plan["fingerprint"],
-        "spans with evidence": f"{plan['spans_with_evidence']:,} of {plan['spans']:,}",
-        "documents held out": f"{plan['held_out']:.1%}",
-    }
-    return [*(known | taken | spent).items()]
+def examples(
+    store: PassageStore, sentences: Sequence[HeldOutSentence], before: Values, after: Values
+) -> dict[str, list[dict[str, str]]]:
+    """Return up to SHOWN sentences that only the one or the other encoder finds a passage for.
+
+    Args:
+      store: the passages.
+      sentences: the held-out sentences.
+      before: measures of the start, from `sentence_values`.
+      after: those of the adapted encoder.
+
+    Returns:
+      {"gained" or "lost": [{"query", "what": which passage was to be found, "title", "text"}]}.
+    """
+    found = dict[str, list[dict[str, str]]]()
+    for kind, finder, other in (("gained", after, before), ("lost", before, after)):
+        found[kind] = []
+        for measure in (EVIDENCE, MASKED):
+            for number in np.flatnonzero((finder[measure] == 1) & (other[measure] == 0)).tolist():
+                sentence = sentences[number]
+                what, row = (
+                    ("one that tells it", sentence.evidence[0]) if measure == EVIDENCE else ("its own", sentence.row)
+                )
+                entry = {"query": sentence.masked, "what": what, "title": store.title(row), "text": store.text(row)}
+                found[kind].append(entry)
+        found[kind] = found[kind][:SHOWN]
+    return found

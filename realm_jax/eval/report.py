@@ -1,329 +1,284 @@
-"""Write what a run learnt as one page of HTML: no network, no script, readable on a phone and by a screen reader.
-
-This file makes what stands on the page from the data: texts, bars and curves, or nothing where the data do not have
-it. The page itself is `templates/report.html.j2`. Sentences on what was learnt come from `findings.py`.
-"""
+"""Write the report of a run, `report.html`: a headline, tables, and curves of recall, loss and retrieval utility."""
 
 import json
+import math
 import os
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from realm_jax.eval import findings
-from realm_jax.eval.charts import Band, Series, plot
-from realm_jax.eval.findings import METHODS, READERS, metric_label
+from markupsafe import Markup
+
 from realm_jax.eval.format import duration, probability, share
-from realm_jax.eval.html import Bar, render
+from realm_jax.eval.html import Band, Section, chart, render_page
 from realm_jax.eval.retrieval import group_order, is_retrieval_measure
 from realm_jax.storage import write_atomic
 
 Data = Mapping[str, Any]
-View = dict[str, Any]  # what a part of the template is given
 
-_KINDS = {"realm": "realm", "ict": "ict", "bm25": "bm25", "untrained": "plain", "retrieval": "realm"}
-_MEASURES = {
-    "recall@5": "The right passage is among the first five",
-    "answer_recall@5": "A passage with the answer is among the first five",
+UNTRAINED = "untrained"
+METHODS = {
+    UNTRAINED: "Before any training",
+    "ict": "Inverse cloze task",
+    "bm25": "BM25 (matching words)",
+    "realm": "REALM",
+    "hybrid": "Vectors and words together",
 }
-_STAGE_CURVES = {
-    "loss": ("Loss", "nats; lower is better"),
-    "accuracy": ("Accuracy", "share of predictions that are right"),
-    "retrieval_utility": ("Retrieval utility", "nats gained on a masked word over reading the empty passage"),
-    "null_probability": ("p(null)", "probability that the retriever gives to the empty passage"),
-    "index_age": ("Age of the index", "training steps since its towers were current"),
-    "useful_candidates": ("Useful candidates", "share of sentences whose best candidate gains more than 0.1 nats"),
-}
-_PASSAGES_SHOWN = 4
-_SNIPPET_CHARACTERS = 260
-# A run of [MASK] or of words of underscores is one blank.
-_BLANK = re.compile(r"(?:(?<!\S)(?:\[MASK\]|__+)(?!\S)\s*)+")
-_SMALL_CHART, _HIGH_CHART = (300, 200), (520, 440)
+READERS = {"chance": "Most common answer", "closed_book": "Without passages", "retrieval": "With passages"}
+DEFAULT_MARGIN = 0.02  # if the number of questions is unknown
+PASSAGES_SHOWN = 4  # of a question
+SNIPPET = 260  # characters of a passage
+
+
+class Headline(NamedTuple):
+    """The main finding: a sentence, the figures behind it, and what they were measured on."""
+
+    sentence: str
+    figures: str
+    footnote: str
 
 
 def write_report(data: Data, path: str | os.PathLike[str]) -> None:
-    """Write the page to `path`, whole or not at all.
+    """Write the page atomically.
 
-    No key of `data` must be there, and any may be None; what needs it is left out. Shares are 0 to 1. The keys:
+    Every key of `data` may be missing or None; the page then lacks what needs it. Shares are 0 to 1.
 
-    * `title`, `command`, `created`, `hardware`: text.
-    * `corpus`: the counts `passages`, `pretraining`, `train_questions`, `dev_questions`.
-    * `results`: `recall@N`, `answer_recall@N`, `mrr@10` and `ndcg@10`, {method: share} with methods of
-      `findings.METHODS`; `exact_match`, {reader: share} with readers of `findings.READERS`; `retrieval_utility`, nats;
-      `seconds`, {stage: seconds}; `comparison`, the methods `before` and `after` it learnt from masked
-      words.
-    * `stages`: in order, each with its `name` and, if known, `title`, `supervision`, `steps`, `seconds` and `metrics`,
-      records with a `step` and any of `_STAGE_CURVES`.
-    * `recall_history`: in order, each with its `stage` and `step`, with `recall@5` or `answer_recall@5`, and with
-      `refresh`, true where the index was made anew.
-    * `adoptions`: in order, the generations of an index builder, each with its `step`, `generation`, `index_step`,
-      `waited` in seconds and, if known, `drift`.
-    * `recall_by_replaced_words`: {method: {number of replaced words, as text: recall@5}}, and
-      `questions_by_replaced_words`: {number of replaced words, as text: number of questions}.
-    * `examples`: each with its `question` and, if known, `answers`, `prediction`, `correct` and `candidates`; of these
-      each has a `probability` and, if known, `title`, `text`, `is_gold` and `answer_span`, [start, end) in characters.
-    * `masked_sentence`: `sentence`, with [MASK]; `sentences`, of how many it was chosen; `answer`; `rows`, each with
-      `model`, `expression`, `probability` and, if known, `passage`. All but the last must be there.
-    * `settings`: {key: any value}.
+    Args:
+      data: a dict with these keys:
+        * `title`, `command`, `created`, `hardware`: text.
+        * `corpus`: the counts `passages`, `pretraining`, `train_questions`, `dev_questions`.
+        * `results`: `recall@N`, `answer_recall@N`, `mrr@10` and `ndcg@10`, {method: share}; `exact_match`, {reader:
+          share}; `retrieval_utility`, nats; `comparison`, the methods `before` and `after` training on masked words;
+          `stages`, {task: {"warning": text if it ended below its start}}.
+        * `stages`: in order, each with its `name` and, if known, `title`, `supervision`, `steps`, `seconds` and
+          `metrics`, records with a `step`, a `loss` and a `retrieval_utility`.
+        * `recall_history`: in order, each with `stage`, `step`, `recall@5` or `answer_recall@5`, and `refresh`, true if
+          the index was made new.
+        * `adoptions`: in order, the index versions of an index builder, each with `step`, `generation`, `index_step`,
+          `waited` in seconds and, if known, `drift`.
+        * `recall_by_replaced_words`: {method: {number of replaced words, as text: recall@5}}, and
+          `questions_by_replaced_words`: {number of replaced words, as text: number of questions}.
+        * `examples`: each with its `question` and, if known, `answers`, `prediction`, `correct` and `candidates`, each
+          of these with a `probability` and, if known, `title`, `text`, `is_gold` and `answer_span`, [start, end) in
+          characters.
+        * `masked_sentence`: `sentence`, with [MASK]; `sentences`, the number that it was chosen from; `answer`;
+          `rows`, each with `model`, `expression`, `probability` and, if known, `passage`.
+        * `settings`: {key: any value}.
+      path: the file.
     """
-    # A half of a surrogate pair has no UTF-8 form; it shows as a question mark.
+    # Half of a surrogate pair has no UTF-8 form; it becomes a question mark.
     write_atomic(path, render_report(data).encode("utf-8", "replace"))
 
 
 def render_report(data: Data) -> str:
-    """The page as one string of HTML."""
+    """Render the page as one string of HTML. data: as `write_report` takes it."""
     data = _without_none(data)
-    results = data.get("results", {})
-    return render(
-        "report.html.j2",
-        title=data.get("title", "REALM"),
-        headline=findings.headline(data),
-        takeaways=findings.takeaways(data),
-        corpus=_corpus_sizes(data),
-        recall=_recall(results),
-        exact_match=_bars(results.get("exact_match", {}), READERS),
-        supervision=_supervision(data),
-        history=_recall_history(data),
-        replaced_words=_replaced_words(data),
-        adoptions=_adoptions(data),
-        examples=[_example(example) for example in data.get("examples", ())],
-        masked_sentence=_masked_sentence(data),
-        stage_curves=_stage_curves(data),
-        recall_table=_recall_table(results),
-        other_numbers=_other_numbers(results, _titles(data)),
-        settings=_settings(data),
-    )
+    results, stages = data.get("results", {}), data.get("stages", ())
+    corpus, sections = data.get("corpus", {}), list[Section]()
+    finding = headline(data)
+    notes = [finding.footnote]
+    notes += [f"{stage['warning']}." for stage in results.get("stages", {}).values() if "warning" in stage]
+    if corpus:
+        notes.append("; ".join(f"{name.replace('_', ' ')}: {count:,}" for name, count in corpus.items()))
 
+    # --- tables: retrieval, answers, stages
 
-def _corpus_sizes(data: Data) -> str:
-    corpus = data.get("corpus", {})
-    counts = (
-        ("passages", "passages"),
-        ("pretraining", "pre-training passages"),
-        ("train_questions", "training questions"),
-        ("dev_questions", "questions to judge by"),
-    )
-    return ", ".join(f"{corpus[key]:,} {name}" for key, name in counts if corpus.get(key) is not None)
-
-
-def _recall(results: Data) -> View | None:
-    measure = findings.main_measure(results)
-    if measure is None:
-        return None
-    return {"meaning": _MEASURES[measure], "label": metric_label(measure), "bars": _bars(results[measure], METHODS)}
-
-
-def _bars(shares: Mapping[str, float], titles: Mapping[str, str]) -> list[Bar]:
-    """A bar for each share, in the order of the titles."""
-    return [
-        Bar(title, shares[name], _KINDS.get(name, "control"), share(shares[name]))
-        for name, title in titles.items()
-        if name in shares
+    measures = [name for name in results if is_retrieval_measure(name) and results[name]]
+    methods = dict.fromkeys([*METHODS, *(method for name in measures for method in results[name])])
+    rows = [
+        [METHODS.get(method, method), *(_cell(results[measure].get(method)) for measure in measures)]
+        for method in methods
+        if any(method in results[measure] for measure in measures)
     ]
+    note = (
+        "recall@5: share of questions with the right passage among the first five; answer recall@5: with a passage "
+        "that has the answer among them."
+    )
+    sections.append(Section("Retrieval", note, ["", *map(metric_label, measures)], rows, len(measures)))
 
+    exact = results.get("exact_match", {})
+    rows = [[title, share(exact[name])] for name, title in READERS.items() if name in exact]
+    sections.append(Section("Answers", "", ["Reader", "exact match"], rows, 1))
 
-def _supervision(data: Data) -> list[tuple[str, ...]]:
-    return [
-        (_stage_title(stage), stage["supervision"], _count(stage.get("steps")), duration(stage.get("seconds")))
-        for stage in data.get("stages", ())
-        if stage.get("supervision")
+    titles = {stage["name"]: str(stage.get("title") or stage["name"]) for stage in stages}
+    rows = [
+        [
+            titles[stage["name"]],
+            stage.get("supervision", ""),
+            _count(stage.get("steps")),
+            duration(stage.get("seconds")),
+        ]
+        for stage in stages
     ]
+    sections.append(Section("Stages of training", "", ["Stage", "Supervision", "Steps", "Time"], rows, 2))
 
+    # --- curves, with the stages one after the other on the x axis
 
-def _recall_history(data: Data) -> View | None:
     history = data.get("recall_history", ())
-    measure = next((name for name in _MEASURES if any(name in point for point in history)), None)
-    if measure is None:
-        return None
-    label, stages = metric_label(measure), _stage_bands(data)
-    bands = list(stages.values())
-    points = [(stages[point["stage"]].start + point["step"], point) for point in history]
-    recalls = [(x, point[measure]) for x, point in points if measure in point]
-    refreshes = [x for x, point in points if point.get("refresh")]
-    series, legend = [Series(recalls, "realm")], [(label, "realm")]
-    word_matching = data.get("results", {}).get(measure, {}).get("bm25")
-    if word_matching is not None:
-        ends = (bands[0].start, word_matching), (bands[-1].end, word_matching)
-        series.insert(0, Series(ends, "bm25", is_dashed=True))
-        legend.append((f"{METHODS['bm25']}, {share(word_matching)}", "bm25"))
-    if refreshes:
-        legend.append(("all passages embedded anew", "refresh"))
-    first, last = share(recalls[0][1]), share(recalls[-1][1])
-    description = f"{label} over training, from {first} to {last}; {len(refreshes)} refreshes."
-    x_label = "training steps, one stage after the other"
-    return {
-        "label": label,
-        "stages": ", ".join(band.name for band in bands),
-        "plot": plot(series, description, x_label, (0, 1), bands, refreshes, _HIGH_CHART),
-        "legend": legend,
-    }
+    first_steps, bands, start = dict[str, int](), list[Band](), 0
+    for name in dict.fromkeys([*titles, *(point["stage"] for point in history)]):
+        lengths = [stage.get("steps", 0) for stage in stages if stage["name"] == name]
+        end = start + max(lengths + [point["step"] for point in history if point["stage"] == name])
+        first_steps[name] = start
+        bands.append(Band(titles.get(name, name), start, end))
+        start = end
 
+    measure = next((name for name in ("recall@5", "answer_recall@5") if any(name in point for point in history)), None)
+    if measure is not None:
+        points = [
+            (first_steps[point["stage"]] + point["step"], point[measure]) for point in history if measure in point
+        ]
+        refreshes = [first_steps[point["stage"]] + point["step"] for point in history if point.get("refresh")]
+        label, bm25 = metric_label(measure), results.get(measure, {}).get("bm25")
+        described = f"{label} during training, from {share(points[0][1])} to {share(points[-1][1])}"
+        note = f"{described}. A triangle marks a new index."
+        note += f" The dashed line is BM25 ({share(bm25)})." if bm25 is not None else ""
+        plot = chart(points, described, y_range=(0, 1), bands=bands, marks=refreshes, level=bm25)
+        sections.append(Section("Recall", note, curve=plot))
+    utility = results.get("retrieval_utility")
+    gained = "" if utility is None else f" At the end of REALM: {utility:+.2f} nats."
+    for key, heading, note in (
+        ("loss", "Loss", "In nats; each stage has a loss of its own."),
+        ("retrieval_utility", "Retrieval utility", f"Nats gained on a masked word by reading passages.{gained}"),
+    ):
+        points = [
+            (first_steps[stage["name"]] + row["step"], row[key])
+            for stage in stages
+            for row in stage.get("metrics", ())
+            if key in row
+        ]
+        described = f"{heading} during training, from {points[0][1]:.3g} to {points[-1][1]:.3g}" if points else ""
+        if plot := chart(points, described, bands=bands):
+            sections.append(Section(heading, note, curve=plot))
 
-def _replaced_words(data: Data) -> list[tuple[str, list[Bar]]]:
-    """A heading and bars for each number of replaced words."""
-    groups = data.get("recall_by_replaced_words", {})
-    sizes = data.get("questions_by_replaced_words", {})
-    parts = []
-    for name in sorted({name for shares in groups.values() for name in shares}, key=group_order):
-        heading = {"0": "No word", "1": "1 word"}.get(name, f"{name} words") + " of the name replaced"
-        heading += f" ({sizes[name]:,} questions)" if name in sizes else ""
-        shares = {method: of_method[name] for method, of_method in groups.items() if name in of_method}
-        parts.append((heading, _bars(shares, METHODS)))
-    return parts
+    # --- tables: groups of questions, index versions, examples, settings
 
+    groups, sizes = data.get("recall_by_replaced_words", {}), data.get("questions_by_replaced_words", {})
+    names = sorted({name for shares in groups.values() for name in shares}, key=group_order)
+    heads = [f"{name} ({sizes[name]:,} questions)" if name in sizes else name for name in names]
+    rows = [
+        [METHODS.get(method, method), *(_cell(shares.get(name)) for name in names)] for method, shares in groups.items()
+    ]
+    note = "By how many words of a name the question replaces by synonyms, which no passage uses."
+    sections.append(Section("recall@5 by replaced words", note, ["", *heads], rows, len(names)))
 
-def _adoptions(data: Data) -> list[tuple[str, ...]]:
-    return [
-        (
+    rows = [
+        [
             adoption["generation"],
             _count(adoption["step"]),
             _count(adoption["step"] - adoption["index_step"]),
             duration(adoption["waited"]),
-            "–" if adoption.get("drift") is None else f"{adoption['drift']:.2f}",
-        )
+            _cell(adoption.get("drift")),
+        ]
         for adoption in data.get("adoptions", ())
     ]
+    note = (
+        "Overlap: how many of the first eight among the first hundred passages of the old index stay when the new one "
+        "scores them; 1 is no drift."
+    )
+    heads = ["Index version", "Adopted at step", "Age then, steps", "Waited for", "Overlap"]
+    sections.append(Section("Adopted indexes", note, heads, rows, 4))
+    sections += [_example(example) for example in data.get("examples", ())]
+    if masked := data.get("masked_sentence"):
+        rows = [
+            [row["model"], row["expression"], probability(row["probability"]), row.get("passage", "")]
+            for row in masked["rows"]
+        ]
+        note = (
+            f"Of {masked['sentences']} sentences, the one that retrieval helps most: {masked['sentence']} "
+            f"The masked words: {masked['answer']}"
+        )
+        sections.append(Section("A masked sentence", note, ["", "Probability", "Value", "Passage"], rows))
+    entries = {name.capitalize(): data[name] for name in ("command", "created", "hardware") if data.get(name)}
+    rows = [[key, _plain(value)] for key, value in {**entries, **data.get("settings", {})}.items()]
+    sections.append(Section("Settings", "", ["Setting", "Value"], rows, 1))
+    shown = [section for section in sections if section.rows or not section.heads]  # no table without rows
+    return render_page(data.get("title", "REALM"), finding.sentence, shown, finding.figures, notes)
 
 
-# ---- questions with their passages, and one masked sentence
+def headline(data: Data) -> Headline:
+    """Return the main finding, including no change and a regression.
 
-
-def _example(example: Data) -> View:
-    candidates = sorted(example.get("candidates", ()), key=lambda candidate: -candidate["probability"])
-    shown, rest = candidates[:_PASSAGES_SHOWN], candidates[_PASSAGES_SHOWN:]
-    together = probability(sum(candidate["probability"] for candidate in rest))
-    is_answered = "prediction" in example
-    return {
-        "question": example["question"],
-        "prediction": example["prediction"] or "no answer" if is_answered else None,
-        "correct": example.get("correct") if is_answered else None,
-        "answers": " or ".join(example.get("answers", ())),
-        "passages": [_passage(candidate) for candidate in shown],
-        "rest": f"{len(rest)} more, together {together}" if rest else "",
-    }
-
-
-def _passage(candidate: Data) -> View:
-    weight = candidate["probability"]
-    return {
-        "bar": Bar("p(z|x)", weight, "realm", probability(weight)),
-        "is_empty": not candidate.get("title") and not candidate.get("text"),
-        "is_gold": candidate.get("is_gold"),
-        "title": candidate.get("title", ""),
-        "snippet": _snippet(candidate.get("text", ""), candidate.get("answer_span")),
-    }
-
-
-def _snippet(passage: str, span: Sequence[int] | None) -> tuple[str, str, str]:
-    """The part of a passage around the answer: what stands before it, the answer, what stands after it.
-
-    The start of the passage where it has no answer.
+    A difference counts if it is larger than two standard errors of the difference of two shares.
     """
-    if not span or not 0 <= span[0] < span[1] <= len(passage):
-        cut = _word_end(passage, _SNIPPET_CHARACTERS)
-        return passage[:cut] + ("…" if cut < len(passage) else ""), "", ""
-    start, end = span
-    # A start that is nearly the passage's start is moved there: the first words say what the passage is about.
-    first = _word_start(passage, start - _SNIPPET_CHARACTERS // 2) if start > _SNIPPET_CHARACTERS * 0.7 else 0
-    last = max(_word_end(passage, first + _SNIPPET_CHARACTERS), end)
-    before, after = ("…" if first > 0 else ""), ("…" if last < len(passage) else "")
-    return before + passage[first:start], passage[start:end], passage[end:last] + after
+    results = data.get("results", {})
+    measure = next((name for name in ("recall@5", "answer_recall@5") if results.get(name)), None)
+    recalls, comparison = results.get(measure, {}) if measure else {}, results.get("comparison") or {}
+    questions = data.get("corpus", {}).get("dev_questions")
+    measured_on = f", on {questions:,} held-out questions" if questions else ""
+    before_name = comparison["before"] if comparison.get("before") in recalls else UNTRAINED
+    if measure is None or before_name not in recalls or comparison.get("after") not in recalls:
+        exact = results.get("exact_match", {})
+        if not {"retrieval", "closed_book"} <= {*exact}:
+            return Headline(
+                "This run cannot say whether the retriever learned.",
+                "",
+                "Recall was not measured before and after REALM.",
+            )
+        without, reading = exact["closed_book"], exact["retrieval"]
+        helps = reading - without > margin(questions, reading, without)
+        sentence = f"Retrieved passages {'helped' if helps else 'did not help'} the model to answer questions."
+        footnote = f"Share of questions answered exactly without and with passages{measured_on}."
+        return Headline(sentence, f"exact match {share(without)} → {share(reading)}", footnote)
+    before, after = recalls[before_name], recalls[comparison["after"]]
+    target = "the right passage" if measure == "recall@5" else "a passage with the answer"
+    clear = margin(questions, before, after)
+    if after < before - clear:
+        sentence = f"Filling in masked words made the retriever worse at finding {target}."
+    elif after <= before + clear:
+        sentence = f"Filling in masked words did not teach the retriever to find {target}."
+    else:
+        sentence = f"From filling in masked words, the retriever learned to find {target}. It had seen no question."
+    stage = METHODS.get(before_name, before_name)
+    footnote = f"{share(before)}: {stage[0].lower()}{stage[1:]}; {share(after)}: after REALM{measured_on}."
+    return Headline(sentence, f"{metric_label(measure)} {share(before)} → {share(after)}", footnote)
 
 
-def _word_start(passage: str, place: int) -> int:
-    return 0 if place <= 0 else passage.rfind(" ", 0, place) + 1
+def margin(questions: int | None, first: float, second: float) -> float:
+    """Return two standard errors of the difference of two shares of so many questions."""
+    if not questions:
+        return DEFAULT_MARGIN
+    return 2 * math.sqrt((first * (1 - first) + second * (1 - second)) / questions) + 0.5 / questions
 
 
-def _word_end(passage: str, place: int) -> int:
-    space = passage.find(" ", place)
-    return len(passage) if place >= len(passage) or space < 0 else space
+def metric_label(measure: str) -> str:
+    """Return a measure's name as the page writes it."""
+    return measure.replace("_", " ").replace("mrr", "MRR").replace("ndcg", "nDCG")
 
 
-def _masked_sentence(data: Data) -> View | None:
-    """Table 3 of the paper: p(y|x) without retrieval, p(y|z,x) with the right passage z, and the marginal."""
-    masked = data.get("masked_sentence")
-    if not masked:
-        return None
-    readings = [
-        {
-            "model": row["model"],
-            "bar": Bar(row["expression"], row["probability"], "realm", probability(row["probability"])),
-            "passage": row.get("passage"),
-        }
-        for row in masked["rows"]
-    ]
-    parts = _BLANK.split(masked["sentence"].replace("[MASK]", " [MASK] "))
-    return {"sentences": masked["sentences"], "parts": parts, "answer": masked["answer"], "readings": readings}
-
-
-# ---- curves and tables
-
-
-def _stage_curves(data: Data) -> list[View]:
-    return [
-        {"metric": name, "stage": _stage_title(stage), "meaning": meaning, "plot": _stage_plot(stage, key, name)}
-        for key, (name, meaning) in _STAGE_CURVES.items()
-        for stage in data.get("stages", ())
-        if any(key in row for row in stage.get("metrics", ()))
-    ]
-
-
-def _stage_plot(stage: Data, key: str, name: str) -> View | None:
-    points = [(row["step"], row[key]) for row in stage["metrics"] if key in row]
-    description = f"{name} of the stage {_stage_title(stage)}: from {points[0][1]:.3g} to {points[-1][1]:.3g}"
-    # Only a loss may leave zero out of its picture: the level of the others means something.
-    least = None if key == "loss" else (0.0, 0.0)
-    series = Series(points, _KINDS.get(stage["name"], "other"))
-    return plot([series], description, "steps", least, size=_SMALL_CHART)
-
-
-def _recall_table(results: Data) -> View | None:
-    measures = [name for name in results if is_retrieval_measure(name) and results[name]]
+def _example(example: Data) -> Section:
+    """A question with the answer and the passages that the reader used, the most probable first."""
+    verdict = ""
+    if "prediction" in example:
+        prediction, correct = example["prediction"] or "no answer", example.get("correct")
+        verdict = prediction if correct is None else f"{'✓' if correct else '✗'} {prediction}"
+    answers = " or ".join(example.get("answers", ()))
+    right = f"right: {answers}" if answers and not example.get("correct") else ""
+    candidates = sorted(example.get("candidates", ()), key=lambda candidate: -candidate["probability"])[:PASSAGES_SHOWN]
     rows = [
-        (title, *(share(results[measure][name]) if name in results[measure] else "–" for measure in measures))
-        for name, title in METHODS.items()
-        if any(name in results[measure] for measure in measures)
+        [
+            probability(candidate["probability"]),
+            candidate.get("title", "") + (" (right passage)" if candidate.get("is_gold") else ""),
+            _snippet(candidate.get("text", ""), candidate.get("answer_span")),
+        ]
+        for candidate in candidates
     ]
-    return {"measures": [metric_label(measure) for measure in measures], "rows": rows} if rows else None
+    note = " ".join(filter(None, (verdict, right)))
+    return Section(example["question"], note, ["p(z|x)", "Passage", "Text"] if rows else (), rows)
 
 
-def _other_numbers(results: Data, titles: Mapping[str, str]) -> list[tuple[str, str]]:
-    exact = results.get("exact_match", {})
-    rows = [(f"Exact match: {title.lower()}", share(exact[name])) for name, title in READERS.items() if name in exact]
-    if results.get("retrieval_utility") is not None:
-        rows.append(("Retrieval utility", f"{results['retrieval_utility']:+.3f} nats"))
-    taken = results.get("seconds", {}).items()
-    return rows + [(f"Time: {titles.get(name, name)}", duration(seconds)) for name, seconds in taken]
+def _snippet(passage: str, span: Sequence[int] | None) -> Markup:
+    """The part of a passage around its answer, which is marked; its first words if it has none."""
+    start, end = span if span and 0 <= span[0] < span[1] <= len(passage) else (0, 0)
+    first = max(0, start - SNIPPET // 2) if start > SNIPPET * 0.7 else 0
+    last = max(first + SNIPPET, end)
+    before, after = "…" * (first > 0) + passage[first:start], passage[end:last] + "…" * (last < len(passage))
+    return (
+        Markup("{}<mark>{}</mark>{}").format(before, passage[start:end], after) if end else Markup("{}").format(after)
+    )
 
 
-def _settings(data: Data) -> list[tuple[str, str]]:
-    entries = {
-        **{name.capitalize(): data[name] for name in ("command", "created", "hardware") if data.get(name)},
-        **data.get("settings", {}),
-    }
-    return [(key, _plain(value)) for key, value in entries.items()]
-
-
-def _stage_bands(data: Data) -> dict[str, Band]:
-    """The stages that have a recall history, laid end to end along the x axis in steps."""
-    history = data["recall_history"]
-    lengths = {stage["name"]: stage.get("steps", 0) for stage in data.get("stages", ())}
-    names = [name for name in lengths if any(point["stage"] == name for point in history)]
-    names += [name for name in dict.fromkeys(point["stage"] for point in history) if name not in lengths]
-    bands, start = {}, 0
-    for name in names:
-        end = start + max([lengths.get(name, 0)] + [point["step"] for point in history if point["stage"] == name])
-        bands[name] = Band(_titles(data).get(name, name), start, end)
-        start = end
-    return bands
-
-
-def _titles(data: Data) -> dict[str, str]:
-    return {stage["name"]: _stage_title(stage) for stage in data.get("stages", ())}
-
-
-def _stage_title(stage: Data) -> str:
-    return str(stage.get("title") or stage["name"])
+def _cell(value: float | None) -> str:
+    return "–" if value is None else share(value)
 
 
 def _count(value: int | None) -> str:
@@ -331,7 +286,7 @@ def _count(value: int | None) -> str:
 
 
 def _without_none(value: Any) -> Any:
-    """The data without the keys whose value is None: a measure that was not taken is left out."""
+    """The data without keys whose value is None."""
     if isinstance(value, Mapping):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     return [_without_none(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -21,9 +21,8 @@ from realm_jax.data.examples import dataset
 from realm_jax.data.held_out import evenly_spaced
 from realm_jax.data.questions import Question, answered
 from realm_jax.eval.answers import exact_match, find_answer
-from realm_jax.eval.findings import UNTRAINED
 from realm_jax.eval.prediction import GROUPED_BY, Evaluator, Prediction
-from realm_jax.eval.report import write_report
+from realm_jax.eval.report import UNTRAINED, write_report
 from realm_jax.eval.retrieval import is_retrieval_measure
 from realm_jax.forward.context import Index, reader_query
 from realm_jax.forward.masked import read_masked
