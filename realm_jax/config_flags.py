@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from realm_jax.config import add_sections, check_shape, named_sections, reference
 from realm_jax.errors import UserError
 from realm_jax.recipes import NAMED, config_names, is_name
-from realm_jax.schema import advise, flatten, parse
+from realm_jax.schema import flatten, parse, suggest
 
 
 def add_config_argument(parser: argparse.ArgumentParser, default: str = "the built-in one") -> None:
@@ -144,7 +144,7 @@ def _parse_override(override: str, config: ConfigDict, kind: str) -> tuple[str, 
     if key not in keys:
         if inside := next((known for known in keys if known.startswith(f"{key}.")), ""):
             raise UserError(f"{flag}: {key} is a section; set its keys, such as --{kind}.{inside}")
-        raise UserError(f"{flag}: there is no such key in the {kind}; {advise(key, keys)}")
+        raise UserError(f"{flag}: there is no such key in the {kind}; {suggest(key, keys)}")
     *sections, name = key.split(".")
     section = functools.reduce(ConfigDict.__getitem__, sections, config)
     wanted = section.get_type(name)

@@ -114,7 +114,7 @@ def check_shape(config: ConfigDict, like: ConfigDict, kind: str = "config") -> N
     for name, value in found.items():
         inside = next((known for known in wanted if known.startswith(f"{name}.")), None)
         require(inside is None, name, f"is a section; set its keys, such as {inside}", kind)
-        require(name in wanted, name, f"no such key, {advise(name, wanted)}", kind)
+        require(name in wanted, name, f"no such key, {suggest(name, wanted)}", kind)
         require(_fits(value, wanted[name]), name, _type_advice(value, wanted[name]), kind)
     for name in wanted:
         require(name in found, name, f"is missing; begin with `{begin}` and change what differs", kind)
@@ -160,21 +160,12 @@ def _type_advice(value: Any, example: Any) -> str:
     return f"takes a value of type {type(example).__name__}, such as {example!r}, not {given}"
 
 
-def advise(name: str, known: Iterable[str], otherwise: str = "at the top it has") -> str:
-    """What to write in place of a key, or a word, that is not there: at most three like it, or what there is at the
-    top, after `otherwise`.
-
-    Alike are those of the same name in another section, else those alike in its section, else those alike.
-    """
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return the key that is most like an unknown one, as advice in a message; all sections if none is like it."""
     known = list(known)
-    section, _, last = name.rpartition(".")
-    same_name = [one for one in known if one.rpartition(".")[2] == last]
-    siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
-    alike = [siblings[close] for close in difflib.get_close_matches(last, siblings)]
-    near = (same_name or alike or difflib.get_close_matches(name, known, cutoff=0.75))[:3]
-    if near:
-        return f"did you mean {' or '.join(near)}?"
-    return f"{otherwise} {', '.join(sorted({one.partition('.')[0] for one in known}))}"
+    near = difflib.get_close_matches(name, known, 1)
+    sections = ", ".join(sorted({one.partition(".")[0] for one in known}))
+    return f"did you mean {near[0]}?" if near else f"at the top it has {sections}"
 
 
 def help_text(sections: Sections) -> str:

@@ -8,13 +8,10 @@ the form `--config.key=value`, and `args.spec_overrides` those of the form `--sp
 """
 
 import argparse
-import difflib
 import errno
 import importlib
-import io
 import logging
 import os
-import re
 import select
 import shlex
 import sys
@@ -22,7 +19,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import realm_jax
 from realm_jax.errors import LESS_MEMORY, MACHINE_FAULT, USER_ERROR, UserError, full_disk
@@ -58,7 +55,7 @@ JOBS = {  # command → what it does; its module is named like it
     "ablate": "train variants that differ in one setting, with several seeds, and tabulate the results",
     "ask": "ask a trained run a question",
     "serve": "answer questions over HTTP, with a page and an API",
-    "doctor": "report what is installed, which devices there are, and what will be slow",
+    "doctor": "list versions, devices, memory, disk and missing packages",
     "completion": "print a script that completes commands, flags and files in a shell",
 }
 
@@ -69,11 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises `SystemExit(2)` for arguments that cannot be parsed. An exception that is neither the user's mistake nor a
     preemption is a defect and propagates with its traceback.
     """
-    _fix_std_streams()
     with _quiet_on_full_disk(), CtrlC() as ctrl_c:
         try:
             code = _run(list(sys.argv[1:] if argv is None else argv), ctrl_c)
-            sys.stdout.flush()  # a closed pipe shows up here rather than during interpreter shutdown
+            if sys.stdout is not None:  # a shell may have closed it
+                sys.stdout.flush()  # a closed pipe shows up here rather than during interpreter shutdown
             return code
         except KeyboardInterrupt:
             return _interrupted()
@@ -83,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:
             if ctrl_c.received:  # a library may have swallowed the exception
                 return _interrupted()
-            if isinstance(error, BrokenPipeError) and _stdout_is_broken():
+            if isinstance(error, BrokenPipeError) and _stdout_is_closed():
                 return BROKEN_PIPE
             if not (message := _user_error_message(error)):
                 raise
@@ -127,13 +124,14 @@ def _quiet_on_full_disk() -> Iterator[None]:
         threading.excepthook = usual
 
 
-def _fix_std_streams() -> None:
-    """Streams that the shell closed become /dev/null; characters that stdout cannot encode are printed as "?"."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
-    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.encoding.lower().startswith("utf"):
-        sys.stdout.reconfigure(errors="replace")
+def _stdout_is_closed() -> bool:
+    """Return whether the reader of stdout went away; stdout then becomes /dev/null, so that shutting down is quiet."""
+    stdout = select.poll()
+    stdout.register(sys.stdout.fileno(), 0)
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in stdout.poll(0)):
+        return False  # another pipe broke
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _run(argv: list[str], ctrl_c: CtrlC) -> int:
@@ -148,34 +146,17 @@ def _run(argv: list[str], ctrl_c: CtrlC) -> int:
     for override in given:  # here, since what follows a space is taken for something else
         if "=" not in override:
             raise UserError(f"{override}: no value; write {override}=VALUE")
-    args, rest = parser.parse_known_args([one for one in argv if one not in given])
-    for flag, place in OVERRIDES.items():
-        setattr(args, place, overrides[flag])
-        rest += [] if hasattr(args, flag) else overrides[flag]
+    args = parser.parse_args([one for one in argv if one not in given])
+    for flag, attribute in OVERRIDES.items():
+        if overrides[flag] and not hasattr(args, flag):
+            parser.error(f"unrecognized arguments: {' '.join(overrides[flag])}")
+        setattr(args, attribute, overrides[flag])
     args.command_line = shlex.join(["realm", *argv])
-    if rest:
-        _refuse(parser, args.command, rest)
     from realm_jax import console  # here, since Rich is not needed for `realm --help`
 
     console.set_up_logging()
     code = jobs[args.command].run(args)
     return 0 if code is None else code
-
-
-def _refuse(parser: argparse.ArgumentParser, name: str, rest: list[str]) -> NoReturn:
-    """End with the usage of a command, the arguments that it does not take, and a flag that is like the first."""
-    command = _subcommands(parser)[name]
-    known = [flag for action in command._actions for flag in action.option_strings]
-    near = difflib.get_close_matches(rest[0].partition("=")[0], known, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    command.print_usage(sys.stderr)
-    parser.exit(2, f"{parser.prog}: error: unrecognized arguments: {' '.join(rest)}{hint}\n")
-
-
-def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parsers of a parser's commands or actions, by name."""
-    groups = [group.choices for group in parser._actions if isinstance(group, argparse._SubParsersAction)]
-    return dict(groups[0]) if groups else {}
 
 
 def module_of(name: str) -> str:
@@ -203,58 +184,23 @@ def import_job(name: str) -> ModuleType:
         ) from error
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser, also of the commands within it, that names what is like a word which an argument does not take."""
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Raise UserError for a value that is not among an argument's choices."""
-        if action.choices is None or value in action.choices:
-            return
-        from realm_jax.schema import advise  # here, since `realm --help` needs no config
-
-        flag = next(reversed(action.option_strings), "")
-        given = f"{flag}={value}: there is no such value" if flag else f"{self.prog} {value}: there is no such command"
-        raise UserError(f"{given}; {advise(str(value), map(str, action.choices), 'choose among')}")
-
-
-def make_parser(jobs: Mapping[str, ModuleType]) -> Parser:
-    """The parser of all commands, with the arguments of those whose modules are given: the others stay unimported."""
-    parser = Parser(
+def make_parser(jobs: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
+    """Return the parser of all commands, with arguments of those in `jobs`; the modules of others stay unimported."""
+    options: dict[str, Any] = {"allow_abbrev": False}
+    if sys.version_info >= (3, 14):
+        options["suggest_on_error"] = True
+    parser = argparse.ArgumentParser(
         prog="realm",
         description="Train language models that retrieve before they predict.",
         epilog="`realm COMMAND --help` shows a command's arguments, with examples.",
-        allow_abbrev=False,
+        **options,
     )
     parser.add_argument("--version", action="version", version=f"realm_jax {realm_jax.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in JOBS.items():
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=summary[0].upper() + summary[1:] + ".",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        description = f"{summary[0].upper()}{summary[1:]}."
+        formatter = argparse.RawDescriptionHelpFormatter
+        command = commands.add_parser(name, help=summary, description=description, formatter_class=formatter, **options)
         if name in jobs:
             jobs[name].add_arguments(command)
-            _share_examples(command)
     return parser
-
-
-def _share_examples(command: argparse.ArgumentParser) -> None:
-    """Give the help of each action of a command those of the command's examples that show it."""
-    examples = re.findall(r"^  realm .*?[^\\]$", command.epilog or "", re.MULTILINE | re.DOTALL)
-    for name, action in _subcommands(command).items():
-        shown = [example for example in examples if example.startswith(f"  {command.prog} {name} ")]
-        if shown:
-            action.epilog, action.formatter_class = "\n".join(["examples:", *shown]), command.formatter_class
-
-
-def _stdout_is_broken() -> bool:
-    """Whether the reader of stdout went away; if so, stdout is pointed elsewhere so that shutting down stays quiet."""
-    watch = select.poll()
-    watch.register(sys.stdout.fileno(), 0)
-    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in watch.poll(0)):
-        return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
