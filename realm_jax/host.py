@@ -39,7 +39,6 @@ ARENAS = 4  # with eight or sixteen two cores compile no faster
 HEAP = 64 << 20  # bytes of a heap of an arena beside the main one; with as much padding wanted no heap is given back
 LARGE = 32 << 20  # bytes of a block that is mapped apart: the most that glibc takes
 BLOCKS = 1 << 16  # that may be mapped at a time: glibc's own limit
-LARGE_PAGES = "glibc.malloc.hugetlb=1"  # of GLIBC_TUNABLES
 MANY_FILES = 1 << 20  # open at a time, where the system has no limit
 WIDE = 256  # hidden size from which a model's large blocks are returned
 
@@ -141,21 +140,6 @@ def multiplies_bfloat16(cpuinfo: str = "/proc/cpuinfo") -> bool:
     except OSError:
         return False
     return "amx_bf16" in flags or "avx512_bf16" in flags
-
-
-def waits_for_large_pages(setting: str = "/sys/kernel/mm/transparent_hugepage/enabled") -> bool:
-    """Whether the system has pages of 2 MB for a program that asks for them, and glibc does not ask.
-
-    It reads GLIBC_TUNABLES when a process starts, so nobody else can set it. Large blocks cost less with such pages: a
-    quarter of a step of `realm adapt` (`benchmarks/README.md`).
-    """
-    if LARGE_PAGES.partition("=")[0] in os.environ.get("GLIBC_TUNABLES", "") or platform.libc_ver()[0] != "glibc":
-        return False
-    try:
-        with open(setting, encoding="ascii") as file:
-            return "[madvise]" in file.read()
-    except OSError:
-        return False
 
 
 def is_cpu_only() -> bool:

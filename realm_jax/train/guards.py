@@ -1,4 +1,4 @@
-"""Guards of a run: hangs, recompilation and diverging replicas; and the profiler.
+"""Guards of a run against hangs and recompilation; and the profiler.
 
 None of them changes what is computed.
 """
@@ -11,19 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, PartitionSpec
 
-from realm_jax.checksums import named_arrays, sums
-from realm_jax.errors import UserError
 from realm_jax.host import free_heap, signal_handler
-from realm_jax.mesh import replicated
 
 logger = logging.getLogger(__name__)
 
@@ -141,48 +134,3 @@ class CompileGuard:
                 "changed", step, count,
             )  # fmt: skip
             self._known = count
-
-
-def check_replicas(mesh: Mesh, tree: Any, step: int) -> None:
-    """Raise UserError when devices that hold the same part of an array hold different bits.
-
-    A device that computes wrongly shows here first, before what it made is saved. Every process has to call this.
-    """
-    if wrong := differing_replicas(mesh, tree):
-        name, device = wrong[0]
-        raise UserError(
-            f"step {step}: device {device} holds other bits of {name} than its replicas, {len(wrong)} arrays in all; a "
-            "device computes wrongly: take it out and run the command again, which resumes from the last checkpoint"
-        )
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _sums_by_device(mesh: Mesh, spec: PartitionSpec, array: jax.Array) -> jax.Array:
-    """uint32 [devices, 2], each device's row on it: the sums of what it holds."""
-    everyone = PartitionSpec(mesh.axis_names)
-    own = jax.shard_map(lambda x: sums(x)[None], mesh=mesh, in_specs=spec, out_specs=everyone, check_vma=False)
-    return own(array)
-
-
-@partial(jax.jit, static_argnums=0)
-def _gather(mesh: Mesh, by_array: list[jax.Array]) -> jax.Array:
-    """uint32 [devices, arrays, 2], in every process."""
-    return jax.lax.with_sharding_constraint(jnp.stack(by_array, axis=1), replicated(mesh))
-
-
-def differing_replicas(mesh: Mesh, tree: Any) -> list[tuple[str, Any]]:
-    """Name of every array with replicas that differ, and the first device that differs from one before it."""
-    arrays = named_arrays(tree)
-    if mesh.size == 1:
-        return []
-    held = np.asarray(_gather(mesh, [_sums_by_device(mesh, x.sharding.spec, x) for x in arrays.values()]))
-    devices = list(mesh.devices.flat)
-    wrong = []
-    for number, (name, x) in enumerate(arrays.items()):
-        first: dict[str, bytes] = {}
-        places = x.sharding.devices_indices_map(x.shape)
-        for device, found in zip(devices, held[:, number], strict=True):
-            if first.setdefault(str(places[device]), found.tobytes()) != found.tobytes():
-                wrong.append((name, device.id))
-                break
-    return wrong

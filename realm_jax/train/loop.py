@@ -33,7 +33,7 @@ from realm_jax.train.best import BestParameters
 from realm_jax.train.built_index import BuiltIndex
 from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
 from realm_jax.train.feed import Feed
-from realm_jax.train.guards import CompileGuard, Profiler, Watchdog, check_replicas
+from realm_jax.train.guards import CompileGuard, Profiler, Watchdog
 from realm_jax.train.index_source import IndexSource, Interrupted, start_vectors
 from realm_jax.train.metrics import MetricLogger, StepCost
 from realm_jax.train.records import describe_regression, stage_summary
@@ -334,13 +334,12 @@ def log(loop: Loop) -> None:
 def save(loop: Loop) -> None:
     """Save in the background: the state, the index in use or the name of its generation, and the searches under way.
 
-    Raises UserError, and saves nothing, where a loss is not finite or devices that should hold the same bits do not.
+    Raises UserError, and saves nothing, if a loss is not finite.
     """
     if loop.values:
         loop.metrics.fetch(loop.step, loop.values)
     loop.metrics.flush()
     with loop.metrics.waiting("checkpoint"):
-        check_replicas(loop.task.run.mesh, loop.state, loop.step)
         index = loop.index
         generation = "" if index is None else index.generation
         record = {"index_step": -1 if index is None else index.step, "generation": generation}
