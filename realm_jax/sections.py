@@ -21,7 +21,7 @@ HELD_OUT = Limit(
     "0 for none, or from 0.001 to 1 (documents are held out in thousandths)",
     lambda value: value == 0 or 0.001 <= value <= 1,
 )
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+TRACKERS = ("tensorboard", "wandb")
 LOGGED_TO = Limit(
     f"'' or some of {', '.join(TRACKERS)}, each at most once",
     lambda value: {*(names := tracker_names(value))} <= {*TRACKERS} and len(names) == len({*names}),
@@ -273,9 +273,9 @@ class Log:
     every: int = key(10, "steps between two lines of metrics", POSITIVE, operations=True)
     to: str = key(
         "tensorboard",
-        "where values go beside the files of records, comma-separated: 'tensorboard' (files in the run folder), "
-        "'wandb', 'mlflow', 'trackio': a run for each task, which a resumed task goes on with. Their own environment "
-        "variables say where that is, such as WANDB_PROJECT and MLFLOW_TRACKING_URI. '': nowhere",
+        "where values go besides metrics.jsonl and evaluations.jsonl, comma-separated: 'tensorboard' (files in the run "
+        "folder), 'wandb' (a run for each task, which a resumed task goes on with; its variables say where, such "
+        "as WANDB_PROJECT). '': nowhere",
         LOGGED_TO,
         operations=True,
     )

@@ -26,7 +26,7 @@ from realm_jax.processes import is_process_0
 from realm_jax.storage import write_atomic
 from realm_jax.tasks.base import Monitor
 from realm_jax.train.records import read_lines
-from realm_jax.train.trackers import Trackers
+from realm_jax.train.trackers import CompositeTracker
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class MetricLogger:
         self, folder: Path, task: str, start: int, total: int, work: StepCost, record: dict[str, Any],
         last_saved: Callable[[], int | None] = lambda: None,
         monitors: Sequence[Monitor] = (),
-        trackers: Trackers | None = None,
+        trackers: CompositeTracker | None = None,
     ) -> None:  # fmt: skip
         """start: steps that are done. record: of the checkpoint that the task resumes from, {} for none; of its entries
         `seconds` (spent) and `first_started` (of the task, as `time.time()`) count. last_saved: the newest step that is
@@ -96,7 +96,7 @@ class MetricLogger:
         carries the folder's name."""
         self._folder, self._task, self._start = folder, task, start
         self._work, self._last_saved = work, last_saved
-        self._trackers = Trackers() if trackers is None else trackers
+        self._trackers = CompositeTracker({}) if trackers is None else trackers
         self._listener = _listener.get()
         self._metrics = RecordWriter(folder, "metrics", start)
         # An evaluation follows the save of its step, so a run that resumes from that save makes it again.
@@ -119,7 +119,7 @@ class MetricLogger:
 
     def __exit__(self, *error: Any) -> None:
         self._bar.__exit__(*error)
-        self._trackers.close()  # first, as closing the files fails on a full disk
+        self._trackers.finish()  # first, as closing the files fails on a full disk
         self._metrics.close()
         self._evaluations.close()
 
@@ -186,7 +186,7 @@ class MetricLogger:
 
     def _record(self, writer: "RecordWriter", kind: str, step: int, values: dict[str, Any]) -> None:
         writer.write(step, values)
-        self._trackers.send(kind, step, values)
+        self._trackers.log(kind, step, values)
         if self._listener is not None:
             self._listener(Progress(self._folder.name, kind, step, values))
 
