@@ -33,10 +33,11 @@ from pathlib import Path
 from typing import Any
 
 from full_scale import WIKIPEDIA, memory_in_use
-from trainer_start import DELAY
 
 from realm_jax.data.store import MANIFEST, new_version
 from realm_jax.storage import read_json, write_json_atomic
+
+DELAY = 0.05  # seconds before a bucket answers
 
 STEPS, SAVED = 12, 10  # steps of each start; a save every so many
 TINY = (
