@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+Cell = str | tuple[str, str, str]  # a text, or the text before, in and after a mark
 MAX_POINTS = 160  # of a curve: more cannot be told apart
 MAX_DOTS = 40  # a curve of more points is drawn without a dot at each
 
@@ -48,7 +49,7 @@ class Section:
     heading: str
     note: str = ""
     heads: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
+    rows: Sequence[Sequence[Cell]] = ()
     numbers: int = 0
     bars: Sequence[Bar] = ()
     curve: dict[str, Any] | None = None

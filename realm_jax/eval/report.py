@@ -6,10 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from markupsafe import Markup
-
 from realm_jax.eval.format import duration, probability, share
-from realm_jax.eval.html import Band, Section, chart, render_page
+from realm_jax.eval.html import Band, Cell, Section, chart, render_page
 from realm_jax.eval.retrieval import group_order, is_retrieval_measure
 from realm_jax.storage import write_atomic
 
@@ -266,15 +264,13 @@ def _example(example: Data) -> Section:
     return Section(example["question"], note, ["p(z|x)", "Passage", "Text"] if rows else (), rows)
 
 
-def _snippet(passage: str, span: Sequence[int] | None) -> Markup:
-    """The part of a passage around its answer, which is marked; its first words if it has none."""
+def _snippet(passage: str, span: Sequence[int] | None) -> Cell:
+    """The part of a passage around its answer; its first words if it has none."""
     start, end = span if span and 0 <= span[0] < span[1] <= len(passage) else (0, 0)
     first = max(0, start - SNIPPET // 2) if start > SNIPPET * 0.7 else 0
     last = max(first + SNIPPET, end)
     before, after = "…" * (first > 0) + passage[first:start], passage[end:last] + "…" * (last < len(passage))
-    return (
-        Markup("{}<mark>{}</mark>{}").format(before, passage[start:end], after) if end else Markup("{}").format(after)
-    )
+    return (before, passage[start:end], after) if end else after
 
 
 def _cell(value: float | None) -> str:
