@@ -1,19 +1,16 @@
-"""Host tuning: malloc, open files, stacks, Python's garbage collection, and signals. No JAX.
+"""Tune the host for training and handle signals: malloc, open files, compiler stacks, garbage collection. No JAX.
 
-XLA allocates and frees hundreds of megabytes per step, and gigabytes with larger models. glibc returns such blocks to
-the system and gets them anew, with a page fault and a zeroed page each: a third of a step of the tiny recipe
-(`benchmarks/README.md`). One arena would keep them, but the threads of the compiler, which allocates little but blocks
-of a few bytes, wait for each other there. So there are several, and none of them gives a heap back; a block that is
-larger than a heap is, where its thread belongs to another arena than the main one.
-`keep_freed_memory` helps only before other threads have allocated anything, so `cli/main.py` calls it before it imports
+XLA allocates and frees hundreds of megabytes per step. glibc returns such blocks to the system and gets them back page
+by page: a third of a step of the tiny recipe (`benchmarks/README.md`, which has a measurement for each setting here).
+So malloc keeps freed memory. It has several arenas, because the compiler's threads would wait for each other in one.
+`keep_freed_memory` works only before other threads have allocated anything, so `cli/main.py` calls it before it imports
 a command. MALLOC_ARENA_MAX in the environment leaves malloc alone.
 
-What is kept serves a small model. The programs of a wide one, one for each length of its batches, leave each other
-holes that are too small, and twice the memory is held that any of them uses: `release_large_blocks`, before the first
-large block.
+Kept memory serves a small model. The programs of a wide one leave each other holes that are too small, and twice the
+memory is held that any of them uses: so `release_large_blocks`, before the first large block.
 
-Signals: SIGTERM is a notice that the machine goes away (`Stop`), SIGUSR1 asks for a profile (`guards.Profiler`), and
-Ctrl-C must not be lost (`CtrlC`).
+SIGTERM is a notice that the machine goes away (`Stop`), SIGUSR1 asks for a profile (`guards.Profiler`), and Ctrl-C must
+not be lost (`CtrlC`).
 """
 
 import contextlib
