@@ -352,7 +352,7 @@ def test_sigterm_saves_the_quickstart_s_model_within_ten_seconds(tmp_path):
     ended = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
     assert ended.returncode == 0 and f"qa: resuming from step {saved}" in ended.stderr
     steps = [line["step"] for line in read_lines(tmp_path / "run" / "realm" / "metrics.jsonl")]
-    assert steps == list(range(10, 501, 10))
+    assert steps == list(range(10, 401, 10))
 
 
 @pytest.mark.nightly
