@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from runs import STEPS, Cut, assert_same_run, cut_at, open_inline, train_measured
 
-from realm_jax import storage
 from realm_jax.cli import main as cli
 from realm_jax.errors import UserError
-from realm_jax.storage import StorageError
+from realm_jax.storage import StorageError, record_digest
 from realm_jax.train import checkpoints
 from realm_jax.train.checkpoints import SavedCheckpoint, saved_folders
 
@@ -50,8 +49,9 @@ def test_a_disk_that_is_full_for_a_checkpoint_is_named_without_the_tracebacks_of
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
-def test_one_flipped_bit_is_named_and_skipped(people, straight, tmp_path, monkeypatch, caplog, seed):
-    """Cut off after step 4, whose checkpoint then goes bad: training goes on from step 2, to the same bits."""
+def test_a_flipped_bit_of_a_checkpoint_changes_no_result(people, straight, tmp_path, monkeypatch, caplog, seed):
+    """Cut off after step 4, whose checkpoint then goes bad: training goes on from step 2, to the same bits. A bit that
+    no array needs may go unnoticed."""
     run = open_inline(people, tmp_path)
     with monkeypatch.context() as patch:
         cut_at(patch, 5)
@@ -61,7 +61,8 @@ def test_one_flipped_bit_is_named_and_skipped(people, straight, tmp_path, monkey
     assert newest.name == "4"
     flip(newest, np.random.default_rng(seed))
     train_measured(run)
-    assert f"{newest} is damaged" in caplog.text and "falling back to the previous checkpoint" in caplog.text
+    is_noticed = f"{newest} is damaged" in caplog.text
+    assert is_noticed == ("falling back to the previous checkpoint" in caplog.text) and (is_noticed or seed > 0)
     assert_same_run(run, straight)
 
 
@@ -90,15 +91,15 @@ def test_storage_that_fails_is_no_damage(people, straight, tmp_path, monkeypatch
     shutil.copytree(straight.workdir / "realm" / "checkpoints", tmp_path / "checkpoints")
     folder, names = tmp_path / "checkpoints", sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(storage, "file_digest", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        patch.setattr(checkpoints, "read_json", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         with pytest.raises(
             StorageError, match="could not be read .OSError: .Errno 5. Input/output error.; run the command again"
         ):
             SavedCheckpoint.newest_intact(folder, lambda saved: saved.step)
     assert sorted(entry.name for entry in folder.iterdir()) == names
-    for spoilt in ("CHECKSUMS.json", "_CHECKPOINT_METADATA"):
+    for _ in range(2):
         shutil.copytree(folder / str(STEPS - 2), folder / str(STEPS), dirs_exist_ok=True)
-        (folder / str(STEPS) / spoilt).write_text("{")
+        (folder / str(STEPS) / "_CHECKPOINT_METADATA").write_text("{")
         assert SavedCheckpoint.newest_intact(folder, lambda saved: saved.step) == STEPS - 2
     assert {f"{STEPS}.damaged", f"{STEPS}.damaged2"} <= {entry.name for entry in folder.iterdir()}
 
@@ -118,7 +119,7 @@ def test_what_a_save_leaves_is_returned(tmp_path, monkeypatch):
     with checkpoints.Checkpoints(tmp_path / "saves", keep=1) as saves:
         for step in (1, 2):
             saves.save(step, {"weights": np.arange(4.0)}, {}, {}, wait=True)
-            assert (saved_folders(tmp_path / "saves")[0] / checkpoints.FILES).is_file() and len(returned) == step
+            assert len(returned) == step
 
 
 def test_where_memory_is_short_a_save_holds_what_a_step_may_overwrite(tmp_path, monkeypatch):
@@ -137,3 +138,22 @@ def test_where_memory_is_short_a_save_holds_what_a_step_may_overwrite(tmp_path, 
     found = saved.read("state", like)  # whose checksums are compared
     assert [float(found[str(number)][0, 0]) for number in range(20)] == [float(number) for number in range(20)]
     assert np.array_equal(saved.read("vectors"), vectors)
+
+
+def test_damage_is_reported_with_the_name_of_the_array(tmp_path):
+    with checkpoints.Checkpoints(tmp_path, keep=1) as saves:
+        saves.save(3, {"bias": np.ones(2), "kernel": np.arange(4.0)}, {}, {}, wait=True)
+    record_file = tmp_path / "3" / checkpoints.METADATA
+    content = json.loads(record_file.read_text())
+    record = content["custom_metadata"]
+    record["checksums"]["state.kernel"][0] ^= 1
+    record_file.write_text(json.dumps(content | {"custom_metadata": record | {"digest": record_digest(record)}}))
+    with pytest.raises(UserError, match=r"3 is damaged \(state\.kernel does not match the checksums of the save\)"):
+        SavedCheckpoint.newest(tmp_path).verify()
+
+
+def test_a_checkpoint_with_digests_of_its_files_can_be_read(tmp_path):
+    with checkpoints.Checkpoints(tmp_path, keep=1) as saves:
+        saves.save(3, {"kernel": np.arange(4.0)}, {}, {}, wait=True)
+    (tmp_path / "3" / "CHECKSUMS.json").write_text("{}")  # as earlier versions wrote it
+    assert SavedCheckpoint.newest_intact(tmp_path, lambda saved: saved.read("state"))["kernel"].tolist() == [0, 1, 2, 3]

@@ -28,7 +28,7 @@ from realm_jax.train.workdir import recorded_config, recorded_folder
 
 EXAMPLES = """examples:
   realm storage ls --workdir=runs/wiki
-  realm storage verify --workdir=runs/wiki                every array, vector and file against its checksum
+  realm storage verify --workdir=runs/wiki                every array, vector and index file
   realm storage verify realm/2000 --workdir=runs/wiki
   realm storage rm 1500-3f09a2c1 --workdir=runs/wiki      a generation; old checkpoints go by checkpoint.keep
 """

@@ -5,9 +5,8 @@ One save holds the state, the index vectors in use (if the task retrieves) and a
 are from, seconds spent, and the environment. The input position needs no entry of its own: step × batch size examples
 have been seen. Saves are asynchronous, and a folder that was cut off in the middle is never taken for a checkpoint.
 
-The record also holds a checksum of every array, and reading compares it: Orbax detects missing data, but loads most
-flipped bits without an error. Once a save is complete, the digests of its files are written beside them
-(`CHECKSUMS.json`), so that damage is known before anything is loaded, and by all processes alike.
+The record also holds a checksum of every array, and reading compares it and names the arrays that differ: Orbax detects
+missing data, but may load flipped bits without an error.
 """
 
 import contextlib
@@ -15,7 +14,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
 from importlib import metadata
@@ -32,18 +30,17 @@ import realm_jax
 from realm_jax.checksums import checksums, mismatched, named_arrays
 from realm_jax.errors import UserError, full_disk
 from realm_jax.host import free_heap, releases_memory, usable_cores
-from realm_jax.processes import is_process_0, run_on_process_0
-from realm_jax.storage import StorageError, check_files, list_files, read_json, record_digest, write_json_atomic
+from realm_jax.processes import allgather_flags, is_process_0, run_on_process_0
+from realm_jax.storage import StorageError, read_json, record_digest
 
 logger = logging.getLogger(__name__)
 
 DAMAGED = ".damaged"  # what is set aside is called
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's name of the file that also holds our record
-FILES = "CHECKSUMS.json"  # in a checkpoint's folder: size and digest of every other file there
 TRANSIENT_STATUS = re.compile(
     "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|CANCELLED"
 )
-NONE, ALL_DAMAGED = -1, -2  # in place of a step
+NONE = -1  # in place of a step
 COPIED = 1 << 27  # bytes of arrays that are copied and written at a time where memory is short
 _T = TypeVar("_T")
 
@@ -62,8 +59,7 @@ class Checkpoints:
             preservation_policy=ocp.training.preservation_policies.LatestN(keep),
             cleanup_tmp_directories=True,
         )
-        self._sealing = ThreadPoolExecutor(1)
-        self._sealed: Future[None] | None = None
+        self._is_saving = False
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -76,8 +72,6 @@ class Checkpoints:
             if kind is None:
                 raise
             logger.error("%s", fault)  # and the first exception propagates
-        finally:
-            self._sealing.shutdown()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -115,23 +109,24 @@ class Checkpoints:
         """
         if self.latest == step:
             return
-        if self._sealed is not None:
-            self._sealed.result()  # before what it looks at can be removed
+        self.wait()
         items = {"state": state} | {name: {name: value} for name, value in index.items()}
         record = record | {"environment": environment(), "checksums": checksums(items)}
         record["digest"] = record_digest(record)
         with self._writing(), _limit_save_memory(items):
-            saving = self._checkpointer.save_checkpointables_async(step, items, custom_metadata=record, force=True)
-            self._sealed = self._sealing.submit(_end_save, saving, self._folder / str(step))
+            self._checkpointer.save_checkpointables_async(step, items, custom_metadata=record, force=True)
+        self._is_saving = True
         if wait:
             self.wait()
 
     def wait(self) -> None:
-        """Return when what is being saved is complete. Raises StorageError when it could not be."""
-        if self._sealed is not None:
+        """Return when what is being saved is complete, and its copies' memory is returned. Raises StorageError when it
+        could not be saved."""
+        if self._is_saving:
             with self._writing():
                 self._checkpointer.wait()
-                self._sealed.result()
+            self._is_saving = False
+            free_heap()
 
 
 def _is_told(record: logging.LogRecord) -> bool:
@@ -154,26 +149,7 @@ def _limit_save_memory(items: dict[str, Any]) -> contextlib.AbstractContextManag
     return context
 
 
-def _end_save(saving: Any, folder: Path) -> None:
-    """Wait until a save is complete and return its copies' memory; the first process writes the digests of its files.
-
-    What fails leaves the save without them.
-    """
-    try:
-        saving.result()
-        if is_process_0():
-            _write_file_checksums(folder)
-    except Exception as fault:  # the save's own is raised where its end is waited for; or it was removed again
-        logger.debug("%s has no %s: %s", folder, FILES, fault)
-    free_heap()
-
-
-def _write_file_checksums(folder: Path) -> None:
-    record = {"files": list_files(folder)}
-    write_json_atomic(folder / FILES, record | {"digest": record_digest(record)})
-
-
-def _quarantine(entry: Path, fault: Exception) -> None:
+def _quarantine(entry: Path, fault: object) -> None:
     logger.error("%s; falling back to the previous checkpoint", fault)
     if is_process_0():
         before = len([*entry.parent.glob(f"{entry.name}{DAMAGED}*")])  # the same step may be damaged again
@@ -203,6 +179,7 @@ class SavedCheckpoint:
     def __init__(self, path: Path):
         self._path = path
         self.step = int(path.name)
+        self._deferred: dict[str, Any] | None = None  # what was read and is compared later
         with self._reading():
             # Without the metadata of all arrays, which take Orbax most of a second.
             self._record = dict(read_json(path / METADATA)["custom_metadata"])
@@ -234,35 +211,34 @@ class SavedCheckpoint:
     def newest_intact(cls, folder: Path, load: Callable[[Self], _T]) -> _T | None:
         """What `load` makes of the newest checkpoint that it can read; None if there is no checkpoint.
 
-        A damaged one is logged and renamed, so that training can save its step again; nobody else
-        may be writing in the folder. The first process compares the files and tells the others which one it is; what
-        `load` compares are sums over all processes. Raises UserError when there are checkpoints and all are damaged.
+        A damaged one is logged and renamed, so that training can save its step again; nobody else may be writing in the
+        folder. All processes have to call this, and return or pass over the same checkpoint. Raises UserError if there
+        are checkpoints and all are damaged.
         """
-        damaged = False
+        found_damage = False
         while True:
-            step = run_on_process_0(lambda: cls._choose(folder))
-            if step == ALL_DAMAGED or step == NONE and damaged:
+            step = run_on_process_0(lambda: next((int(entry.name) for entry in saved_folders(folder)), NONE))
+            if step == NONE and found_damage:
                 raise UserError(f"{folder}: every checkpoint is damaged; start in another --workdir")
             if step == NONE:
                 return None
-            entry = folder.absolute() / str(step)
+            entry, error = folder.absolute() / str(step), None
+            read_items: dict[str, Any] = {}
             try:
-                return load(cls(entry))
+                saved = cls(entry)
+                saved._deferred = read_items
+                loaded = load(saved)
             except (DamagedCheckpoint, CheckpointRemoved) as fault:
-                damaged = True
-                _quarantine(entry, fault)
-
-    @classmethod
-    def _choose(cls, folder: Path) -> int:
-        """The step of the newest checkpoint whose files are as they were written; damaged ones are set aside."""
-        entries = saved_folders(folder)
-        for entry in entries:
-            try:
-                cls(entry).verify_files()
-                return int(entry.name)
-            except (DamagedCheckpoint, CheckpointRemoved) as fault:  # gone: half of it, since nobody else writes here
-                _quarantine(entry, fault)
-        return ALL_DAMAGED if entries else NONE
+                error = fault
+            # One process may fail to read what others have read. Sums over devices are taken by all processes or none.
+            if allgather_flags(error is None).all():
+                try:
+                    saved._compare(read_items)
+                    return loaded
+                except DamagedCheckpoint as fault:
+                    error = fault
+            found_damage = True
+            _quarantine(entry, error or f"{entry} is damaged: another process cannot read it")
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -303,7 +279,11 @@ class SavedCheckpoint:
         elif item != "state":
             like = {item: like}
         with self._reading():
-            found = self._verified({item: ocp.load_checkpointables(self._path, {item: like})[item]})[item]
+            found = ocp.load_checkpointables(self._path, {item: like})[item]
+        if self._deferred is None:
+            self._compare({item: found})
+        else:
+            self._deferred[item] = found
         return found if item == "state" else found[item]
 
     def params(self, names: Collection[str], shardings: Any = None) -> Any:
@@ -329,28 +309,15 @@ class SavedCheckpoint:
         """Whether the task trained a network, by its top-level name."""
         return any(path.startswith(f"state.trained.{name}.") for path in self._record["checksums"])
 
-    def _verified(self, items: dict[str, Any]) -> dict[str, Any]:
-        """What was loaded. Raises ValueError when it is not what was saved."""
-        if wrong := mismatched(self.record["checksums"], checksums(items)):
-            raise ValueError(f"{wrong[0]} and {len(wrong) - 1} other arrays do not match their checksums")
-        return items
-
-    def verify_files(self) -> None:
-        """Compare every file with its digest. Raises UserError when one is damaged.
-
-        A save whose process died before it wrote digests has none; its arrays have their checksums.
-        """
-        with self._reading():
-            if not (self._path / FILES).is_file():
-                return
-            sealed = read_json(self._path / FILES)
-            if sealed["digest"] != record_digest(sealed):
-                raise ValueError(f"{FILES} does not match its checksum")
-            check_files(self._path, sealed["files"])
+    def _compare(self, items: dict[str, Any]) -> None:
+        """Raise DamagedCheckpoint, with the names of arrays, if items that were read are not as they were saved."""
+        if wrong := mismatched(self._record["checksums"], checksums(items)):
+            arrays = f"{wrong[0]} and {len(wrong) - 1} other arrays do" if len(wrong) > 1 else f"{wrong[0]} does"
+            reason = f"{arrays} not match the checksums of the save"
+            raise DamagedCheckpoint(f"{self._path} is damaged ({reason}); see `realm storage verify`")
 
     def verify(self) -> None:
-        """Read everything, on the host. Raises UserError when it is damaged."""
-        self.verify_files()
+        """Read every array, on the host. Raises UserError if one is damaged."""
         for item in self._metadata:
             self.read(item)
 
