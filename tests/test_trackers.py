@@ -165,7 +165,7 @@ def test_tensorboard_on_a_full_disk_fails_once_and_not_again_at_the_end_of_the_p
     workers = [writer._worker for writer in writers]
     monkeypatch.setattr("tensorboardX.event_file_writer.EventsWriter.flush", full)
     with pytest.raises(OSError, match="No space left"):
-        board.close()
+        board.finish()
     for writer, worker in zip(writers, workers, strict=True):
         writer.close()
         assert not worker.is_alive()
