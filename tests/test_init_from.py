@@ -32,7 +32,7 @@ def heir(source, folder, **changes):
 
 def check(run):
     tokenizer = run.sources.tokenizer
-    find_source(run.config.init_from).check(run.config, run.model, tokenizer, tokenizer)
+    find_source(run.config.init_from).check(run.config, run.model, tokenizer)
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def load(folder: str, tokenizer: WordPiece, **encoder: Any) -> tuple[Realm, Para
     config = config_of(folder, **encoder)
     model = make_model(config, tokenizer.size, prompt_encoder(tokenizer))
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    found = find_source(folder).files(model, tokenizer, tokenizer)
+    found = find_source(folder).files(model, tokenizer)
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
     return model, {name: zeros[name] | read(found[name]) for name in model.embedder_names}
 

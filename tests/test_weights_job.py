@@ -249,7 +249,7 @@ def test_two_towers_do_not_go_into_one(people, tmp_path):
     config.model.shared_tower = True
     model, tokenizer = make_model(config, open_sources(people).tokenizer.size), open_sources(people).tokenizer
     with pytest.raises(UserError, match="has two towers; set config.model.shared_tower=False"):
-        find_source(str(tmp_path)).files(model, tokenizer, tokenizer)
+        find_source(str(tmp_path)).files(model, tokenizer)
 
 
 def test_what_does_not_fit_is_told_before_a_device_is_asked_for(people, tmp_path, monkeypatch):
@@ -278,7 +278,7 @@ def test_another_vocabulary_is_refused(people, tmp_path):
     (folder / "tokenizer_config.json").unlink()
     tokenizer = open_sources(people).tokenizer
     model = make_model(config, tokenizer.size)
-    assert find_source(str(folder)).files(model, tokenizer, tokenizer)  # nothing to compare
+    assert find_source(str(folder)).files(model, tokenizer)  # nothing to compare
 
 
 # ---- from the hub
