@@ -50,7 +50,7 @@ TINY = (
 PHASES = {
     "open the data": ["realm_jax.train.recipe:open_sources", "realm_jax.cli.build_index:open_sources"],
     "stage the data": ["realm_jax.data.sources:staged"],
-    "find passages with a salient span": ["realm_jax.data.store:PassageStore.salient_rows"],
+    "find passages with a salient span": ["realm_jax.tasks.realm:salient_rows"],
     "initial parameters": ["realm_jax.train.recipe:starting_params"],
     "restore the checkpoint": ["realm_jax.train.loop:restore"],
     "lay out the corpus": ["realm_jax.run:Run._documents"],

@@ -202,5 +202,5 @@ def test_real_passages_keep_their_text(tmp_path, shared_data):
     for article in articles:
         tokens = np.concatenate([store.body_tokens(row) for row in store.rows_of(article.id)])
         assert tokens.tolist() == tokenizer.encode(article.text).ids
-    bodies, titles = store.lengths()
-    assert (bodies + titles).max() <= 285 and bodies.mean() > 100
+    lengths = store.counts("tokens")
+    assert lengths.max() <= 285 and (lengths - store.column("title_lengths")).mean() > 100

@@ -12,9 +12,8 @@ from tiny_run import PEOPLE, write_lines
 
 from realm_jax.cli import corpus as corpus_command
 from realm_jax.cli import main as cli
-from realm_jax.data.segments import Sink
 from realm_jax.data.sources import open_sources
-from realm_jax.data.store import PassageStore
+from realm_jax.data.store import PassageStore, Sink
 from realm_jax.errors import UserError
 from realm_jax.refresh.generations import generation_names, load_vectors, read_manifest
 from realm_jax.refresh.status import Status, write_status
@@ -49,7 +48,7 @@ def test_an_edit_finds_spans_as_those_there_were_found(workdir, capsys):
     path.write_text(json.dumps(prepared | {"tagged": {"spans": "rules", "spans_identity": "another"}}))
     assert corpus(workdir, "replace", new) == 2
     assert "rules is not the span finder used there; restore it, or prepare the folder again" in capsys.readouterr().err
-    assert passages(workdir).stored == 16
+    assert passages(workdir).stored_rows == 16
 
 
 def test_a_replaced_document_is_in_the_newest_version_alone(workdir, capsys):
@@ -59,7 +58,7 @@ def test_a_replaced_document_is_in_the_newest_version_alone(workdir, capsys):
     after, told = passages(workdir), json.loads(capsys.readouterr().out)
     assert (told["passages_before"], told["passages"], told["version"]) == (16, 16, after.fingerprint)
     assert [told["generation"]] == generation_names(PosixFolder(workdir)) and told["stored_vectors"] == 17
-    assert len(after) == len(before) == 16 and after.stored == 17
+    assert len(after) == len(before) == 16 and after.stored_rows == 17
     row = after.rows_of("p3").start
     assert "1999" in after.text(row) and row == 15
     assert after.versions == [before.fingerprint, after.fingerprint]
@@ -78,9 +77,9 @@ def test_rows_of_an_edited_store_are_laid_out_as_those_of_one_made_anew(workdir)
     for found, stored in zip((ids, lengths, titles), whole, strict=True):
         np.testing.assert_array_equal(found, stored[left])
     np.testing.assert_array_equal(after.document_matrix(48, special, slice(1, 4))[0], ids[1:4])
-    np.testing.assert_array_equal(after.passage_lengths(), lengths)
+    np.testing.assert_array_equal(after.counts("tokens") + 3, lengths)
     assert after.documents == 14 and not after.rows_of("p2") and after.rows_of("p8") == range(6, 7)
-    assert after.places().tolist() == [0, 1, -1, 2, 3, 4, 5, -1, 6, 7, 8, 9, 10, 11, 12, 13]
+    assert after.stored_to_row.tolist() == [0, 1, -1, 2, 3, 4, 5, -1, 6, 7, 8, 9, 10, 11, 12, 13]
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realm_jax.data import layouts
-from realm_jax.data.segments import Passage
-from realm_jax.data.store import PassageStore, append_segment
+from realm_jax.data.examples import salient_rows
+from realm_jax.data.store import Passage, PassageStore, append_segment
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
 
@@ -57,8 +57,7 @@ def test_rows_come_back_as_they_were_written(tmp_path):
     assert store.spans(0).tolist() == [[0, 1, 0]] and store.spans(0).dtype == np.int32
     assert store.text(0) == "Ein Text – 漢字." and store.text(1) == "kurz"
     assert store.title(1) == "Title of second" and store.document_id(1) == "second"
-    bodies, titles = store.lengths()
-    assert bodies.tolist() == [5, 3] and titles.tolist() == [2, 0]
+    assert store.counts("tokens").tolist() == [7, 3] and store.column("title_lengths").tolist() == [2, 0]
     with pytest.raises(IndexError, match="row 2 is not among the 2 rows"):
         store.text(2)
     store.verify()
@@ -81,7 +80,7 @@ def test_appending_adds_rows_and_leaves_the_old_ones_alone(tmp_path):
     assert [after.document_id(row) for row in range(4)] == ["a", "b", "c", "c"]
     assert after.body_tokens(3).tolist() == list(range(100, 108))
     assert after.rows_of("b") == range(1, 2) and after.rows_of("c") == range(2, 4)
-    assert after.lengths()[0].tolist() == [5, 5, 7, 8]
+    assert after.counts("tokens").tolist() == [7, 7, 8, 9]
     ids, lengths, _ = after.document_matrix(16, WORDPIECE.special, slice(1, 4))
     assert lengths.tolist() == [10, 11, 12] and ids.shape == (3, 16)
     after.verify()
@@ -196,7 +195,7 @@ def test_how_far_a_span_reaches_has_a_limit(tmp_path):
     store = write(tmp_path / "store", passage("short"), without, dataclasses.replace(
         passage("long", body=70_000), spans=[(69_998, 70_000, "date")]
     ))  # fmt: skip
-    assert [store.salient_rows(room).tolist() for room in (0, 1, 65_533, 65_534, 100_000)] == [
+    assert [salient_rows(store, room).tolist() for room in (0, 1, 65_533, 65_534, 100_000)] == [
         [], [0], [0], [0, 2], [0, 2]
     ]  # fmt: skip
 

@@ -19,7 +19,7 @@ from realm_jax.data.examples import Examples, Lengths, batches, dataset, lengths
 from realm_jax.data.questions import Question
 from realm_jax.data.recurring import recurring_spans
 from realm_jax.data.sources import Sources, open_sources
-from realm_jax.data.store import PassageStore, remove_documents
+from realm_jax.data.store import PassageStore, Segment, remove_documents
 from realm_jax.errors import UserError
 from realm_jax.models.inputs import contains_phrase
 from realm_jax.storage import read_json, write_json_atomic
@@ -166,29 +166,22 @@ def test_predictions_are_sized_to_the_masking():
 Sentences = list[list[int]]
 
 
-def segment_of(passages: list[Sentences]) -> SimpleNamespace:
+def store_of(passages: list[Sentences]) -> SimpleNamespace:
     """The columns of passages made of sentences of pieces, each with a title of the same pieces before it."""
     bodies = [list(itertools.chain(*sentences)) for sentences in passages]
     spans = [[span for _, span in runs_of(sentences)] for sentences in passages]
-    rows = np.repeat(np.arange(len(passages)), [len(own) for own in spans])
-    every = np.array([(*span, 0) for own in spans for span in own], np.int32).reshape(-1, 3)
-    return SimpleNamespace(
-        rows=len(passages),
-        all_spans=lambda: (rows, every),
-        values={
-            "tokens": np.array([piece for body in bodies for piece in body[:2] + body], np.uint16),
-            "sentences": np.array([pair for one in passages for pair in ranges_of(one)], np.int32).reshape(-1, 2),
-        },
-        offsets={
-            name: np.cumsum([0, *counts])
-            for name, counts in {
-                "tokens": [len(body[:2] + body) for body in bodies],
-                "sentences": [len(one) for one in passages],
-                "spans": [len(own) for own in spans],
-            }.items()
-        },
-        fixed={"title_lengths": np.array([len(body[:2]) for body in bodies], np.uint16)},
-    )
+    segment = Segment.__new__(Segment)
+    segment.start, segment.rows = 0, len(passages)
+    segment.columns = {
+        "tokens": np.array([piece for body in bodies for piece in body[:2] + body], np.uint16),
+        "sentences": np.array([pair for one in passages for pair in ranges_of(one)], np.int32).reshape(-1, 2),
+        "spans": np.array([(*span, 0) for row_spans in spans for span in row_spans], np.int32).reshape(-1, 3),
+        "title_lengths": np.array([len(body[:2]) for body in bodies], np.uint16),
+    }
+    counts = {"tokens": [len(body[:2] + body) for body in bodies]}
+    counts |= {"sentences": [len(one) for one in passages], "spans": [len(row_spans) for row_spans in spans]}
+    segment.offsets = {name: np.cumsum([0, *values]) for name, values in counts.items()}
+    return SimpleNamespace(segments=[segment], rows_at=lambda stored: stored)
 
 
 def ranges_of(sentences: Sentences) -> list[tuple[int, int]]:
@@ -231,7 +224,7 @@ sentences_of_pieces = st.lists(st.lists(pieces, min_size=1, max_size=6), min_siz
 def test_recurring_spans_are_those_of_plain_loops(passages, room):
     """Found in another sentence of the same passage, wholly inside it; not across two, nor in a title."""
     expected = [recurring_by_loops(row, one, runs_of(one), room) for row, one in enumerate(passages)]
-    assert recurring_spans(segment_of(passages), room).tolist() == list(itertools.chain(*expected))
+    assert recurring_spans(store_of(passages), room).tolist() == list(itertools.chain(*expected))
 
 
 @settings(max_examples=20, deadline=None)
@@ -240,8 +233,8 @@ def test_hashes_of_different_runs_may_be_equal(passages):
     """What they propose is compared, so that nothing depends on them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recurring, "_BASE", np.uint64(0))
-        found = recurring_spans(segment_of(passages), 6)
-    np.testing.assert_array_equal(found, recurring_spans(segment_of(passages), 6))
+        found = recurring_spans(store_of(passages), 6)
+    np.testing.assert_array_equal(found, recurring_spans(store_of(passages), 6))
 
 
 def test_recurring_spans_of_a_prepared_folder(sources):
@@ -253,7 +246,7 @@ def test_recurring_spans_of_a_prepared_folder(sources):
         owners = [next(i for i, (a, b) in enumerate(ranges) if a <= start and end <= b) for start, end in spans]
         sentences, owned = [body[a:b] for a, b in ranges], list(zip(owners, spans, strict=True))
         expected += recurring_by_loops(row, sentences, owned, 62)
-    assert store.recurring_spans(62).tolist() == expected
+    assert recurring_spans(store, 62).tolist() == expected
     for row, number, place, other in expected:
         start, end, _ = store.spans(row)[place]
         run, (first, last) = store.body_tokens(row)[start:end].tolist(), store.sentences(row)[other].tolist()
@@ -266,12 +259,12 @@ def test_recurring_spans_of_a_prepared_folder(sources):
 def test_recurring_spans_of_a_version_are_those_of_the_documents_that_are_left(prepared, tmp_path):
     """Rows are numbered anew."""
     folder = Path(shutil.copytree(prepared, tmp_path / "data")) / "passages"
-    before = PassageStore.open(folder).recurring_spans(62)
+    before = recurring_spans(PassageStore.open(folder), 62)
     store = remove_documents(folder, ["article-2"])
     gone = PassageStore.open(prepared / "passages").rows_of("article-2")
     left = before[~np.isin(before[:, 0], gone)]
     left[:, 0] -= np.where(left[:, 0] > gone.start, len(gone), 0)
-    np.testing.assert_array_equal(store.recurring_spans(62), left)
+    np.testing.assert_array_equal(recurring_spans(store, 62), left)
 
 
 def test_salient_sentences_are_those_with_a_span_in_reach(sources):
@@ -295,12 +288,12 @@ def test_rows_with_a_span_in_reach_are_stored_and_those_of_older_stores_worked_o
     store = PassageStore.open(older)
     assert store == sources.passages
     for room in (0, 3, 4, 6, 62):
-        listed = [np.unique(rows) for rows, _ in sources.passages.salient_sentences(room)]
-        np.testing.assert_array_equal(sources.passages.salient_rows(room), np.concatenate(listed))
-        np.testing.assert_array_equal(store.salient_rows(room), np.concatenate(listed))
-    assert len(store.salient_rows(0)) == 0 and len(store.salient_rows(62)) == len(store)
+        listed = np.unique(data.salient_sentences(sources.passages, room + 2).rows)
+        np.testing.assert_array_equal(data.salient_rows(sources.passages, room), listed)
+        np.testing.assert_array_equal(data.salient_rows(store, room), listed)
+    assert len(data.salient_rows(store, 0)) == 0 and len(data.salient_rows(store, 62)) == len(store)
     left = remove_documents(older, ["article-2"])
-    assert left.salient_rows(62).tolist() == list(range(len(NAMES) - 1))
+    assert data.salient_rows(left, 62).tolist() == list(range(len(NAMES) - 1))
 
 
 # --- warm-up ----------------------------------------------------------------------------------------------------------
@@ -325,7 +318,7 @@ def holds(body: list[int], phrase: list[int]) -> bool:
 
 def test_the_warm_up_reads_the_masked_span_off_its_passage(sources):
     examples = warmup(sources, 0.0, 0.0)
-    assert examples.total == len(sources.passages.recurring_spans(LENGTHS.query - 2))
+    assert examples.total == len(recurring_spans(sources.passages, LENGTHS.query - 2))
     for index, rng in itertools.product(range(0, examples.total, 3), rngs(5)):
         example = examples.make(index, rng)
         answer = answer_of(example)
@@ -336,7 +329,7 @@ def test_the_warm_up_reads_the_masked_span_off_its_passage(sources):
 
 def test_the_warm_up_s_excerpts_vary_and_keep_the_order_of_sentences(sources):
     examples, store = warmup(sources, 0.0, 0.0), sources.passages
-    row = int(store.recurring_spans(LENGTHS.query - 2)[0, 0])
+    row = int(recurring_spans(store, LENGTHS.query - 2)[0, 0])
     sentences = [store.body_tokens(row)[start:end].tolist() for start, end in store.sentences(row)]
     possible = {tuple(itertools.chain(*chosen)) for n in range(1, 7) for chosen in itertools.combinations(sentences, n)}
     bodies = {tuple(body_of(examples.make(0, rng))) for rng in rngs(40)}

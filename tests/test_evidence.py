@@ -73,7 +73,7 @@ def test_evidence_is_what_a_search_one_by_one_finds(sources, monkeypatch, pairs)
     store = sources.passages
     found, wanted = evidence_spans(store, ROOM, LONGEST), one_by_one(store)
     assert as_set(found) == wanted
-    assert 0 < len(wanted) < store.span_counts().sum()
+    assert 0 < len(wanted) < store.counts("spans").sum()
     assert (np.diff(found.rows) >= 0).all()
 
 

@@ -7,10 +7,9 @@ import pytest
 from capitals import write_lines
 
 from realm_jax.cli import main as cli
-from realm_jax.cli.inspect_data import spans_in_text
+from realm_jax.cli.inspect_data import histogram, spans_in_text, statistics
 from realm_jax.cli.prepare import prepare
 from realm_jax.data.sources import open_sources
-from realm_jax.data.statistics import histogram, statistics
 
 
 @pytest.fixture

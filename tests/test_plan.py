@@ -191,7 +191,7 @@ def test_the_share_of_tokens_follows_from_the_lengths_of_the_data(people, tmp_pa
     """However candidates are found and sentences are masked: neither is done to see how long they are."""
     sources, config = open_sources(people), tiny_config(people)
     found = useful_share(make_run(config, tmp_path, sources, jax.devices()[:1]), "realm")
-    pieces = np.minimum(sum(sources.passages.lengths()) + 3, config.data.document_length)
+    pieces = np.minimum(sources.passages.counts("tokens") + 3, config.data.document_length)
     assert found["passage"] == pytest.approx(pieces.mean()) and 4 < found["query"] <= config.data.query_length
     config.realm.search, config.realm.masking = "hybrid", "evidence"
     run = make_run(config, tmp_path, sources, jax.devices()[:1])
@@ -213,9 +213,9 @@ def test_tokens_of_titles_count_where_they_are_read(people, tmp_path, monkeypatc
     work = {"reader": 0, "documents": 0}
     monkeypatch.setattr(RealmTask, "flops", lambda task: work | {part: task.run.config.data.document_length})
     found = useful_share(make_run(config, tmp_path, sources, jax.devices()[:1]), "realm")
-    bodies, titles = sources.passages.lengths()
+    tokens, titles = sources.passages.counts("tokens"), sources.passages.column("title_lengths")
     assert titles.mean() > 1
-    read = bodies.mean() if (part, marginal) == ("reader", "example") else (bodies + titles).mean()
+    read = (tokens - titles).mean() if (part, marginal) == ("reader", "example") else tokens.mean()
     assert found["share"] == round(read + 3) / config.data.document_length
 
 

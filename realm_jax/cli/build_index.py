@@ -243,10 +243,10 @@ class Job:
             raise
         self._damaged.discard(export.step)
         towers = jax.device_put(to_params(arrays), replicated(self._run.mesh))  # once, not at every batch
-        with StageProgress(f"index {export.step}", self._passages.stored) as bar:
+        with StageProgress(f"index {export.step}", self._passages.stored_rows) as bar:
 
             def on_progress(done: int, total: int) -> None:
-                bar.update(self._passages.stored * done // total)
+                bar.update(self._passages.stored_rows * done // total)
 
             check = partial(stop.check, SAFE)
             builder = run_builder(self._run, self._folder, share=self._share, check=check, on_progress=on_progress)

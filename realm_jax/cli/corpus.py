@@ -172,7 +172,7 @@ def edit(data: Path, action: str, what: list[str]) -> PassageStore:
 
 def _documents_to_replace(store: PassageStore, documents: list[str], action: str, file: str) -> Collection[str]:
     """The documents that are there already: all of them for `replace`, none for `add`."""
-    known = [document for document in documents if store.stored_rows_of(document)]
+    known = [document for document in documents if store.rows_of(document)]
     if action == "add" and known:
         raise UserError(f"{file}: document {known[0]!r} is in the corpus already; use `realm corpus replace`")
     missing = sorted({*documents} - {*known})
@@ -218,7 +218,7 @@ def _write_vectors_anew(run: Run, manifest: Manifest) -> list[str]:
     """The files of the passages' vectors as the corpus is now; returns their names."""
     store = run.sources.passages
     try:
-        vectors = store.kept(load_vectors(shared_folder(run), manifest))
+        vectors = load_vectors(shared_folder(run), manifest)[store.visible_rows]
     except Damaged as fault:
         raise UserError(f"{fault}; the corpus was left as it is, so give the command again") from None
     return write_vectors(run.workdir, store, vectors, anew=True)

@@ -3,15 +3,18 @@
     realm inspect data data/wiki --rows=3
     realm inspect data data/wiki --html=wiki.html
 
-Not for a trained model. Read `realm_jax.data.statistics` for the numbers.
+Not for a trained model.
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from ml_collections import ConfigDict
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
@@ -23,13 +26,33 @@ from realm_jax.console import printable
 from realm_jax.data.evidence import EvidenceSpans, evidence_spans
 from realm_jax.data.examples import Example, Lengths, lengths_from, masked_arrays, spans_of
 from realm_jax.data.sources import Sources, open_sources
-from realm_jax.data.statistics import Histogram, Statistics, statistics
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.eval.html import Bar, Section, render_page
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")  # of kinds of spans, in their order
+COMMON_SPANS = 20
+SAMPLED_ROWS = 20_000  # evenly spread rows whose most common spans are counted
+
+
+class Histogram(NamedTuple):
+    """Counts of a whole number. edges: the first number of each bin, and one past the last, [bins + 1]."""
+
+    edges: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    mean: float
+    median: float
+    most: int
+
+
+class Statistics(NamedTuple):
+    """Numbers of a store. histograms: by name of what is counted; spans: most common spans (words, kind, times)."""
+
+    numbers: dict[str, Any]
+    histograms: dict[str, Histogram]
+    kinds: dict[str, int]
+    spans: list[tuple[str, str, int]]
 
 
 def add_arguments(add: argparse.ArgumentParser) -> None:
@@ -90,6 +113,49 @@ def spans_in_text(store: PassageStore, row: int, tokenizer: Tokenizer) -> list[t
     if offsets is None:
         raise UserError(f"{store.folder}: the text of row {row} does not give its tokens; prepare the data again")
     return [(int(offsets[start, 0]), int(offsets[end - 1, 1]), int(kind)) for start, end, kind in store.spans(row)]
+
+
+def statistics(store: PassageStore, tokenizer: Tokenizer) -> Statistics:
+    """Count lengths, sentences, spans and unknown words of all rows; the common spans are those of sampled rows."""
+    passages, titles, span_counts = store.counts("tokens"), store.column("title_lengths"), store.counts("spans")
+    stored_tokens = [segment.columns["tokens"] for segment in store.segments]
+    unknown = sum(int(np.count_nonzero(tokens == tokenizer.unk_id)) for tokens in stored_tokens)
+    numbers = {
+        "passages": len(store),
+        "documents": store.documents,
+        "tokens": int(passages.sum() - titles.sum(dtype=np.int64)),
+        "unknown tokens": unknown / max(1, sum(map(len, stored_tokens))),
+        "salient spans": int(span_counts.sum()),
+        "passages without a span": float((span_counts == 0).mean()) if len(store) else 0.0,
+    }
+    starts, ends, kinds = store.column("spans").T.astype(np.int64)  # [spans] each
+    histograms = {
+        "tokens of a passage": histogram(passages + 3),
+        "sentences of a passage": histogram(store.counts("sentences")),
+        "salient spans of a passage": histogram(span_counts),
+        "tokens of a salient span": histogram(ends - starts),
+        "tokens of a title": histogram(titles),
+    }
+    kind_counts = Counter(dict.fromkeys(store.span_kinds, 0))
+    kind_counts.update(dict(zip(store.span_kinds, np.bincount(kinds).tolist(), strict=False)))
+    span_tokens: Counter[tuple[bytes, int]] = Counter()
+    for row in range(0, len(store), -(-len(store) // SAMPLED_ROWS) or 1):
+        body = store.body_tokens(row)
+        span_tokens.update((body[start:end].tobytes(), int(kind)) for start, end, kind in store.spans(row))
+    common = sorted(span_tokens.items(), key=lambda item: (-item[1], item[0]))[:COMMON_SPANS]
+    spans = [(tokenizer.decode(np.frombuffer(t, store.dtype)), store.span_kinds[k], times) for (t, k), times in common]
+    return Statistics(numbers, histograms, dict(kind_counts.most_common()), spans)
+
+
+def histogram(values: NDArray[Any], bins: int = 16) -> Histogram:
+    """Count values in at most `bins` bins of equal whole width."""
+    if not len(values):
+        return Histogram(np.arange(2), np.zeros(1, np.int64), 0.0, 0.0, 0)
+    low, high = int(values.min()), int(values.max())
+    width = -(-(high - low + 1) // bins)
+    edges = np.arange(low, high + 1 + width, width)  # [bins + 1]
+    counts = np.histogram(values, edges - 0.5)[0]  # [bins]
+    return Histogram(edges, counts.astype(np.int64), float(values.mean()), float(np.median(values)), high)
 
 
 def show_passage(screen: Console, store: PassageStore, row: int, tokenizer: Tokenizer) -> None:

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from realm_jax.corpora.articles import read_shard
 from realm_jax.corpora.outcomes import Article
 from realm_jax.data import packing, sentences, spans
-from realm_jax.data.segments import Passage, SegmentWriter
-from realm_jax.data.store import append_segment, segment_folder
+from realm_jax.data.store import Passage, SegmentWriter, append_segment, segment_folder
 from realm_jax.data.tokenizer import Tokenizer, Tokens
 from realm_jax.errors import UserError
 from realm_jax.storage import open_folder

@@ -109,7 +109,7 @@ def find_evidence(store: PassageStore, room: int, longest: int) -> Evidence:
         kept = (share >= LEAST) & (share < MOST) & (totals[spans] >= LEAST_WEIGHT)
         pairs.append(np.stack([spans[kept], rows[kept]], axis=1))
     good, numbers = np.unique(np.concatenate(pairs)[:, 0], return_inverse=True)
-    first = np.concatenate([[0], np.cumsum(store.sentence_counts())])[found.rows]
+    first = np.concatenate([[0], np.cumsum(store.counts("sentences"))])[found.rows]
     parts = (found.rows, found.sentences - first, found.starts, found.ends)
     return Evidence(EvidenceSpans(*(part[good] for part in parts)), numbers, np.concatenate(pairs)[:, 1])
 
@@ -125,10 +125,10 @@ def _spans(
     store: PassageStore, tokens: NDArray[np.int64], bounds: NDArray[np.int64], room: int, longest: int
 ) -> _Spans:
     """The salient spans that may be hidden, and are held by 2 to HOLDERS passages."""
-    starts, ends = store.all_spans()[:, :2].astype(np.int64).T
-    rows = np.repeat(np.arange(len(store)), store.span_counts())
+    starts, ends = store.column("spans")[:, :2].astype(np.int64).T
+    rows = np.repeat(np.arange(len(store)), store.counts("spans"))
     sentences = np.concatenate([store.sentences(row) for row in range(len(store))]).astype(np.int64)
-    counts = store.sentence_counts()
+    counts = store.counts("sentences")
     begin = np.repeat(bounds[:-1], counts) + sentences[:, 0]  # of each sentence, in `tokens`: they increase
     number = np.searchsorted(begin, bounds[rows] + starts, side="right") - 1
     offset = begin[number] - bounds[rows]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from realm_jax.data import layouts
 from realm_jax.data.masking import Masked, mask, predictions_needed
-from realm_jax.data.store import PassageStore
+from realm_jax.data.store import NO_SPAN, PassageStore, salient_reach, sentences_of_spans
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 
@@ -122,9 +122,22 @@ class SentenceRefs(NamedTuple):
 
 
 def salient_sentences(store: PassageStore, query_length: int) -> SentenceRefs:
-    """All sentences that have a salient span within the query's reach."""
-    rows, numbers = zip(*store.salient_sentences(query_length - 2), strict=True)
-    return SentenceRefs(np.concatenate(rows), np.concatenate(numbers))
+    """List all sentences with a salient span that a query of `query_length` tokens has room for, in order."""
+    parts = []
+    for segment in store.segments:
+        segment_rows, sentences, ends = sentences_of_spans(segment)  # [spans] each
+        in_reach = ends <= query_length - 2
+        sentences, first_spans = np.unique(sentences[in_reach], return_index=True)
+        segment_rows = segment_rows[in_reach][first_spans]  # [sentences]
+        rows = store.rows_at(segment.start + segment_rows)
+        parts.append(np.stack([rows, sentences - segment.offsets["sentences"][segment_rows]])[:, rows >= 0])
+    return SentenceRefs(*np.concatenate(parts, axis=1))
+
+
+def salient_rows(store: PassageStore, max_tokens: int) -> NDArray[np.int64]:
+    """List the rows of `salient_sentences` of a query with room for `max_tokens` of a sentence, in order."""
+    reach = np.concatenate([salient_reach(segment) for segment in store.segments])[store.visible_rows]  # [rows]
+    return np.flatnonzero(reach <= min(max_tokens, NO_SPAN - 1))
 
 
 Bm25Lookup = Callable[[str, int], Example]  # text and own row (−1 for none) → `Bm25Hits.arrays` of the text

@@ -137,7 +137,7 @@ def _own_sentences(store: PassageStore, share: float) -> Iterator[tuple[int, int
     """Row and number of the sentences of held-out documents that stand nowhere else and are long enough to search."""
     hashes = np.fromiter((hashed for row in range(len(store)) for hashed in _hashes(store, row)), np.uint64)
     _, places, times = np.unique(hashes, return_inverse=True, return_counts=True)
-    first = np.concatenate([[0], np.cumsum(store.sentence_counts())])
+    first = np.concatenate([[0], np.cumsum(store.counts("sentences"))])
     for row in range(len(store)):
         if is_held_out(store.document_id(row), share):
             starts, ends = store.sentences(row).T

@@ -1,40 +1,200 @@
 """The passage store: tokens, texts and annotations of a corpus in memory-mapped, append-only segments.
 
     FOLDER/STORE.json              written last, atomically: limit, tokenizer, fingerprints, exact file sizes, versions
-    FOLDER/segment-00000/*.npy     one file a column; a ragged column has a `.offsets.npy` of int64 [rows + 1] beside it
+    FOLDER/segment-00000/*.npy     one file per column; a ragged column also has a `.offsets.npy` of int64 [rows + 1]
     FOLDER/segment-00000/*.utf8    texts, titles and document ids as plain bytes, with offsets likewise
 
-An edit appends a segment or leaves rows out, and so makes a new version; what is stored is never changed, and every
-version can still be opened. A folder without STORE.json does not exist for readers. Nothing is read before it is asked
-for, so that a store of millions of passages opens at once. Not for making passages out of articles: see
-`realm_jax.corpora.build`. Read `PassageStore` next, then `append_segment`; the files are `realm_jax.data.segments`.
+An edit appends a segment or leaves rows out, and so makes a new version. Stored rows never change, and every version
+can still be opened. Readers ignore a folder without STORE.json. Columns are memory-mapped, so a store of millions of
+passages opens at once. `realm_jax.corpora.build` makes passages out of articles. Read the tables of columns next, then
+`PassageStore` and `append_segment`.
 """
 
 import errno
+import hashlib
 import json
 import os
 import shutil
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from realm_jax.data.layouts import SpecialTokens
-from realm_jax.data.recurring import recurring_spans
-from realm_jax.data.segments import FILES, NO_SPAN, Segment, SegmentWriter
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
-from realm_jax.storage import digest, read_json, write_json_atomic
+from realm_jax.storage import digest, flush_to_disk, read_json, write_json_atomic
 
 FORMAT_VERSION = 2
 MANIFEST = "STORE.json"
 
-_NAMED = 3  # passages whose documents an error names
-_MATRIX_ROWS = 4096  # rows laid out at a time: keeps the index arrays of `document_matrix` near the processor
+# Columns with any number of values per row: dtype and shape of one value.
+RAGGED: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+    "tokens": (np.uint16, ()),  # of the title, then of the body; uint32 if the segment's entry says so
+    "sentences": (np.int32, (2,)),  # start and end, in tokens of the body
+    "spans": (np.int32, (3,)),  # start and end, in tokens of the body, and the code of the kind
+    "texts": (np.uint8, ()),
+    "titles": (np.uint8, ()),
+    "document_ids": (np.uint8, ()),
+}
+UTF8 = ("texts", "titles", "document_ids")  # bytes without a header
+# Columns with one value per row. A document's key is a hash of its id, so that ids are found without reading them all.
+FIXED: dict[str, type[np.generic]] = {"title_lengths": np.uint16, "document_keys": np.uint64}
+# This column follows from the others and is stored because it takes a minute for 13 million passages. Fingerprints do
+# not cover it, and stores of earlier releases lack it.
+DERIVED: dict[str, type[np.generic]] = {"salient_reach": np.uint16}
+TOKEN_DTYPE = np.dtype(np.uint16)  # of token ids, unless a vocabulary is too large for it
+NO_SPAN = np.iinfo(np.uint16).max  # in `salient_reach`
+FILES_PER_SEGMENT = 2 * len(RAGGED) + len(FIXED) + len(DERIVED)  # they stay open while the segment is mapped
+
+_LONGEST_TITLE = np.iinfo(np.uint16).max
+_NAMED_PASSAGES = 3  # passages whose documents an error names
+_MATRIX_ROWS = 4096  # rows laid out at a time: keeps the index arrays of `_lay_out` near the processor
+
+
+# --- One segment ------------------------------------------------------------------------------------------------------
+
+
+class Segment:
+    """The memory-mapped columns of one segment; rows count from 0.
+
+    Attributes:
+        start: stored row of the store at which the segment begins.
+        dtype: of token ids.
+        columns: values by column: [values, …] of a ragged column, one row after another; [rows] of a fixed one.
+        offsets: int64 [rows + 1] by ragged column; row `r` has the values from `offsets[r]` to before `offsets[r + 1]`.
+    """
+
+    def __init__(self, folder: Path, entry: dict[str, Any], start: int = 0, span_kinds: Sequence[str] | None = None):
+        """Map all files after a look at their sizes.
+
+        Args:
+            folder: the segment's folder.
+            entry: the segment's description in STORE.json.
+            start: stored row at which the segment begins.
+            span_kinds: kinds of spans of the whole store; None: those of the segment.
+
+        Raises:
+            UserError: a file is missing, or has another size or type than the entry says.
+        """
+        self.folder = folder
+        self.start = start
+        self.rows: int = entry["rows"]
+        self.fingerprint: str = entry["fingerprint"]
+        self.span_kinds: list[str] = entry["span_kinds"]
+        self.dtype = np.dtype(entry.get("dtype", TOKEN_DTYPE))
+        self._files: dict[str, dict[str, Any]] = entry["files"]
+        store_kinds = list(self.span_kinds if span_kinds is None else span_kinds)
+        self._kind_codes = np.array([store_kinds.index(kind) for kind in self.span_kinds], np.int32)  # [kinds]
+        self.columns = {
+            name: self._map(name, self.dtype if name == "tokens" else dtype, shape)
+            for name, (dtype, shape) in RAGGED.items()
+        }
+        self.offsets = {name: self._map(f"{name}.offsets", np.int64, (), self.rows + 1) for name in RAGGED}
+        for name, dtype in (FIXED | DERIVED).items():
+            if name in FIXED or file_name(name) in self._files:
+                self.columns[name] = self._map(name, dtype, (), self.rows)
+
+    def _map(self, name: str, dtype: DTypeLike, shape: tuple[int, ...], items: int | None = None) -> NDArray[Any]:
+        """Map one file; `items` is the number of values that it must hold, if that is known."""
+        path = self.path(name)
+        written_bytes = self._files[path.name]["bytes"]
+        file_bytes = path.stat().st_size if path.exists() else None
+        if file_bytes != written_bytes:
+            state = "is missing" if file_bytes is None else f"has {file_bytes:,} bytes, not {written_bytes:,}"
+            raise UserError(f"{path} {state}; the store is incomplete: copy or prepare it again")
+        if path.suffix == ".utf8":
+            return np.memmap(path, np.uint8, mode="r").view(np.ndarray) if written_bytes else np.zeros(0, np.uint8)
+        try:
+            array = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
+        except ValueError as fault:
+            raise UserError(f"{path} is damaged ({fault}); prepare the data again") from None
+        if array.dtype != dtype or array.shape[1:] != shape or items not in (None, len(array)):
+            raise UserError(f"{path} holds {array.dtype} {array.shape}, not what was written; prepare the data again")
+        return array
+
+    def path(self, name: str) -> Path:
+        """Return the file of a column."""
+        return self.folder / file_name(name)
+
+    def values(self, name: str, row: int) -> NDArray[Any]:
+        """Return the values of one row of a ragged column."""
+        offsets = self.offsets[name]
+        return self.columns[name][offsets[row] : offsets[row + 1]]
+
+    def value_rows(self, name: str) -> NDArray[np.int64]:
+        """Return the row of each value of a ragged column, [values]."""
+        return np.repeat(np.arange(self.rows), np.diff(self.offsets[name]))
+
+    def string(self, name: str, row: int) -> str:
+        """Return the text of one row of a UTF-8 column. Raises UserError that names the file if it is damaged."""
+        try:
+            return self.values(name, row).tobytes().decode("utf-8")
+        except UnicodeDecodeError as fault:
+            raise UserError(
+                f"{self.path(name)} is damaged (row {row}: {fault.reason}); prepare the data again"
+            ) from None
+
+    def with_store_kinds(self, spans: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Replace the segment's codes of kinds by the store's in spans [n, 3]. Raises UserError for an unknown code."""
+        try:
+            kinds = self._kind_codes[spans[:, 2].view(np.uint32)]  # unsigned, so that a negative code is unknown too
+        except IndexError:
+            raise UserError(f"{self.path('spans')} is damaged (a span of no kind); prepare the data again") from None
+        return np.column_stack([spans[:, :2], kinds])
+
+    @cached_property
+    def documents_by_key(self) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
+        """Keys of the documents in ascending order, their first rows and the rows after their last, [documents]."""
+        row_keys = self.columns["document_keys"]
+        starts = np.flatnonzero(np.concatenate([np.ones(min(1, self.rows), bool), row_keys[1:] != row_keys[:-1]]))
+        order = np.argsort(row_keys[starts], kind="stable")
+        return row_keys[starts][order], starts[order], np.append(starts[1:], self.rows)[order]
+
+    def verify(self) -> None:
+        """Raise UserError naming the first file whose content is not what was written."""
+        for name, array in (self.columns | {f"{name}.offsets": self.offsets[name] for name in RAGGED}).items():
+            if digest(np.ascontiguousarray(array).data) != self._files[file_name(name)]["sha256"]:
+                raise UserError(f"{self.path(name)} is damaged; prepare the data again")
+
+
+def sentences_of_spans(segment: Segment) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
+    """Find the sentence in which each salient span begins.
+
+    Returns:
+        The sentence's row, its number among all sentences of the segment, and the span's end in tokens from the start
+        of the sentence, [spans] each.
+    """
+    sentences, spans = segment.columns["sentences"], segment.columns["spans"]
+    sentence_keys = (segment.value_rows("sentences") << 32) + sentences[:, 0]  # [sentences], ascending
+    span_keys = (segment.value_rows("spans") << 32) + spans[:, 0]  # [spans]
+    numbers = np.searchsorted(sentence_keys, span_keys, "right") - 1
+    ends = spans[:, 1] - sentences[numbers, 0] if len(sentences) else spans[:, 1]
+    return np.searchsorted(segment.offsets["sentences"], numbers, "right") - 1, numbers, ends
+
+
+def salient_reach(segment: Segment) -> NDArray[np.uint16]:
+    """Return how many tokens of a sentence have to be read to see a whole salient span.
+
+    This is the fewest of all sentences of a row, NO_SPAN for a row without spans, [rows]. It is worked out for a store
+    that was written without the column.
+    """
+    if "salient_reach" in segment.columns:
+        return segment.columns["salient_reach"]
+    rows, _, ends = sentences_of_spans(segment)
+    reach = np.full(segment.rows, NO_SPAN, np.int64)  # [rows]
+    np.minimum.at(reach, rows, np.clip(ends, 0, NO_SPAN - 1))
+    return reach.astype(np.uint16)
+
+
+# --- Reading ----------------------------------------------------------------------------------------------------------
 
 
 class PassageStore:
@@ -42,11 +202,23 @@ class PassageStore:
 
     Rows count through all segments, without those that the version leaves out; within a version a row never changes its
     number. *Stored* rows are counted with them.
+
+    Attributes:
+        fingerprint: of the version; it covers content and tokenizer.
+        versions: fingerprints of all versions, oldest first.
+        limit: number of tokens of the longest passages, special tokens included.
+        dtype: of token ids: uint16, or uint32 if the vocabulary is too large for it.
+        span_kinds: kinds of salient spans; spans have indices into it.
+        documents: number of documents that the rows come from.
+        removed: [first, last): stored rows of each document that the version leaves out.
+        stored_rows: number of stored rows.
+        visible_rows: index that takes the rows of the version from an array over all stored rows: a slice of all, or
+            int64 [rows] if the version leaves rows out.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], vocabulary_size: int | None, version: str | None):
-        """For `PassageStore.open` alone."""
-        versions = _versions(manifest)
+        """Map the segments of a version; use `PassageStore.open`."""
+        versions = versions_of(manifest)
         chosen = next((v for v in versions if v["fingerprint"] == (version or manifest["fingerprint"])), None)
         if chosen is None:
             raise UserError(f"{folder} has no version {version}; it was prepared anew")
@@ -56,31 +228,43 @@ class PassageStore:
         self.tokenizer_fingerprint: str = manifest["tokenizer"]
         self.fingerprint: str = chosen["fingerprint"]
         self.versions: list[str] = [v["fingerprint"] for v in versions]
-        """Fingerprints of all versions, oldest first."""
-        entries = manifest["segments"][: chosen["segments"]]
-        self.segments = [Segment(folder / entry["folder"], entry) for entry in entries]
-        self.dtype: np.dtype[Any] = self.segments[0].dtype
-        """Of the ids of tokens: uint16, or uint32 where the vocabulary is too large for it."""
-        kinds = dict.fromkeys(kind for segment in self.segments for kind in segment.span_kinds)
-        self.span_kinds: tuple[str, ...] = tuple(kinds)
-        self._codes = [np.array([[*kinds].index(kind) for kind in s.span_kinds], np.int32) for s in self.segments]
         self.removed: list[list[int]] = chosen["removed"]
-        """[first, last): the stored rows of each document that the version leaves out."""
-        self._starts = np.cumsum([0] + [segment.rows for segment in self.segments]).tolist()
-        self._kept = _kept_rows(self._starts[-1], self.removed)
+        entries = manifest["segments"][: chosen["segments"]]
+        self.documents: int = sum(entry["documents"] for entry in entries) - len(self.removed)
+        self.span_kinds = tuple(dict.fromkeys(kind for entry in entries for kind in entry["span_kinds"]))
+        *self._starts, self.stored_rows = np.cumsum([0, *(entry["rows"] for entry in entries)]).tolist()
+        self.segments = [
+            Segment(folder / entry["folder"], entry, start, self.span_kinds)
+            for start, entry in zip(self._starts, entries, strict=True)
+        ]
+        self.dtype = self.segments[0].dtype
+        self.visible_rows: slice | NDArray[np.int64] = slice(None)
+        self._rows = self.stored_rows
+        if self.removed:
+            is_visible = np.ones(self.stored_rows, bool)  # [stored rows]
+            for first, last in self.removed:
+                is_visible[first:last] = False
+            self.visible_rows = np.flatnonzero(is_visible)
+            self._rows = len(self.visible_rows)
 
     @classmethod
     def open(
         cls, folder: str | os.PathLike[str], vocabulary_size: int | None = None, version: str | None = None
     ) -> Self:
-        """Open a store without reading its content. With a `vocabulary_size`, tokens beyond it are damage.
+        """Open a store without reading its content.
 
-        version: fingerprint of an earlier version; None: the newest. Raises UserError when there is no store, its
-        format or the version is unknown, or a file is missing or has another size than STORE.json says. Flipped bits
-        are found by `verify`, and by readers where they make no text, no token or no kind of span.
+        Args:
+            folder: the store's folder.
+            vocabulary_size: number of tokens; larger ids are damage. None: they are not checked.
+            version: fingerprint of an earlier version; None: the newest.
+
+        Raises:
+            UserError: there is no store, its format or the version is unknown, or a file is missing or has another size
+                than STORE.json says. `verify` finds flipped bits; so do readers if these make no text, no token or no
+                kind of span.
         """
         folder = Path(folder)
-        manifest = _read_manifest(folder)
+        manifest = read_manifest(folder)
         try:
             return cls(folder, manifest, vocabulary_size, version)
         except (KeyError, TypeError) as fault:
@@ -89,195 +273,179 @@ class PassageStore:
             if fault.errno != errno.EMFILE:
                 raise
             raise UserError(
-                f"{folder}: too many open files; it has {len(manifest['segments']):,} segment(s) with {FILES} each: "
-                "raise `ulimit -n`"
+                f"{folder}: too many open files; it has {len(manifest['segments']):,} segment(s) with "
+                f"{FILES_PER_SEGMENT} each: raise `ulimit -n`"
             ) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process opens the files itself: pickling memory maps would copy the whole corpus."""
+        """Let another process open the files itself: pickling memory maps would copy the whole corpus."""
         return (type(self).open, (self.folder, self._vocabulary_size, self.fingerprint))
 
     def __eq__(self, other: object) -> bool:
-        """Whether both hold the same passages in the same order, wherever they lie."""
+        """True if both hold the same passages in the same order, in whatever folders."""
         return isinstance(other, PassageStore) and self.fingerprint == other.fingerprint
 
     def __hash__(self) -> int:
         return hash(self.fingerprint)
 
     def __len__(self) -> int:
-        return self.stored if self._kept is None else len(self._kept)
+        return self._rows
 
-    @property
-    def stored(self) -> int:
-        """Rows of all segments, those that the version leaves out among them."""
-        return self._starts[-1]
-
-    def kept(self, stored: NDArray[Any]) -> NDArray[Any]:
-        """The rows of this version of an array over all stored rows."""
-        return stored if self._kept is None else stored[self._kept]
-
-    def stored_part(self, rows: slice) -> tuple[slice, slice | NDArray[np.int64]]:
-        """Adjacent stored rows among which some adjacent rows of this version are, and which of them those are."""
-        start, stop, step = rows.indices(len(self))
-        if step != 1:
-            raise ValueError(f"rows must be adjacent, not a slice with step {step}")
-        if self._kept is None or stop <= start:
-            return slice(start, max(start, stop)), slice(None)
-        wanted = self._kept[start:stop]
-        return slice(int(wanted[0]), int(wanted[-1]) + 1), wanted - wanted[0]
-
-    def places(self) -> NDArray[np.int32] | None:
-        """The row of each stored row, −1 for one that the version leaves out; None if it leaves out nothing."""
-        if self._kept is None:
-            return None
-        places = np.full(self.stored, -1, np.int32)
-        places[self._kept] = np.arange(len(self._kept))
-        return places
-
-    @property
-    def documents(self) -> int:
-        """How many documents the rows come from."""
-        return sum(segment.documents for segment in self.segments) - len(self.removed)
+    # One row.
 
     def title_tokens(self, row: int) -> NDArray[Any]:
-        """Tokens of the title, `dtype` [t]."""
+        """Return the tokens of the title, `dtype` [t]."""
         segment, local = self._locate(row)
-        return segment.ragged("tokens", local)[: segment.fixed["title_lengths"][local]]
+        return segment.values("tokens", local)[: segment.columns["title_lengths"][local]]
 
     def body_tokens(self, row: int) -> NDArray[Any]:
-        """Tokens of the passage without its title, `dtype` [b]."""
+        """Return the tokens of the passage without its title, `dtype` [b]."""
         segment, local = self._locate(row)
-        return segment.ragged("tokens", local)[segment.fixed["title_lengths"][local] :]
+        return segment.values("tokens", local)[segment.columns["title_lengths"][local] :]
 
     def sentences(self, row: int) -> NDArray[np.int32]:
-        """Start and end of each sentence in pieces of the body, int32 [s, 2]."""
+        """Return start and end of each sentence in tokens of the body, int32 [s, 2]."""
         segment, local = self._locate(row)
-        return segment.ragged("sentences", local)
+        return segment.values("sentences", local)
 
     def spans(self, row: int) -> NDArray[np.int32]:
-        """Start and end, in pieces of the body, and index into `span_kinds` of each salient span, int32 [m, 3]."""
-        number, local = self._place(row)
-        return self._recoded(number, self.segments[number].ragged("spans", local))
+        """Return start and end in tokens of the body, and index into `span_kinds`, of each salient span, int32 [m, 3].
+
+        Raises UserError for a damaged file.
+        """
+        segment, local = self._locate(row)
+        return segment.with_store_kinds(segment.values("spans", local))
 
     def title(self, row: int) -> str:
-        """The whole title, also where `title_tokens` holds only the first part of a very long one."""
-        return self._string("titles", row)
+        """Return the whole title, even if `title_tokens` holds only the first part of a very long one."""
+        segment, local = self._locate(row)
+        return segment.string("titles", local)
 
     def text(self, row: int) -> str:
-        """The slice of the article that the row's sentences cover."""
-        return self._string("texts", row)
+        """Return the slice of the article that the row's sentences cover."""
+        segment, local = self._locate(row)
+        return segment.string("texts", local)
 
     def document_id(self, row: int) -> str:
-        """The id of the article that the row was taken from."""
-        return self._string("document_ids", row)
+        """Return the id of the article that the row was taken from."""
+        segment, local = self._locate(row)
+        return segment.string("document_ids", local)
+
+    def _locate(self, row: int) -> tuple[Segment, int]:
+        """Return the segment of a row and the row's number in it."""
+        if not 0 <= row < self._rows:
+            raise IndexError(f"row {row} is not among the {self._rows} rows of {self.folder}")
+        stored_row = row if isinstance(self.visible_rows, slice) else int(self.visible_rows[row])
+        segment = self.segments[bisect_right(self._starts, stored_row) - 1]
+        return segment, stored_row - segment.start
+
+    # Many rows.
 
     def rows_of(self, document_id: str) -> range:
-        """The rows of a document, which are adjacent; an empty range for an unknown id."""
-        stored = self.stored_rows_of(document_id)
-        if self._kept is None or not stored:
-            return stored
-        first = int(np.searchsorted(self._kept, stored.start))
-        return range(first, first + len(stored))
-
-    def stored_rows_of(self, document_id: str) -> range:
-        """The stored rows of a document of this version, which are adjacent."""
-        gone = {first for first, _ in self.removed}
-        for start, segment in zip(self._starts, self.segments, strict=False):
-            rows = segment.rows_of(document_id)
-            if rows and start + rows.start not in gone:
-                return range(start + rows.start, start + rows.stop)
+        """Return the rows of a document, which are adjacent; an empty range for an unknown id."""
+        key, id_bytes = np.uint64(_document_key(document_id)), document_id.encode("utf-8")
+        removed_starts = {first for first, _ in self.removed}
+        for segment in self.segments:
+            keys, starts, stops = segment.documents_by_key
+            for number in range(int(np.searchsorted(keys, key, "left")), int(np.searchsorted(keys, key, "right"))):
+                start, stop = int(starts[number]), int(stops[number])
+                is_left_out = segment.start + start in removed_starts
+                if is_left_out or segment.values("document_ids", start).tobytes() != id_bytes:  # two ids, one key
+                    continue
+                first = segment.start + start
+                if not isinstance(self.visible_rows, slice):
+                    first = int(np.searchsorted(self.visible_rows, first))
+                return range(first, first + stop - start)
         return range(0)
 
-    def lengths(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Numbers of pieces of all bodies and of all titles, int32 [rows] each."""
-        titles = np.concatenate([segment.fixed["title_lengths"].astype(np.int32) for segment in self.segments])
-        totals = np.concatenate([np.diff(segment.offsets["tokens"]).astype(np.int32) for segment in self.segments])
-        return self.kept(totals - titles), self.kept(titles)
+    @cached_property
+    def stored_to_row(self) -> NDArray[np.int32] | None:
+        """Row of each stored row, −1 for one that the version leaves out, [stored rows]; None if it leaves out none."""
+        if isinstance(self.visible_rows, slice):
+            return None
+        rows = np.full(self.stored_rows, -1, np.int32)  # [stored rows]
+        rows[self.visible_rows] = np.arange(self._rows)
+        return rows
 
-    def passage_lengths(self) -> NDArray[np.int32]:
-        """Numbers of pieces of all passages as they are embedded, uncut: [CLS], title, [SEP], body, [SEP]; [rows]."""
-        bodies, titles = self.lengths()
-        return bodies + titles + 3
+    def rows_at(self, stored_rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of each stored row, −1 for one that the version leaves out; same shape."""
+        return stored_rows if self.stored_to_row is None else self.stored_to_row[stored_rows].astype(np.int64)
 
-    def sentence_counts(self) -> NDArray[np.int64]:
-        """How many sentences each row has, int64 [rows]."""
-        return self.kept(np.concatenate([np.diff(segment.offsets["sentences"]) for segment in self.segments]))
+    def stored_range(self, rows: slice) -> tuple[slice, slice | NDArray[np.int64]]:
+        """Return adjacent stored rows that contain adjacent rows, and the index of the rows among them."""
+        start, stop, step = rows.indices(self._rows)
+        if step != 1:
+            raise ValueError(f"rows must be adjacent, not a slice with step {step}")
+        if isinstance(self.visible_rows, slice) or stop <= start:
+            return slice(start, max(start, stop)), slice(None)
+        stored = self.visible_rows[start:stop]
+        return slice(int(stored[0]), int(stored[-1]) + 1), stored - stored[0]
 
-    def span_counts(self) -> NDArray[np.int64]:
-        """How many salient spans each row has, int64 [rows]."""
-        return self.kept(np.concatenate([np.diff(segment.offsets["spans"]) for segment in self.segments]))
+    def counts(self, name: str) -> NDArray[np.int64]:
+        """Return how many values of a ragged column each row has, [rows]."""
+        return np.concatenate([np.diff(segment.offsets[name]) for segment in self.segments])[self.visible_rows]
 
-    def all_spans(self) -> NDArray[np.int32]:
-        """`spans` of all rows, one after another, int32 [n, 3]."""
-        found, places = [], self.places()
-        for number, (start, segment) in enumerate(zip(self._starts, self.segments, strict=False)):
-            rows, spans = segment.all_spans()
-            if places is not None:
-                spans = spans[places[start + rows] >= 0]
-            found.append(self._recoded(number, spans))
-        return np.concatenate(found)
+    def column(self, name: str) -> NDArray[Any]:
+        """Return the values of a column of all rows, one row after another; spans with indices into `span_kinds`.
 
-    def count_piece(self, piece: int) -> tuple[int, int]:
-        """How often a token occurs in all stored rows, titles too, and how many pieces there are."""
-        counts = [segment.count_piece(piece) for segment in self.segments]
-        return sum(found for found, _ in counts), sum(every for _, every in counts)
-
-    def salient_sentences(self, room: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Sentences with a salient span that ends within `room` pieces of the sentence's start: segment by segment
-        their rows and their numbers in the row, int64 [n] each, in order."""
-        places = self.places()
-        for start, segment in zip(self._starts, self.segments, strict=False):
-            rows, numbers = segment.salient_sentences(room)
-            rows = _rows_of_version(rows + start, places)
-            yield rows[rows >= 0], numbers[rows >= 0]
-
-    def salient_rows(self, room: int) -> NDArray[np.int64]:
-        """The rows of `salient_sentences`, in order."""
-        pairs = zip(self._starts, self.segments, strict=False)
-        seen = min(room, NO_SPAN - 1)
-        stored = np.concatenate([start + np.flatnonzero(segment.salient_reach <= seen) for start, segment in pairs])
-        rows = _rows_of_version(stored, self.places())
-        return rows[rows >= 0]
-
-    def recurring_spans(self, room: int) -> NDArray[np.int32]:
-        """Salient spans that end within `room` pieces of their sentence's start and occur again in another sentence of
-        their passage, in order: int32 [n, 4].
-
-        A row is (passage, sentence, place of the span among the passage's, the first other sentence that holds it).
+        Raises UserError for a damaged file.
         """
-        found, places = [], self.places()
-        for start, segment in zip(self._starts, self.segments, strict=False):
-            spans = recurring_spans(segment, room)
-            spans[:, 0] = _rows_of_version(spans[:, 0] + start, places)
-            found.append(spans[spans[:, 0] >= 0].astype(np.int32))
-        return np.concatenate(found)
+        parts = []
+        for segment in self.segments:
+            values = segment.columns[name]
+            if self.stored_to_row is not None:
+                is_visible = self.stored_to_row[segment.start : segment.start + segment.rows] >= 0  # [rows]
+                values = values[np.repeat(is_visible, np.diff(segment.offsets[name])) if name in RAGGED else is_visible]
+            parts.append(segment.with_store_kinds(values) if name == "spans" else values)
+        return np.concatenate(parts)
 
     def document_matrix(
         self, length: int, special: SpecialTokens, rows: slice = slice(None)
     ) -> tuple[NDArray[Any], NDArray[np.uint16], NDArray[np.uint16]]:
-        """Rows in the document layout `[CLS] title [SEP] body [SEP]`, padded at the right.
+        """Lay rows out as `[CLS] title [SEP] body [SEP]`, padded on the right.
 
-        A title is cut to `length` - 3 pieces and the body to the rest, as in REALM's release. Returns ids `dtype`
-        [rows, length], lengths uint16 [rows] (specials counted) and title lengths uint16 [rows] (after the cut).
-        Large corpora go through in slices of rows. Raises UserError for a token beyond the vocabulary.
+        A title is cut to `length` - 3 tokens and the body to the rest, as in REALM's release.
+
+        Args:
+            length: tokens of a row, special tokens included.
+            special: ids of the special tokens.
+            rows: adjacent rows; ask for large corpora in slices.
+
+        Returns:
+            Ids `dtype` [rows, length]; lengths uint16 [rows], special tokens counted; title lengths uint16 [rows],
+            after the cut.
+
+        Raises:
+            UserError: a token is beyond the vocabulary.
         """
-        stored, kept = self.stored_part(rows)
+        stored, index = self.stored_range(rows)
         ids, lengths, title_lengths = self.stored_matrix(length, special, stored.start, stored.stop)
-        return ids[kept], lengths[kept], title_lengths[kept]
+        return ids[index], lengths[index], title_lengths[index]
 
     def stored_matrix(
         self, length: int, special: SpecialTokens, start: int, stop: int
     ) -> tuple[NDArray[Any], NDArray[np.uint16], NDArray[np.uint16]]:
-        """`document_matrix` of the stored rows start … stop − 1."""
+        """Return `document_matrix` of the stored rows `start` to `stop` - 1."""
         if length < 3:
             raise ValueError(f"length must hold the three special pieces, not {length}")
-        ids = np.full((stop - start, length), special.pad, self.dtype)
-        lengths = np.empty(stop - start, np.uint16)
-        title_lengths = np.empty(stop - start, np.uint16)
-        for segment, first, last, target in self._runs(start, stop):
-            out = slice(target, target + last - first)
-            lengths[out], title_lengths[out] = segment.fill(ids[out], first, last, special)
-            self._check_pieces(ids[out])
+        ids = np.full((stop - start, length), special.pad, self.dtype)  # [rows, length]
+        lengths = np.empty(stop - start, np.uint16)  # [rows]
+        title_lengths = np.empty(stop - start, np.uint16)  # [rows]
+        for segment in self.segments:
+            segment_stop = min(stop, segment.start + segment.rows)
+            for first in range(max(start, segment.start), segment_stop, _MATRIX_ROWS):
+                last = min(first + _MATRIX_ROWS, segment_stop)
+                part = slice(first - start, last - start)
+                lengths[part], title_lengths[part] = _lay_out(
+                    segment, first - segment.start, last - segment.start, special, ids[part]
+                )
+                # A token without an embedding would spread through the results as "not a number".
+                largest = ids[part].max(initial=0)
+                if self._vocabulary_size is not None and largest >= self._vocabulary_size:
+                    raise UserError(
+                        f"{self.folder} is damaged: it holds token {largest}, but the vocabulary ends before "
+                        f"{self._vocabulary_size}; prepare the data again"
+                    )
         return ids, lengths, title_lengths
 
     def verify(self) -> None:
@@ -285,46 +453,219 @@ class PassageStore:
         for segment in self.segments:
             segment.verify()
 
-    def _check_pieces(self, ids: NDArray[Any]) -> None:
-        """A token that no embedding exists for would spread through the results as "not a number"."""
-        if self._vocabulary_size is not None and ids.size and ids.max() >= self._vocabulary_size:
-            raise UserError(
-                f"{self.folder} is damaged: it holds token {ids.max()}, but the vocabulary ends before "
-                f"{self._vocabulary_size}; prepare the data again"
-            )
 
-    def _recoded(self, number: int, spans: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Spans of a segment, which numbers its kinds itself, with indices into `span_kinds`."""
+def _lay_out(
+    segment: Segment, first: int, last: int, special: SpecialTokens, ids: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Write rows [first, last) of a segment into padded `ids` [rows, length]; their lengths and title lengths."""
+    length = ids.shape[1]
+    offsets = segment.offsets["tokens"][first : last + 1]  # [rows + 1]
+    tokens = segment.columns["tokens"][offsets[0] : offsets[-1]]  # [tokens of all rows]
+    counts = np.diff(offsets)
+    titles = segment.columns["title_lengths"][first:last].astype(np.int64)
+    bodies = counts - titles
+    kept_titles = np.minimum(titles, length - 3)
+    lengths = np.minimum(kept_titles + bodies + 3, length)
+    kept_bodies = lengths - kept_titles - 3
+    if (titles > kept_titles).any() or (bodies > kept_bodies).any():
+        column = np.arange(len(tokens)) - np.repeat(offsets[:-1] - offsets[0], counts)  # of each token, in its row
+        is_cut_title = (column >= np.repeat(kept_titles, counts)) & (column < np.repeat(titles, counts))
+        tokens = tokens[~(is_cut_title | (column >= np.repeat(titles + kept_bodies, counts)))]
+    columns = np.arange(length, dtype=np.int32)  # [length]
+    last_columns, separator_columns = (values.astype(np.int32)[:, None] for values in (lengths - 1, kept_titles + 1))
+    is_token = (columns < last_columns) & (columns != separator_columns)  # [rows, length]: all but special tokens
+    is_token[:, 0] = False
+    ids[is_token] = tokens
+    rows = np.arange(last - first)
+    ids[:, 0] = special.cls
+    ids[rows, kept_titles + 1] = special.sep
+    ids[rows, lengths - 1] = special.sep
+    return lengths, kept_titles
+
+
+# --- Writing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """One row to be written. Ranges count tokens of the body: sentences [s, 2], spans (start, end, kind)."""
+
+    document_id: str
+    title: str
+    text: str
+    title_tokens: NDArray[Any]
+    body_tokens: NDArray[Any]
+    sentences: NDArray[Any]
+    spans: Sequence[tuple[int, int, str]]
+
+
+class SegmentWriter:
+    """Writes one segment: a context manager that leaves no folder behind after an exception.
+
+    All rows of a document must be written one after another, and a document is written once. `entry` is the segment's
+    description for STORE.json, once the block has ended well.
+    """
+
+    def __init__(self, folder: Path, tokenizer: str, dtype: DTypeLike = TOKEN_DTYPE):
+        """Prepare to write `folder`; the block removes what an interrupted writer left there.
+
+        Args:
+            folder: the segment's folder.
+            tokenizer: fingerprint of the tokenizer.
+            dtype: of token ids.
+        """
+        self.folder = folder
+        self.entry: dict[str, Any] = {}
+        self._tokenizer, self._dtype = tokenizer, np.dtype(dtype)
+        self._span_kinds: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self._sinks: dict[str, Sink] = {}
+        for name, (dtype, shape) in RAGGED.items():
+            column_dtype = self._dtype if name == "tokens" else dtype
+            self._sinks[name] = Sink(self.folder / file_name(name), column_dtype, shape)
+            self._sinks[f"{name}.offsets"] = Sink(self.folder / file_name(f"{name}.offsets"), np.int64, ())
+            self._sinks[f"{name}.offsets"].write(np.zeros(1, np.int64))
+        for name, dtype in FIXED.items():
+            self._sinks[name] = Sink(self.folder / file_name(name), dtype, ())
+        return self
+
+    def write(self, passages: Sequence[Passage]) -> None:
+        """Add rows. Raises UserError, with the document's id, for a title that is too long to be stored."""
+        for passage in passages:
+            if len(passage.title_tokens) > _LONGEST_TITLE:
+                raise UserError(
+                    f"document {passage.document_id!r}: its title keeps {len(passage.title_tokens):,} tokens, "
+                    f"more than {_LONGEST_TITLE:,}; shorten it, or set a smaller --limit, to which titles are cut"
+                )
+        ragged_rows: dict[str, list[NDArray[Any]]] = {
+            "tokens": [np.concatenate([passage.title_tokens, passage.body_tokens]) for passage in passages],
+            "sentences": [np.asarray(passage.sentences, np.int32).reshape(-1, 2) for passage in passages],
+            "spans": [self.span_codes(passage.spans) for passage in passages],
+            "texts": [_utf8(passage.text) for passage in passages],
+            "titles": [_utf8(passage.title) for passage in passages],
+            "document_ids": [_utf8(passage.document_id) for passage in passages],
+        }
+        for name, rows in ragged_rows.items():
+            self.append_ragged(name, np.concatenate(rows) if rows else np.zeros(0), [len(row) for row in rows])
+        self.append_fixed("title_lengths", np.array([len(passage.title_tokens) for passage in passages], np.uint16))
+        keys = np.array([_document_key(passage.document_id) for passage in passages], np.uint64)
+        self.append_fixed("document_keys", keys)
+
+    def append_ragged(self, name: str, values: NDArray[Any], counts: Sequence[int] | NDArray[np.int64]) -> None:
+        """Add the values [n, …] of some rows to a ragged column; counts: of the values of each row, [rows]."""
+        sink = self._sinks[name]
+        self._sinks[f"{name}.offsets"].write(sink.items + np.cumsum(counts, dtype=np.int64))
+        sink.write(values)
+
+    def append_fixed(self, name: str, values: NDArray[Any]) -> None:
+        """Add the values [rows] of some rows to a fixed column."""
+        self._sinks[name].write(values)
+
+    def span_codes(self, spans: Sequence[tuple[int, int, str]]) -> NDArray[np.int32]:
+        """Return spans (start, end, kind) as int32 [m, 3]; kinds are numbered in the order in which they come."""
+        kinds = self._span_kinds
+        rows = [(start, end, kinds.setdefault(kind, len(kinds))) for start, end, kind in spans]
+        return np.array(rows, np.int32).reshape(-1, 3)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
-            kinds = self._codes[number][spans[:, 2].view(np.uint32)]  # so that a negative one is none either
-        except IndexError:
-            path = self.segments[number].path("spans")
-            raise UserError(f"{path} is damaged (a span of no kind); prepare the data again") from None
-        return np.column_stack([spans[:, :2], kinds])
+            files = {sink.path.name: sink.close() for sink in self._sinks.values()}
+            if kind is None:
+                self.entry = self._checked_entry(files)
+        finally:
+            if not self.entry:
+                shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _string(self, name: str, row: int) -> str:
-        segment, local = self._locate(row)
-        return segment.string(name, local)
+    def _checked_entry(self, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Check the written segment, add the derived columns and describe it.
 
-    def _locate(self, row: int) -> tuple["Segment", int]:
-        """The segment of a row and the row's number in it."""
-        number, local = self._place(row)
-        return self.segments[number], local
+        Raises UserError for a document that was written twice and for a span outside of all sentences.
+        """
+        kinds = list(self._span_kinds)
+        digests = {name: file["sha256"] for name, file in sorted(files.items())}
+        content = json.dumps({"tokenizer": self._tokenizer, "span_kinds": kinds, "files": digests}, sort_keys=True)
+        entry = {
+            "folder": self.folder.name,
+            "rows": self._sinks["title_lengths"].items,
+            "fingerprint": digest(content.encode()),
+            "span_kinds": kinds,
+            **({} if self._dtype == TOKEN_DTYPE else {"dtype": self._dtype.name}),
+            "files": files,
+        }
+        segment = Segment(self.folder, entry)
+        keys, starts, _ = segment.documents_by_key
+        if len(repeated := starts[1:][keys[1:] == keys[:-1]]):
+            document = segment.string("document_ids", int(repeated[0]))
+            raise UserError(f"document {document!r} was written twice; give each document its own id")
+        span_rows = segment.value_rows("spans")
+        if len(outside := span_rows[span_rows != sentences_of_spans(segment)[0]]):
+            document = segment.string("document_ids", int(outside[0]))
+            raise UserError(f"document {document!r} has a salient span outside of its sentences; leave it out")
+        sink = Sink(segment.path("salient_reach"), DERIVED["salient_reach"], ())
+        sink.write(salient_reach(segment))
+        return entry | {"files": files | {sink.path.name: sink.close()}, "documents": len(keys)}
 
-    def _place(self, row: int) -> tuple[int, int]:
-        """The number of a row's segment and the row's number in it."""
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} is not among the {len(self)} rows of {self.folder}")
-        row = row if self._kept is None else int(self._kept[row])
-        index = bisect_right(self._starts, row) - 1
-        return index, row - self._starts[index]
 
-    def _runs(self, start: int, stop: int) -> Iterator[tuple["Segment", int, int, int]]:
-        """Cut [start, stop) into runs inside one segment: (segment, first, last, offset from start)."""
-        for base, segment in zip(self._starts, self.segments, strict=False):
-            low, high = max(start, base), min(stop, base + segment.rows)
-            for row in range(low, high, _MATRIX_ROWS):
-                yield segment, row - base, min(row + _MATRIX_ROWS, high) - base, row - start
+class Sink:
+    """One column file being written: appended to in parts and hashed on the way; `close` completes the header."""
+
+    def __init__(self, path: Path, dtype: DTypeLike, shape: tuple[int, ...]):
+        """Open the file. shape: of one value."""
+        self.path = path
+        self.items = 0
+        self._dtype = np.dtype(dtype)
+        self._shape = shape
+        self._hash = hashlib.sha256()
+        self._stream = open(path, "wb")
+        self._write_header()
+
+    def write(self, values: NDArray[Any]) -> None:
+        """Append values [n, *shape], cast to the column's dtype."""
+        data = np.ascontiguousarray(values, self._dtype).data
+        self._hash.update(data)
+        self._stream.write(data)
+        self.items += len(values)
+
+    def close(self) -> dict[str, Any]:
+        """Complete the header and flush the file to the disk; returns its size and digest for the segment's entry."""
+        self._stream.seek(0)
+        self._write_header()
+        flush_to_disk(self._stream)
+        self._stream.close()
+        return {"bytes": self.path.stat().st_size, "sha256": self._hash.hexdigest()}
+
+    def _write_header(self) -> None:
+        """NumPy pads a header so that it keeps its size while the first axis grows, so we can write it twice."""
+        if self.path.suffix == ".npy":
+            description = np.lib.format.dtype_to_descr(self._dtype)
+            header = {"descr": description, "fortran_order": False, "shape": (self.items, *self._shape)}
+            np.lib.format.write_array_header_1_0(self._stream, header)
+
+
+def file_name(name: str) -> str:
+    """Return the name of a column's file."""
+    return f"{name}.utf8" if name in UTF8 else f"{name}.npy"
+
+
+def segment_folder(store: Path, number: int) -> Path:
+    """Return the folder of a segment of a store."""
+    return store / f"segment-{number:05d}"
+
+
+def _utf8(text: str) -> NDArray[np.uint8]:
+    return np.frombuffer(text.encode("utf-8"), np.uint8)
+
+
+def _document_key(document_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(document_id.encode("utf-8"), digest_size=8).digest(), "little")
+
+
+# --- Versions ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -333,14 +674,22 @@ def append_segment(
 ) -> Iterator[SegmentWriter]:
     """Write one more segment of a store, or the only one of a new store, as a new version.
 
-    The rows exist for readers once the block ends well; after an exception the folder is as before. replaces: documents
-    of the newest version that the new one leaves out, or has in the new segment. Raises UserError if an existing store
-    was made with another tokenizer or limit, has no such document, or has one that is written and not replaced.
+    Readers see the rows once the block ends well; after an exception the folder is as before.
+
+    Args:
+        folder: the store's folder.
+        tokenizer: tokenizer of the rows.
+        limit: number of tokens of the longest passages.
+        replaces: documents of the newest version that the new one leaves out, or has in the new segment.
+
+    Raises:
+        UserError: an existing store was made with another tokenizer or limit, has no document of `replaces`, or has a
+            document that is written and not replaced.
     """
     folder, settings = Path(folder), {"limit": limit, "tokenizer": tokenizer.fingerprint}
     is_new_folder, earlier, manifest = not folder.exists(), None, None
     if (folder / MANIFEST).exists():
-        earlier, manifest = PassageStore.open(folder), _read_manifest(folder)
+        earlier, manifest = PassageStore.open(folder), read_manifest(folder)
         for key, value in settings.items():
             if manifest[key] != value:
                 raise UserError(f"{folder}: {key} is {manifest[key]}, not {value}; append with the same one")
@@ -351,50 +700,48 @@ def append_segment(
             yield writer
         removed: list[list[int]] = []
         if earlier is not None:
-            _check_new(Segment(writer.folder, writer.entry), earlier, replaces)
-            removed = _leave_out(earlier, replaces)
+            _check_documents_are_new(Segment(writer.folder, writer.entry), earlier, replaces)
+            removed = _removed_with(earlier, replaces)
         write_json_atomic(folder / MANIFEST, new_version(settings, [*entries, writer.entry], removed, manifest))
     except BaseException:
         shutil.rmtree(folder if is_new_folder else segment_folder(folder, number), ignore_errors=True)
         raise
 
 
-def _check_new(segment: Segment, store: PassageStore, replaces: Collection[str]) -> None:
+def _check_documents_are_new(segment: Segment, store: PassageStore, replaces: Collection[str]) -> None:
     """Raise UserError for a document of a new segment that the store's version has already, unless it is replaced."""
-    if all(segment.shared_document(earlier) is None for earlier in store.segments):
-        return
-    for document in segment.document_ids():
-        if document not in replaces and store.stored_rows_of(document):
+    keys, starts, _ = segment.documents_by_key
+    known_keys = np.concatenate([earlier.documents_by_key[0] for earlier in store.segments])
+    for row in np.sort(starts[np.isin(keys, known_keys)]).tolist():
+        document = segment.string("document_ids", row)
+        if document not in replaces and store.rows_of(document):
             raise UserError(
                 f"document {document!r} is in {store.folder} already; append new documents only, or replace it"
             )
 
 
-def segment_folder(store: Path, number: int) -> Path:
-    """Where a segment of a store lies."""
-    return store / f"segment-{number:05d}"
-
-
 def remove_documents(folder: Path, documents: Collection[str]) -> PassageStore:
     """Make a version of a store without some documents of the newest one. Raises UserError for an unknown one."""
-    manifest, store = _read_manifest(folder), PassageStore.open(folder)
+    manifest, store = read_manifest(folder), PassageStore.open(folder)
     settings = {key: manifest[key] for key in ("limit", "tokenizer")}
-    removed = _leave_out(store, documents)
-    if sum(last - first for first, last in removed) == store.stored:
+    removed = _removed_with(store, documents)
+    if sum(last - first for first, last in removed) == store.stored_rows:
         raise UserError(f"{folder}: nothing would be left; a corpus needs at least one document")
     write_json_atomic(folder / MANIFEST, new_version(settings, manifest["segments"], removed, manifest))
     return PassageStore.open(folder)
 
 
-def _leave_out(store: PassageStore, documents: Collection[str]) -> list[list[int]]:
-    """What a version leaves out that has none of these documents of `store`. Raises UserError for an unknown one."""
+def _removed_with(store: PassageStore, documents: Collection[str]) -> list[list[int]]:
+    """Add the stored rows of documents to those that a version leaves out. Raises UserError for an unknown document."""
     removed = list(store.removed)
     for document in dict.fromkeys(documents):
-        rows = store.stored_rows_of(document)
+        rows = store.rows_of(document)
         if not rows:
-            names = ", ".join(dict.fromkeys(repr(store.document_id(row)) for row in range(min(_NAMED, len(store)))))
+            first_rows = range(min(_NAMED_PASSAGES, len(store)))
+            names = ", ".join(dict.fromkeys(repr(store.document_id(row)) for row in first_rows))
             raise UserError(f"{store.folder} has no document {document!r}; its first ones are called {names}")
-        removed.append([rows.start, rows.stop])
+        stored, _ = store.stored_range(slice(rows.start, rows.stop))
+        removed.append([stored.start, stored.stop])
     return sorted(removed)
 
 
@@ -404,42 +751,31 @@ def new_version(
     removed: Sequence[list[int]] = (),
     earlier: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """STORE.json with one more version than `earlier` has, or with the first one.
+    """Return STORE.json with one more version than `earlier` has, or with the first one.
 
-    settings: limit and fingerprint of the tokenizer; segments: in the store's folder, as their writer describes them.
+    Args:
+        settings: limit, and fingerprint of the tokenizer.
+        segments: entries of the segments in the store's folder, as their writers describe them.
+        removed: [first, last): stored rows of each document that the version leaves out.
+        earlier: STORE.json with the earlier versions.
     """
     fingerprints = [segment["fingerprint"] for segment in segments]
     content = {"segments": fingerprints, "removed": removed} if removed else fingerprints
     fingerprint = digest(json.dumps(content, sort_keys=True).encode())
     version = {"fingerprint": fingerprint, "segments": len(segments), "removed": [*removed]}
     manifest = {"format_version": FORMAT_VERSION, **settings, "fingerprint": fingerprint, "segments": segments}
-    kept = [one for one in (_versions(earlier) if earlier else []) if one["fingerprint"] != fingerprint]
-    return manifest | {"versions": [*kept, version]}
+    earlier_versions = [v for v in (versions_of(earlier) if earlier else []) if v["fingerprint"] != fingerprint]
+    return manifest | {"versions": [*earlier_versions, version]}
 
 
-def _versions(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """All versions, oldest first; a store that was never edited has one."""
+def versions_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return all versions, oldest first; a store that was never edited has one."""
     only = {"fingerprint": manifest["fingerprint"], "segments": len(manifest["segments"]), "removed": []}
     return manifest.get("versions") or [only]
 
 
-def _rows_of_version(stored: NDArray[np.int64], places: NDArray[np.int32] | None) -> NDArray[np.int64]:
-    """The rows of stored rows, −1 for what a version leaves out. places: of the version, as `PassageStore.places`."""
-    return stored if places is None else places[stored].astype(np.int64)
-
-
-def _kept_rows(stored: int, removed: list[list[int]]) -> NDArray[np.int64] | None:
-    """Numbers of the stored rows that are left, or None for all."""
-    if not removed:
-        return None
-    kept = np.ones(stored, bool)
-    for first, last in removed:
-        kept[first:last] = False
-    return np.flatnonzero(kept)
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    """STORE.json of a folder, if its format is ours."""
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read STORE.json of a folder. Raises UserError if it is missing or has another format."""
     if not (folder / MANIFEST).exists():
         raise UserError(f"{folder} holds no finished passage store ({MANIFEST} is missing); run `realm prepare`")
     manifest = read_json(folder / MANIFEST)

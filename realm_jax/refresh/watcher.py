@@ -105,9 +105,9 @@ class IndexWatcher:
             index = generation_index(self._run, self._folder, manifest)._replace(tower=tower)
             return LoadedIndex(index, None, manifest.step, generation, queries=queries)
         passages, stored = self._run.sources.passages, load_vectors(self._folder, manifest)
-        vectors = passages.kept(stored)
+        vectors = stored[passages.visible_rows]
         try:
-            searcher = load_searcher(self._folder, manifest, stored, passages.places())
+            searcher = load_searcher(self._folder, manifest, stored, passages.stored_to_row)
         finally:  # loaded, it needs no room on this machine's disk
             self._folder.unstage(f"index/{generation}")
         index = self._run.index_without_vectors._replace(tower=tower)
@@ -211,6 +211,6 @@ class IndexWatcher:
 def generation_index(run: Run, folder: Folder, manifest: Manifest) -> Index:
     """The index of a generation for exact search, from the rows that devices of this process hold, verified. Raises
     Damaged."""
-    parts = [run.sources.passages.stored_part(rows) for rows in run.own_rows]
+    parts = [run.sources.passages.stored_range(rows) for rows in run.own_rows]
     vectors = load_parts(folder, manifest, [stored for stored, _ in parts])
     return run.index_of_parts(part[kept] for part, (_, kept) in zip(vectors, parts, strict=True))

@@ -100,7 +100,7 @@ class Ict(Task):
     @classmethod
     def missing(cls, config: ConfigDict, sources: Sources) -> str:
         what, share = "passage of two or more sentences", held_out_share(config, sources.questions)
-        several, kept = sources.passages.sentence_counts() > 1, trained_rows(sources.passages, share)
+        several, kept = sources.passages.counts("sentences") > 1, trained_rows(sources.passages, share)
         if not several.any():
             return what
         left = kept is None or bool((several & kept).any())
@@ -197,7 +197,7 @@ def retrieved_ict_loss(context: StepContext, params: Params, batch: Batch, index
 def sentence_rows(store: PassageStore, kept: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
     """The rows of two or more sentences. kept: rows that may be trained on, bool [rows]; None for all. Raises UserError
     if there is none."""
-    several = store.sentence_counts() > 1
+    several = store.counts("sentences") > 1
     rows = np.flatnonzero(several if kept is None else several & kept)
     require_passages(len(rows), store, "two or more sentences", "the inverse cloze task", kept)
     return rows

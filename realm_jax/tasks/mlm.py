@@ -24,6 +24,7 @@ from realm_jax.data.examples import (
     salient_sentences,
     spans_of,
 )  # fmt: skip
+from realm_jax.data.recurring import recurring_spans
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import reader_of, word_flops
@@ -173,7 +174,7 @@ def warmup_examples(
 
     kept: rows of passages and of pre-training text that may be trained on, bool [rows]; None for all.
     """
-    spans = passages.recurring_spans(lengths.query - 2)
+    spans = recurring_spans(passages, lengths.query - 2)
     spans = spans if kept[0] is None else spans[kept[0][spans[:, 0]]]
     require_passages(len(spans), passages, "a name or date that it mentions in two sentences", "the warm-up", kept[0])
     sentences = salient_sentences(pretraining, lengths.query)

@@ -101,7 +101,8 @@ class PlacesMonitor:
 
 def clipped_lengths(store: PassageStore, document_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Pieces of bodies and of titles, as many as a document row has room for."""
-    bodies, titles = (part.astype(np.int64) for part in store.lengths())
+    titles = store.column("title_lengths").astype(np.int64)  # [rows]
+    bodies = store.counts("tokens") - titles
     titles = np.minimum(titles, document_length - 3)
     return np.minimum(bodies, document_length - 3 - titles), titles
 

@@ -23,6 +23,7 @@ from realm_jax.data.examples import (
     masked_arrays,
     query_arrays,
     require_passages,
+    salient_rows,
     spans_of,
     with_reader_query,
 )  # fmt: skip
@@ -160,7 +161,7 @@ class RealmTask(Task):
         """Sentences with a name say how long texts are, which are as long as those that other kinds of masking take, or
         longer."""
         run, context, sources = self.run, self.context, self.run.sources
-        kind = "salient" if len(sources.pretraining.salient_rows(run.lengths.query - 2)) else "uniform"
+        kind = "salient" if len(salient_rows(sources.pretraining, run.lengths.query - 2)) else "uniform"
         examples = masked_examples(
             sources.pretraining, sources.tokenizer, run.lengths, kind, sources.pretraining_is_corpus,
             leave_out=context.points,
@@ -361,8 +362,8 @@ def _maskable(
         return numbers, [spans_of(store, row, int(number)) for number in numbers]
 
     if kind == "salient":
-        return store.salient_rows(room), sentences_of
-    return np.flatnonzero(store.sentence_counts()), sentences_of
+        return salient_rows(store, room), sentences_of
+    return np.flatnonzero(store.counts("sentences")), sentences_of
 
 
 def _evidence_sentences(store: PassageStore, found: EvidenceSpans, row: int) -> Sentences:

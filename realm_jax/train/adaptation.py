@@ -230,7 +230,7 @@ def check_sentences(name: str, run: Run, sentences: Sequence[HeldOutSentence], s
 def planned_share(store: PassageStore, query_length: int) -> float:
     """The share of documents to hold out, in thousandths: as many as give WANTED sentences, within SHARES, and
     FEW_DOCUMENTS documents, within LARGEST_SHARE."""
-    sentences = len(salient_sentences(store, query_length).rows) or int(store.sentence_counts().sum())
+    sentences = len(salient_sentences(store, query_length).rows) or int(store.counts("sentences").sum())
     least, most = SHARES
     share = min(max(WANTED / max(sentences, 1), least), most)
     return round(max(share, min(FEW_DOCUMENTS / store.documents, LARGEST_SHARE)), 3)
@@ -334,7 +334,7 @@ def facts_of(run: Run, evidence: Evidence) -> dict[str, Any]:
         "read": counts["records"],
         "left_out": left_out(counts) | lost,
         "fingerprint": store.fingerprint,
-        "spans": len(store.all_spans()),
+        "spans": int(store.counts("spans").sum()),
         "spans_with_evidence": len(evidence.spans.rows),
     }
 

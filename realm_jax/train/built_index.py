@@ -67,7 +67,7 @@ class BuiltIndex(IndexSource):
         expected: dict[str, object] = {
             "corpus": run.sources.passages.fingerprint,
             "tokenizer": run.sources.tokenizer.fingerprint,
-            "rows": run.sources.passages.stored,
+            "rows": run.sources.passages.stored_rows,
             "width": run.model.vector_size,
             "dtype": index_settings(run)["dtype"],
         }

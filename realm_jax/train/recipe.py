@@ -113,7 +113,7 @@ def _check_sources(config: ConfigDict, sources: Sources) -> None:
 
 def _warn_of_cut_passages(run: Run) -> None:
     length = run.config.data.document_length
-    cut = int((run.sources.passages.passage_lengths() > length).sum())
+    cut = int((run.sources.passages.counts("tokens") + 3 > length).sum())
     if cut:
         logger.warning(
             "%d of %d passages are longer than config.data.document_length=%d and are cut to it",
