@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -35,24 +34,26 @@ from realm_jax.storage import digest, flush_to_disk, read_json, write_json_atomi
 FORMAT_VERSION = 2
 MANIFEST = "STORE.json"
 
-# Columns with any number of values per row: dtype and shape of one value.
-RAGGED: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+# Columns: dtype and shape of one value.
+COLUMNS: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
     "tokens": (np.uint16, ()),  # of the title, then of the body; uint32 if the segment's entry says so
     "sentences": (np.int32, (2,)),  # start and end, in tokens of the body
     "spans": (np.int32, (3,)),  # start and end, in tokens of the body, and the code of the kind
     "texts": (np.uint8, ()),
     "titles": (np.uint8, ()),
     "document_ids": (np.uint8, ()),
+    "title_lengths": (np.uint16, ()),
+    "document_keys": (np.uint64, ()),  # hashes of ids, so that an id is found without reading them all
+    # It follows from the other columns and is stored because it takes a minute for 13 million passages. Fingerprints do
+    # not cover it, and stores of earlier releases lack it.
+    "salient_reach": (np.uint16, ()),
 }
+FIXED = ("title_lengths", "document_keys", "salient_reach")  # one value per row; in a ragged column, any number
+RAGGED = tuple(name for name in COLUMNS if name not in FIXED)
 UTF8 = ("texts", "titles", "document_ids")  # bytes without a header
-# Columns with one value per row. A document's key is a hash of its id, so that ids are found without reading them all.
-FIXED: dict[str, type[np.generic]] = {"title_lengths": np.uint16, "document_keys": np.uint64}
-# This column follows from the others and is stored because it takes a minute for 13 million passages. Fingerprints do
-# not cover it, and stores of earlier releases lack it.
-DERIVED: dict[str, type[np.generic]] = {"salient_reach": np.uint16}
 TOKEN_DTYPE = np.dtype(np.uint16)  # of token ids, unless a vocabulary is too large for it
 NO_SPAN = np.iinfo(np.uint16).max  # in `salient_reach`
-FILES_PER_SEGMENT = 2 * len(RAGGED) + len(FIXED) + len(DERIVED)  # they stay open while the segment is mapped
+FILES_PER_SEGMENT = len(COLUMNS) + len(RAGGED)  # they stay open while the segment is mapped
 
 _LONGEST_TITLE = np.iinfo(np.uint16).max
 _NAMED_PASSAGES = 3  # passages whose documents an error names
@@ -94,16 +95,12 @@ class Segment:
         store_kinds = list(self.span_kinds if span_kinds is None else span_kinds)
         self._kind_codes = np.array([store_kinds.index(kind) for kind in self.span_kinds], np.int32)  # [kinds]
         self.columns = {
-            name: self._map(name, self.dtype if name == "tokens" else dtype, shape)
-            for name, (dtype, shape) in RAGGED.items()
+            name: self._map(name) for name in COLUMNS if name != "salient_reach" or file_name(name) in self._files
         }
-        self.offsets = {name: self._map(f"{name}.offsets", np.int64, (), self.rows + 1) for name in RAGGED}
-        for name, dtype in (FIXED | DERIVED).items():
-            if name in FIXED or file_name(name) in self._files:
-                self.columns[name] = self._map(name, dtype, (), self.rows)
+        self.offsets = {name: self._map(f"{name}.offsets") for name in RAGGED}
 
-    def _map(self, name: str, dtype: DTypeLike, shape: tuple[int, ...], items: int | None = None) -> NDArray[Any]:
-        """Map one file; `items` is the number of values that it must hold, if that is known."""
+    def _map(self, name: str) -> NDArray[Any]:
+        """Map one file after a look at its size. Raises UserError for a file that is not as it was written."""
         path = self.path(name)
         written_bytes = self._files[path.name]["bytes"]
         file_bytes = path.stat().st_size if path.exists() else None
@@ -116,7 +113,9 @@ class Segment:
             array = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
         except ValueError as fault:
             raise UserError(f"{path} is damaged ({fault}); prepare the data again") from None
-        if array.dtype != dtype or array.shape[1:] != shape or items not in (None, len(array)):
+        dtype, shape = file_type(name, self.dtype)
+        items = self.rows if name in FIXED else self.rows + 1 if name.endswith(".offsets") else len(array)
+        if array.dtype != dtype or array.shape != (items, *shape):
             raise UserError(f"{path} holds {array.dtype} {array.shape}, not what was written; prepare the data again")
         return array
 
@@ -522,14 +521,13 @@ class SegmentWriter:
     def __enter__(self) -> Self:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        self._sinks: dict[str, Sink] = {}
-        for name, (dtype, shape) in RAGGED.items():
-            column_dtype = self._dtype if name == "tokens" else dtype
-            self._sinks[name] = Sink(self.folder / file_name(name), column_dtype, shape)
-            self._sinks[f"{name}.offsets"] = Sink(self.folder / file_name(f"{name}.offsets"), np.int64, ())
-            self._sinks[f"{name}.offsets"].write(np.zeros(1, np.int64))
-        for name, dtype in FIXED.items():
-            self._sinks[name] = Sink(self.folder / file_name(name), dtype, ())
+        self.sinks: dict[str, Sink] = {}
+        for name in COLUMNS:
+            if name != "salient_reach":
+                self.sinks[name] = Sink(self.folder, name, self._dtype)
+            if name in RAGGED:
+                self.sinks[f"{name}.offsets"] = Sink(self.folder, f"{name}.offsets", self._dtype)
+                self.sinks[f"{name}.offsets"].write(np.zeros(1, np.int64))
         return self
 
     def write(self, passages: Sequence[Passage]) -> None:
@@ -543,38 +541,28 @@ class SegmentWriter:
         ragged_rows: dict[str, list[NDArray[Any]]] = {
             "tokens": [np.concatenate([passage.title_tokens, passage.body_tokens]) for passage in passages],
             "sentences": [np.asarray(passage.sentences, np.int32).reshape(-1, 2) for passage in passages],
-            "spans": [self.span_codes(passage.spans) for passage in passages],
+            "spans": [self.coded_spans(passage.spans) for passage in passages],
             "texts": [_utf8(passage.text) for passage in passages],
             "titles": [_utf8(passage.title) for passage in passages],
             "document_ids": [_utf8(passage.document_id) for passage in passages],
         }
         for name, rows in ragged_rows.items():
-            self.append_ragged(name, np.concatenate(rows) if rows else np.zeros(0), [len(row) for row in rows])
-        self.append_fixed("title_lengths", np.array([len(passage.title_tokens) for passage in passages], np.uint16))
-        keys = np.array([_document_key(passage.document_id) for passage in passages], np.uint64)
-        self.append_fixed("document_keys", keys)
+            sink, ends = self.sinks[name], np.cumsum([len(row) for row in rows], dtype=np.int64)  # [passages]
+            self.sinks[f"{name}.offsets"].write(sink.items + ends)
+            sink.write(np.concatenate(rows) if rows else np.zeros(0))
+        self.sinks["title_lengths"].write(np.array([len(passage.title_tokens) for passage in passages]))
+        keys = [_document_key(passage.document_id) for passage in passages]
+        self.sinks["document_keys"].write(np.array(keys, np.uint64))
 
-    def append_ragged(self, name: str, values: NDArray[Any], counts: Sequence[int] | NDArray[np.int64]) -> None:
-        """Add the values [n, …] of some rows to a ragged column; counts: of the values of each row, [rows]."""
-        sink = self._sinks[name]
-        self._sinks[f"{name}.offsets"].write(sink.items + np.cumsum(counts, dtype=np.int64))
-        sink.write(values)
-
-    def append_fixed(self, name: str, values: NDArray[Any]) -> None:
-        """Add the values [rows] of some rows to a fixed column."""
-        self._sinks[name].write(values)
-
-    def span_codes(self, spans: Sequence[tuple[int, int, str]]) -> NDArray[np.int32]:
+    def coded_spans(self, spans: Sequence[tuple[int, int, str]]) -> NDArray[np.int32]:
         """Return spans (start, end, kind) as int32 [m, 3]; kinds are numbered in the order in which they come."""
         kinds = self._span_kinds
         rows = [(start, end, kinds.setdefault(kind, len(kinds))) for start, end, kind in spans]
         return np.array(rows, np.int32).reshape(-1, 3)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *fault: object) -> None:
         try:
-            files = {sink.path.name: sink.close() for sink in self._sinks.values()}
+            files = {sink.path.name: sink.close() for sink in self.sinks.values()}
             if kind is None:
                 self.entry = self._checked_entry(files)
         finally:
@@ -591,7 +579,7 @@ class SegmentWriter:
         content = json.dumps({"tokenizer": self._tokenizer, "span_kinds": kinds, "files": digests}, sort_keys=True)
         entry = {
             "folder": self.folder.name,
-            "rows": self._sinks["title_lengths"].items,
+            "rows": self.sinks["title_lengths"].items,
             "fingerprint": digest(content.encode()),
             "span_kinds": kinds,
             **({} if self._dtype == TOKEN_DTYPE else {"dtype": self._dtype.name}),
@@ -606,7 +594,7 @@ class SegmentWriter:
         if len(outside := span_rows[span_rows != sentences_of_spans(segment)[0]]):
             document = segment.string("document_ids", int(outside[0]))
             raise UserError(f"document {document!r} has a salient span outside of its sentences; leave it out")
-        sink = Sink(segment.path("salient_reach"), DERIVED["salient_reach"], ())
+        sink = Sink(self.folder, "salient_reach", self._dtype)
         sink.write(salient_reach(segment))
         return entry | {"files": files | {sink.path.name: sink.close()}, "documents": len(keys)}
 
@@ -614,12 +602,11 @@ class SegmentWriter:
 class Sink:
     """One column file being written: appended to in parts and hashed on the way; `close` completes the header."""
 
-    def __init__(self, path: Path, dtype: DTypeLike, shape: tuple[int, ...]):
-        """Open the file. shape: of one value."""
-        self.path = path
+    def __init__(self, folder: Path, name: str, token_dtype: np.dtype[Any]):
+        """Open the file of a column, or of a column's offsets."""
+        self.path = path = folder / file_name(name)
         self.items = 0
-        self._dtype = np.dtype(dtype)
-        self._shape = shape
+        self._dtype, self._shape = file_type(name, token_dtype)
         self._hash = hashlib.sha256()
         self._stream = open(path, "wb")
         self._write_header()
@@ -650,6 +637,12 @@ class Sink:
 def file_name(name: str) -> str:
     """Return the name of a column's file."""
     return f"{name}.utf8" if name in UTF8 else f"{name}.npy"
+
+
+def file_type(name: str, token_dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return dtype and shape of one value in a column's file."""
+    dtype, shape = (np.int64, ()) if name.endswith(".offsets") else COLUMNS[name]
+    return token_dtype if name == "tokens" else np.dtype(dtype), shape
 
 
 def segment_folder(store: Path, number: int) -> Path:
@@ -700,24 +693,20 @@ def append_segment(
             yield writer
         removed: list[list[int]] = []
         if earlier is not None:
-            _check_documents_are_new(Segment(writer.folder, writer.entry), earlier, replaces)
+            segment = Segment(writer.folder, writer.entry)
+            keys, starts, _ = segment.documents_by_key
+            known_keys = np.concatenate([known.documents_by_key[0] for known in earlier.segments])
+            for row in np.sort(starts[np.isin(keys, known_keys)]).tolist():
+                document = segment.string("document_ids", row)
+                if document not in replaces and earlier.rows_of(document):
+                    raise UserError(
+                        f"document {document!r} is in {folder} already; append new documents only, or replace it"
+                    )
             removed = _removed_with(earlier, replaces)
         write_json_atomic(folder / MANIFEST, new_version(settings, [*entries, writer.entry], removed, manifest))
     except BaseException:
         shutil.rmtree(folder if is_new_folder else segment_folder(folder, number), ignore_errors=True)
         raise
-
-
-def _check_documents_are_new(segment: Segment, store: PassageStore, replaces: Collection[str]) -> None:
-    """Raise UserError for a document of a new segment that the store's version has already, unless it is replaced."""
-    keys, starts, _ = segment.documents_by_key
-    known_keys = np.concatenate([earlier.documents_by_key[0] for earlier in store.segments])
-    for row in np.sort(starts[np.isin(keys, known_keys)]).tolist():
-        document = segment.string("document_ids", row)
-        if document not in replaces and store.rows_of(document):
-            raise UserError(
-                f"document {document!r} is in {store.folder} already; append new documents only, or replace it"
-            )
 
 
 def remove_documents(folder: Path, documents: Collection[str]) -> PassageStore:
