@@ -28,6 +28,15 @@ def built(tmp_path, *articles: Article, limit: int = 32) -> tuple[PassageStore, 
     return PassageStore.open(folder), summary
 
 
+def finds(monkeypatch, span: str, kind: str) -> None:
+    """Let each occurrence of a text be a salient span."""
+
+    def find(text):
+        return [spans.Span(m.start(), m.end(), kind, 1.0) for m in re.finditer(re.escape(span), text)]
+
+    monkeypatch.setattr(spans, "finder", lambda name: find)
+
+
 def pieces(store: PassageStore, row: int) -> str:
     return " ".join(WORDPIECE.pieces(store.body_tokens(row)))
 
@@ -81,11 +90,11 @@ def test_articles_without_words_are_dropped_and_counted(tmp_path):
     store, summary = built(tmp_path, Article("a", "Paris", "\u200b\u200b"), Article("b", "Paris", SENTENCE))
     assert [store.document_id(row) for row in range(len(store))] == ["b"]
     assert summary.wordless == ["a"] and summary.documents == 1
+
+
+def test_what_gives_no_passage_is_refused(tmp_path):
     with pytest.raises(UserError, match="none of 1 articles has words"):
         built(tmp_path, Article("a", "", "\u200b"))
-
-
-def test_a_limit_without_room_for_text_is_refused(tmp_path):
     with pytest.raises(UserError, match="a limit of 8 pieces leaves no room"):
         built(tmp_path, Article("a", "", SENTENCE), limit=8)
 
@@ -104,10 +113,7 @@ def test_a_limit_without_room_for_text_is_refused(tmp_path):
     ],
 )
 def test_a_span_covers_whole_pieces_inside_one_sentence(tmp_path, monkeypatch, span, expected):
-    def find(text):
-        return [spans.Span(m.start(), m.end(), "name", 1.0) for m in re.finditer(re.escape(span), text)]
-
-    monkeypatch.setattr(spans, "finder", lambda name: find)
+    finds(monkeypatch, span, "name")
     text = "The cat sat in Paris before dawn and left. Unbelievable in the 1990s: an unbelievable mat."
     store, _ = built(tmp_path, Article("a", "", text), limit=64)
     found = {" ".join(WORDPIECE.pieces(store.body_tokens(0)[start:end])) for start, end, _ in store.spans(0)}
@@ -116,10 +122,7 @@ def test_a_span_covers_whole_pieces_inside_one_sentence(tmp_path, monkeypatch, s
 
 
 def test_spans_count_from_the_first_piece_of_their_own_passage(tmp_path, monkeypatch):
-    def find(text):
-        return [spans.Span(m.start(), m.end(), "date", 1.0) for m in re.finditer("Paris", text)]
-
-    monkeypatch.setattr(spans, "finder", lambda name: find)
+    finds(monkeypatch, "Paris", "date")
     store, _ = built(tmp_path, Article("a", "", " ".join([SENTENCE] * 3)), limit=3 + 13)
     assert [store.spans(row).tolist() for row in range(3)] == [[[7, 8, 0]]] * 3
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from contextlib import nullcontext
 
 import jax
 import numpy as np
@@ -38,17 +39,6 @@ def article(number, text):
 
 def corpus(workdir, action, *what):
     return cli.main(["corpus", action, *map(str, what), f"--workdir={workdir}"])
-
-
-def test_an_edit_finds_spans_as_those_there_were_found(workdir, capsys):
-    """The rules have no identity, so what was tagged by a finder that had one is not resumed by them."""
-    new = write_lines(workdir.parent / "new.jsonl", [article(3, "Ada Dahl was born in 1999. She sings.")])
-    path = workdir.parent / "data" / "PREPARED.json"
-    prepared = json.loads(path.read_text())
-    path.write_text(json.dumps(prepared | {"tagged": {"spans": "rules", "spans_identity": "another"}}))
-    assert corpus(workdir, "replace", new) == 2
-    assert "rules is not the span finder used there; restore it, or prepare the folder again" in capsys.readouterr().err
-    assert passages(workdir).stored_rows == 16
 
 
 def test_a_replaced_document_is_in_the_newest_version_alone(workdir, capsys):
@@ -120,8 +110,9 @@ def test_only_what_changed_is_embedded(workdir, monkeypatch, capsys):
     assert "there is no generation 7-none; `realm storage ls` lists them" in capsys.readouterr().err
 
 
-def test_what_is_served_is_every_row_of_the_newest_version(workdir):
-    new = write_lines(workdir.parent / "new.jsonl", [article(3, "Ada Dahl was born in 1999.")])
+def test_what_is_served_is_every_row_of_the_newest_version(workdir, monkeypatch, capsys):
+    """Its text is read without embedding anything."""
+    new = write_lines(workdir.parent / "new.jsonl", [article(3, "Zebra zebra zebra.")])
     assert corpus(workdir, "replace", new) == 0
     run = open_run_for_inference(workdir)
     assert is_edited(run)
@@ -130,11 +121,6 @@ def test_what_is_served_is_every_row_of_the_newest_version(workdir):
     np.testing.assert_allclose(served, run.embed(opened.params), atol=1e-5)
     manifest = read_manifest(PosixFolder(workdir), generation_names(PosixFolder(workdir))[0])
     assert load_vectors(PosixFolder(workdir), manifest).shape == (17, 8)
-
-
-def test_asking_reads_the_new_text_without_embedding_anything(workdir, monkeypatch, capsys):
-    new = write_lines(workdir.parent / "new.jsonl", [article(3, "Zebra zebra zebra.")])
-    assert corpus(workdir, "replace", new) == 0
     monkeypatch.setattr(Run, "embed", lambda *_, **__: pytest.fail("the generation holds the vectors"))
     capsys.readouterr()
     assert cli.main(["ask", f"--workdir={workdir}", "--json", f"When was {PEOPLE[3]} born?"]) == 0
@@ -208,17 +194,6 @@ def test_edits_that_cannot_be_are_refused_and_change_nothing(workdir, capsys, ac
     assert passages(workdir).versions == [before]
 
 
-def test_a_run_that_trains_with_a_builder_keeps_its_corpus(workdir, capsys):
-    """Its builder would take the export of the edited corpus for one of its own."""
-    write_status(PosixFolder(workdir), "trainer", Status("one", stage="realm", step=5))
-    before = passages(workdir).fingerprint
-    assert corpus(workdir, "remove", "p3") == 2
-    assert "the run is at step 5 of realm and stays with its corpus; edit with --data alone" in capsys.readouterr().err
-    assert passages(workdir).fingerprint == before
-    write_status(PosixFolder(workdir), "trainer", Status("one", stage="realm", step=8, done=True))
-    assert corpus(workdir, "remove", "p3") == 0
-
-
 # --- Commands that fail -----------------------------------------------------------------------------------------------
 
 
@@ -263,15 +238,18 @@ def test_an_edit_for_a_run_that_cannot_take_it_changes_nothing(workdir, capsys, 
     assert content(workdir.parent / "data") == before
 
 
-@pytest.mark.parametrize("mode", ["inline", "async"])
-def test_the_corpus_of_a_run_whose_trainer_lives_is_not_edited(workdir, capsys, mode):
-    """The trainer holds the run folder, whether it makes its index itself or a builder does."""
+@pytest.mark.parametrize(("mode", "lives"), [("inline", True), ("async", True), ("async", False)])
+def test_the_corpus_of_a_run_that_trains_is_not_edited(workdir, capsys, mode, lives):
+    """A live trainer holds the run folder, whether it makes its index itself or a builder does. A builder would take
+    the export of the edited corpus for one of its own."""
     before = content(workdir.parent / "data")
     write_status(PosixFolder(workdir), "trainer", Status("one", stage="realm", step=5, index_done=mode == "inline"))
-    with exclusive_lock(workdir):
+    with exclusive_lock(workdir) if lives else nullcontext():
         assert corpus(workdir, "remove", "p3") == 2
     assert "the run is at step 5 of realm and stays with its corpus; edit with --data" in capsys.readouterr().err
     assert content(workdir.parent / "data") == before
+    write_status(PosixFolder(workdir), "trainer", Status("one", stage="realm", step=8, done=True))
+    assert corpus(workdir, "remove", "p3") == 0
 
 
 @pytest.mark.parametrize("fault", [StorageError("runs/x: No space left on device"), Damaged("x"), KeyboardInterrupt()])

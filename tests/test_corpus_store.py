@@ -1,7 +1,6 @@
 """The passage store: what is written comes back, in any number of segments, and damage is named."""
 
 import dataclasses
-import json
 import os
 import pickle
 import resource
@@ -49,8 +48,7 @@ def write(folder: Path, *passages: Passage, limit: int = 288) -> PassageStore:
 def test_rows_come_back_as_they_were_written(tmp_path):
     store = write(tmp_path / "store", passage("first", 2, 5), passage("second", 0, 3, text="kurz"))
     assert len(store) == 2 and store.documents == 2 and store.limit == 288
-    assert store.tokenizer_fingerprint == WORDPIECE.fingerprint
-    assert store.span_kinds == ("date",)
+    assert store.tokenizer_fingerprint == WORDPIECE.fingerprint and store.span_kinds == ("date",)
     assert store.title_tokens(0).tolist() == [10, 11] and store.body_tokens(0).tolist() == [100, 101, 102, 103, 104]
     assert store.title_tokens(1).tolist() == [] and store.body_tokens(1).dtype == np.uint16
     assert store.sentences(1).tolist() == [[0, 3]] and store.sentences(1).dtype == np.int32
@@ -63,37 +61,54 @@ def test_rows_come_back_as_they_were_written(tmp_path):
     store.verify()
 
 
-def test_a_document_is_found_by_its_id(tmp_path):
-    store = write(tmp_path / "store", passage("a"), passage("b"), passage("b"), passage("c"))
-    assert store.rows_of("a") == range(0, 1)
-    assert store.rows_of("b") == range(1, 3)
-    assert store.rows_of("c") == range(3, 4)
-    assert len(store.rows_of("unknown")) == 0
+def test_a_store_without_rows_opens(tmp_path):
+    store = write(tmp_path / "store")
+    assert len(store) == 0 and store.documents == 0 and len(store.rows_of("a")) == 0
+    assert store.document_matrix(8, WORDPIECE.special)[0].shape == (0, 8)
 
 
-def test_appending_adds_rows_and_leaves_the_old_ones_alone(tmp_path):
+def test_an_appended_segment_adds_rows_and_leaves_the_old_ones_alone(tmp_path):
+    """Kinds of spans have other codes in it, and mean the same."""
     folder = tmp_path / "store"
-    before = write(folder, passage("a"), passage("b"))
-    after = write(folder, passage("c", 1, 7), passage("c", 1, 8))
+    before = write(folder, passage("a"), passage("b", kinds=("name", "date")))
+    after = write(folder, passage("c", 1, 7, kinds=("place",)), passage("c", 1, 8, kinds=("name",)))
     assert len(before) == 2, "an open store stays as it was"
     assert len(after) == 4 and after.fingerprint != before.fingerprint
     assert [after.document_id(row) for row in range(4)] == ["a", "b", "c", "c"]
     assert after.body_tokens(3).tolist() == list(range(100, 108))
-    assert after.rows_of("b") == range(1, 2) and after.rows_of("c") == range(2, 4)
+    rows = [after.rows_of(document) for document in ("a", "b", "c", "unknown")]
+    assert rows == [range(0, 1), range(1, 2), range(2, 4), range(0)]
+    kinds = [[after.span_kinds[code] for code in after.spans(row)[:, 2]] for row in range(4)]
+    assert kinds == [["date"], ["name", "date"], ["place"], ["name"]]
+    assert after.column("spans").tolist() == [span for row in range(4) for span in after.spans(row).tolist()]
     assert after.counts("tokens").tolist() == [7, 7, 8, 9]
     ids, lengths, _ = after.document_matrix(16, WORDPIECE.special, slice(1, 4))
     assert lengths.tolist() == [10, 11, 12] and ids.shape == (3, 16)
     after.verify()
 
 
-def test_codes_of_span_kinds_mean_the_same_in_all_segments(tmp_path):
-    write(tmp_path / "store", passage("a", kinds=("date",)), passage("b", kinds=("name", "date")))
-    store = write(tmp_path / "store", passage("c", kinds=("place",)), passage("d", kinds=("name",)))
-    kinds = [[store.span_kinds[code] for code in store.spans(row)[:, 2]] for row in range(4)]
-    assert kinds == [["date"], ["name", "date"], ["place"], ["name"]]
+OUTSIDE = "document 'out' has a salient span outside of its sentences"
 
 
-def test_appending_refuses_another_tokenizer_another_limit_and_known_documents(tmp_path):
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([passage("b"), passage("a")], "document 'a' is in .* already"),
+        ([passage("b"), passage("c"), passage("b")], "document 'b' was written twice"),
+        ([passage("b"), dataclasses.replace(passage("out"), sentences=np.zeros((0, 2), np.int32))], OUTSIDE),
+        ([passage("b"), dataclasses.replace(passage("out"), sentences=np.array([[2, 5]]))], OUTSIDE),
+        ([passage("b\nc", title=80_000)], r"document 'b\\nc': its title keeps 80,000 tokens, more than 65,535; "),
+    ],
+)
+def test_rows_that_cannot_be_stored_are_refused_and_change_nothing(tmp_path, rows, message):
+    folder = tmp_path / "store"
+    write(folder, passage("a"))
+    with pytest.raises(UserError, match=message):
+        write(folder, *rows)
+    assert len(PassageStore.open(folder)) == 1 and not (folder / "segment-00001").exists()
+
+
+def test_a_segment_of_another_tokenizer_or_limit_is_refused(tmp_path):
     folder = tmp_path / "store"
     write(folder, passage("a"))
     with pytest.raises(UserError, match="limit is 288, not 100"):
@@ -101,12 +116,6 @@ def test_appending_refuses_another_tokenizer_another_limit_and_known_documents(t
     other = WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "z"])
     with pytest.raises(UserError, match="tokenizer is"), append_segment(folder, other, 288):
         pass
-    with pytest.raises(UserError, match="document 'a' is in .* already"):
-        write(folder, passage("b"), passage("a"))
-    with pytest.raises(UserError, match="document 'b' was written twice"):
-        write(folder, passage("b"), passage("c"), passage("b"))
-    assert len(PassageStore.open(folder)) == 1
-    assert not (folder / "segment-00001").exists()
 
 
 def test_an_interrupted_writer_leaves_nothing(tmp_path):
@@ -142,29 +151,55 @@ def test_the_fingerprint_covers_content_and_tokenizer(tmp_path):
     assert PassageStore.open(tmp_path / "four").fingerprint != one.fingerprint
 
 
-def test_a_truncated_or_missing_file_is_named(tmp_path):
-    folder = tmp_path / "store"
-    write(folder, passage("a"))
-    texts = folder / "segment-00000" / "texts.utf8"
-    whole = texts.read_bytes()
-    texts.write_bytes(whole[:-1])
-    with pytest.raises(UserError, match=r"segment-00000/texts\.utf8 has 19 bytes, not 20"):
-        PassageStore.open(folder)
-    texts.unlink()
-    with pytest.raises(UserError, match=r"texts\.utf8 is missing"):
-        PassageStore.open(folder)
+def flipped(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
 
 
-@pytest.mark.parametrize("name", ["texts.utf8", "tokens.npy", "tokens.offsets.npy", "document_keys.npy"])
-def test_verify_names_a_file_with_a_flipped_bit(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("segment-00000/texts.utf8", lambda content: content[:-1], r"segment-00000/texts\.utf8 has 39 bytes, not 40"),
+        ("segment-00000/texts.utf8", lambda content: None, r"texts\.utf8 is missing"),
+        ("segment-00000/texts.utf8", lambda content: content[:-1] + b"\xff",
+         r"texts\.utf8 is damaged \(row 1: invalid start byte\); prepare the data again"),
+        *(
+            (f"segment-00000/{name}", flipped, f"{name} is damaged")
+            for name in ("texts.utf8", "tokens.npy", "tokens.offsets.npy", "document_keys.npy", "salient_reach.npy")
+        ),
+        ("segment-00000/tokens.npy", lambda content: b"x" * len(content), r"tokens\.npy is damaged \("),
+        ("segment-00000/tokens.npy", lambda content: content.replace(b"'<u2'", b"'<i2'"), "tokens.npy holds int16"),
+        ("STORE.json", lambda content: None, "holds no finished passage store"),
+        ("STORE.json", lambda content: content.replace(b'_version": 2', b'_version": 9'), "has format version 9"),
+        ("STORE.json", lambda content: content.replace(b'"limit"', b'"other"'), "STORE.json is damaged"),
+        ("STORE.json", lambda content: b"{", "STORE.json is not readable JSON"),
+    ],
+)  # fmt: skip
+def test_damage_names_the_file(tmp_path, name, change, message):
+    """Sizes and types are looked at when a store is opened, text when it is read, and everything by `verify`."""
     folder = tmp_path / "store"
-    write(folder, passage("a"))
-    path = folder / "segment-00000" / name
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=f"{name} is damaged"):
-        PassageStore.open(folder).verify()
+    write(folder, passage("a"), passage("b"))
+    content = change((folder / name).read_bytes())
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        store = PassageStore.open(folder)
+        assert store.text(0) == "Ein Text – 漢字." and store.text(1)
+        store.verify()
+
+
+def test_a_token_beyond_the_vocabulary_is_damage(tmp_path):
+    write(tmp_path / "store", passage("a", body=5))  # tokens 100 … 104
+    assert PassageStore.open(tmp_path / "store", 105).document_matrix(16, WORDPIECE.special)[0].max() == 104
+    damaged = pickle.loads(pickle.dumps(PassageStore.open(tmp_path / "store", 104)))
+    with pytest.raises(UserError, match="store is damaged: it holds token 104, but the vocabulary ends before 104"):
+        damaged.document_matrix(16, WORDPIECE.special)
+
+
+def test_a_store_travels_to_another_process_as_its_path(tmp_path):
+    store = write(tmp_path / "store", *(passage(f"d{number}", 5, 250) for number in range(200)))
+    packed = pickle.dumps(store)
+    assert len(packed) < 1000 and pickle.loads(packed).text(0) == store.text(0)
 
 
 def test_a_store_of_more_files_than_may_be_open_says_so(tmp_path):
@@ -181,14 +216,6 @@ def test_a_store_of_more_files_than_may_be_open_says_so(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_span_outside_of_all_sentences_is_refused(tmp_path):
-    whole, outside = passage("whole"), passage("outside")
-    for sentences in (np.zeros((0, 2), np.int32), np.array([[2, 5]])):
-        with pytest.raises(UserError, match="document 'outside' has a salient span outside of its sentences"):
-            write(tmp_path / "store", whole, dataclasses.replace(outside, sentences=sentences))
-        assert not (tmp_path / "store").exists()
-
-
 def test_how_far_a_span_reaches_has_a_limit(tmp_path):
     """A row without spans is none with a salient span, however long a query is."""
     without = dataclasses.replace(passage("none"), spans=[])
@@ -198,62 +225,6 @@ def test_how_far_a_span_reaches_has_a_limit(tmp_path):
     assert [salient_rows(store, room).tolist() for room in (0, 1, 65_533, 65_534, 100_000)] == [
         [], [0], [0], [0, 2], [0, 2]
     ]  # fmt: skip
-
-
-def test_bytes_that_are_no_text_are_named(tmp_path):
-    folder = tmp_path / "store"
-    write(folder, passage("a"), passage("b"))
-    path = folder / "segment-00000" / "texts.utf8"
-    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    assert PassageStore.open(folder).text(0) == "Ein Text – 漢字."
-    with pytest.raises(
-        UserError, match=r"texts\.utf8 is damaged \(row 1: invalid start byte\); prepare the data again"
-    ):
-        PassageStore.open(folder).text(1)
-
-
-def test_a_word_piece_beyond_the_vocabulary_is_damage(tmp_path):
-    write(tmp_path / "store", passage("a", body=5))  # pieces 100 … 104
-    whole = PassageStore.open(tmp_path / "store", 105)
-    assert pickle.loads(pickle.dumps(whole)).document_matrix(16, WORDPIECE.special)[0].max() == 104
-    damaged = PassageStore.open(tmp_path / "store", 104)
-    with pytest.raises(UserError, match="store is damaged: it holds token 104, but the vocabulary ends before 104"):
-        damaged.document_matrix(16, WORDPIECE.special)
-
-
-def test_a_title_that_cannot_be_stored_is_named_by_its_document(tmp_path):
-    with pytest.raises(UserError, match=r"document 'a\\nb': its title keeps 80,000 tokens, more than 65,535; "):
-        write(tmp_path / "store", passage("a\nb", title=80_000))
-
-
-def test_a_damaged_or_newer_manifest_is_named(tmp_path):
-    folder = tmp_path / "store"
-    write(folder, passage("a"))
-    manifest = json.loads((folder / "STORE.json").read_text())
-    (folder / "STORE.json").write_text(json.dumps(manifest | {"format_version": 99}))
-    with pytest.raises(UserError, match="STORE.json has format version 99"):
-        PassageStore.open(folder)
-    del manifest["limit"]
-    (folder / "STORE.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="STORE.json is damaged"):
-        PassageStore.open(folder)
-    (folder / "STORE.json").write_text("{")
-    with pytest.raises(UserError, match="STORE.json is not readable JSON"):
-        PassageStore.open(folder)
-
-
-def test_a_store_travels_to_another_process_as_its_path(tmp_path):
-    store = write(tmp_path / "store", *(passage(f"d{number}", 5, 250) for number in range(200)))
-    packed = pickle.dumps(store)
-    assert len(packed) < 1000
-    assert pickle.loads(packed).text(0) == store.text(0)
-
-
-def test_a_store_without_rows_opens(tmp_path):
-    store = write(tmp_path / "store")
-    assert len(store) == 0 and store.documents == 0
-    assert store.document_matrix(8, WORDPIECE.special)[0].shape == (0, 8)
-    assert len(store.rows_of("a")) == 0
 
 
 lengths_of_rows = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), min_size=1, max_size=12)

@@ -80,16 +80,10 @@ def test_texts_cannot_steer_the_terminal_or_use_its_markup(tmp_path, capsys):
     assert not any(ord(character) < 32 or 127 <= ord(character) < 160 for character in out.replace("\n", ""))
 
 
-def test_what_is_not_there_is_said(data, capsys):
-    assert cli.main(["inspect", "data", str(data), "--document=bern"]) == 2
-    assert "has no such document" in capsys.readouterr().err
-    assert cli.main(["inspect", "data", f"{data}/absent"]) == 2
-    assert f"{data}/absent: not a prepared folder" in (said := capsys.readouterr().err) and "config" not in said
-
-
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
+        ("--document=bern", "has no such document"),
         ("--rows=-1", "--rows=-1: must be at least 0"),
         ("--config.seed=-1", "config.seed: must be from 0"),
         ("--config.data.query_length=0", "config.data.query_length: must be at least 8"),
@@ -100,6 +94,11 @@ def test_what_cannot_work_is_refused_before_anything_is_shown(data, capsys, flag
     assert cli.main(["inspect", "data", str(data), flag]) == 2
     said = capsys.readouterr()
     assert message in said.err and not said.out
+
+
+def test_a_folder_that_is_not_prepared_is_named_without_the_config(data, capsys):
+    assert cli.main(["inspect", "data", f"{data}/absent"]) == 2
+    assert f"{data}/absent: not a prepared folder" in (said := capsys.readouterr().err) and "config" not in said
 
 
 @pytest.mark.parametrize("kind", [99, -1])

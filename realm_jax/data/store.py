@@ -516,7 +516,7 @@ class SegmentWriter:
         self.folder = folder
         self.entry: dict[str, Any] = {}
         self._tokenizer, self._dtype = tokenizer, np.dtype(dtype)
-        self._span_kinds: dict[str, int] = {}
+        self.span_kinds: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -538,10 +538,13 @@ class SegmentWriter:
                     f"document {passage.document_id!r}: its title keeps {len(passage.title_tokens):,} tokens, "
                     f"more than {_LONGEST_TITLE:,}; shorten it, or set a smaller --limit, to which titles are cut"
                 )
-        ragged_rows: dict[str, list[NDArray[Any]]] = {
+        kinds = self.span_kinds  # numbered in the order in which they come
+        ragged_rows: dict[str, list[Any]] = {
             "tokens": [np.concatenate([passage.title_tokens, passage.body_tokens]) for passage in passages],
-            "sentences": [np.asarray(passage.sentences, np.int32).reshape(-1, 2) for passage in passages],
-            "spans": [self.coded_spans(passage.spans) for passage in passages],
+            "sentences": [passage.sentences for passage in passages],
+            "spans": [
+                [(start, end, kinds.setdefault(kind, len(kinds))) for start, end, kind in p.spans] for p in passages
+            ],
             "texts": [_utf8(passage.text) for passage in passages],
             "titles": [_utf8(passage.title) for passage in passages],
             "document_ids": [_utf8(passage.document_id) for passage in passages],
@@ -549,16 +552,10 @@ class SegmentWriter:
         for name, rows in ragged_rows.items():
             sink, ends = self.sinks[name], np.cumsum([len(row) for row in rows], dtype=np.int64)  # [passages]
             self.sinks[f"{name}.offsets"].write(sink.items + ends)
-            sink.write(np.concatenate(rows) if rows else np.zeros(0))
+            sink.write(np.concatenate([row for row in rows if len(row)] or [np.zeros(0)]))
         self.sinks["title_lengths"].write(np.array([len(passage.title_tokens) for passage in passages]))
         keys = [_document_key(passage.document_id) for passage in passages]
         self.sinks["document_keys"].write(np.array(keys, np.uint64))
-
-    def coded_spans(self, spans: Sequence[tuple[int, int, str]]) -> NDArray[np.int32]:
-        """Return spans (start, end, kind) as int32 [m, 3]; kinds are numbered in the order in which they come."""
-        kinds = self._span_kinds
-        rows = [(start, end, kinds.setdefault(kind, len(kinds))) for start, end, kind in spans]
-        return np.array(rows, np.int32).reshape(-1, 3)
 
     def __exit__(self, kind: type[BaseException] | None, *fault: object) -> None:
         try:
@@ -574,7 +571,7 @@ class SegmentWriter:
 
         Raises UserError for a document that was written twice and for a span outside of all sentences.
         """
-        kinds = list(self._span_kinds)
+        kinds = list(self.span_kinds)
         digests = {name: file["sha256"] for name, file in sorted(files.items())}
         content = json.dumps({"tokenizer": self._tokenizer, "span_kinds": kinds, "files": digests}, sort_keys=True)
         entry = {
