@@ -24,7 +24,7 @@ tfds = pytest.importorskip("tensorflow_datasets")
 from tensorflow_datasets.core.download.checksums import UrlInfo, load_url_infos  # noqa: E402
 
 from realm_jax.data import open_qa  # noqa: E402  (a second of importing)
-from realm_jax.data.open_qa import CHECKSUMS, SETS, OpenQa, find_files, resplit, split_of  # noqa: E402
+from realm_jax.data.open_qa import CHECKSUMS, SETS, OpenQa, split_of  # noqa: E402
 
 TRAIN, DEV = "who is number 0", "who is number 1"  # where FarmHash puts them
 
@@ -44,34 +44,29 @@ def table(*rows: tuple[str, str, str]) -> str:
     return "".join(f"{row}\tfactoid\t{question}\t{pattern}\n" for row, question, pattern in rows)
 
 
-def put(folder: Path, **files: str) -> Path:
-    """Write files; `_` in a name stands for `-`, `__` for `.`."""
+def put(folder: Path, files: dict[str, str]) -> Path:
+    """Write files by name."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        (folder / name.replace("__", ".").replace("_", "-")).write_text(text, encoding="utf-8")
+        (folder / name).write_text(text, encoding="utf-8")
     return folder
 
 
 def nq_open(folder: Path) -> Path:
-    return put(
-        folder,
-        NQ_open__train__jsonl=lines(
-            {"question": TRAIN, "answer": ["zero", "0"]},
-            {"question": DEV, "answer": ["one"]},
-            {"question": "who is number 27", "answer": ["a 3rd  power"]},
-            {"question": "Who is NUMBER 2 ? é ", "answer": ["two"]},
-        ),
-        NQ_open__dev__jsonl=lines({"question": DEV, "answer": ["one", "the one"]}),
+    train = lines(
+        {"question": TRAIN, "answer": ["zero", "0"]},
+        {"question": DEV, "answer": ["one"]},
+        {"question": "who is number 27", "answer": ["a 3rd  power"]},
+        {"question": "Who is NUMBER 2 ? é ", "answer": ["two"]},
     )
+    test = lines({"question": DEV, "answer": ["one", "the one"]})
+    return put(folder, {"NQ-open.train.jsonl": train, "NQ-open.dev.jsonl": test})
 
 
 def curated_trec(folder: Path, *further: tuple[str, str, str]) -> Path:
-    rows = [("1", TRAIN, r"zer\w|0"), ("2", DEV, "one"), ("lfb3", "who is number 2", "two"), *further]
-    return put(
-        folder,
-        large2470_train__tsv=table(*rows),
-        large2470_test__tsv=table(("9", 'what "test"', "a"), ("lfb1", "x", "(")),
-    )
+    train = table(("1", TRAIN, r"zer\w|0"), ("2", DEV, "one"), ("lfb3", "who is number 2", "two"), *further)
+    test = table(("9", 'what "test"', "a"), ("lfb1", "x", "y"))
+    return put(folder, {"large2470-train.tsv": train, "large2470-test.tsv": test})
 
 
 def build(config: str, manual: Path, **kwargs) -> OpenQa:
@@ -116,12 +111,6 @@ def test_long_fingerprints_stay_what_they_were():
     assert split_of("who was vincent van gogh inspired by?") == "dev" and split_of("what is the name of it?") == "train"
 
 
-def test_train_is_divided_and_test_is_not():
-    train = [Question(text, ["a"]) for text in (TRAIN, DEV, "who is number 2", "who is number 27")]
-    splits = resplit(train, test=train[1:2])
-    assert splits == {"train": [train[0], train[2]], "dev": [train[1], train[3]], "test": [train[1]]}
-
-
 # --- From files at hand -----------------------------------------------------------------------------------------------
 
 
@@ -143,50 +132,27 @@ def test_nq_open_is_read_verbatim_and_in_order(tmp_path):
     assert again[0]["answers"] == [b"zero", b"0"], "what is prepared is found again"
 
 
-def test_web_questions_come_from_either_publication(tmp_path):
-    def records(*questions: str) -> str:
-        return json.dumps([{"qId": f"wqr{n}", "answers": ["a"], "qText": text} for n, text in enumerate(questions)])
+def test_web_questions_are_read_without_questions_about_films(tmp_path):
+    def records(**questions: str) -> str:
+        return json.dumps([{"qId": row, "answers": ["a"], "qText": text} for row, text in questions.items()])
 
-    films = json.dumps(
-        [{"qId": "wqs7", "answers": ["a"], "qText": DEV}, {"qId": "mfb1", "answers": ["b"], "qText": "f"}]
-    )
-    json_files = {"devtest__json": records(TRAIN), "val__json": records(DEV), "trainmodel__json": records("Third?")}
-    folder = put(tmp_path / "manual" / "web_questions", **json_files, test__json=films)
-    first = contents(build("web_questions", folder.parent))
-    assert [[record["question"].decode() for record in first[split]] for split in ("train", "dev", "test")] == [
-        [TRAIN, "Third?"],
-        [DEV],
-        [DEV],
-    ]
-    assert first["test"][0]["id"] == b"wqs7", "not the question about a film"
-
-    text = lines(
-        {"question": TRAIN, "answer": ["a"]},
-        {"question": DEV, "answer": ["a"]},
-        {"question": "Third?", "answer": ["a"]},
-    )
-    folder = put(
-        tmp_path / "drqa",
-        WebQuestions_train__txt=text,
-        WebQuestions_test__txt=lines({"question": DEV, "answer": ["a"]}),
-    )
-    second = contents(build("web_questions", folder, data_dir=tmp_path / "second"))
-    for split in ("train", "dev", "test"):
-        texts = [[(record["question"], record["answers"]) for record in found[split]] for found in (first, second)]
-        assert texts[0] == texts[1]
+    train = {"devtest.json": records(wqr0=TRAIN), "val.json": records(wqr1=DEV), "trainmodel.json": records(wqr2="3?")}
+    folder = put(tmp_path / "manual" / "web_questions", train | {"test.json": records(wqs7=DEV, mfb1="f")})
+    found = contents(build("web_questions", folder.parent))
+    assert {split: [record["id"] for record in records] for split, records in found.items()} == {
+        "train": [b"wqr0", b"wqr2"],
+        "dev": [b"wqr1"],
+        "test": [b"wqs7"],
+    }
 
 
 def test_curated_trec_has_patterns_and_not_the_questions_of_users(tmp_path, caplog):
-    builder = build("curated_trec", curated_trec(tmp_path / "manual"))
-    found = contents(builder)
+    found = contents(build("curated_trec", curated_trec(tmp_path / "manual")))
     assert found["train"] == [
         {"question": TRAIN.encode(), "answers": [rb"zer\w|0"], "match": b"regex", "id": b"1", "source": b"curated_trec"}
     ]
-    assert [record["question"] for record in found["test"]] == [b'what "test"'], (
-        "lfb1 does not compile and is no matter"
-    )
-    assert builder.info.metadata["left_out"] == {"that were added to the files for another purpose": 2}
-    assert "2 questions that were added" in caplog.text
+    assert [record["question"] for record in found["test"]] == [b'what "test"']
+    assert "2 questions are left out that are not part of the published set" in caplog.text
     assert "train has 1 questions; 1353 were published" in caplog.text
 
 
@@ -199,36 +165,21 @@ def test_ids_and_marks_may_be_of_any_kind(tmp_path):
     assert {record["match"] for record in found} == {b"string"}
 
 
-def test_what_is_published_under_one_name_is_all_there(tmp_path):
-    with pytest.raises(UserError, match=r"manual holds NQ-open\.dev\.jsonl but not NQ-open\.train\.jsonl; put"):
-        folder = nq_open(tmp_path / "manual")
-        (folder / "NQ-open.train.jsonl").unlink()
-        build("nq_open", folder)
-    assert find_files([tmp_path / "absent", tmp_path], SETS["web_questions"]) is None
-
-
-def test_a_faulty_row_is_named_with_file_and_line(tmp_path):
-    folder = nq_open(tmp_path / "manual")
-    with open(folder / "NQ-open.dev.jsonl", "a") as stream:
-        stream.write('{"question": "who", "answer": []}\n')
-    with pytest.raises(UserError, match=r"NQ-open\.dev\.jsonl:2: the question has no answers"):
-        build("nq_open", folder)
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("NQ-open.train.jsonl", None, r"manual lacks NQ-open\.train\.jsonl; add them, or remove the others"),
+        ("NQ-open.dev.jsonl", {"question": "x", "answer": []}, r"NQ-open\.dev\.jsonl:1: the question has no answers"),
+        ("NQ-open.train.jsonl", {"question": TRAIN, "answer": ["a"]}, "no question is left for dev"),
+        ("NQ-open.dev.jsonl", {"question": "x", "answer": ["("], "match": "regex"}, "is not a regular expression"),
+    ],
+)
+def test_faulty_files_are_named_and_nothing_is_prepared(tmp_path, file, content, message):
+    path = nq_open(tmp_path / "manual") / file
+    path.write_text(lines(content)) if content else path.unlink()
+    with pytest.raises(UserError, match=message):
+        build("nq_open", tmp_path / "manual")
     assert not (tmp_path / "tfds" / "open_qa" / "nq_open" / "1.0.0").exists()
-
-
-def test_a_split_without_questions_is_told(tmp_path):
-    folder = nq_open(tmp_path / "manual")
-    (folder / "NQ-open.train.jsonl").write_text(lines({"question": TRAIN, "answer": ["a"]}))
-    with pytest.raises(UserError, match="no question is left for dev"):
-        build("nq_open", folder)
-
-
-def test_a_pattern_that_does_not_compile_is_refused(tmp_path):
-    folder = curated_trec(tmp_path / "manual", ("4", "who is number 3", "("))
-    with pytest.raises(
-        UserError, match=r"large2470-train\.tsv:4: '\(' is not a regular expression .*correct the pattern"
-    ):
-        build("curated_trec", folder)
 
 
 # --- From a server ----------------------------------------------------------------------------------------------------
@@ -282,7 +233,7 @@ def test_what_cannot_be_downloaded_is_told_with_what_to_put_where(served, tmp_pa
         "put NQ-open.train.jsonl and NQ-open.dev.jsonl into TFDS's folder "
         f"(Manual directory {tmp_path}/tfds/downloads/manual does not exist or is empty)"
     )
-    put(tmp_path / "manual", other__txt="")
+    put(tmp_path / "manual", {"other.txt": ""})
     with pytest.raises(UserError, match=rf"put NQ-open.* and NQ-open.* into {tmp_path}/manual$"):
         build("nq_open", tmp_path / "manual")
 
@@ -345,23 +296,12 @@ def test_damaged_and_unwritable_folders_are_told(tmp_path, passages, capsys, mon
     arguments = ("--passages", passages, "--questions", "tfds:open_qa/nq_open", "--output", tmp_path / "data")
     assert prepare(*arguments) == 2
     assert re.search(
-        r"what lies in TFDS's folder cannot be read \(.*\); remove its open_qa/nq_open", capsys.readouterr().err
+        r"TFDS cannot prepare or read it \(.*\); remove open_qa/nq_open from TFDS's folder", capsys.readouterr().err
     )
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "file"))
     assert prepare(*arguments) == 2
-    assert re.search(r"/file.*; set TFDS_DATA_DIR to another folder", capsys.readouterr().err)
-
-
-def test_questions_of_other_passages_are_prepared_without_their_gold(tmp_path, passages, capsys):
-    positive = [{"title": "One", "text": "x", "passage_id": "77"}]
-    path = tmp_path / "nq-train.json"
-    path.write_text(json.dumps([{"question": DEV, "answers": ["one"], "positive_ctxs": positive}]))
-    arguments = ("--passages", passages, "--questions", f"train={path}", "--output", tmp_path / "data")
-    assert prepare(*arguments) == 2
-    assert "gold_passage_id '77' is not in" in capsys.readouterr().err
-    assert prepare(*arguments, "--ignore-gold") == 0
-    assert read_questions(tmp_path / "data" / "questions" / "train.jsonl") == [Question(DEV, ["one"], line=1)]
+    assert re.search(r"/file.*, or set TFDS_DATA_DIR to another folder", capsys.readouterr().err)
 
 
 # --- What is imported -------------------------------------------------------------------------------------------------
@@ -433,7 +373,7 @@ def test_real_development_questions_of_nq_open_are_the_test_split(shared_data, t
 def test_checksums_are_those_of_the_real_files(shared_data):
     folders, infos = {"nq_open": "nq_open", "web_questions": "webquestions", "curated_trec": "curatedtrec"}, {}
     for name, published in SETS.items():
-        for file in [file for files in published.editions[0].values() for file in files]:
+        for file in published.names:
             infos[file] = OpenQa.url_infos[published.url + file]
             path = shared_data / folders[name] / file
             if path.exists():  # all but the training questions of NQ-open
