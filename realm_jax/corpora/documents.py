@@ -30,9 +30,9 @@ from urllib.parse import unquote
 from realm_jax.corpora import markup, pdf, raw_records
 from realm_jax.corpora.encodings import REPLACED, Encoding, Notes, find_encoding, note_encoding, without_nuls
 from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
-from realm_jax.data import squad
 from realm_jax.data.files import PACKED, UNPACKING_FAULTS, files_below, is_folder, matching, open_unpacked, size_of
 from realm_jax.data.lines import BATCH_ROWS, OTHER_COLUMNS, json_records, table_rows, text_lines
+from realm_jax.data.questions import is_flat_squad
 from realm_jax.data.records import BadRecord, sample
 from realm_jax.errors import UserError
 from realm_jax.storage import StorageError
@@ -292,7 +292,7 @@ def _contexts(data: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         title, paragraphs = unquote(str(entry.get("title") or "")).replace("_", " "), entry.get("paragraphs")
         if isinstance(paragraphs, list):
             yield from ({"title": title, "text": paragraph.get("context")} for paragraph in paragraphs)
-        elif not squad.is_flat(entry):
+        elif not is_flat_squad(entry):
             yield entry
         elif entry["context"] != before:
             before = entry["context"]

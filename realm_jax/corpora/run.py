@@ -31,9 +31,8 @@ from realm_jax.corpora.partial_output import ARTICLES, TOKENIZER, check_owner, i
 from realm_jax.corpora.questions import QuestionFile, published_identity, question_files, read_all
 from realm_jax.corpora.texts import identity, open_texts
 from realm_jax.data import spans as span_finders
-from realm_jax.data.beir import has_judgements, queries_file
 from realm_jax.data.packing import DEFAULT_LIMIT
-from realm_jax.data.questions import question_lines
+from realm_jax.data.questions import has_judgements, queries_file, question_lines
 from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import MANIFEST as STORE

@@ -1,40 +1,35 @@
-"""Questions: what the files that `realm prepare` takes are read into, and our own JSON Lines files.
+"""Questions in one normal form, and a converter for each kind of question file.
 
-| files | recognised by |
+| converter | files |
 |---|---|
-| `{"question", "answers"}`; NQ-open, DrQA, ORQA: `answer`; Atlas, FiD: `target`, `ctxs` | JSON objects |
-| FlashRAG: `golden_answers` | JSON objects |
-| `nq-train.json` of DPR, retriever or reader: `positive_ctxs`, `ctxs`, … | JSON objects |
-| WebQuestions of brmson: `{"qId", "qText", "answers"}` | JSON objects |
-| `nq-test.qa.csv` of DPR: question, list of answers in Python's spelling | `.tsv`, `.csv` with two columns |
-| CuratedTREC of brmson: id, type, question, regular expression | `.tsv`, `.csv` with four columns |
-| judgements of BEIR and TREC, whose questions lie in `queries.jsonl` | `has_judgements` of `beir.py` |
-| SQuAD: `data[].paragraphs[].qas[]` | `.json`, an object with `data` |
-| SQuAD as Hugging Face has it: `context`, `question`, `answers.text` | JSON objects with all three |
+| `_judged_records` | judgments of BEIR or TREC, with `queries.jsonl` in the same folder or in the one above |
+| `_answers_row` | `.tsv` or `.csv` of two columns: question, list of answers in Python's spelling (DPR) |
+| `_curated_trec_row` | `.tsv` or `.csv` of four columns: id, type, question, regular expression (CuratedTREC) |
+| `_squad_records` | `.json`, one object with `data[].paragraphs[].qas[]` (SQuAD, XQuAD, MLQA, GermanQuAD) |
+| `_squad_question` | objects with `context`, `question` and `answers.text` (SQuAD on Hugging Face) |
+| `_json_question` | objects of our own, NQ-open, DrQA, ORQA, WebQuestions, DPR, FiD, Atlas and FlashRAG |
 
-JSON objects stand one a line or in one array, or are the rows of a Parquet file; any file may be packed as `.gz`, `.xz`
-or `.bz2`. The answers of a file with `curatedtrec` in its name are regular expressions, as ORQA has it. Passages that
-came with a question are left out, the first positive one of DPR becomes its gold passage. A record that cannot be used
-is a `BadRecord` in its place; `read_questions` raises a UserError with file and line instead. A question that a set
-itself says has nothing right is only counted. Not for passages: see `realm_jax.corpora.texts`.
+JSON objects are one a line, or in one array, or the rows of a Parquet file. Any file may be packed. Read
+`parse_questions` next. Not for passages: see `realm_jax.corpora.texts`.
 """
 
 import ast
 import json
+import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from realm_jax.data import patterns
-from realm_jax.data.beir import has_judgements, judged_records
+from realm_jax.data.files import UNPACKING_FAULTS, open_unpacked
 from realm_jax.data.lines import (
-    OTHER_COLUMNS,
     Records,
+    check_characters,
+    ending_of,
     is_parquet,
     is_table,
     json_records,
@@ -42,28 +37,40 @@ from realm_jax.data.lines import (
     table_rows,
     text_lines,
 )
-from realm_jax.data.records import BadRecord, Path_, applied, check_text, strictly, text_field
-from realm_jax.data.squad import is_squad, squad_records, with_answers
+from realm_jax.data.records import BadRecord, Path_, applied, strictly
 from realm_jax.errors import UserError
 
-MATCHES = (None, "string", "exact", "norm", "none", "regex")  # only "regex" makes patterns of the answers
+PUBLISHED = "tfds:"  # begins the name of a data set, `tfds:open_qa/nq_open`, which may replace a file name
+CURATED_TREC = "curatedtrec"  # in a file name: its answers are regular expressions, as in ORQA
+MATCHES = (None, "string", "exact", "norm", "none", "regex")  # only "regex" makes answers regular expressions
 LONGEST_QUESTION = 2_000  # characters; the longest question of Natural Questions and SQuAD has a few hundred
-LARGEST_GRADE = 1_000  # of a gold passage
+LARGEST_GRADE = 1_000  # of a gold passage; nDCG needs memory in proportion to the largest grade
 GRADES = f"each grade a whole number of at most {LARGEST_GRADE:,}"
-PUBLISHED = "tfds:"  # begins the name of a set, `tfds:open_qa/nq_open`, where a file of questions may stand
-PATTERNS = "curatedtrec"  # in the name of a file whose answers are regular expressions
+IMPOSSIBLE, UNJUDGED = "that no passage answers (is_impossible)", "without a passage of a grade above 0"
+
+# Judgments: the file endings that may hold them, BEIR's header, and TREC's second column, which has no meaning.
+JUDGMENT_ENDINGS = (".tsv", ".csv", ".txt", ".trec", ".qrels", ".qrel")
+JUDGMENT_COLUMNS = ["query-id", "corpus-id", "score"]
+ITERATIONS = ("0", "Q0", "q0")
+
+# Passages that came with a question; they are not read, because passages come from the corpus.
 _RETRIEVED = ("ctxs", "passages", "positive_ctxs", "negative_ctxs", "hard_negative_ctxs")
+_SQUAD_START = re.compile(rb'\s*\{\s*("version"\s*:[^,]*,\s*)?"data"\s*:\s*\[')
 _STRING = r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\""""
-# Nothing but strings and commas, so that no text, however long or deep, does more than its length of work.
+# A list of nothing but strings, so that ast.literal_eval takes time in proportion to the length of any text.
 _STRINGS = re.compile(rf"\s*\[\s*(?:(?:{_STRING})\s*(?:,\s*(?:{_STRING})\s*)*+,?\s*)?\]\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with the answer strings that count as right; `fields` holds whatever else its record had.
+    """A question with its correct answers; one without answers has gold passages, or is only asked.
 
-    gold: the documents that are right for it, with grades from 1. Without answers it has one at least, by which
-    retrieval is measured, or it is only asked.
+    Attributes:
+        question: the text of the question.
+        answers: strings that count as correct; regular expressions if `is_regex`.
+        gold: grades, from 1, of the passages that answer the question, by passage id.
+        fields: all other fields of its record.
+        line: line of its file, from 1; 0 if it comes from no file.
     """
 
     question: str
@@ -74,235 +81,383 @@ class Question:
 
     @property
     def is_regex(self) -> bool:
-        """Whether the answers are regular expressions."""
+        """True if the answers are regular expressions."""
         return self.fields.get("match") == "regex"
 
 
-def parse_questions(
-    path: Path_, check_patterns: bool = True, need_right: bool = True, dropped: Counter[str] | None = None
-) -> Iterator[tuple[int, Question | BadRecord]]:
-    """Lines and questions of a file with `{"question": …, "answers": […]?, "gold_passage_id": …?}` on each line.
+class Unanswerable(BadRecord):
+    """A question that has no answer according to its own data set; it is counted and is no error."""
 
-    `"gold_passages": {id: grade}` names several gold passages; what has a grade of 0 or less is none. Other files are
-    understood too, as listed above; of `"match": "regex"` the answers are regular expressions. A BadRecord is a
-    malformed record, an empty or endless question, with `need_right` a question with neither answers nor gold passages,
-    and with `check_patterns` a regular expression that does not compile. dropped: counts, by reason, what is no
-    question by the file's own word. Raises UserError for the file as a whole.
+
+# --- Judgments of BEIR and TREC ---------------------------------------------------------------------------------------
+
+
+def queries_file(path: Path_) -> str:
+    """Return the path of the question texts of a judgment file: in its folder, or in the one above."""
+    folder = os.path.dirname(os.path.abspath(path))
+    same, above = (os.path.join(parent, "queries.jsonl") for parent in (folder, os.path.dirname(folder)))
+    return same if os.path.isfile(same) else above
+
+
+def has_judgements(path: Path_) -> bool:
+    """Return True if a file holds judgments, which is decided by the first row that can only be one kind of row.
+
+    Raises UserError for a TREC ranking, and if every row may be a judgment of TREC or a question of CuratedTREC.
     """
-    read = partial(_question, check_patterns=check_patterns, need_right=need_right)
-    for line, question in applied(read, _records(path, Counter() if dropped is None else dropped)):
-        yield line, question if isinstance(question, BadRecord) else replace(question, line=line)
+    if ending_of(path) not in JUDGMENT_ENDINGS:
+        return False
+    unclear_line = width = 0
+    for line, text in text_lines(path):
+        row, has_tabs = _columns(text), "\t" in text
+        width = width or len(row)
+        match row:
+            case []:
+                continue
+            case _ if len(row) != width:
+                break
+            case [_, iteration, _, _] if iteration in ITERATIONS:
+                return True
+            case [_, _, name, _] if has_tabs and len(name.split()) > 1:
+                return False  # a question of CuratedTREC, because document ids of TREC have no spaces
+            case [_, _, _, grade] if _whole_number(grade) is not None:
+                unclear_line = unclear_line or line
+            case [_, _, _, _] if has_tabs:
+                continue
+            case [_, _, grade]:
+                return (has_tabs and is_table(path)) or row == JUDGMENT_COLUMNS or _whole_number(grade) is not None
+            case [_, iteration, _, rank, _, _] if iteration in ITERATIONS and _whole_number(rank) is not None:
+                raise UserError(f"{path}:{line}: is a ranking (a run of TREC), not judgments; name the file of qrels")
+            case _:
+                return False
+    if unclear_line:
+        raise UserError(
+            f"{path}:{unclear_line}: may be a judgment of TREC or a question of CuratedTREC; write 0 into the second "
+            'column of judgments, or give questions as {"question", "answers", "match": "regex"}, one a line'
+        )
+    return False
 
 
-def read_questions(
-    path: Path_, check_patterns: bool = True, need_right: bool = True, dropped: Counter[str] | None = None
-) -> list[Question]:
-    """`parse_questions` as a list. Raises UserError, with file and line, for a bad record, and if there is none."""
-    found = [question for _, question in strictly(path, parse_questions(path, check_patterns, need_right, dropped))]
-    if not found:
+def _judged_records(path: Path_) -> Records:
+    """Yield a record for each query of a judgment file, with the line of its first judgment."""
+    golds: dict[str, dict[str, int]] = {}
+    lines: dict[str, int] = {}
+    may_be_ranking = True
+    for line, text in text_lines(path):
+        row = _columns(text)
+        may_be_ranking &= row != JUDGMENT_COLUMNS and len(row) != 4
+        if row in ([], JUDGMENT_COLUMNS):
+            continue
+        cells = row[:1] + row[2:] if len(row) == 4 and row[1] in ITERATIONS else row
+        if len(cells) != 3 or (grade := _whole_number(cells[2])) is None:
+            message = f"holds {' '.join(row)[:60]!r}, not {', '.join(JUDGMENT_COLUMNS)} (a whole number)"
+            yield line, BadRecord(message, "correct or remove the line")
+            continue
+        query, document, _ = cells
+        lines.setdefault(query, line)
+        golds.setdefault(query, {})[document] = grade
+    counts_up = all([*gold.values()] == [*range(1, len(gold) + 1)] for gold in golds.values())
+    if may_be_ranking and counts_up and len(golds) < sum(map(len, golds.values())):
+        raise UserError(
+            f"{path}: may be a ranking (query, document, rank), as the numbers of each query are 1, 2, 3 …; "
+            f"put {'<tab>'.join(JUDGMENT_COLUMNS)} into the first line of judgments, or name the file of qrels"
+        )
+    queries = queries_file(path)
+    if not os.path.isfile(queries):
+        raise UserError(f"{queries} is not there; put queries.jsonl of the judgments there")
+    records = (record for _, record in strictly(queries, json_records(queries)))
+    texts = {query: record.get("text", "") for record in records if (query := str(record.get("_id"))) in golds}
+    for query, gold in golds.items():
+        if max(gold.values()) <= 0:
+            yield lines[query], Unanswerable(UNJUDGED, "judge a passage")
+        elif query in texts:
+            yield lines[query], {"question": texts[query], "gold_passages": gold, "id": query}
+        else:
+            yield lines[query], BadRecord(f"query {query!r} is not in {queries}", "put both files of one set there")
+
+
+def _columns(text: str) -> list[str]:
+    """Return the columns of a judgment: between tabs, or between spaces if the line has no tab; [] if it is blank."""
+    return text.split("\t") if "\t" in text and text.strip() else text.split()
+
+
+def _whole_number(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        return None
+
+
+# --- Tables -----------------------------------------------------------------------------------------------------------
+
+
+def _table_records(path: Path_) -> Records:
+    """Return the questions of a table; the number of columns of its first line tells its kind."""
+    lines = ((line, text) for line, text in text_lines(path) if text.strip())
+    columns = next((text for _, text in lines), "\t").count("\t") + 1
+    if columns == 2:
+        return applied(_answers_row, table_rows(path))
+    if columns == 4:  # a quote is a character like any other: regular expressions are not quoted
+        return applied(_curated_trec_row, ((line, text.split("\t")) for line, text in text_lines(path) if text.strip()))
+    raise UserError(
+        f"{path}:1: the first line has {columns} columns; tables of questions have two (question, list of "
+        "answers) or four (id, type, question, regular expression), judgments three (query-id, corpus-id, score) "
+        "or four (query-id, 0, corpus-id, score); write tabs between them"
+    )
+
+
+def _answers_row(row: list[str]) -> dict[str, Any]:
+    """Convert a row `question, ['answer', 'answer']`."""
+    if len(row) != 2:
+        raise BadRecord(f"the row has {len(row)} columns, not two: question, list of answers", "correct it")
+    try:
+        if not _STRINGS.fullmatch(row[1]):
+            raise ValueError
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about backslashes of regular expressions
+            answers: list[str] = ast.literal_eval(row[1].strip())
+        "".join(answers).encode("utf-8")
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        message = f"the second column holds {row[1][:40]!r}, not a list of quoted answers"
+        raise BadRecord(message, "write ['one', 'two']") from None
+    return {"question": row[0], "answers": answers}
+
+
+def _curated_trec_row(row: list[str]) -> dict[str, Any]:
+    """Convert a row `id, type, question, regular expression`."""
+    if len(row) != 4:
+        raise BadRecord(f"the row has {len(row)} columns, the first line four", "correct the row")
+    return {"question": row[2], "answers": [row[3]], "match": "regex", "id": row[0]}
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def _is_squad(path: Path_) -> bool:
+    """Return True if a `.json` file, packed or not, begins as SQuAD's do."""
+    if ".json" not in Path(str(path).lower()).suffixes:
+        return False
+    with open_unpacked(path) as stream:
+        try:
+            return _SQUAD_START.match(stream.read(1_000)) is not None
+        except UNPACKING_FAULTS:
+            return False
+
+
+def _squad_records(path: Path_) -> Records:
+    """Return the questions of a SQuAD file, with their numbers from 1 instead of lines."""
+    try:
+        with open_unpacked(path) as stream:
+            articles = json.load(stream)["data"]
+        questions = []
+        for article in articles:
+            is_question = "question" in article  # as in files of Hugging Face
+            questions += [article] if is_question else [qa for part in article["paragraphs"] for qa in part["qas"]]
+        return applied(_squad_question, enumerate(questions, start=1))
+    except UNPACKING_FAULTS as fault:
+        reason = f"truncated or damaged ({fault})"
+    except (ValueError, RecursionError) as fault:
+        reason = f"not readable as JSON ({fault})"
+    except (KeyError, TypeError) as fault:
+        reason = f"not data[].paragraphs[].qas[], as SQuAD's are ({fault!r})"
+    raise UserError(f"{path}: {reason}; fetch or make it again")
+
+
+def is_flat_squad(record: Any) -> bool:
+    """Return True if a record is a SQuAD question as Hugging Face has it, next to its context."""
+    if not isinstance(record, dict) or not {"context", "question"} <= record.keys():
+        return False
+    answers = record.get("answers")
+    return isinstance(answers, dict) and isinstance(answers.get("text"), list)
+
+
+def _squad_question(record: Any) -> dict[str, Any]:
+    """Convert a question of SQuAD. Raises Unanswerable if it is marked as impossible, or flat and without answers."""
+    try:
+        check_characters(record)
+        given = record.get("answers") or ()
+        texts = given["text"] if isinstance(given, dict) else [answer["text"] for answer in given]
+        if not isinstance(texts, list):
+            raise TypeError
+        answers = [*dict.fromkeys(texts)]
+    except (AttributeError, KeyError, TypeError):
+        raise BadRecord('no "question" with "answers" of a "text" each', "correct or remove it") from None
+    is_impossible = record.get("is_impossible")
+    if is_impossible or (is_impossible is None and not answers and is_flat_squad(record)):
+        raise Unanswerable(IMPOSSIBLE, "remove it")
+    names = ("question", "id", "gold_passage_id", "gold_passages")
+    return {name: record[name] for name in names if name in record} | {"answers": answers}
+
+
+def _json_question(record: dict[str, Any]) -> dict[str, Any]:
+    """Convert a JSON object: give its fields our names, and leave out the passages that came with it."""
+    if is_flat_squad(record):
+        return _squad_question(record)
+    if "qText" in record and "question" not in record:  # WebQuestions
+        record["question"] = record.pop("qText")
+    if "qId" in record:
+        record.setdefault("id", record.pop("qId"))
+    if record.get("answers") is None and record.get("answer") is None:
+        if "golden_answers" in record:  # FlashRAG
+            record["answers"] = record.pop("golden_answers")
+        elif "target" in record:  # Atlas, FiD
+            record["answers"] = [record.pop("target")]
+    positives = record.get("positive_ctxs")  # DPR: the best one comes first, and its id has two names
+    if record.get("gold_passage_id") is None and isinstance(positives, list) and positives:
+        passage = positives[0] if isinstance(positives[0], dict) else {}
+        name = passage.get("passage_id", passage.get("psg_id"))
+        record["gold_passage_id"] = str(name) if isinstance(name, str | int) and str(name).strip() else None
+    return {name: value for name, value in record.items() if name not in _RETRIEVED}
+
+
+# --- Reading ----------------------------------------------------------------------------------------------------------
+
+# What a file looks like, and its records `{"question", "answers", …}` with their lines; the first match counts.
+FORMATS: tuple[tuple[Callable[[Path_], bool], Callable[[Path_], Records]], ...] = (
+    (has_judgements, _judged_records),
+    (is_table, _table_records),
+    (_is_squad, _squad_records),
+    (is_parquet, lambda path: applied(_json_question, parquet_records(path))),
+    (lambda path: True, lambda path: applied(_json_question, json_records(path))),
+)
+
+
+def parse_questions(
+    path: Path_, need_right: bool = True, dropped: Counter[str] | None = None
+) -> Iterator[tuple[int, Question | BadRecord]]:
+    """Yield the lines and questions of a file of any known kind; a record that cannot be used is a BadRecord.
+
+    Args:
+        path: the file, whose kind is told by its name and its first bytes (see the top of this page).
+        need_right: refuse questions with neither answers nor gold passages.
+        dropped: counts, by reason, the questions that have no answer according to their own data set.
+
+    Raises:
+        UserError: the file as a whole cannot be read.
+    """
+    records = next(read for looks_like, read in FORMATS if looks_like(path))(path)
+    defaults = {"match": "regex"} if CURATED_TREC in Path(path).name.lower() else {}
+    for line, question in applied(lambda record: _checked(defaults | record, need_right), records):
+        if isinstance(question, Unanswerable):
+            if dropped is not None:
+                dropped[question.reason] += 1
+        else:
+            yield line, question if isinstance(question, BadRecord) else replace(question, line=line)
+
+
+def read_questions(path: Path_, need_right: bool = True, dropped: Counter[str] | None = None) -> list[Question]:
+    """Return the questions of `parse_questions` as a list.
+
+    Raises:
+        UserError: a record is bad, with file and line; or there are no questions.
+    """
+    questions = [question for _, question in strictly(path, parse_questions(path, need_right, dropped))]
+    if not questions:
         raise UserError(f'{path} holds no questions; give one {{"question", "answers"}} object a line')
-    return found
+    return questions
 
 
 def checked_questions(records: Iterable[Mapping[str, Any]]) -> list[Question]:
-    """Questions of records as a file has them. Raises UserError, with the number of the record from 0, for a bad one,
-    and if there is none."""
-    found = []
+    """Return the questions of records in our own form. Raises UserError with the number, from 0, of a bad record."""
+    questions = []
     for number, record in enumerate(records):
         if not isinstance(record, Mapping):
             raise UserError(f'question {number}: is no record; give {{"question": …, "answers": […]}}')
         try:
-            found.append(_question(dict(record), check_patterns=True, need_right=True))
+            questions.append(_checked(dict(record)))
         except BadRecord as fault:
             raise UserError(f"question {number}: {fault}") from None
-    if not found:
+    if not questions:
         raise UserError("there are no questions; give one at least")
-    return found
+    return questions
 
 
-def answered(questions: Iterable[Question]) -> list[Question]:
-    """Those that have answers, which a reader can be trained with and measured by."""
-    return [question for question in questions if question.answers]
-
-
-def pattern_fault(question: Question) -> str | None:
-    """What is wrong with the regular expressions of a question; None for answers that compile or are plain strings."""
-    for answer in question.answers if question.is_regex else []:
-        if (fault := patterns.pattern_error(answer)) is not None:
-            return f"{answer[:40]!r} is not a regular expression ({fault})"
-    return None
-
-
-def match_fault(kind: Any) -> BadRecord | None:
-    """What is wrong with the kind of match of a record with answers; None for one of MATCHES."""
-    if isinstance(kind, str | None) and kind in MATCHES:
-        return None
-    known = ", ".join(f'"{one}"' for one in MATCHES if one not in (None, "regex"))
-    advice = f'write "regex" for answers that are patterns, or one of {known}'
-    return BadRecord(f'"match" is {json.dumps(kind)[:40]}', advice)
-
-
-def question_lines(questions: Iterable[Question]) -> bytes:
-    """A file of questions that `read_questions` gives back, all further fields included."""
-    lines = (json.dumps(_question_record(question), ensure_ascii=False) + "\n" for question in questions)
-    return "".join(lines).encode("utf-8")
-
-
-def _question(record: dict[str, Any], check_patterns: bool, need_right: bool) -> Question:
-    """Check one record of a question file."""
-    fields = dict(record)
-    question = text_field(record, "question")
+def _checked(record: dict[str, Any], need_right: bool = True) -> Question:
+    """Return the question of a record in our own form. Raises BadRecord."""
+    if "question" not in record:
+        raise BadRecord('the record has no "question"', "add it")
+    question = _checked_text(record["question"], "question")
     if len(question) > LONGEST_QUESTION:
         message = f"the question has {len(question):,} characters, more than {LONGEST_QUESTION:,}"
         raise BadRecord(message, "shorten it or remove the line")
-    key = "answers" if "answers" in record else "answer"
+    key = "answer" if record.get("answers") is None and "answer" in record else "answers"  # NQ-open, DrQA, ORQA
     answers = [] if record.get(key) is None else record[key]
     if not isinstance(answers, list):
         raise BadRecord(f'"{key}" must be a list of strings', "correct it or remove the line")
     for answer in answers:
-        check_text(answer, key)
-    gold = _checked_gold(record)
+        _checked_text(answer, key)
+    single, several = record.get("gold_passage_id"), record.get("gold_passages")
+    if single is not None and several is not None:
+        raise BadRecord('the question has "gold_passage_id" and "gold_passages"', "leave one out")
+    if single is not None:
+        _checked_text(single, "gold_passage_id")
+    if several is not None and not are_grades(several):
+        raise BadRecord('"gold_passages" is no object of ids and grades', f"write {{id: grade}}, {GRADES}")
+    gold = gold_of(record)
     if need_right and not answers and not gold:
         raise BadRecord('the question has no answers and no "gold_passage_id"', "add one or remove the line")
-    if answers and (fault := match_fault(fields.get("match"))) is not None:
+    if answers and (fault := match_fault(record.get("match"))) is not None:
         raise fault
-    for known in ("question", key, "gold_passage_id", "gold_passages"):
-        fields.pop(known, None)
+    normal = ("question", "answers", key, "gold_passage_id", "gold_passages")
+    fields = {name: value for name, value in record.items() if name not in normal}
     checked = Question(question, list(answers), gold, fields)
-    if check_patterns and (wrong := pattern_fault(checked)) is not None:
-        raise BadRecord(wrong, "correct the pattern or remove the line")
+    for answer in answers if checked.is_regex else []:
+        if (reason := patterns.pattern_error(answer)) is not None:
+            message = f"{answer[:40]!r} is not a regular expression ({reason})"
+            raise BadRecord(message, "correct the pattern or remove the line")
     return checked
 
 
-def _question_record(question: Question) -> dict[str, Any]:
-    """The JSON object of a question: the fields that the system reads come first."""
-    return {"question": question.question, "answers": question.answers} | gold_record(question.gold) | question.fields
+def _checked_text(value: Any, key: str) -> str:
+    """Return a field's value if it is a string that is not blank. Raises BadRecord otherwise."""
+    if not isinstance(value, str):
+        message = f'"{key}" must hold text but holds {json.dumps(value, default=str)[:60]}'
+        raise BadRecord(message, "put it in quotes")
+    if not value.strip():
+        raise BadRecord(f'"{key}" is empty', "fill it or remove the line")
+    return value
 
 
-def gold_record(gold: dict[str, int]) -> dict[str, Any]:
-    """The field that names gold passages: `gold_passage_id` of a single one of grade 1, else `gold_passages`."""
-    if not gold:
-        return {}
-    return {"gold_passage_id": next(iter(gold))} if [*gold.values()] == [1] else {"gold_passages": gold}
+def match_fault(kind: Any) -> BadRecord | None:
+    """Return what is wrong with the field `match` of a record with answers; None if it is one of MATCHES."""
+    if isinstance(kind, str | None) and kind in MATCHES:
+        return None
+    names = ", ".join(f'"{name}"' for name in MATCHES if name not in (None, "regex"))
+    advice = f'write "regex" for answers that are patterns, or one of {names}'
+    return BadRecord(f'"match" is {json.dumps(kind)[:40]}', advice)
 
 
-def gold_of(record: dict[str, Any]) -> dict[str, int]:
-    """Grades of the gold passages that a record names, by id; `gold_record` the other way."""
-    if (single := record.get("gold_passage_id")) is not None:
-        return {str(single): 1}
-    return {name: grade for name, grade in (record.get("gold_passages") or {}).items() if grade > 0}
+def answered(questions: Iterable[Question]) -> list[Question]:
+    """Return the questions that have answers, which can train and measure a reader."""
+    return [question for question in questions if question.answers]
+
+
+# --- Gold passages and writing ----------------------------------------------------------------------------------------
 
 
 def are_grades(value: Any) -> bool:
-    """Whether it is an object of ids and grades; of larger ones nDCG would take much memory."""
+    """Return True if a value is an object of passage ids and grades."""
     return isinstance(value, dict) and all(
         name.strip() and type(grade) is int and grade <= LARGEST_GRADE for name, grade in value.items()
     )
 
 
-def _checked_gold(record: dict[str, Any]) -> dict[str, int]:
-    single, several = (record.get(key) is not None for key in ("gold_passage_id", "gold_passages"))
-    if single and several:
-        raise BadRecord('the question has "gold_passage_id" and "gold_passages"', "leave one out")
-    if single:
-        text_field(record, "gold_passage_id")
-    if several and not are_grades(record["gold_passages"]):
-        raise BadRecord('"gold_passages" is no object of ids and grades', f"write {{id: grade}}, {GRADES}")
-    return gold_of(record)
+def gold_of(record: dict[str, Any]) -> dict[str, int]:
+    """Return the grades of the gold passages that a record names, by id; the inverse of `gold_record`."""
+    if (single := record.get("gold_passage_id")) is not None:
+        return {str(single): 1}
+    return {name: grade for name, grade in (record.get("gold_passages") or {}).items() if grade > 0}
 
 
-# --- Files of other projects ------------------------------------------------------------------------------------------
+def gold_record(gold: dict[str, int]) -> dict[str, Any]:
+    """Return the field for gold passages: `gold_passage_id` for a single one of grade 1, else `gold_passages`."""
+    if not gold:
+        return {}
+    return {"gold_passage_id": next(iter(gold))} if [*gold.values()] == [1] else {"gold_passages": gold}
 
 
-def _records(path: Path_, dropped: Counter[str]) -> Records:
-    """Lines and records `{"question", "answers", …}` of a file. Raises UserError for the file as a whole.
-
-    `"match": "regex"` marks answers that are regular expressions; `answer` may stand for `answers`.
-    """
-    if has_judgements(path):
-        records = judged_records(path, dropped)
-    elif is_table(path):
-        records = _table(path)
-    elif is_squad(path):
-        records = squad_records(path, dropped)
-    else:
-        read = parquet_records if is_parquet(path) else json_records
-        records = applied(_question_object, with_answers(read(path), dropped))
-    has_patterns = PATTERNS in Path(path).name.lower()
-    return applied(lambda record: {"match": "regex"} | record, records) if has_patterns else records
-
-
-def _table(path: Path_) -> Records:
-    """Questions of a table; the columns of its first line that has any say which one it is."""
-    columns = next((text for _, text in text_lines(path) if text.strip()), "\t").count("\t") + 1
-    if columns not in (2, 4):
-        raise UserError(
-            f"{path}:1: the first line has {columns} columns; tables of questions have two (question, list of "
-            "answers) or four (id, type, question, regular expression), judgements three (query-id, corpus-id, score) "
-            "or four (query-id, 0, corpus-id, score); write tabs between them"
-        )
-    return applied(_listed_answers, table_rows(path)) if columns == 2 else applied(_curated_trec, _tabbed(path))
-
-
-def _listed_answers(row: list[str]) -> dict[str, Any]:
-    """A row `question, ['answer', 'answer']`."""
-    if len(row) != 2:
-        raise BadRecord(
-            f"the row has {len(row)} columns, not two: question, list of answers", "correct it", OTHER_COLUMNS
-        )
-    return {"question": row[0], "answers": _string_list(row[1])}
-
-
-def _string_list(text: str) -> list[str]:
-    """The strings of a list in Python's spelling."""
-    try:
-        if not _STRINGS.fullmatch(text):
-            raise ValueError
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of the backslashes of regular expressions
-            warnings.simplefilter("ignore", DeprecationWarning)  # the same, before Python 3.12
-            strings: list[str] = ast.literal_eval(text.strip())
-        "".join(strings).encode("utf-8")
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        message = f"the second column holds {text[:40]!r}, not a list of quoted answers"
-        raise BadRecord(message, "write ['one', 'two']", "not a list of quoted answers") from None
-    return strings
-
-
-def _tabbed(path: Path_) -> Iterator[tuple[int, list[str]]]:
-    """Rows of columns between tabs; quotes in them are characters like any other. Blank lines are skipped."""
-    yield from ((line, text.split("\t")) for line, text in text_lines(path) if text.strip())
-
-
-def _curated_trec(row: list[str]) -> dict[str, Any]:
-    """A row `id, type, question, regular expression`."""
-    if len(row) != 4:
-        raise BadRecord(f"the row has {len(row)} columns, the first line four", "correct the row", OTHER_COLUMNS)
-    return {"question": row[2], "answers": [row[3]], "match": "regex", "id": row[0]}
-
-
-def _question_object(record: dict[str, Any]) -> dict[str, Any]:
-    """A question of a JSON object, with our names for its fields."""
-    if "qText" in record and "question" not in record:
-        record["question"] = record.pop("qText")
-    if "qId" in record:
-        record.setdefault("id", record.pop("qId"))
-    if record.get("answers") is None and record.get("answer") is None:
-        if "golden_answers" in record:
-            record["answers"] = record.pop("golden_answers")
-        elif "target" in record:
-            record["answers"] = [record.pop("target")]
-    if record.get("gold_passage_id") is None and "positive_ctxs" in record:
-        record["gold_passage_id"] = _first_passage(record["positive_ctxs"])
-    for key in _RETRIEVED:
-        record.pop(key, None)
-    return record
-
-
-def _first_passage(passages: Any) -> str | None:
-    """The id of the first passage, where it has one; DPR puts the best first, and has two names for ids."""
-    first = passages[0] if isinstance(passages, list) and passages else None
-    if not isinstance(first, dict):
-        return None
-    found = first.get("passage_id", first.get("psg_id"))
-    return str(found) if isinstance(found, str | int) and str(found).strip() else None
+def question_lines(questions: Iterable[Question]) -> bytes:
+    """Return the bytes of a question file that `read_questions` gives back: the normal form, one object a line."""
+    records = (
+        {"question": one.question, "answers": one.answers} | gold_record(one.gold) | one.fields for one in questions
+    )
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode("utf-8")

@@ -4,7 +4,6 @@
 from.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -63,25 +62,3 @@ def strictly(path: Path_, records: Iterable[tuple[int, _T | BadRecord]]) -> Iter
         if isinstance(record, BadRecord):
             raise UserError(f"{path}:{line}: {record}")
         yield line, record
-
-
-def text_field(record: dict[str, Any], key: str, required: bool = True) -> str:
-    """The string under `key`; an absent optional one is empty. Raises BadRecord for anything else."""
-    if key not in record:
-        if required:
-            raise BadRecord(f'the record has no "{key}"', "add it")
-        return ""
-    value = record[key]
-    if not required and (value is None or (isinstance(value, str) and not value.strip())):
-        return ""
-    return check_text(value, key)
-
-
-def check_text(value: Any, key: str) -> str:
-    """`value` if it is a string with something in it. Raises BadRecord otherwise."""
-    if not isinstance(value, str):
-        message = f'"{key}" must hold text but holds {json.dumps(value)[:60]}'
-        raise BadRecord(message, "put it in quotes", f'"{key}" is not text')
-    if not value.strip():
-        raise BadRecord(f'"{key}" is empty', "fill it or remove the line")
-    return value
