@@ -1,14 +1,14 @@
-"""Answers that are regular expressions, as CuratedTREC has them: compiled in one way, and never run without an end.
+"""Regular expressions as answers, as in CuratedTREC: compiled in one way, with limits of time and memory.
 
-The package `regex` reads them, not the standard library's `re`: it supports a timeout. On the 4,197 patterns of the
-CuratedTREC files the two find the same places in 186,061 characters of Wikipedia. What could fill the memory is refused
-before it is compiled: large repeat counts, and calls of groups, which `re` does not have. Not for the questions
-themselves.
+They are compiled by the package `regex` and not by `re`, because it has a timeout. The two find the same matches of the
+4,197 regular expressions of the CuratedTREC files in 186,061 characters of Wikipedia. Large repeat counts, and calls of
+groups, which `re` does not have, could fill the memory, so they are refused before they are compiled.
 """
 
 import logging
 import re
 import warnings
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -27,22 +27,9 @@ _TOKEN = re.compile(
 )
 
 
-def pattern_error(pattern: str) -> str | None:
-    """Why a pattern is refused or does not compile; None for one that does."""
-    try:
-        if (reason := _excess(pattern)) is not None:
-            return reason
-        _compiled(pattern)
-    except MemoryError:
-        return "it takes too much memory"
-    except (regex.error, ValueError, OverflowError, RecursionError) as reason:
-        return str(reason)
-    return None
-
-
 @lru_cache(4096)
 def _excess(pattern: str) -> str | None:
-    """What in a pattern could take endless time or memory to compile or to run; None for a usual one."""
+    """Return what could take endless time or memory to compile or to run; None for a usual pattern."""
     spelt_out = len(pattern)
     for token in _TOKEN.finditer(pattern):
         if token[1]:
@@ -54,44 +41,6 @@ def _excess(pattern: str) -> str | None:
     return None
 
 
-def match(pattern: str, text: str) -> tuple[int, int] | None:
-    """(start, end) of what a pattern matches at the start of a text; None also where it fails or takes too long."""
-    return _run("match", pattern, text)
-
-
-def full_match(pattern: str, text: str) -> tuple[int, int] | None:
-    """(start, end) of a text that a pattern matches as a whole; None as for `match`."""
-    return _run("fullmatch", pattern, text)
-
-
-def search(pattern: str, text: str) -> tuple[int, int] | None:
-    """(start, end) of the first place that a pattern matches, whatever the case; None as for `match`."""
-    return _run("search", pattern, text)
-
-
-def find_all(pattern: str, text: str) -> list[tuple[int, int]]:
-    """(start, end) of all places that a pattern matches, none within another; empty as `match` is None."""
-    if pattern_error(pattern) is not None:
-        return []
-    try:
-        return [found.span() for found in _compiled(pattern).finditer(text, timeout=SECONDS)]
-    except (TimeoutError, MemoryError):
-        _warn_once(pattern)
-        return []
-
-
-def _run(method: str, pattern: str, text: str) -> tuple[int, int] | None:
-    if pattern_error(pattern) is not None:
-        return None
-    try:
-        found = getattr(_compiled(pattern), method)(text, timeout=SECONDS)
-    except (TimeoutError, MemoryError):
-        _warn_once(pattern)
-        return None
-    span: tuple[int, int] | None = None if found is None else found.span()
-    return span
-
-
 @lru_cache(4096)
 def _compiled(pattern: str) -> Any:
     with warnings.catch_warnings():
@@ -99,9 +48,52 @@ def _compiled(pattern: str) -> Any:
         return regex.compile(pattern, _FLAGS)
 
 
+def pattern_error(pattern: str) -> str | None:
+    """Return why a pattern is refused or does not compile; None for one that does."""
+    try:
+        if (reason := _excess(pattern)) is None:
+            _compiled(pattern)
+        return reason
+    except MemoryError:
+        return "it takes too much memory"
+    except (regex.error, ValueError, OverflowError, RecursionError) as fault:
+        return str(fault)
+
+
+def _run(find: Callable[[Any], Any], pattern: str) -> Any:
+    """Return what `find` returns for the compiled pattern; None if that fails or takes too long."""
+    if pattern_error(pattern) is not None:
+        return None
+    try:
+        return find(_compiled(pattern))
+    except (TimeoutError, MemoryError):
+        _warn_once(pattern)
+        return None
+
+
 @lru_cache(4096)
 def _warn_once(pattern: str) -> None:
-    """Warn once for each pattern."""
     logger.warning(
         "the pattern %.60r takes more than %g s or all memory in a text and counts as not found there", pattern, SECONDS
     )
+
+
+def match(pattern: str, text: str) -> Any:
+    """Return the match at the start of a text; None without one, or if the pattern fails or takes too long."""
+    return _run(lambda compiled: compiled.match(text, timeout=SECONDS), pattern)
+
+
+def full_match(pattern: str, text: str) -> Any:
+    """Return the match of a whole text; None as for `match`."""
+    return _run(lambda compiled: compiled.fullmatch(text, timeout=SECONDS), pattern)
+
+
+def search(pattern: str, text: str) -> Any:
+    """Return the first match anywhere in a text; None as for `match`."""
+    return _run(lambda compiled: compiled.search(text, timeout=SECONDS), pattern)
+
+
+def find_all(pattern: str, text: str) -> list[tuple[int, int]]:
+    """Return (start, end) of all matches that do not overlap; empty if the pattern fails or takes too long."""
+    spans = _run(lambda compiled: [found.span() for found in compiled.finditer(text, timeout=SECONDS)], pattern)
+    return spans or []
