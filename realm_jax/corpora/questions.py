@@ -40,17 +40,11 @@ class LocatedQuestion(NamedTuple):
 
 @dataclass
 class SelectedQuestions:
-    """Questions by split, and counts of the others.
-
-    Attributes:
-        splits: the questions of each split.
-        counts: numbers of records, of dropped and damaged ones, with samples and notes.
-        absent: gold passages that do not exist; a question that has others keeps them, as misses.
-    """
+    """Questions by split, and counts of the others."""
 
     splits: dict[str, list[LocatedQuestion]]
     counts: Counts
-    absent: set[str] = field(default_factory=set)
+    absent: set[str] = field(default_factory=set)  # gold passages that do not exist: misses if a question has others
 
     def to_manifest(self) -> dict[str, Any]:
         """Return the counts as PREPARED.json has them."""

@@ -63,21 +63,13 @@ _STRINGS = re.compile(rf"\s*\[\s*(?:(?:{_STRING})\s*(?:,\s*(?:{_STRING})\s*)*+,?
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with its correct answers; one without answers has gold passages, or is only asked.
-
-    Attributes:
-        question: the text of the question.
-        answers: strings that count as correct; regular expressions if `is_regex`.
-        gold: grades, from 1, of the passages that answer the question, by passage id.
-        fields: all other fields of its record.
-        line: line of its file, from 1; 0 if it comes from no file.
-    """
+    """A question with its correct answers; one without answers has gold passages, or is only asked."""
 
     question: str
-    answers: list[str]
-    gold: dict[str, int] = field(default_factory=dict)
-    fields: dict[str, Any] = field(default_factory=dict)
-    line: int = 0
+    answers: list[str]  # regular expressions if `is_regex`
+    gold: dict[str, int] = field(default_factory=dict)  # grades from 1, by passage id
+    fields: dict[str, Any] = field(default_factory=dict)  # all other fields of the record
+    line: int = 0  # of its file, from 1; the number of the record in formats without lines
 
     @property
     def is_regex(self) -> bool:
