@@ -114,17 +114,11 @@ class OpenQa(tfds.core.GeneratorBasedBuilder):
 
     def _info(self) -> tfds.core.DatasetInfo:
         published, text = SETS[self.builder_config.name], tfds.features.Text()
-        features = {
-            "question": text,
-            "answers": tfds.features.Sequence(text),
-            "match": text,
-            "id": text,
-            "source": text,
-        }
+        texts, answers = dict.fromkeys(("question", "match", "id", "source"), text), tfds.features.Sequence(text)
         return tfds.core.DatasetInfo(
             builder=self,
             description="Questions of open-domain question answering with the splits of ORQA (Lee et al. 2019).",
-            features=tfds.features.FeaturesDict(features),
+            features=tfds.features.FeaturesDict(texts | {"answers": answers}),
             homepage=published.homepage,
             license=published.license,
             disable_shuffling=True,
