@@ -74,7 +74,7 @@ def measured(people, tmp_path_factory):
     config.tasks, config.evaluation.held_out = "ict", SHARE
     config.ict.update(steps=1, batch_size=8)
     run = open_run(config, tmp_path_factory.mktemp("held") / "run")
-    assert run_recipe(run, False, "realm train") == 0
+    assert run_recipe(run, "realm train") == 0
     return run, read_json(run.workdir / "results.json")
 
 

@@ -62,7 +62,7 @@ def small(data, **changes) -> ConfigDict:
 
 def trained(config: ConfigDict, workdir) -> dict:
     """Train the whole recipe; its results, empty where nothing could be measured."""
-    assert run_recipe(open_run(config, workdir), False, "realm train") == 0
+    assert run_recipe(open_run(config, workdir), "realm train") == 0
     return read_json(workdir / "results.json") if (workdir / "results.json").is_file() else {}
 
 

@@ -258,12 +258,12 @@ def test_other_questions_are_other_data(people, tmp_path):
 def test_one_process_trains_in_a_folder(people, tmp_path):
     run = open_inline(people, tmp_path)
     with exclusive_lock(tmp_path), pytest.raises(UserError, match="another process is using it"):
-        run_recipe(run, False, "realm train")
+        run_recipe(run, "realm train")
 
 
 def test_sigterm_between_tasks_ends_with_75(people, tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "measure_baselines", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    assert run_recipe(open_inline(people, tmp_path), False, "realm train") == 75
+    assert run_recipe(open_inline(people, tmp_path), "realm train") == 75
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
