@@ -289,3 +289,11 @@ def test_what_scripts_import_from_the_package_is_there(folder):
     for name, module, attribute in wanted:
         found = importlib.import_module(module)
         assert hasattr(found, attribute) or importlib.import_module(f"{module}.{attribute}"), f"{name}: {module}"
+
+
+# ---- features
+
+
+def test_every_test_that_the_features_name_is_there():
+    named = set(re.findall(r"`(test_\w+)`", text_of("docs/features.md")))
+    assert named and not named - {path.stem for path in (ROOT / "tests").glob("test_*.py")}
