@@ -110,6 +110,22 @@ def test_processes_that_are_killed_go_on_also_as_one(people, alone, tmp_path):
 
 
 @pytest.mark.slow
+def test_two_processes_pass_over_the_same_damaged_checkpoint(people, alone, tmp_path):
+    """Only one of them reads the damaged bytes."""
+    started, flags = start_and_end(people, tmp_path, 2, signal.SIGKILL)
+    for process in started:
+        process.wait()
+    newest = saved_folders(tmp_path / "run" / "realm" / "checkpoints")[0]
+    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 16
+    largest.write_bytes(bytes(content))
+    outputs = finish(start(tmp_path / "run", flags, 2))
+    assert f"{newest} is damaged" in outputs[0]
+    assert_nearly_same(alone, tmp_path / "run")
+
+
+@pytest.mark.slow
 def test_sigterm_to_all_saves_and_loses_no_step(people, alone, tmp_path):
     started, flags = start_and_end(people, tmp_path, 1, signal.SIGTERM)
     finish(started, code=75)

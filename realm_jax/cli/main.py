@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises `SystemExit(2)` for arguments that cannot be parsed. An exception that is neither the user's mistake nor a
     preemption is a defect and propagates with its traceback.
     """
+    if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows "?"
     with _quiet_on_full_disk(), CtrlC() as ctrl_c:
         try:
             code = _run(list(sys.argv[1:] if argv is None else argv), ctrl_c)
