@@ -40,7 +40,6 @@ GENERATIONS = 5  # newest that are told of
 ADOPTION = ("step", "generation", "index_step", "waited", "drift")  # of a record, what is told
 NOT_BEGUN, RUNNING, SILENT, STOPPED, DONE = "not begun", "running", "no heartbeat", "stopped", "done"
 STATES = {"alive": RUNNING, "late": SILENT, "stopped": STOPPED, "done": DONE, UNKNOWN: UNKNOWN}  # by the trainer's
-CONTROLS = ("no_retriever_gradient", "more_ict", "closed_book")  # folders of control runs
 JSON = dict[str, Any]
 
 
