@@ -74,16 +74,13 @@ class Segment:
     """
 
     def __init__(self, folder: Path, entry: dict[str, Any], start: int = 0, span_kinds: Sequence[str] | None = None):
-        """Map all files after a look at their sizes.
+        """Map all files. Raises UserError for a file that is not as `entry` says.
 
         Args:
             folder: the segment's folder.
             entry: the segment's description in STORE.json.
-            start: stored row at which the segment begins.
+            start: see the attribute.
             span_kinds: kinds of spans of the whole store; None: those of the segment.
-
-        Raises:
-            UserError: a file is missing, or has another size or type than the entry says.
         """
         self.folder = folder
         self.start = start
@@ -213,6 +210,7 @@ class PassageStore:
         stored_rows: number of stored rows.
         visible_rows: index that takes the rows of the version from an array over all stored rows: a slice of all, or
             int64 [rows] if the version leaves rows out.
+        stored_to_row: row of each stored row, −1 for one that the version leaves out; None if it leaves out none.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any], vocabulary_size: int | None, version: str | None):
@@ -238,6 +236,7 @@ class PassageStore:
         ]
         self.dtype = self.segments[0].dtype
         self.visible_rows: slice | NDArray[np.int64] = slice(None)
+        self.stored_to_row: NDArray[np.int32] | None = None
         self._rows = self.stored_rows
         if self.removed:
             is_visible = np.ones(self.stored_rows, bool)  # [stored rows]
@@ -245,6 +244,8 @@ class PassageStore:
                 is_visible[first:last] = False
             self.visible_rows = np.flatnonzero(is_visible)
             self._rows = len(self.visible_rows)
+            self.stored_to_row = np.full(self.stored_rows, -1, np.int32)  # [stored rows]
+            self.stored_to_row[self.visible_rows] = np.arange(self._rows)
 
     @classmethod
     def open(
@@ -343,31 +344,17 @@ class PassageStore:
     def rows_of(self, document_id: str) -> range:
         """Return the rows of a document, which are adjacent; an empty range for an unknown id."""
         key, id_bytes = np.uint64(_document_key(document_id)), document_id.encode("utf-8")
-        removed_starts = {first for first, _ in self.removed}
         for segment in self.segments:
             keys, starts, stops = segment.documents_by_key
             for number in range(int(np.searchsorted(keys, key, "left")), int(np.searchsorted(keys, key, "right"))):
                 start, stop = int(starts[number]), int(stops[number])
-                is_left_out = segment.start + start in removed_starts
-                if is_left_out or segment.values("document_ids", start).tobytes() != id_bytes:  # two ids, one key
-                    continue
-                first = segment.start + start
-                if not isinstance(self.visible_rows, slice):
-                    first = int(np.searchsorted(self.visible_rows, first))
-                return range(first, first + stop - start)
+                row = int(self.rows_at(segment.start + starts[number]))
+                if row >= 0 and segment.values("document_ids", start).tobytes() == id_bytes:  # two ids may share a key
+                    return range(row, row + stop - start)
         return range(0)
 
-    @cached_property
-    def stored_to_row(self) -> NDArray[np.int32] | None:
-        """Row of each stored row, −1 for one that the version leaves out, [stored rows]; None if it leaves out none."""
-        if isinstance(self.visible_rows, slice):
-            return None
-        rows = np.full(self.stored_rows, -1, np.int32)  # [stored rows]
-        rows[self.visible_rows] = np.arange(self._rows)
-        return rows
-
-    def rows_at(self, stored_rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row of each stored row, −1 for one that the version leaves out; same shape."""
+    def rows_at(self, stored_rows: Any) -> Any:
+        """Return the row of each stored row, −1 for one that the version leaves out; int64 of the same shape."""
         return stored_rows if self.stored_to_row is None else self.stored_to_row[stored_rows].astype(np.int64)
 
     def stored_range(self, rows: slice) -> tuple[slice, slice | NDArray[np.int64]]:
