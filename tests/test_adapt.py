@@ -346,7 +346,7 @@ def test_a_weight_is_measured_with_its_own_vectors_of_all_passages(done, monkeyp
 def test_of_few_documents_more_are_held_out():
     def share(documents, sentences):
         counts = np.full(documents, sentences // documents)
-        store = SimpleNamespace(documents=documents, sentence_counts=lambda: counts)
+        store = SimpleNamespace(documents=documents, counts=lambda _: counts)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(adaptation, "salient_sentences", lambda *_: SimpleNamespace(rows=[]))
             return adaptation.planned_share(store, 32)

@@ -215,7 +215,14 @@ def damage_checkpoints(workdir):
 
 def change_span_finder(workdir):
     path = workdir.parent / "data" / "PREPARED.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"tagged": {"spans": "rules", "spans_identity": "x"}}))
+    manifest = json.loads(path.read_text())
+    manifest["inputs"]["settings"]["spans_identity"] = "x"
+    path.write_text(json.dumps(manifest))
+
+
+def tag_with_what_is_gone(workdir):
+    path = workdir.parent / "data" / "PREPARED.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tagged": {"spans": "tagger:x"}}))
 
 
 @pytest.mark.parametrize(
@@ -224,6 +231,7 @@ def change_span_finder(workdir):
         (remove_checkpoints, "no checkpoint yet"),
         (damage_checkpoints, "checkpoint"),
         (change_span_finder, "rules is not the span finder used there"),
+        (tag_with_what_is_gone, "has the spans of a tagger that this version cannot run"),
         (lambda workdir: (workdir / "config.json").write_text("{"), "config.json is not readable JSON"),
         (lambda workdir: (workdir / "config.json").unlink(), "no run there"),
         (lambda workdir: (workdir / "data.json").write_text('{"passages": "another"}'), "not the data of the run"),

@@ -167,6 +167,14 @@ def test_bytes_that_fit_no_encoding_are_shown_as_such(tmp_path, monkeypatch):
     assert "".join(article.text for article in found) == f"{text}One bad \N{REPLACEMENT CHARACTER} byte.\n"
 
 
+def test_blank_pieces_of_a_text_are_no_articles(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "PIECE", 1000)
+    text = "word\n" * 300 + "\n" * 5000 + "last\n" + " \n" * 3000
+    found = records(write(tmp_path / "book.txt", text))
+    assert all(isinstance(article, Article) for article in found)
+    assert "".join(article.text for article in found).split() == text.split()
+
+
 def test_markdown_becomes_prose(tmp_path):
     text = (
         '# The *Dodo*\n\nA **large** bird[^1] of\n[Mauritius](http://x.org "hint").\n\n- first `code`\n- second\n\n'
@@ -310,7 +318,9 @@ def test_a_folder_of_a_saved_hugging_face_data_set_is_read(tmp_path):
         write(tmp_path / beside, "{}")
     found = records(tmp_path)
     assert [one.text for one in found if isinstance(one, Article)] == list(TEXTS.values())
-    assert [one.reason for one in found if isinstance(one, FilteredRecord)] == ["beside the rows of a data set"] * 2
+    assert [one.reason for one in found if isinstance(one, FilteredRecord)] == [
+        "metadata of a Hugging Face data set"
+    ] * 2
 
 
 def test_of_a_folder_of_beir_the_corpus_is_read(tmp_path):
@@ -483,8 +493,8 @@ def test_a_folder_in_a_bucket_is_read_as_one_here():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("empty", r"empty: it has no file that ends as texts do; name a file or a folder with some of \.txt"),
-        ("unknown", r"unknown: none of its files \(1, such as a\.exe\) ends as texts do"),
+        ("empty", r"empty: no file in it has a known ending; name a file or a folder with some of \.txt"),
+        ("unknown", r"unknown: none of its 1 files \(such as a\.exe\) has a known ending"),
         ("*.rst", r"no file fits .*\*\.rst; name a file or a pattern"),
         (
             "scan.pdf",
@@ -499,6 +509,12 @@ def test_a_source_without_a_text_is_refused_in_one_line(tmp_path, name, message)
     write(tmp_path / "scan.pdf", pdf_file([[]]))
     with pytest.raises(UserError, match=message):
         prepare(tmp_path / name, tmp_path / "data", vocabulary_size=100)
+
+
+def test_a_library_that_is_missing_for_an_ending_ends_the_reading(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "find_spec", lambda name: None if "zstd" in name else object())
+    with pytest.raises(UserError, match=r"\.zst needs backports\.zstd; run `pip install"):
+        records(write(tmp_path / "a.txt.zst", zstd.compress(PROSE.encode())))
 
 
 def test_a_missing_library_is_named_with_how_to_install_it(tmp_path, monkeypatch):

@@ -91,6 +91,7 @@ def test_a_stray_byte_in_utf_8_changes_nothing_but_itself(stray, at):
         ("<meta charset=hex>", "cp1252", "Le café est fermé à midi."),
         ("<meta charset=no-such>", "cp1252", "Le café est fermé à midi."),
         ("<meta charset=iso-8859-1>", "utf-8", "Straße in 港口"),
+        ("<meta charset=utf-8>", "utf-8", "日本語 \x1b$"),
     ],
 )
 def test_a_page_is_decoded_as_browsers_do(declared, encoding, text):

@@ -58,6 +58,12 @@ def test_a_page_keeps_its_text_whatever_it_marks_as_main(body):
     assert title == "Lock" and LONG in text.split("\n\n") and SHORT in text.split("\n\n")
 
 
+def test_a_page_with_more_levels_than_the_parser_takes_keeps_its_text():
+    html = "<body>" + "<font>word " * 3000 + f"<p>{LONG}</p><script>x = 1</script>"
+    text = page(html).text.split()
+    assert text == ["Head", *["word"] * 3000, *LONG.split()]
+
+
 def test_a_page_counts_the_words_that_are_left_out():
     notes: Counter[tuple[str, str]] = Counter()
     html = (
@@ -130,6 +136,7 @@ def test_a_tag_in_prose_swallows_nothing(name, sentence):
         ("| a | b |\n|---|---|\n| c | d |\n\nText.", "a, b\n\nc, d\n\nText."),
         ("![A diagram of flows](x.png) ![badge](b.svg)", "A diagram of flows"),
         ("[Author]: Bob\n\n[1]: https://x.org\n[a]\n\n[a]: b.md", "[Author]: Bob\n\na"),
+        ("[Status]: done/released\n\n[Note]: <to be written>", "[Status]: done/released\n\n[Note]: <to be written>"),
         ("> " * 30 + "deep", "deep"),
         ("1986. A great season\n\n1. One\n2. Two", "1986. A great season\n\n1987. One\n\n1988. Two"),
     ],
@@ -166,6 +173,10 @@ def test_front_matter_names_the_title(front, title):
 def test_a_rule_at_the_top_is_no_front_matter(source):
     text = markdown(source).text
     assert "first" in text and "part" in text and text.endswith("The second part.")
+
+
+def test_front_matter_takes_any_characters():
+    assert markdown('---\ntitle: "Hi \\uD83D\\uDE00 \\uD83D"\n---\nText.\n') == ("Hi \U0001f600 \ufffd", "Text.")
 
 
 def test_front_matter_becomes_text_if_it_is_prose_and_is_counted_otherwise():

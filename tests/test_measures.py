@@ -137,7 +137,7 @@ def test_over_seeds_intervals_are_students_t_and_differences_paired():
     assert compared["low"] < 0 < compared["high"]
 
 
-def test_judgements_for_trec_are_the_gold_passages():
+def test_judgments_for_trec_are_the_gold_passages():
     several = {"id": "q3", "gold_passages": {"a": 2, "b c": 1}}
     assert trec_qrels([{"id": "q2", "gold_passages": {}}, several]) == "q3 0 a 2\nq3 0 b%20c 1\n"
     assert trec_qrels([{"id": "q1", "gold_passage_id": "p 4"}, {"id": "q2"}]) == "q1 0 p%204 1\n"

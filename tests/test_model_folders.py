@@ -241,7 +241,7 @@ def test_the_kind_of_a_model_that_is_no_bert_is_named_first(people, tmp_path, ma
 def test_a_run_starts_from_shards_of_a_model(people, tmp_path):
     folder = cut_into_shards(sentence_folder(people, tmp_path / "model", "Normalize"))
     run = open_run(config_for(people, folder), tmp_path / "run")
-    files = find_source(str(folder)).files(run.model, run.sources.tokenizer, run.sources.for_reader.tokenizer)
+    files = find_source(str(folder)).files(run.model, run.sources.tokenizer)
     assert {*files} == {*run.model.embedder_names, "reader"}
 
 

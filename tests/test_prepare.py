@@ -150,7 +150,7 @@ def test_a_faulty_question_is_named_before_anything_is_made(tmp_path, passages, 
 
 
 def test_a_faulty_passage_at_the_end_is_named_before_anything_is_made(tmp_path, passages, monkeypatch):
-    monkeypatch.setattr(job, "pack_shard", lambda *args: pytest.fail("the slow part began"))
+    monkeypatch.setattr(page, "pack_shard", lambda *args: pytest.fail("the slow part began"))
     with passages.open("a") as stream:
         stream.write('{"id": "x"}\n')
     with pytest.raises(UserError, match=r'passages\.jsonl:4: without a field "text" or the like: '):
@@ -427,7 +427,7 @@ def test_a_full_disk_is_the_users_error_and_what_is_there_is_gone_on_with(tmp_pa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(job, "pack_shard", full)
+        patch.setattr(page, "pack_shard", full)
         with pytest.raises(
             UserError, match="No space left on device; make room there, then run the command again to resume"
         ):
@@ -444,7 +444,7 @@ def test_what_was_begun_with_other_inputs_is_removed(tmp_path, passages, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(job, "pack_shard", power_cut)
+        patch.setattr(page, "pack_shard", power_cut)
         prepare(passages, tmp_path / "data", vocabulary_size=300)
     write_lines(passages, [{"id": "new", "text": "New text."}])
     prepare(passages, tmp_path / "data", vocabulary_size=300)
@@ -610,7 +610,7 @@ def test_what_is_finished_stays_after_a_late_fault(tmp_path, passages, monkeypat
         raise StorageError("the storage is out of reach")
 
     with monkeypatch.context() as patch:
-        patch.setattr(job, "pack_shard", fail)
+        patch.setattr(page, "pack_shard", fail)
         with pytest.raises(UserError, match="out of reach"):
             prepare(passages, tmp_path / "data", vocabulary_size=100)
     monkeypatch.setattr(articles, "clean", fail)  # nothing is read again
@@ -630,7 +630,7 @@ def test_a_command_that_lost_its_bucket_to_another_says_so(tmp_path, passages, m
             prepare(passages, url, **options)
         check(root, claim)
 
-    monkeypatch.setattr(job, "check_owner", other_first)
+    monkeypatch.setattr(page, "check_owner", other_first)
     with pytest.raises(UserError, match="another command is writing there"):
         prepare(passages, url, **options)
     assert PassageStore.open(tmp_path / "bucket" / "passages").documents == 3
@@ -646,7 +646,7 @@ def test_a_command_that_lost_its_bucket_to_another_says_so(tmp_path, passages, m
         ({"beam": "--runer=DirectRunner"}, "there is no option --runer=DirectRunner"),
         ({"beam": "--runner=DirectRunner", "workers": 2}, "--workers"),
         ({"shards": 10**9}, "--shards=1000000000"),
-        ({"max_answer_words": 5}, "are about --questions"),
+        ({"max_answer_words": 5}, "need --questions"),
     ],
 )
 def test_arguments_are_checked_before_a_text_is_read(tmp_path, passages, monkeypatch, options, message):

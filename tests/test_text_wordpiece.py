@@ -146,8 +146,8 @@ def test_training_gives_the_same_vocabulary_in_another_process() -> None:
     [
         ("", "empty"),
         ("[PAD]\n[UNK]\n[CLS]\n[SEP]\nword\n", r"vocab\.txt: no \[MASK\]"),
-        ("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\nother\nword\n", r"vocab\.txt, line 8: 'word' stands on line 6"),
-        ("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n", r"vocab\.txt: special pieces alone; every word would be \[UNK\]"),
+        ("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\nother\nword\n", r"vocab\.txt, line 8: 'word' repeats line 6"),
+        ("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n", r"vocab\.txt: has only special tokens; choose a full vocabulary"),
         (b"[PAD]\n[UNK]\nM\xfcnchen\n", r"vocab\.txt, line 3: not UTF-8"),
         ("[PAD]\n\n[UNK]\n", r"vocab\.txt, line 2: an empty word piece"),
     ],

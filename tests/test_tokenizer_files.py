@@ -226,3 +226,18 @@ def test_word_pieces_of_other_special_tokens_are_read_with_their_normalizer(tmp_
     library.normalizer = normalizers.BertNormalizer(strip_accents=False)
     assert_same_ids(tokenizer, library.to_str().encode())
     assert tokenizer.pieces(tokenizer.special) == ["<pad>", "<s>", "</s>", "<mask>"]
+
+
+def test_a_tokenizer_that_does_not_name_its_model_is_read(tmp_path):
+    library = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    settings = json.loads(library.to_str())
+    del settings["model"]["type"]
+    names = ["[CLS]", "[SEP]", "[PAD]", "[MASK]"]
+    settings["added_tokens"] = [
+        {"id": 2 + n, "content": name, "special": True, "single_word": False, "lstrip": False, "rstrip": False}
+        | {"normalized": False}
+        for n, name in enumerate(names)
+    ]
+    settings["post_processor"] = {"type": "BertProcessing", "sep": ["[SEP]", 3], "cls": ["[CLS]", 2]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings))
+    assert read_tokenizer(tmp_path / "tokenizer.json", lower_case=True).model_type == "WordPiece"

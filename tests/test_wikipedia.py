@@ -10,7 +10,7 @@ from backports import zstd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realm_jax.corpora import wikipedia
+from realm_jax.corpora import texts, wikipedia
 from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
 from realm_jax.corpora.texts import open_texts
 from realm_jax.corpora.wikipedia import ELEMENT, SECTION, TEMPLATE, Page, clean_page, dump_files, read_pages
@@ -73,6 +73,19 @@ def test_read_pages_reports_where_a_damaged_dump_ends(tmp_path, pack):
     assert isinstance(damage, CorruptRecord) and damage.reason == wikipedia.UNREADABLE_DUMP
     assert f"after page {len(pages):,}" in damage.where
     assert [int(found.id) for found in pages] == list(range(len(pages)))
+
+
+@pytest.mark.parametrize("encoding", ["foo", "utf-7"])
+def test_read_pages_reports_an_encoding_that_nobody_knows(tmp_path, encoding):
+    (tmp_path / "w.xml").write_text(f'<?xml version="1.0" encoding="{encoding}"?>{HEAD}{page_xml(1)}{TAIL}')
+    (damage,) = read_pages(str(tmp_path / "w.xml"))
+    assert isinstance(damage, CorruptRecord) and damage.reason == wikipedia.UNREADABLE_DUMP
+
+
+def test_a_missing_parser_is_named_with_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match="a dump of Wikipedia needs mwparserfromhell; run `pip install"):
+        open_texts(write_dump(tmp_path / "w.xml", page_xml(1)))
 
 
 def test_read_pages_reports_a_page_without_its_fields_and_goes_on(tmp_path):

@@ -161,7 +161,9 @@ def edit(data: Path, action: str, what: list[str]) -> PassageStore:
         raise UserError(f"{what[0]} holds no passages")
     replaced = _documents_to_replace(PassageStore.open(folder), [article.id for article in articles], action, what[0])
     store, manifest = PassageStore.open(folder), read_json(data / PREPARED)
-    made = manifest.get("tagged") or manifest["inputs"]["settings"]
+    if "tagged" in manifest:
+        raise UserError(f"{data}: has the spans of a tagger that this version cannot run; prepare the folder again")
+    made = manifest["inputs"]["settings"]
     if spans.identity(spans.finder(made["spans"])) != made.get("spans_identity"):
         raise UserError(
             f"{data}: {made['spans']} is not the span finder used there; restore it, or prepare the folder again"

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--trec", type=nonempty, metavar="FILE", help="write what was retrieved there, as a TREC run")
     parser.add_argument(
-        "--qrels", type=nonempty, metavar="FILE", help="write the gold passages there, as TREC's judgements"
+        "--qrels", type=nonempty, metavar="FILE", help="write the gold passages there, as TREC's judgments"
     )
     parser.add_argument(
         "--seeds",

@@ -51,7 +51,7 @@ JOBS = {  # command → what it does; its module is named like it
     "storage": "list, verify and remove what a run has stored: checkpoints and indexes",
     "weights": "write a run's networks for Hugging Face's library, or convert released ones",
     "predict": "answer a file of questions with a trained run",
-    "evaluate": "measure a trained run or a file of predictions, or say whether two files differ by more than chance",
+    "evaluate": "measure a trained run or a file of predictions, or test whether two files differ significantly",
     "ablate": "train variants that differ in one setting, with several seeds, and tabulate the results",
     "ask": "ask a trained run a question",
     "serve": "answer questions over HTTP, with a page and an API",

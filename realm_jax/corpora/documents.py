@@ -41,7 +41,7 @@ PIECE = 1 << 20  # characters of a large text file that make an article: about a
 LARGEST = 1 << 27  # bytes of a document that is read as a whole; a text file and files of records may be of any size
 SMALL = 1 << 24  # bytes of a file of records, as it is stored, whose articles fit into memory many times over
 UNKNOWN = "of an unknown format"
-BESIDE_ROWS = "beside the rows of a data set"
+BESIDE_ROWS = "metadata of a Hugging Face data set"
 LINKED, DANGLING = "links to files that are read", "links to nothing"
 UNNAMED = "with a name that is no text"
 EMPTY, WORDLESS, TOO_LARGE = "empty", "without text", "too large"
@@ -82,7 +82,7 @@ class Format(NamedTuple):
 
 
 def find(source: str) -> list[DocumentFile]:
-    """The files that a source names, in the order of their names; hidden ones in folders are passed over.
+    """Return the document files of a source, sorted by name, without hidden files.
 
     A file that is named itself and has no known ending holds JSON objects. Raises UserError where no file is known, and
     where a library is missing.
@@ -90,8 +90,12 @@ def find(source: str) -> list[DocumentFile]:
     found = _without_links(list(_named(source)))
     known = {file.ending for file in found if file.ending}
     if not known:
-        held = f"none of its files ({len(found):,}, such as {found[0].name})" if found else "it has no file that"
-        raise UserError(f"{source}: {held} ends as texts do; name a file or a folder with some of {' '.join(FORMATS)}")
+        held = f"none of its {len(found):,} files (such as {found[0].name})" if found else "no file in it"
+        raise UserError(
+            f"{source}: {held} has a known ending; name a file or a folder with some of {' '.join(FORMATS)}"
+        )
+    if find_spec("backports.zstd") is None and any(file.name.lower().endswith(".zst") for file in found):
+        raise UserError(f"{source}: .zst needs backports.zstd; run `pip install 'realm_jax[documents]'`")
     missing = [(one, needed) for one in sorted(known) for needed in FORMATS[one].needs if find_spec(needed) is None]
     if missing:
         raise UserError(f"{source}: {missing[0][0]} needs {missing[0][1]}; run `pip install 'realm_jax[documents]'`")
@@ -139,7 +143,7 @@ def _file(path: str, name: str) -> DocumentFile:
 
 
 def is_small(file: DocumentFile) -> bool:
-    """Whether the articles of a file fit into memory many times over."""
+    """Return True if a worker can read the file as one task."""
     return not file.ending or not FORMATS[file.ending].any_size or size_of(file.path) <= SMALL
 
 
@@ -178,14 +182,14 @@ def _plain_text(file: DocumentFile) -> Iterator[Found]:
         encoding, notes = find_encoding(iter(partial(stream.read, PIECE), b"")), Notes()
         note_encoding(encoding, notes)
         stream.seek(0)
-        pieces = _pieces(io.TextIOWrapper(stream, encoding.name, "replace"))
+        pieces = filter(str.strip, _pieces(io.TextIOWrapper(stream, encoding.name, "replace")))
         head = list(islice(pieces, 2))
         for number, text in enumerate(chain(head, pieces), 1):
             plain = markup.Plain("", without_nuls(text, notes))
             yield _document(file, plain, notes, f"#{number}" if len(head) > 1 else "")
             notes = Notes()
         if not head:
-            raise BadRecord("no bytes", "remove it", EMPTY)
+            raise BadRecord("no words", "remove it", WORDLESS if size_of(file.path) else EMPTY)
 
 
 def _pieces(lines: io.TextIOWrapper) -> Iterator[str]:

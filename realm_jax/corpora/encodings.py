@@ -18,11 +18,12 @@ Notes = Counter[tuple[str, str]]  # how often something was left out or replaced
 
 BINARY, ENCODING = "binary in place of text", "in no known encoding"
 OTHER_ENCODINGS = "documents in another encoding than UTF-8"  # kinds of notes
-REPLACED = "bytes that are no text, replaced by U+FFFD"
+REPLACED = "undecodable bytes (replaced by U+FFFD)"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 SAMPLE_BYTES = 1 << 20  # of the lines that are not ASCII, for the detector
 _OTHER_SHARE, _LEAST_CONFIDENCE = 0.3, 0.1  # texts in Greek, Thai or Chinese are found with 0.15 to 1
+_MOSTLY = 4  # times as many valid characters of UTF-8 as invalid bytes say more than what a page declares
 _FEW, _UNSURE = 3, 0.05  # so few accents say nothing; browsers take them for Western European
 _NULS = 1_000  # a text has fewer than one NUL in so many bytes; text in UTF-16 has hundreds
 _MARKS = {  # UTF-32 comes first, because its mark begins with that of UTF-16
@@ -110,9 +111,9 @@ def find_encoding(chunks: Iterable[bytes], is_page: bool = False) -> Encoding:
     invalid += len(decoder.decode(b"", final=True))
     sample.append(_neighborhood(line))
     declared = _declared(head) if is_page else None
-    if not invalid and not any(_ESCAPE in one for one in sample):
+    if not invalid and (valid or not any(_ESCAPE in line for line in sample)):
         return UTF_8
-    if declared and declared != UTF_8.name:
+    if declared and declared != UTF_8.name and valid < _MOSTLY * invalid:
         return Encoding(declared)
     return UTF_8 if valid >= invalid > 0 else _detected(b"\n".join(sample))
 
@@ -152,7 +153,8 @@ def _detected(data: bytes) -> Encoding:
     try:
         import chardet
     except ImportError:
-        raise BadRecord("it is not UTF-8", "save it as that, or pip install 'realm_jax[documents]'", ENCODING) from None
+        missing = "it is not UTF-8, and chardet is not installed (pip install 'realm_jax[documents]')"
+        raise BadRecord(missing, "save it as UTF-8", ENCODING) from None
     era, probable = chardet.EncodingEra.MODERN_WEB, list[Encoding]()
     for candidate in chardet.detect_all(data, ignore_threshold=True, encoding_era=era, max_bytes=len(data)):
         name = candidate["encoding"] and codecs.lookup(candidate["encoding"]).name

@@ -66,6 +66,7 @@ _LINKS_TO_HEADINGS = (
     " or ancestor::caption or ancestor::p[@class='caption'] or contains(@class, 'headerlink')]"
 )
 _CHARACTER_DATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
+_TAG = re.compile(r"(?is)<(script|style)\b.*?</\1\s*>|<!--.*?-->|<[a-z/!][^<>]*>")
 _END_OF_PAGE = re.compile(r"</(?:body|html)\s*>", re.IGNORECASE)  # behind which the parser would stop
 # They stand between rows, between cells and behind numbers of items until white space is in order; no text has them.
 _ROW, _CELL, _NUMBER_END = "\x02", "\x01", "\x03"
@@ -148,6 +149,8 @@ def _tree(text: str) -> Any:
     text = _END_OF_PAGE.sub("", _CHARACTER_DATA.sub(lambda data: escape(data[1]), text))
     try:
         page = html.document_fromstring(text, parser=parser)
+        if any("depth" in entry.message for entry in parser.error_log):  # the parser stops at about 2,000 levels
+            page = html.document_fromstring(_TAG.sub("<br>", text), parser=html.HTMLParser(huge_tree=True))
     except etree.ParserError:
         raise BadRecord("nothing on the page", "remove it", "without text") from None
     for formula in page.xpath("//script[starts-with(@type, 'math/')]"):
@@ -251,7 +254,9 @@ _WITH_END = frozenset(  # markup if the document has their end as well
     "picture pre q rp rt ruby s samp section small span strike strong sub summary sup svg table tfoot tt u ul var "
     "video".split()
 )
-_LINK_TARGET = re.compile(r"\[[^\]\n]+\]:\s*(<[^>\n]*>|\S+)")
+_LINK_TARGET = re.compile(r"(\[[^\]\n]+\]):\s*(<[^>\n]*>|\S+)")
+_ADDRESS = re.compile(r"<?(?:\w+:|[/#.])\S|<?[\w-]+(?:\.\w+)+[/#?>]?")
+_DELIMITER_ROW = re.compile(r"\|?(?:\s*:?-+:?\s*\|?)+")
 # Blocks of HTML that end at a mark, by CommonMark 4.6; all others end at a blank line.
 _BEGIN = re.compile(r"<(?:(script\b|style\b|pre\b|textarea\b)|(!--)|(\?)|(!\[CDATA\[)|(![a-z]))", re.IGNORECASE)
 _ENDS = ("", r"</(?:script|style|pre|textarea)>", "-->", r"\?>", r"\]\]>", ">")
@@ -278,10 +283,11 @@ def markdown(data: bytes, notes: Notes) -> Plain:
     plain = _of_html(_markdown_to_html(_ALERT.sub(r"\1", text)))
     title, prose = "", list[str]()
     for key, value in (keys or {}).items():
+        strings = _strings(value)
         if str(key).lower() == "title" and isinstance(value, str):
-            title = " ".join(value.split())
-        elif texts := [text for text in _strings(value) if len(_PROSE_WORD.findall(text)) >= 3]:
-            prose += [f"{key}: {' '.join(text.split())}" for text in texts]  # a description, a summary, a note
+            title = " ".join(strings[0].split())
+        elif any(len(_PROSE_WORD.findall(text)) >= 3 for text in strings):  # a description, a summary, a note
+            prose += [f"{key}: {' '.join(text.split())}" for text in strings]
         else:
             notes[KEYS_LEFT_OUT, str(key)] += 1
     return Plain(title or plain.title, "\n\n".join(filter(None, [*prose, plain.text])))
@@ -291,7 +297,8 @@ def _strings(value: Any) -> list[str]:
     """All strings in a value of front matter."""
     if isinstance(value, dict | list):
         return [text for part in (value.values() if isinstance(value, dict) else value) for text in _strings(part)]
-    return [value] if isinstance(value, str) else []
+    # YAML may spell a character as two halves, as JSON does.
+    return [value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")] if isinstance(value, str) else []
 
 
 def _front_matter(mark: str, text: str) -> dict[Any, Any] | None:
@@ -348,6 +355,9 @@ def _markdown_to_html(text: str) -> str:
     def wide_table(state: Any, line: int, end_line: int, silent: bool) -> bool:
         """A table, unless a row has more cells than the first one: the parser would drop them."""
         rows = []
+        delimiters = state.getLines(line + 1, line + 2, 0, False) if line + 1 < end_line else ""
+        if not _DELIMITER_ROW.fullmatch(delimiters.strip("> \t\n")):
+            return False
         for number in range(line, end_line):
             if state.is_code_block(number) or not (row := state.getLines(number, number + 1, 0, False).strip()):
                 break
@@ -355,9 +365,10 @@ def _markdown_to_html(text: str) -> str:
         return max(rows, default=0) <= rows[0] and table(state, line, end_line, silent) if rows else False
 
     def link_target(state: Any, line: int, end_line: int, silent: bool) -> bool:
-        """The target of a link such as `[1]: https://x.org`, unless it is a word: `[Author]: Ada`."""
+        """The target of a link such as `[1]: https://x.org`, unless it is words: `[Status]: done/released`."""
         target = _LINK_TARGET.match(state.src, state.bMarks[line] + state.tShift[line])
-        if target is None or not re.search(r"[/.#:@\\<]", target[1]):
+        is_used = target is not None and text.lower().count(target[1].lower()) > 1
+        if target is None or not (is_used or _ADDRESS.match(target[2])):
             return False
         return reference(state, line, end_line, silent)
 

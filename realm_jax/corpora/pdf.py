@@ -68,10 +68,10 @@ def pdf_document(data: bytes, notes: Notes) -> Plain:
         named = document.get_metadata_dict().get("Title", "")
     except pypdfium2.PdfiumError as fault:
         reason = "encrypted" if getattr(fault, "err_code", 0) == _PASSWORD else "damaged .pdf files"
-        raise BadRecord(str(fault), "open it and save it anew", reason) from None
+        raise BadRecord(str(fault), "open it in a PDF viewer and save a copy without a password", reason) from None
     text = "\n\n".join(paragraphs([_lines(page) for page in pages], notes))
     if not text:
-        raise BadRecord(f"{len(pages)} pages", "recognise its letters (OCR)", "PDF files without text")
+        raise BadRecord(f"{len(pages)} pages without a text layer", "run OCR on it", "PDF files without text")
     return Plain(_sensible_title(named, "".join(pages[:2])), text)
 
 

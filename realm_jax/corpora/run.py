@@ -32,7 +32,7 @@ from realm_jax.corpora.questions import QuestionFile, published_identity, questi
 from realm_jax.corpora.texts import identity, open_texts
 from realm_jax.data import spans as span_finders
 from realm_jax.data.packing import DEFAULT_LIMIT
-from realm_jax.data.questions import has_judgements, queries_file, question_lines
+from realm_jax.data.questions import has_judgments, queries_file, question_lines
 from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import MANIFEST as STORE
@@ -94,7 +94,7 @@ def prepare(options: Options) -> Prepared | None:
         What was made; None if the folder was prepared from the same inputs with the same settings.
 
     Raises:
-        UserError: a fault in the options or inputs, or `output` exists otherwise. Nothing is left behind.
+        UserError: a fault in the options or inputs, or `output` holds something else. Partial output is removed.
         Resumable: the work ended early; the same call goes on.
     """
     # --- Check the options, before anything is read -------------------------------------------------------------------
@@ -106,7 +106,7 @@ def prepare(options: Options) -> Prepared | None:
     if vocabulary is None:
         check_size(options.vocabulary_size)
     if not options.questions and (options.question_sources or options.max_answer_words or options.ignore_gold):
-        raise UserError("--question-sources, --max-answer-words and --ignore-gold are about --questions; give some")
+        raise UserError("--question-sources, --max-answer-words and --ignore-gold need --questions; add it")
     runner = _runner(options.workers, options.beam)
 
     # --- Open the inputs, and see whether they are prepared already ---------------------------------------------------
@@ -116,14 +116,14 @@ def prepare(options: Options) -> Prepared | None:
         sources["pretraining"] = open_texts(options.pretraining)
     shards = {name: options.shards or source.shards for name, source in sources.items()}
     runner.check(max(shards.values()))
+    inputs: dict[str, Any] = {"passages": None, "pretraining": None, "vocab": None}
+    inputs |= {name: source.identity for name, source in sources.items()}
     settings = {name: getattr(options, name) for name in _SETTINGS} | {"shards": shards}
     if vocabulary is not None:
+        inputs["vocab"] = identity(vocabulary.path)
         settings |= {"vocabulary_size": None} | vocabulary.settings()
     if (finder_identity := span_finders.identity(finder)) is not None:
         settings["spans_identity"] = finder_identity
-    inputs: dict[str, Any] = {name: source.identity for name, source in sources.items()}
-    inputs = {"passages": None, "pretraining": None} | inputs
-    inputs["vocab"] = None if vocabulary is None else identity(vocabulary.path)
     inputs["questions"] = [{"split": file.split} | _question_identity(file) for file in question_inputs]
     inputs["settings"] = settings
     inputs = json.loads(json.dumps(inputs))  # as it will be read again, for comparing
@@ -252,10 +252,10 @@ def _runner(workers: int | None, beam: str | None) -> Runner:
 
 
 def _question_identity(file: QuestionFile) -> dict[str, Any]:
-    """What tells questions from others; judgements have their texts in a file of their own."""
+    """What tells questions from others; judgments have their texts in a file of their own."""
     if (published := published_identity(file)) is not None:
         return published
-    texts = {"queries": identity(queries_file(file.path))["sha256"]} if has_judgements(file.path) else {}
+    texts = {"queries": identity(queries_file(file.path))["sha256"]} if has_judgments(file.path) else {}
     return identity(file.path) | texts
 
 

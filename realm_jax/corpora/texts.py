@@ -43,7 +43,13 @@ def open_texts(name: Path_) -> ArticleSource:
     return _open_documents(source)
 
 
+def _require(library: str, what: str) -> None:
+    if find_spec(library) is None:
+        raise UserError(f"{what} needs {library}; run `pip install 'realm_jax[documents]'`")
+
+
 def _open_dump(source: str) -> ArticleSource:
+    _require("mwparserfromhell", f"{source}: a dump of Wikipedia")
     files = wikipedia.dump_files(source)
     return ArticleSource(
         source, tuple(files), wikipedia.read_pages, wikipedia.clean_page, _identities(files), _shards(files)
@@ -61,8 +67,7 @@ def _open_documents(source: str) -> ArticleSource:
 
 def _open_news(source: str) -> ArticleSource:
     records = source.removeprefix(NEWS)
-    if find_spec("datasketch") is None:
-        raise UserError(f"{source}: news needs datasketch; run `pip install 'realm_jax[documents]'`")
+    _require("datasketch", f"{source}: news")
     if records.startswith(HUBS):
         known, shards = [{"source": records, "news": news.RULES}], UNKNOWN_SHARDS
     else:
@@ -85,7 +90,7 @@ def identity(path: Path_) -> dict[str, Any]:
 
 
 def _identities(files: list[str]) -> list[dict[str, Any]]:
-    """What tells files from others; one in a bucket goes by name and size."""
+    """Return name and SHA-256 of each file, or its size if it is in a bucket."""
     return list(map(_identity, files))
 
 

@@ -19,7 +19,7 @@ from realm_jax.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page of a dump. redirect: whether it only leads to another one; where: for a person who looks for it."""
+    """A page of a dump. is_redirect: it only leads to another one; where: for a person who looks for it."""
 
     id: str
     title: str
@@ -101,7 +101,8 @@ def read_pages(path: str) -> Iterator[Page | CorruptRecord]:
                     number += 1
                     yield _page(element, f"{path}, page {number:,}")
                     root.clear()
-        except (ElementTree.ParseError, *UNPACKING_FAULTS) as fault:
+        # LookupError, ValueError: of an encoding that the dump declares and nobody knows
+        except (ElementTree.ParseError, LookupError, ValueError, *UNPACKING_FAULTS) as fault:
             yield CorruptRecord(f"{path}, after page {number:,}", UNREADABLE_DUMP, " ".join(str(fault).split()))
 
 

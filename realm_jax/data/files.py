@@ -1,7 +1,7 @@
 """Files that are read, on this machine or in a bucket (gs://…, s3://…), plain or packed (`PACKED`).
 
 Faults of storage become UserErrors that name the file; those of unpacking are `UNPACKING_FAULTS`. Not for what the
-bytes mean. Read `realm_jax.data.lines` next for files of records, `realm_jax.corpora.ranges` for dumps.
+bytes mean. Read `realm_jax.data.lines` next for files of records, `realm_jax.corpora.wikipedia` for dumps.
 """
 
 import bz2
@@ -40,7 +40,7 @@ _BUFFER = 1 << 18  # bytes
 
 
 def file_system(path: str) -> tuple[Any, str]:
-    """What opens a path or URL, and how it calls it. Raises UserError for a URL that nothing here opens."""
+    """Return the file system of a path or URL, and the path in it. Raises UserError if nothing opens such a URL."""
     import fsspec  # here, since most jobs read no bucket
 
     try:

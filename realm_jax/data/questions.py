@@ -55,7 +55,7 @@ ITERATIONS = ("0", "Q0", "q0")
 
 # Passages that came with a question; they are not read, because passages come from the corpus.
 _RETRIEVED = ("ctxs", "passages", "positive_ctxs", "negative_ctxs", "hard_negative_ctxs")
-_SQUAD_START = re.compile(rb'\s*\{\s*("version"\s*:[^,]*,\s*)?"data"\s*:\s*\[')
+_SQUAD_START = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*("version"\s*:[^,]*,\s*)?"data"\s*:\s*\[')
 _STRING = r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\""""
 # A list of nothing but strings, so that ast.literal_eval takes time in proportion to the length of any text.
 _STRINGS = re.compile(rf"\s*\[\s*(?:(?:{_STRING})\s*(?:,\s*(?:{_STRING})\s*)*+,?\s*)?\]\s*", re.DOTALL)
@@ -91,7 +91,7 @@ def queries_file(path: Path_) -> str:
     return same if os.path.isfile(same) else above
 
 
-def has_judgements(path: Path_) -> bool:
+def has_judgments(path: Path_) -> bool:
     """Return True if a file holds judgments, which is decided by the first row that can only be one kind of row.
 
     Raises UserError for a TREC ranking, and if every row may be a judgment of TREC or a question of CuratedTREC.
@@ -305,7 +305,7 @@ def _json_question(record: dict[str, Any]) -> dict[str, Any]:
 
 # What a file looks like, and its records `{"question", "answers", …}` with their lines; the first match counts.
 FORMATS: tuple[tuple[Callable[[Path_], bool], Callable[[Path_], Records]], ...] = (
-    (has_judgements, _judged_records),
+    (has_judgments, _judged_records),
     (is_table, _table_records),
     (_is_squad, _squad_records),
     (is_parquet, lambda path: applied(_json_question, parquet_records(path))),
@@ -415,7 +415,7 @@ def match_fault(kind: Any) -> BadRecord | None:
         return None
     names = ", ".join(f'"{name}"' for name in MATCHES if name not in (None, "regex"))
     advice = f'write "regex" for answers that are patterns, or one of {names}'
-    return BadRecord(f'"match" is {json.dumps(kind)[:40]}', advice)
+    return BadRecord(f'"match" is {json.dumps(kind, default=str)[:40]}', advice)
 
 
 def answered(questions: Iterable[Question]) -> list[Question]:
@@ -429,7 +429,8 @@ def answered(questions: Iterable[Question]) -> list[Question]:
 def are_grades(value: Any) -> bool:
     """Return True if a value is an object of passage ids and grades."""
     return isinstance(value, dict) and all(
-        name.strip() and type(grade) is int and grade <= LARGEST_GRADE for name, grade in value.items()
+        isinstance(name, str) and name.strip() and type(grade) is int and grade <= LARGEST_GRADE
+        for name, grade in value.items()
     )
 
 

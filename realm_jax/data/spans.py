@@ -53,7 +53,7 @@ class SalientSpanFinder(Protocol):
 
 
 def finder(name: str) -> SalientSpanFinder:
-    """Return the finder of that name: "rules", one of MAKERS, or any `package.module:function` that can be imported.
+    """Return the finder of that name: "rules", one of FACTORIES, or any `package.module:function` that can be imported.
 
     Raises:
         UserError: there is no such finder, or what it needs is not there. A finder that fails, or whose spans are not

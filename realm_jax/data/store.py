@@ -218,7 +218,9 @@ class PassageStore:
         versions = versions_of(manifest)
         chosen = next((v for v in versions if v["fingerprint"] == (version or manifest["fingerprint"])), None)
         if chosen is None:
-            raise UserError(f"{folder} has no version {version}; it was prepared anew")
+            raise UserError(
+                f"{folder} has no version {version}; the folder was prepared again; train from the new version"
+            )
         self.folder = folder
         self._vocabulary_size = vocabulary_size
         self.limit: int = manifest["limit"]

@@ -2,8 +2,8 @@
 
 The library does the splitting. This class adds what a corpus needs around it: ranges of characters without white space,
 the same tokens for a line wherever it stands, the special tokens as data, the dtype that ids are stored in, and a
-fingerprint that ties corpus, index and checkpoint to one tokenizer. BERT's word pieces are the subclass of
-`tokenizer.py`; which files a tokenizer is read from says `tokenizer_files.py`.
+fingerprint that ties corpus, index and checkpoint to one tokenizer. BERT's word pieces are the subclass in
+`wordpiece.py`; `tokenizer_files.py` says which files a tokenizer is read from.
 
 No special token is ever made from text: "<mask>" in a passage is some tokens of text.
 Next to read: `layouts.py`, which puts the special tokens around ids.
@@ -112,7 +112,7 @@ class Tokenizer:
     @property
     def model_type(self) -> str:
         """How text is cut into tokens, such as 'Unigram'."""
-        return str(self._settings["model"]["type"])
+        return str(self._tokenizer.model.__class__.__name__)
 
     def save(self, folder: str | Path) -> None:
         """Write `files` into `folder` (made if absent), each file whole or not at all."""

@@ -186,7 +186,7 @@ def _stated_normalizer(folder: Path, settings: dict[str, Any]) -> dict[str, Any]
         if isinstance(config.get(name), bool) or (key == "strip_accents" and name in config)
     }
     names = config.get("tokenizer_class"), model.get("tokenizer_class"), MODEL_CLASSES.get(str(model.get("model_type")))
-    class_name = next((name for name in names if name), None)
+    class_name = next((name for name in names if isinstance(name, str) and name), None)
     if settings and class_name in PLAIN_CLASSES:
         return {}
     return NORMALIZER | stated if _is_whole(settings) and class_name in BERT_CLASSES else stated
@@ -216,7 +216,7 @@ def _is_plain(settings: dict[str, Any], pieces: list[str]) -> bool:
         and {key: model.get(key) for key in MODEL} == MODEL
         and settings["pre_tokenizer"] == SPLITTER
         and _is_default(settings["normalizer"])
-        and all(token["special"] and model["vocab"].get(token["content"]) == token["id"] for token in added)
+        and all(token.get("special") and model["vocab"].get(token["content"]) == token["id"] for token in added)
     )
 
 

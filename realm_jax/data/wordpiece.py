@@ -192,13 +192,13 @@ def _check(vocabulary: Sequence[str], source: str) -> None:
         if not piece.strip():
             raise UserError(f"{source}, line {line}: an empty word piece; remove the line or name the piece")
         if piece in line_of:
-            raise UserError(f"{source}, line {line}: {piece!r} stands on line {line_of[piece]} already")
+            raise UserError(f"{source}, line {line}: {piece!r} repeats line {line_of[piece]}; remove one of them")
         line_of[piece] = line
     missing = [piece for piece in SPECIAL_PIECES if piece not in line_of]
     if missing:
         raise UserError(f"{source}: no {' '.join(missing)}; a BERT vocabulary holds {' '.join(SPECIAL_PIECES)}")
     if len(vocabulary) == len(SPECIAL_PIECES):
-        raise UserError(f"{source}: special pieces alone; every word would be {UNK}")
+        raise UserError(f"{source}: has only special tokens; choose a full vocabulary")
 
 
 def read_pieces(path: Path) -> list[str]:

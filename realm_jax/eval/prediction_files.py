@@ -257,7 +257,7 @@ def trec_run(records: Sequence[Record], tag: str) -> str:
 
 
 def trec_qrels(records: Sequence[Record]) -> str:
-    """The gold passages as TREC's judgements, `qid 0 docid grade` a line. Raises as `trec_run` does."""
+    """The gold passages as TREC's judgments, `qid 0 docid grade` a line. Raises as `trec_run` does."""
     golds = zip(trec_ids(records), map(gold_of, records), strict=True)
     return "".join(f"{number} 0 {_trec(name)} {grade}\n" for number, gold in golds for name, grade in gold.items())
 

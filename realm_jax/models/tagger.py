@@ -108,7 +108,8 @@ def load_tagger(folder: Path) -> LoadedTagger:
     tokenizer = FoundTokenizer(vocabulary, lower_case is None or lower_case.value).read()
     if tokenizer.size > config.vocabulary_size:  # JAX would read the last row in place of one that is not there
         raise UserError(
-            f"{vocabulary}: has {tokenizer.size} tokens, but the model {config.vocabulary_size}; put its own there"
+            f"{vocabulary}: has {tokenizer.size} tokens, but the model {config.vocabulary_size}; put the model's own "
+            "tokenizer there"
         )
     return LoadedTagger(TokenClassifier(config, len(labels)), read(files), labels, tokenizer)
 
@@ -126,7 +127,8 @@ def hugging_face(name: str) -> "NetworkFinder":
     cache_programs()
     digest = hashlib.sha256()
     tagger = load_tagger(folder)
-    for file in (WEIGHTS, SETTINGS):
+    shards = sorted(path.name for path in folder.glob("model-*.safetensors"))  # if there is no single file
+    for file in (*((WEIGHTS,) if (folder / WEIGHTS).is_file() else shards), SETTINGS):
         with open(folder / file, "rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return NetworkFinder(tagger, f"{digest.hexdigest()[:16]}-{tagger.tokenizer.fingerprint}")

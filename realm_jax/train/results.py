@@ -260,7 +260,7 @@ def records(run: Run, kind: str) -> dict[str, list[dict[str, Any]]]:
 def report_examples(evaluator: Evaluator, predictions: Sequence[Prediction]) -> list[dict[str, Any]]:
     """An evaluator's questions with the passages that were read.
 
-    Without a prediction where no reader was fine-tuned, and without a judgement where nothing is known to be right.
+    Without a prediction where no reader was fine-tuned, and without a judgment where nothing is known to be right.
     """
     run = evaluator.run
     store = run.sources.passages
