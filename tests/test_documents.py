@@ -6,6 +6,8 @@ import io
 import json
 import lzma
 import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -511,8 +513,20 @@ def test_a_source_without_a_text_is_refused_in_one_line(tmp_path, name, message)
         prepare(tmp_path / name, tmp_path / "data", vocabulary_size=100)
 
 
+def test_records_and_texts_are_prepared_without_the_extra_of_documents(tmp_path):
+    write(tmp_path / "texts" / "b.txt", PROSE)
+    write_lines(tmp_path / "texts" / "a.jsonl", [{"text": text} for text in TEXTS.values()])
+    extra = "backports chardet datasketch docutils lxml mammoth markdown_it mwparserfromhell pyarrow pypdfium2"
+    code = (
+        f"import sys; sys.modules |= dict.fromkeys({extra.split()}); from realm_jax.cli.prepare import prepare\n"
+        f"prepare({str(tmp_path / 'texts')!r}, {str(tmp_path / 'data')!r}, vocabulary_size=100, workers=1)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and f"passages: {len(TEXTS) + 1} articles" in done.stdout, done.stderr
+
+
 def test_a_library_that_is_missing_for_an_ending_ends_the_reading(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "find_spec", lambda name: None if "zstd" in name else object())
+    monkeypatch.setattr(documents, "zstd", None)
     with pytest.raises(UserError, match=r"\.zst needs backports\.zstd; run `pip install"):
         records(write(tmp_path / "a.txt.zst", zstd.compress(PROSE.encode())))
 

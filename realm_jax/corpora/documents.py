@@ -30,7 +30,16 @@ from urllib.parse import unquote
 from realm_jax.corpora import markup, pdf, raw_records
 from realm_jax.corpora.encodings import REPLACED, Encoding, Notes, find_encoding, note_encoding, without_nuls
 from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
-from realm_jax.data.files import PACKED, UNPACKING_FAULTS, files_below, is_folder, matching, open_unpacked, size_of
+from realm_jax.data.files import (
+    PACKED,
+    UNPACKING_FAULTS,
+    files_below,
+    is_folder,
+    matching,
+    open_unpacked,
+    size_of,
+    zstd,
+)
 from realm_jax.data.lines import BATCH_ROWS, OTHER_COLUMNS, json_records, table_rows, text_lines
 from realm_jax.data.questions import is_flat_squad
 from realm_jax.data.records import BadRecord, sample
@@ -94,7 +103,7 @@ def find(source: str) -> list[DocumentFile]:
         raise UserError(
             f"{source}: {held} has a known ending; name a file or a folder with some of {' '.join(FORMATS)}"
         )
-    if find_spec("backports.zstd") is None and any(file.name.lower().endswith(".zst") for file in found):
+    if zstd is None and any(file.name.lower().endswith(".zst") for file in found):
         raise UserError(f"{source}: .zst needs backports.zstd; run `pip install 'realm_jax[documents]'`")
     missing = [(one, needed) for one in sorted(known) for needed in FORMATS[one].needs if find_spec(needed) is None]
     if missing:
