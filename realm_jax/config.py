@@ -56,7 +56,7 @@ change on resume. All others are science: a run folder keeps them, and another v
 the key. Steps, batch sizes and learning rates of tasks outside of the recipe (`tasks`) are not looked at.
 """
 
-ABOUT_OPTIONAL = """## Sections of what is named
+ABOUT_OPTIONAL = """## Sections that a config may add
 
 Where `tasks` or `retrieval.backend` names one of these, or a key of it is set on the command line, the config has its
 section; in a config file `realm_jax.config.add_sections(config, ["scann"])` adds it.

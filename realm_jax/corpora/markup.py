@@ -126,7 +126,8 @@ def _is_named_navigation(element: Any) -> bool:
 
 def _outermost(elements: list[Any]) -> list[Any]:
     """The elements that are not within others of the list."""
-    return [element for element in elements if not set(elements) & set(element.iterancestors())]
+    listed = set(elements)
+    return [element for element in elements if listed.isdisjoint(element.iterancestors())]
 
 
 def _remove(page: Any, elements: Iterable[Any], kind: str, left_out: Notes) -> None:

@@ -16,7 +16,7 @@ scripts without spaces between words are compared as single words, so of these o
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,17 +71,16 @@ def find_near_duplicates(fingerprints: Sequence[NDArray[np.void]]) -> NDArray[np
             reasons[row] = 1
         elif article["id"] in ids:
             reasons[row] = 2
-        elif _is_near(article["minima"], [articles["minima"][other] for other in similar.query(minhash)]):
+        # minima: [HASHES]; the share that two articles have in common estimates how similar they are
+        elif any(
+            np.mean(article["minima"] == articles["minima"][other]) >= THRESHOLD for other in similar.query(minhash)
+        ):
             reasons[row] = 3
         else:
             texts.add(article["text"])
             ids.add(article["id"])
             similar.insert(row, minhash)
     return reasons
-
-
-def _is_near(minima: NDArray[np.uint64], others: Iterable[NDArray[np.uint64]]) -> bool:
-    return any(np.mean(minima == other) >= THRESHOLD for other in others)
 
 
 def fingerprint_shard(url: str, shard: int) -> int:
@@ -94,9 +93,9 @@ def fingerprint_shard(url: str, shard: int) -> int:
     folder = open_folder(url)
     if _fingerprints_name(shard) in folder.names():
         return 0
-    found = [fingerprint(article).tobytes() for _, article in read_lines(folder, shard)]
-    folder.write(_fingerprints_name(shard), b"".join(found))
-    return len(found)
+    fingerprints = [fingerprint(article).tobytes() for _, article in read_lines(folder, shard)]
+    folder.write(_fingerprints_name(shard), b"".join(fingerprints))
+    return len(fingerprints)
 
 
 def drop_near_duplicates(url: str, shards: int) -> Counter[str]:

@@ -192,10 +192,10 @@ def prepare(options: Options) -> Prepared | None:
                     runner.each(
                         partial(pack_shard, packer, f"{root}/{name}"), article_folders[name], missing, bar.update
                     )
-            packed = [article_folder.read_json(packed_name(shard)) for shard in range(shards[name])]
-            summary, entries = PackingSummary(), [one["entry"] for one in packed]
-            for one in packed:
-                summary.add(PackingSummary.from_json(one["summary"]))
+            packed_shards = [article_folder.read_json(packed_name(shard)) for shard in range(shards[name])]
+            summary, entries = PackingSummary(), [packed["entry"] for packed in packed_shards]
+            for packed in packed_shards:
+                summary.add(PackingSummary.from_json(packed["summary"]))
             if not summary.passages:
                 raise UserError(f"none of {summary.articles} articles has words to store; check the texts")
             if summary.unknown_share > UNKNOWN_SHARE:
