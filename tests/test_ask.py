@@ -63,19 +63,13 @@ OTHER = Answer("1803", 0.29, 2, (0, 4))
 def test_occurrences_of_one_answer_are_added_and_it_is_shown_where_it_is_likeliest():
     first, second = merge([ONE, OTHER, TWO], "marginal")
     assert first == TWO._replace(probability=pytest.approx(0.32)) and second == OTHER
-
-
-def test_or_the_likeliest_occurrence_speaks_for_all():
     assert merge([ONE, OTHER, TWO], "max") == [OTHER, TWO]
 
 
 def test_marks_and_articles_are_no_common_answer():
     lone = [Answer(text, 0.2, 0, (0, 1)) for text in (".", "a", ",", "a")]
-    assert [(answer.text, answer.probability) for answer in merge(lone, "marginal")] == [
-        ("a", 0.4),
-        (".", 0.2),
-        (",", 0.2),
-    ]
+    merged = [(answer.text, answer.probability) for answer in merge(lone, "marginal")]
+    assert merged == [("a", 0.4), (".", 0.2), (",", 0.2)]
 
 
 def test_the_answers_are_those_of_a_walk_over_all_spans(opened, monkeypatch):
@@ -122,16 +116,12 @@ def test_the_saved_index_is_taken_only_if_the_parameters_give_it(trained_run, op
     run = opened.run
     for task in ("ict", "qa"):
         params = restore_params(trained_run, task, newest(run, task))
-        saved = np.asarray(saved_index(run, task, SavedCheckpoint.newest(run.workdir / task / "checkpoints")).vectors)[
-            : run.context.rows
-        ]
+        saved = np.asarray(saved_index(run, task, newest(run, task)).vectors)[: run.context.rows]
         np.testing.assert_allclose(saved, trained_run.embed(params), atol=1e-5)
     for task, fits in (("ict", False), ("qa", True)):  # fine-tuning leaves the document embedder as it was
         saved = newest(run, task)
         with monkeypatch.context() as patch:
-            patch.setattr(
-                SavedCheckpoint, "record", saved.record | {"index_step": 1}
-            )  # training went on for a step after that
+            patch.setattr(SavedCheckpoint, "record", saved.record | {"index_step": 1})  # training went on for a step
             assert (saved_index(run, task, saved) is not None) == fits
 
 
@@ -200,19 +190,12 @@ def test_a_checkpoint_that_the_run_removes_meanwhile_is_looked_for_again(opened,
     assert asked == [2, 2]
 
 
-def test_a_damaged_checkpoint_is_named(trained_run, tmp_path, capsys):
+@pytest.mark.parametrize("files", ["*", "state/**/d/*"])  # all of it, or the names of arrays
+def test_a_damaged_checkpoint_is_named(trained_run, tmp_path, capsys, files):
     shutil.copytree(trained_run.workdir, tmp_path / "run")
-    for path in (tmp_path / "run" / "qa" / "checkpoints" / "2").rglob("*"):
+    for path in (tmp_path / "run" / "qa" / "checkpoints" / "2").rglob(files):
         if path.is_file() and path.name != "_CHECKPOINT_METADATA":
             path.write_bytes(path.read_bytes()[:20])
-    error = refused(capsys, f"--workdir={tmp_path}/run", QUESTION)
-    assert "qa/checkpoints/2 is damaged" in error and "see `realm storage verify`" in error
-
-
-def test_names_of_arrays_that_cannot_be_read_are_damage(trained_run, tmp_path, capsys):
-    shutil.copytree(trained_run.workdir, tmp_path / "run")
-    for path in (tmp_path / "run" / "qa" / "checkpoints" / "2" / "state").rglob("d/*"):
-        path.write_bytes(path.read_bytes()[:20])
     error = refused(capsys, f"--workdir={tmp_path}/run", QUESTION)
     assert "qa/checkpoints/2 is damaged" in error and "see `realm storage verify`" in error
 
@@ -306,12 +289,8 @@ def test_on_a_terminal_questions_are_prompted_for_until_an_empty_line(trained_ru
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 1 and json.loads(out)["question"] == QUESTION
     assert err.count("question> ") == 3 and "shorten it" in err
-
-
-def test_the_end_of_input_ends_a_conversation(trained_run, quick, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", Terminal(""))
-    assert ask(trained_run) == 0
-    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(sys, "stdin", Terminal(""))  # or until the end of input
+    assert ask(trained_run) == 0 and capsys.readouterr().out == ""
 
 
 def test_a_single_question_must_be_one(trained_run, quick, capsys, monkeypatch):

@@ -10,19 +10,19 @@ import pytest
 from rich.console import Console
 from tiny_run import open_config, tiny_config
 
-from realm_jax.cli import inspect_text as job
+from realm_jax.cli import inspect as job
 from realm_jax.cli import main as cli
 from realm_jax.data.examples import query_arrays
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
-from realm_jax.eval.inspection import Masked, inspect_masked, masked_text, null_likelihood, parse
 from realm_jax.inference.answers import answers
-from realm_jax.inference.inspection import see_question, to_record
+from realm_jax.inference.inspection import Masked, inspect_question, inspect_sentence, masked_text, parse
 from realm_jax.models.inputs import Documents, null_documents, reader_inputs
 from realm_jax.models.realm import flatten_passages
-from realm_jax.train.trained_run import restore
+from realm_jax.train.trained_run import TrainedRun, open_run_for_inference, restore
 
 SENTENCE = "Ada Brandt was born in [1801]."
+BORN = "When was Ada Almgren born?"
 
 
 @pytest.fixture(scope="module")
@@ -32,59 +32,69 @@ def trained(trained_run):
 
 @pytest.fixture(scope="module")
 def seen(trained):
-    return inspect_masked(trained.run, trained.params, trained.index, parse(SENTENCE))
+    return inspected(trained)
+
+
+def inspected(trained, text=SENTENCE, pieces=1, bert=None):
+    return inspect_sentence(trained, text, parse(text), pieces, bert)
+
+
+def rows_of(trained, seen) -> list[int | None]:
+    """The rows of the passages, None for the null document."""
+    store = trained.run.sources.passages
+    return [None if one["id"] is None else store.rows_of(one["id"])[one["part"]] for one in seen["passages"]]
+
+
+def query_vector(run, params, example):
+    return np.asarray(run.model.embed_queries(params, example["query"][None], example["query_length"][None])[0], float)
 
 
 def check_sums(seen, null: bool = True):
     """Priors and posteriors are distributions, the marginal is their sum, and r(z) moves probability about."""
     prior, likelihood, posterior = (
-        np.array([getattr(one, name) for one in seen.passages]) for name in ("prior", "likelihood", "posterior")
+        np.array([one[name] for one in seen["passages"]]) for name in ("prior", "likelihood", "posterior")
     )
     assert prior.sum() == pytest.approx(1, abs=1e-5) and posterior.sum() == pytest.approx(1, abs=1e-5)
-    assert seen.probability == pytest.approx(float((prior * likelihood).sum()))
+    assert seen["probability"] == pytest.approx(float((prior * likelihood).sum()))
     np.testing.assert_allclose(posterior, prior * likelihood / (prior * likelihood).sum(), rtol=1e-4)
-    assert sum(one.gain for one in seen.passages) == pytest.approx(0, abs=1e-5)
-    assert sum(one.row is None for one in seen.passages) == null
+    assert sum(one["gain"] for one in seen["passages"]) == pytest.approx(0, abs=1e-5)
+    assert sum(one["id"] is None for one in seen["passages"]) == null
     assert sorted(prior, reverse=True) == prior.tolist()
 
 
 def test_the_numbers_of_a_sentence_add_up(seen):
     check_sums(seen)
-    assert seen.answer == "1801" and 0 < seen.held < 1 and not seen.others
+    assert seen["answer"] == "1801" and 0 < seen["held"] < 1 and not seen["others"]
 
 
 def test_likelihoods_are_what_the_reader_says_beside_each_passage(trained, seen):
     run = trained.run
-    example = masked_text(parse(SENTENCE), 1, run.lengths, run.sources.tokenizer)
+    example = masked_text(run, parse(SENTENCE), 1)
     count = int(example["weights"].sum())
-    for one in seen.passages:
-        if one.row is None:
+    for row, one in zip(rows_of(trained, seen), seen["passages"], strict=True):
+        if row is None:
             documents = null_documents(1, (run.context.cls_id, run.context.sep_id))
         else:
-            documents = Documents(*(part[one.row][None] for part in trained.index.documents))
+            documents = Documents(*(part[row][None] for part in trained.index.documents))
         joint = reader_inputs(
             example["query"][None], example["query_length"][None], Documents(*(part[:, None] for part in documents))
         )
         words = run.model.reader.read_words(trained.params, flatten_passages(joint), example["positions"][None])[0]
         log_p = [words[place, example["targets"][place]] for place in range(count)]
-        assert one.likelihood == pytest.approx(float(np.exp(np.sum(log_p))), rel=1e-3)
-    (alone,) = [one.likelihood for one in seen.passages if one.row is None]
-    again = null_likelihood(run, trained.params, parse(SENTENCE), seen.targets)
-    assert seen.alone == alone == pytest.approx(again, rel=1e-4)
+        assert one["likelihood"] == pytest.approx(float(np.exp(np.sum(log_p))), rel=1e-3)
+    (alone,) = [one["likelihood"] for one in seen["passages"] if one["id"] is None]
+    again = inspected(trained, bert=(run, trained.params))["bert"]
+    assert seen["alone"] == alone == pytest.approx(again, rel=1e-4)
 
 
 def test_the_share_is_of_the_null_document_and_the_whole_corpus(trained, seen):
     run = trained.run
-    example = masked_text(parse(SENTENCE), 1, run.lengths, run.sources.tokenizer)
-    query = run.model.embed_queries(trained.params, example["query"][None], example["query_length"][None])[0]
-    null = run.model.embed_documents(
-        trained.params, null_documents(1, (run.context.cls_id, run.context.sep_id))
-    )[0]  # fmt: skip
-    vectors = np.asarray(trained.index.vectors, np.float64)[: run.context.rows]
-    weights = np.exp(vectors @ np.asarray(query, np.float64))
-    nothing = np.exp(float(query @ null))
-    held = nothing + sum(weights[one.row] for one in seen.passages if one.row is not None)
-    assert seen.held == pytest.approx(held / (nothing + weights.sum()), rel=1e-3)
+    query = query_vector(run, trained.params, masked_text(run, parse(SENTENCE), 1))
+    empty = null_documents(1, (run.context.cls_id, run.context.sep_id))
+    nothing = np.exp(float(query @ run.model.embed_documents(trained.params, empty)[0]))
+    weights = np.exp(np.asarray(trained.index.vectors, np.float64)[: run.context.rows] @ query)
+    held = nothing + sum(weights[row] for row in rows_of(trained, seen) if row is not None)
+    assert seen["held"] == pytest.approx(held / (nothing + weights.sum()), rel=1e-3)
 
 
 @pytest.mark.parametrize("marginal", ["example", "span"])
@@ -94,31 +104,32 @@ def test_where_the_reader_points_the_retriever_is_asked_without_the_blank(people
     config.realm.marginal = marginal
     run = open_config(config, tmp_path)
     params = run.initial_params()
-    index = run.index(run.embed(params))
-    seen = inspect_masked(run, params, index, parse(SENTENCE))
+    trained = TrainedRun(run, "realm", 0, params, run.index(run.embed(params)))
+    seen = inspected(trained)
     check_sums(seen)
-    before, after = (run.sources.tokenizer.encode(part).ids for part in SENTENCE.split("[1801]"))
-    blank = [run.sources.tokenizer.mask_id] * len(seen.targets) if marginal == "example" else []
-    asked = query_arrays(np.array([*before, *blank, *after]), run.lengths.query, run.sources.tokenizer)
-    query = run.model.embed_queries(params, asked["query"][None], asked["query_length"][None])[0]
-    scores = np.asarray(index.vectors, np.float64)[: run.context.rows] @ np.asarray(query, np.float64)
-    first, second = [one for one in seen.passages if one.row is not None][:2]
-    assert np.log(first.prior / second.prior) == pytest.approx(scores[first.row] - scores[second.row], abs=1e-3)
+    tokenizer = run.sources.tokenizer
+    before, after = (tokenizer.encode(part).ids for part in SENTENCE.split("[1801]"))
+    blank = [tokenizer.mask_id] * len(tokenizer.encode_behind("in ", "1801")) if marginal == "example" else []
+    asked = query_arrays(np.array([*before, *blank, *after]), run.lengths.query, tokenizer)
+    scores = np.asarray(trained.index.vectors, np.float64)[: run.context.rows] @ query_vector(run, params, asked)
+    (first, p), (second, q) = [
+        (row, one["prior"])
+        for row, one in zip(rows_of(trained, seen), seen["passages"], strict=True)
+        if row is not None
+    ][:2]
+    assert np.log(p / q) == pytest.approx(scores[first] - scores[second], abs=1e-3)
 
 
-def test_a_sentence_that_stands_in_a_passage_does_not_retrieve_it(trained):
-    text = Masked("Ada Brandt was born in ", "1801", ".")
-    rows = [one.row for one in inspect_masked(trained.run, trained.params, trained.index, text).passages]
-    (own,) = trained.run.sources.passages.rows_of("p1")
-    assert own not in rows
+def test_a_sentence_that_stands_in_a_passage_does_not_retrieve_it(trained, seen):
+    assert "p1" not in [one["id"] for one in seen["passages"]]
 
 
 def test_an_unknown_blank_is_filled_with_the_likeliest_answer(trained):
-    seen = inspect_masked(trained.run, trained.params, trained.index, parse("Ada Brandt was born in ____."), 2)
+    seen = inspected(trained, "Ada Brandt was born in ____.", 2)
     check_sums(seen)
-    probabilities = [seen.probability, *(p for _, p in seen.others)]
+    probabilities = [seen["probability"], *(one["probability"] for one in seen["others"])]
     assert probabilities == sorted(probabilities, reverse=True)
-    assert len({seen.answer, *(answer for answer, _ in seen.others)}) == 1 + len(seen.others) > 1
+    assert len({seen["answer"], *(one["answer"] for one in seen["others"])}) == 1 + len(seen["others"]) > 1
 
 
 def with_bias(params, tokenizer, pieces: dict[str, float]):
@@ -137,32 +148,31 @@ def with_bias(params, tokenizer, pieces: dict[str, float]):
 
 def test_what_is_no_text_fills_no_blank_and_others_are_read_beside_the_very_same_pieces(trained):
     """The likeliest pieces of all are special ones, then the end of a word, which read as text is other pieces."""
-    run, tokenizer, text = trained.run, trained.run.sources.tokenizer, parse("Ada Brandt was born in ____.")
+    run, tokenizer = trained.run, trained.run.sources.tokenizer
     params = with_bias(trained.params, tokenizer, {"[PAD]": 90, "[UNK]": 80, "##b": 60})
-    seen = inspect_masked(run, params, trained.index, text)
-    assert tokenizer.pieces(seen.targets) == ["##b"] and not seen.others
-    assert tokenizer.encode(seen.answer).ids != seen.targets
-    assert null_likelihood(run, params, text, seen.targets) == pytest.approx(seen.alone, rel=1e-4)
+    changed = dataclasses.replace(trained, params=params)
+    seen = inspected(changed, "Ada Brandt was born in ____.", bert=(run, params))
+    assert seen["answer"] == tokenizer.decode([tokenizer.pieces(range(tokenizer.size)).index("##b")])
+    assert not seen["others"] and tokenizer.pieces(tokenizer.encode(seen["answer"]).ids) != ["##b"]
+    assert seen["bert"] == pytest.approx(seen["alone"], rel=1e-4)
 
 
 def test_the_numbers_of_a_question_add_up(trained_run):
     trained = restore(trained_run)
-    question, store = "When was Ada Almgren born?", trained.run.sources.passages
-    read = see_question(trained, question, "1800").passages
-    answer = str(1800 + int(store.document_id(read[1].row)[1:]))  # the year in the second passage
-    seen = see_question(trained, question, answer)
-    assert len(seen.passages) == trained.run.config.qa.passages and seen.alone is None
+    read = inspect_question(trained, BORN, "1800")["passages"]
+    answer = str(1800 + int(read[1]["id"][1:]))  # the year in the second passage
+    seen = inspect_question(trained, BORN, answer)
+    assert len(seen["passages"]) == trained.run.config.qa.passages and seen["alone"] is None
     check_sums(seen, null=False)
-    assert [one.row for one in seen.passages] == [one.row for one in read]
-    assert all((one.likelihood > 0) == (answer in store.text(one.row)) for one in seen.passages)
+    assert [one["id"] for one in seen["passages"]] == [one["id"] for one in read]
+    assert all((one["likelihood"] > 0) == (answer in one["text"]) for one in seen["passages"])
 
 
 @pytest.mark.parametrize("search", ["bm25", "hybrid"])
 def test_a_question_is_explained_with_the_passages_that_it_is_answered_from(trained_run, search):
     trained = restore(trained_run, search=search)
-    question = "When was Ada Almgren born?"
-    (answer,) = answers(trained, [question])
-    seen = to_record(trained, question, see_question(trained, question))
+    (answer,) = answers(trained, [BORN])
+    seen = inspect_question(trained, BORN)
     by_rank = sorted((one for one in answer["candidates"]), key=lambda one: -one["probability"])
     assert [one["id"] for one in seen["passages"]] == [one["id"] for one in by_rank]
     priors = [one["probability"] for one in by_rank]
@@ -170,11 +180,10 @@ def test_a_question_is_explained_with_the_passages_that_it_is_answered_from(trai
 
 
 def test_an_answer_that_no_passage_holds_has_no_posterior(trained_run):
-    trained = restore(trained_run)
-    seen = see_question(trained, "When was Ada Almgren born?", "dahl ada")
-    assert seen.probability == 0 and all(one.likelihood == 0 for one in seen.passages)
-    assert all(one.posterior is None and one.gain is None for one in seen.passages)
-    assert sum(one.prior for one in seen.passages) == pytest.approx(1, abs=1e-5)
+    seen = inspect_question(restore(trained_run), BORN, "dahl ada")
+    assert seen["probability"] == 0 and all(one["likelihood"] == 0 for one in seen["passages"])
+    assert all(one["posterior"] is None and one["gain"] is None for one in seen["passages"])
+    assert sum(one["prior"] for one in seen["passages"]) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +212,7 @@ def test_blanks_are_found(text, wanted):
 )
 def test_what_cannot_be_masked_is_told(trained_run, text, told):
     with pytest.raises(UserError, match=told):
-        masked_text(parse(text), 1, trained_run.lengths, trained_run.sources.tokenizer)
+        masked_text(trained_run, parse(text), 1)
 
 
 def linked(path):
@@ -214,7 +223,7 @@ def linked(path):
     return path
 
 
-def test_the_command_shows_json_pages_and_alignments(trained_run, tmp_path, capsys):
+def test_the_command_shows_json_and_pages(trained_run, tmp_path, capsys):
     workdir = f"--workdir={trained_run.workdir}"
     page = linked(tmp_path / "page.html")
     command = ["inspect", "text", SENTENCE, workdir, "--task=ict", f"--bert={trained_run.workdir}", f"--html={page}"]
@@ -233,16 +242,6 @@ def test_the_command_shows_json_pages_and_alignments(trained_run, tmp_path, caps
     assert "has 20 tokens, and this run points at " in capsys.readouterr().err
     assert cli.main([*asked, "--answer=\N{ZERO WIDTH SPACE}"]) == 2
     assert "has no tokens; give a word that a passage may hold" in capsys.readouterr().err
-    file = linked(tmp_path / "alignment.jsonl")
-    long = "Clara " * 30 + "was born in 1809."
-    text = f"Ada Almgren was born in 1800. {long} Boris Dahl was born in 1807."
-    assert cli.main(["inspect", "text", text, workdir, "--task=ict", f"--alignment={file}"]) == 0
-    assert f"{file} is written" in capsys.readouterr().out and file.is_symlink()
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert {line["text"][slice(*line["span"])] for line in lines} >= {"1800", "1807"}
-    for line in lines:
-        posteriors = [one["posterior"] for one in line["passages"]]
-        assert posteriors == sorted(posteriors, reverse=True) and sum(posteriors) == pytest.approx(1, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -251,11 +250,8 @@ def test_the_command_shows_json_pages_and_alignments(trained_run, tmp_path, caps
         (["who?", "--workdir=x", "--bert=y"], "--bert: goes with a sentence that has a blank"),
         (["a [b]", "--workdir=x", "--answer=y"], "--answer: goes with a question"),
         (["a [b]", "--workdir=x", "--pieces=2"], "--pieces: goes with a blank that is to be filled"),
-        (["a [b]", "--workdir=x", "--spans=rules"], "--spans: goes with --alignment"),
-        (["a b.", "--workdir=x", "--alignment=y", "--json"], "--json: has no effect with --alignment"),
         (["a [b]", "--workdir=x", "--html=no/x.html"], "--html=no/x.html: name a file in a folder that exists"),
         (["x\udcff [b]", "--workdir=x"], "the text: is not valid UTF-8; type or save it as UTF-8 text"),
-        (["x\udcff b.", "--workdir=x", "--alignment=y"], "the text: is not valid UTF-8"),
         (["who?", "--workdir=x", "--answer=\udcff"], "--answer: is not valid UTF-8"),
     ],
 )
@@ -351,10 +347,8 @@ def test_each_kind_has_flags_of_its_own(arguments, told, capsys):
 
 def test_the_devices_do_not_matter(trained, seen):
     """The command opens a run on all devices that are here; what it finds is what one finds."""
-    from realm_jax.train.trained_run import open_run_for_inference
-
     other = restore(open_run_for_inference(trained.run.workdir), "ict", for_answers=False)
     assert other.run.mesh.size == jax.device_count()
-    again = inspect_masked(other.run, other.params, other.index, parse(SENTENCE))
-    assert [one.row for one in again.passages] == [one.row for one in seen.passages]
-    assert again.probability == pytest.approx(seen.probability, rel=1e-4)
+    again = inspected(other)
+    assert [one["id"] for one in again["passages"]] == [one["id"] for one in seen["passages"]]
+    assert again["probability"] == pytest.approx(seen["probability"], rel=1e-4)

@@ -476,7 +476,7 @@ def test_files_of_several_seeds_are_one_system(predicted, better, capsys):
     assert exact["difference"] == pytest.approx(3 / 19) and exact["low"] < 0 < exact["high"] and exact["seeds"] == 2
     assert run("evaluate", "--seeds", predicted, better) == 0
     assert any(line.startswith("exact_match ") and line.endswith(" 2") for line in capsys.readouterr().out.splitlines())
-    text = on_terminal(evaluate.show_seeds, over_seeds([records(predicted), records(better)]))
+    text = on_terminal(evaluate.show_comparison, over_seeds([records(predicted), records(better)]))
     assert "Student's t over seeds" in text and "%" in text
 
 

@@ -15,7 +15,7 @@ from unigram import TEXTS, unigram
 
 from realm_jax.assemble import make_run
 from realm_jax.cli import main as cli
-from realm_jax.cli.inspect_data import spans_in_text
+from realm_jax.cli.inspect import spans_in_text
 from realm_jax.cli.prepare import prepare
 from realm_jax.config import validate
 from realm_jax.data.examples import Lengths

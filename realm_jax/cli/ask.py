@@ -8,7 +8,7 @@ import argparse
 import io
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from realm_jax.console import printable
 from realm_jax.errors import UserError
 from realm_jax.inference.answers import NEAREST, Answer, Nearest, answers, nearest
 from realm_jax.train.trained_run import (
-    TrainedRun,
     check_question,
     check_reads_passages,
     open_generation,
@@ -42,7 +41,7 @@ EXAMPLES = """examples:
   realm ask --workdir=runs/wiki --config.answering.read=50 "Who built the bridge?"
   realm ask --workdir=runs/wiki --generation=newest "the bridge over the river"
 """
-SNIPPET, TITLE, PLACES = 60, 30, 9  # characters of a passage, its title and its places, where passages are listed
+SNIPPET, TITLE, RANKS = 60, 30, 9  # characters of a passage, its title and its ranks, where passages are listed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer; exit code 2 when a line from a pipe could not be asked."""
+    # --- the run, and a warning, once, if its answers are not to be trusted
     opened = open_run_for_inference(Path(args.workdir), config_changes(args), questions=False)
     single = " ".join(args.question) if args.question else None
     if single is not None:
@@ -76,11 +76,22 @@ def run(args: argparse.Namespace) -> int:
     else:
         trained = restore(opened, search=args.search, warn=False)
         check_reads_passages(trained)
-        _warn_if_inaccurate(trained)
+        metrics = recorded_metrics(trained.run, trained.task)
+        if not trained.reads:
+            logger.warning("no reader was trained (task %s): these are the passages that were found", trained.task)
+        elif trained.reads_blanks:
+            logger.warning(
+                "the reader learnt from blanks in your documents and never saw a question: check its answers"
+            )
+        if metrics is not None and metrics.is_low:
+            logger.warning("%s", metrics.advice())
+        elif metrics is None and not trained.reads_blanks:
+            logger.info("this run has no recorded metrics")
     to = stdout()
     to.soft_wrap = not to.is_terminal  # words are wrapped for people, lines stay whole for programs
 
-    def reply(question: str) -> None:
+    def reply(text: str) -> None:
+        question = check_question(trained.run, text, trained.search)
         answer: Answer | Nearest
         if args.generation:
             (answer,) = nearest(trained, [question], args.top or NEAREST)
@@ -91,52 +102,33 @@ def run(args: argparse.Namespace) -> int:
         else:
             show(answer, to)
 
+    # --- one question
     if single is not None:
-        reply(check_question(opened, single, trained.search))
+        reply(single)
         return 0
+
+    # --- one after another on a terminal, until an empty line or the end of input
     if sys.stdin.isatty():
-        return _ask_interactively(trained, reply)
-    return _answer_lines(trained, reply)
+        while True:
+            try:
+                line = on_stderr().input("[bold]question>[/bold] ")
+            except EOFError:
+                on_stderr().print()
+                return 0
+            if not line.strip():
+                return 0
+            try:
+                reply(line)
+            except UserError as error:
+                logger.warning("%s", error)
 
-
-def _warn_if_inaccurate(trained: TrainedRun) -> None:
-    """Warn, once, if answers are not to be trusted, judging by the run's own metrics."""
-    known = recorded_metrics(trained.run, trained.task)
-    if not trained.reads:
-        logger.warning("no reader was trained (task %s): these are the passages that were found", trained.task)
-    elif trained.reads_blanks:
-        logger.warning("the reader learnt from blanks in your documents and never saw a question: check its answers")
-    if known is None and not trained.reads_blanks:
-        logger.info("this run has no recorded metrics")
-    elif known is not None and known.is_low:
-        logger.warning("%s", known.advice())
-
-
-# ---- questions from stdin
-
-
-def _ask_interactively(trained: TrainedRun, reply: Callable[[str], None]) -> int:
-    """One question after another on a terminal, until an empty line or the end of input."""
-    while True:
-        try:
-            line = on_stderr().input("[bold]question>[/bold] ")
-        except EOFError:
-            on_stderr().print()
-            return 0
-        if not line.strip():
-            return 0
-        try:
-            reply(check_question(trained.run, line, trained.search))
-        except UserError as error:
-            logger.warning("%s", error)
-
-
-def _answer_lines(trained: TrainedRun, reply: Callable[[str], None]) -> int:
-    """One question per line; an invalid line is reported and skipped."""
+    # --- one per line of a file or a pipe; an invalid line is reported and skipped
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # invalid bytes affect only their own line
     refused = number = 0
-    for number, line in enumerate(_lines(), start=1):
+    for number, line in enumerate(sys.stdin, start=1):
         try:
-            reply(check_question(trained.run, line, trained.search))
+            reply(line)
         except UserError as error:
             logger.error("line %d: %s", number, error)
             refused += 1
@@ -145,30 +137,33 @@ def _answer_lines(trained: TrainedRun, reply: Callable[[str], None]) -> int:
     return 2 if refused else 0
 
 
-def _lines() -> Iterator[str]:
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # invalid bytes affect only their own line
-    yield from sys.stdin
-
-
-# ---- telling
-
-
 def show(answer: Mapping[str, Any], to: Console) -> None:
     """Print an answer for people; the span is in reverse on a terminal with colours and in [[…]] elsewhere."""
-    passage = answer.get("passage")
-    if not answer["candidates"]:
+    candidates, passage = answer["candidates"], answer.get("passage")
+    if not candidates:
         to.print("no passage shares a word with the question; ask with other words, or with --search=vectors")
         return
+    # --- the answer in its passage
     if passage is not None:
-        found = Text(printable(answer["answer"]) or "no answer", style="bold green")
-        to.print(Text.assemble(found, f"  (probability {answer['probability']:.3g})"))
+        text = Text(printable(answer["answer"]) or "no answer", style="bold green")
+        to.print(Text.assemble(text, f"  (probability {answer['probability']:.3g})"))
         to.print()
-    whole = passage or answer["candidates"][0]
+    whole = passage or candidates[0]
     to.print(Text(printable(f"{whole['title'] or 'passage'} ({whole['id']})"), style="bold"))
     to.print(highlight_span(whole["text"], whole.get("span", [0, 0]), to))
     to.print()
-    _print_candidates(answer["candidates"], to)
+    # --- a line for each passage: p(z|x) or score, ranks by search such as v3 b1, title, text around the best answer
+    titles = [printable(candidate["title"]) for candidate in candidates]
+    width = min(TITLE, max(map(cell_len, ["title", *titles])))
+    room = max(SNIPPET // 2, to.width - width - RANKS - 14) if to.is_terminal else SNIPPET
+    marks = ", its best answer marked" if all("span" in candidate for candidate in candidates) else ""
+    number, head = ("score", " score") if "score" in candidates[0] else ("probability", "p(z|x)")
+    to.print(Text(f"{head}  found by   {set_cell_size('title', width)}  passage{marks}", style="bold"))
+    for candidate, title in zip(candidates, titles, strict=True):
+        snippet = highlight_span(candidate["text"], candidate.get("span", [0, 0]), to, room)
+        ranks = " ".join(f"{search[0]}{rank}" for search, rank in candidate["ranks"].items())
+        cells = f"{candidate[number]:6.3f}  {set_cell_size(ranks, RANKS)}  {set_cell_size(title, width)}  "
+        to.print(Text.assemble(cells, snippet))
     to.print()
 
 
@@ -188,22 +183,3 @@ def highlight_span(text: str, span: list[int], to: Console, room: int | None = N
     if to.color_system is None or to.no_color:
         return Text(f"{before}[[{inside}]]{after}")
     return Text.assemble(before, (inside, "bold reverse"), after)
-
-
-def _print_candidates(candidates: list[dict[str, Any]], to: Console) -> None:
-    """A line for each passage: p(z|x) or score, places by search, title, surroundings of the best answer."""
-    titles = [printable(candidate["title"]) for candidate in candidates]
-    width = min(TITLE, max(map(cell_len, ["title", *titles])))
-    room = max(SNIPPET // 2, to.width - width - PLACES - 14) if to.is_terminal else SNIPPET
-    marks = ", its best answer marked" if all("span" in candidate for candidate in candidates) else ""
-    number, head = ("score", " score") if "score" in candidates[0] else ("probability", "p(z|x)")
-    to.print(Text(f"{head}  found by   {set_cell_size('title', width)}  passage{marks}", style="bold"))
-    for candidate, title in zip(candidates, titles, strict=True):
-        snippet = highlight_span(candidate["text"], candidate.get("span", [0, 0]), to, room)
-        places = set_cell_size(_format_ranks(candidate["ranks"]), PLACES)
-        to.print(Text.assemble(f"{candidate[number]:6.3f}  {places}  {set_cell_size(title, width)}  ", snippet))
-
-
-def _format_ranks(ranks: dict[str, int]) -> str:
-    """Which search found a passage and at which place: v3 b1."""
-    return " ".join(f"{search[0]}{rank}" for search, rank in ranks.items())

@@ -19,7 +19,7 @@ from realm_jax.config import add_sections
 from realm_jax.data.questions import answered, gold_of
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.eval.metrics import compare, describe_metric, over_seeds
+from realm_jax.eval.metrics import compare, describe_metric, over_seeds, summarise
 from realm_jax.eval.prediction_files import (
     FACTS,
     Record,
@@ -32,7 +32,7 @@ from realm_jax.eval.prediction_files import (
     trec_run,
 )
 from realm_jax.eval.significance import METHODS
-from realm_jax.inference.evaluation import evaluate, summarised
+from realm_jax.inference.predictions import evaluate
 from realm_jax.tasks import TASKS
 from realm_jax.train.trained_run import latest_checkpoint, load_questions, open_run_for_inference, restore
 
@@ -50,7 +50,12 @@ Of two files, {METHODS.replace("; ", chr(10))}.
 Where there is no terminal a line is `name value`, or `name value low high` with the ends of the interval; of two files
 `name A B difference low high p McNemar questions`, of seeds `name value low high seeds` or `name A B difference …`.
 """
-COMPARED = ("a", "b", "difference", "low", "high", "p", "mcnemar", "questions")
+# Column of a comparison → its head on a terminal and its format there; the ends of an interval are one column.
+COMPARED = {
+    "value": ("value", ".1%"), "a": ("A", ".1%"), "b": ("B", ".1%"), "difference": ("B − A", "+.1%"),
+    "low": ("95 %", ""), "high": ("", ""), "p": ("p", ".2g"), "mcnemar": ("McNemar", ".2g"),
+    "seeds": ("seeds", ","), "questions": ("questions", ","),
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,35 +94,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Measure, write and print."""
+
+    def report(measured: dict[str, Any], show: Callable[[dict[str, Any], Console], None]) -> None:
+        if args.json:
+            print_json(measured)
+        else:
+            show(measured, stdout())
+
+    # --- several seeds, or two files
     if args.seeds:
-        _print(_evaluate_seeds(args), args.json, show_seeds)
+        report(_evaluate_seeds(args), show_comparison)
         return
     _check(args)
     if len(args.files) == 2:
-        found = compare_files(*args.files)
-        _print(found, args.json, show_comparison)
+        first, second = args.files
+        facts = {name: {"file": path} | _provenance(path) for name, path in (("a", first), ("b", second))}
+        report(facts | compare(read_predictions(first), read_predictions(second), second), show_comparison)
         return
-    checked = {flag: checked_output(vars(args)[flag], f"--{flag}") for flag in ("trec", "qrels") if vars(args)[flag]}
-    found, scored = _evaluate_file(args, args.files[0]) if args.files else _evaluate_run(args)
-    texts = {"trec": lambda: trec_run(scored, f"realm-{found.get('task', 'run')}"), "qrels": lambda: trec_qrels(scored)}
-    _print(found, args.json, show)
-    for flag, path in checked.items():
-        write_output(path, texts[flag]())
+    outputs = {flag: checked_output(vars(args)[flag], f"--{flag}") for flag in ("trec", "qrels") if vars(args)[flag]}
+
+    # --- a file
+    if args.files:
+        (path,) = args.files
+        scored = read_predictions(path)
+        if args.unseen:
+            scored = _without_training_golds(scored, [*map(gold_of, scored)], args)
+        _check_trec(args, scored, any(record.get("retrieved") for record in scored))
+        measured = _provenance(path) | {"questions": len(scored), "measures": summarise(scored)}
+
+    # --- or a run
+    else:
+        changes = config_changes(args)
+        opened = open_run_for_inference(Path(args.workdir), changes)
+        questions = load_questions(opened, args.questions, need_right=True)
+        if args.unseen:
+            questions = _without_training_golds(questions, [one.gold for one in questions], args)
+        if "answering.read" not in changes and not answered(questions):
+            add_sections(opened.config, ["answering"])
+            opened.config.answering.read = 1  # only what is retrieved is measured; reading more takes minutes
+        check_passages(opened, args)
+        asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
+        _check_trec(args, asked, TASKS[latest_checkpoint(opened, args.task)[0]].reads_passages)
+        trained = restore(opened, args.task, search=args.search)
+        measured, scored = evaluate(trained, questions, bm25=not args.no_bm25)
+
+    report(measured, show)
+    if args.trec:
+        write_output(outputs["trec"], trec_run(scored, f"realm-{measured.get('task', 'run')}"))
+    if args.qrels:
+        write_output(outputs["qrels"], trec_qrels(scored))
 
 
 def _check(args: argparse.Namespace) -> None:
     """Raise UserError unless there is one thing to do, with flags that take part in it and files of their own."""
     if bool(args.workdir) == bool(args.files) or len(args.files) > 2:
         raise UserError("realm evaluate: name a run with --workdir, or one file of predictions, or two to compare")
-    of_runs = ("questions", "task", "search", "no_bm25") if args.files else ()
-    of_one = ("unseen", "trec", "qrels") if len(args.files) == 2 else ()
-    for flag in [flag for flag in (*of_runs, *of_one) if vars(args)[flag]]:
-        what = (
-            f"goes with --workdir; the content of {args.files[0]} is fixed" if flag in of_runs else "goes with one file"
-        )
-        raise UserError(f"--{flag.replace('_', '-')}: {what}")
-    if args.files and args.overrides:
-        raise UserError(f"{args.overrides[0]}: goes with --workdir; the content of {args.files[0]} is fixed")
+    if args.files:
+        reason = f"goes with --workdir; the content of {args.files[0]} is fixed"
+        for flag in ("questions", "task", "search", "no_bm25"):
+            if vars(args)[flag]:
+                raise UserError(f"--{flag.replace('_', '-')}: {reason}")
+        if args.overrides:
+            raise UserError(f"{args.overrides[0]}: {reason}")
+    for flag in ("unseen", "trec", "qrels"):
+        if len(args.files) == 2 and vars(args)[flag]:
+            raise UserError(f"--{flag}: goes with one file")
     named = [("the predictions", path) for path in args.files[:1]]
     named += [(f"--{flag}", vars(args)[flag]) for flag in ("questions", "trec", "qrels") if vars(args)[flag]]
     taken: dict[str, str] = {}
@@ -137,31 +178,8 @@ def _check_trec(args: argparse.Namespace, asked: Sequence[Record], retrieves: bo
         trec_ids(asked)
 
 
-def _evaluate_run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
-    changes = config_changes(args)
-    opened = open_run_for_inference(Path(args.workdir), changes)
-    questions = load_questions(opened, args.questions, need_right=True)
-    if args.unseen:
-        questions = _without_training_golds(questions, [one.gold for one in questions], args)
-    if "answering.read" not in changes and not answered(questions):
-        add_sections(opened.config, ["answering"])
-        opened.config.answering.read = 1  # what is retrieved is measured alone; reading more takes minutes
-    check_passages(opened, args)
-    asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
-    _check_trec(args, asked, TASKS[latest_checkpoint(opened, args.task)[0]].reads_passages)
-    return evaluate(restore(opened, args.task, search=args.search), questions, bm25=not args.no_bm25)
-
-
-def _evaluate_file(args: argparse.Namespace, path: str) -> tuple[dict[str, Any], list[Record]]:
-    scored = read_predictions(path)
-    if args.unseen:
-        scored = _without_training_golds(scored, [*map(gold_of, scored)], args)
-    _check_trec(args, scored, any(record.get("retrieved") for record in scored))
-    return _provenance(path) | {"questions": len(scored), "measures": summarised(scored)}, scored
-
-
 def _evaluate_seeds(args: argparse.Namespace) -> dict[str, Any]:
-    """`metrics.over_seeds` of the files of --seeds. Raises UserError for other flags beside it, or unequal numbers."""
+    """`metrics.over_seeds` of the files of --seeds. Raises UserError for other flags with it, or unequal numbers."""
     others = ("files", "workdir", "questions", "task", "search", "unseen", "trec", "qrels", "no_bm25", "overrides")
     if given := [name for name in others if vars(args)[name]]:
         raise UserError(f"--seeds: goes with --json alone; leave out {', '.join(given)}")
@@ -170,107 +188,77 @@ def _evaluate_seeds(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError("--seeds: takes two files or more, and a second time as many, in the order of their seeds")
     groups = [[read_predictions(path) for path in group] for group in args.seeds]
     for paths, group in zip(args.seeds, groups, strict=True):
-        for path, found in zip(paths, group, strict=True):
-            check_same_questions(groups[0][0], found, path)
+        for path, records in zip(paths, group, strict=True):
+            check_same_questions(groups[0][0], records, path)
     return over_seeds(*groups)
 
 
 def _provenance(path: str) -> dict[str, Any]:
     """The settings that a predictions file was made with, as far as they are known."""
-    made = read_settings(path)
-    return {name: made[name] for name in FACTS if name in made}
-
-
-def compare_files(first: str, second: str) -> dict[str, Any]:
-    """`metrics.compare` of two files of predictions, with {"a", "b"}: each one's name and what made it."""
-    facts = {name: {"file": path} | _provenance(path) for name, path in (("a", first), ("b", second))}
-    return facts | compare(read_predictions(first), read_predictions(second), second)
-
-
-def gold_in_training(folder: str) -> set[str]:
-    """The gold passages of the training questions of a prepared folder. Raises UserError if they have none."""
-    questions = open_sources(folder, flag="--unseen=").questions.get("train", [])
-    seen = {name for question in questions for name in question.gold}
-    if not seen:
-        raise UserError(f"--unseen={folder}: no training question there has a gold passage; name another folder")
-    return seen
+    settings = read_settings(path)
+    return {name: settings[name] for name in FACTS if name in settings}
 
 
 def _without_training_golds(
-    found: Sequence[_T], golds: Sequence[Collection[str]], args: argparse.Namespace
+    asked: Sequence[_T], golds: Sequence[Collection[str]], args: argparse.Namespace
 ) -> list[_T]:
     """The questions without a gold passage that a training question has, too. golds: ids of gold passages."""
     if not any(golds):
         raise UserError(f"--unseen={args.unseen}: no measured question has a gold passage; leave the flag out")
-    seen = gold_in_training(args.unseen)
-    left = [one for one, gold in zip(found, golds, strict=True) if seen.isdisjoint(gold)]
-    if not left:
+    training = open_sources(args.unseen, flag="--unseen=").questions.get("train", [])
+    seen = {name for question in training for name in question.gold}
+    if not seen:
+        raise UserError(f"--unseen={args.unseen}: no training question there has a gold passage; name another folder")
+    unseen = [question for question, gold in zip(asked, golds, strict=True) if seen.isdisjoint(gold)]
+    if not unseen:
         raise UserError(f"--unseen={args.unseen}: leaves no question; name the folder that the run was trained with")
-    return left
+    return unseen
 
 
 # ---- showing
 
 
-def _print(found: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any], Console], None]) -> None:
-    if as_json:
-        print_json(found)
-    else:
-        show(found, stdout())
-
-
-def show(found: dict[str, Any], to: Console) -> None:
+def show(report: dict[str, Any], to: Console) -> None:
     """A table on a terminal; elsewhere lines, with `bm25 ` before those of BM25."""
-    facts = {name: found[name] for name in (*FACTS, "questions") if name in found}
-    others = found.get("bm25", {})
-    if to.is_terminal:
-        heads = ("measure", f"after {found['task']}" if "task" in found else "value", "95 %", "BM25", "questions", "")
-        to.print(table(heads, [_row(name, one, others) for name, one in found["measures"].items()], numbers=True))
-        to.print("   ".join(f"{name} {value:,}" for name, value in facts.items() if name != "task"), style="dim")
-        return
-    lines = {name: [value] for name, value in facts.items()}
-    lines |= {name: [one[key] for key in ("value", "low", "high")] for name, one in found["measures"].items()}
-    lines |= {f"bm25 {name}": [value] for name, value in others.items()}
-    for name, values in lines.items():
-        print_line(name, values, ".4f")
-
-
-def _row(name: str, one: dict[str, Any], others: dict[str, float]) -> tuple[str, ...]:
-    other = f"{others[name]:.1%}" if name in others else "–"
-    ends = "–" if one["low"] is None else f"{one['low']:.1%} … {one['high']:.1%}"
-    return name, f"{one['value']:.1%}", ends, other, f"{one['questions']:,}", describe_metric(name)
-
-
-def show_comparison(found: dict[str, Any], to: Console) -> None:
-    """A table on a terminal, with what was compared and how; elsewhere lines."""
+    facts = {name: report[name] for name in (*FACTS, "questions") if name in report}
+    bm25, measures = report.get("bm25", {}), report["measures"]
     if not to.is_terminal:
-        for name, one in found["measures"].items():
-            print_line(name, [one[column] for column in COMPARED], ".4g")
+        lines = {name: [value] for name, value in facts.items()}
+        lines |= {name: [one[key] for key in ("value", "low", "high")] for name, one in measures.items()}
+        lines |= {f"bm25 {name}": [value] for name, value in bm25.items()}
+        for name, values in lines.items():
+            print_line(name, values, ".4f")
+        return
+    heads = ("measure", f"after {report['task']}" if "task" in report else "value", "95 %", "BM25", "questions", "")
+    rows = []
+    for name, one in measures.items():
+        other = f"{bm25[name]:.1%}" if name in bm25 else "–"
+        rows.append((name, f"{one['value']:.1%}", _interval(one, ".1%"), other, f"{one['questions']:,}"))
+    to.print(table(heads, [(*row, describe_metric(row[0])) for row in rows], numbers=True))
+    to.print("   ".join(f"{name} {value:,}" for name, value in facts.items() if name != "task"), style="dim")
+
+
+def show_comparison(report: dict[str, Any], to: Console) -> None:
+    """A table on a terminal, with what was compared and how; elsewhere lines. Of two files, or of seeds."""
+    measures = report["measures"]
+    columns = [column for column in COMPARED if column in next(iter(measures.values()), {})]
+    if not to.is_terminal:
+        for name, one in measures.items():
+            print_line(name, [one[column] for column in columns], ".4g")
         return
     for name in ("a", "b"):
-        facts = [f"{key} {value:,}" if isinstance(value, int) else str(value) for key, value in found[name].items()]
-        to.print(f"{name.upper()}: {'   '.join(facts)}", markup=False)
-    heads = ("measure", "A", "B", "B − A", "95 %", "p", "McNemar", "questions")
-    to.print(table(heads, [_compared_row(name, one) for name, one in found["measures"].items()], numbers=True))
-    to.print(found["methods"], style="dim", markup=False)
+        facts = [f"{key} {one:,}" if isinstance(one, int) else str(one) for key, one in report.get(name, {}).items()]
+        if facts:
+            to.print(f"{name.upper()}: {'   '.join(facts)}", markup=False)
+    shown = {column: COMPARED[column] for column in columns if column != "high"}
+    rows = []
+    for name, one in measures.items():
+        cells = {column: "–" if one[column] is None else f"{one[column]:{form}}" for column, (_, form) in shown.items()}
+        cells["low"] = _interval(one, "+.1%" if "difference" in one else ".1%")
+        rows.append((name, *cells.values()))
+    to.print(table(("measure", *(head for head, _ in shown.values())), rows, numbers=True))
+    to.print(report["methods"], style="dim", markup=False)
 
 
-def show_seeds(found: dict[str, Any], to: Console) -> None:
-    """A table on a terminal, with how the intervals are made; elsewhere lines."""
-    if not to.is_terminal:
-        for name, one in found["measures"].items():
-            print_line(name, one.values(), ".4g")
-        return
-    rows = [
-        (name, *(str(value) if column == "seeds" else f"{value:.1%}" for column, value in one.items()))
-        for name, one in found["measures"].items()
-    ]
-    to.print(table(("measure", *next(iter(found["measures"].values()))), rows, numbers=True))
-    to.print(found["methods"], style="dim", markup=False)
-
-
-def _compared_row(name: str, one: dict[str, Any]) -> tuple[str, ...]:
-    ends = "–" if one["low"] is None else f"{one['low']:+.1%} … {one['high']:+.1%}"
-    mcnemar = "–" if one["mcnemar"] is None else f"{one['mcnemar']:.2g}"
-    shares = (f"{one['a']:.1%}", f"{one['b']:.1%}", f"{one['difference']:+.1%}", ends)
-    return (name, *shares, f"{one['p']:.2g}", mcnemar, f"{one['questions']:,}")
+def _interval(one: dict[str, Any], form: str) -> str:
+    return "–" if one["low"] is None else f"{one['low']:{form}} … {one['high']:{form}}"

@@ -1,7 +1,7 @@
 """`realm predict`: answers to questions, one JSON object per line, with the passages that they come from.
 
 The format of the file, and how one that was cut off is resumed: `realm_jax/eval/prediction_files.py`. Nothing is scored
-here: `realm evaluate` evaluates such a file. Read `predict` next.
+here: `realm evaluate` evaluates such a file.
 """
 
 import argparse
@@ -63,39 +63,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Predict. Raises Preempted after SIGTERM."""
-    output = checked_output(args.output, "--output")
-    opened = open_run_for_inference(Path(args.workdir), config_changes(args))
-    check_passages(opened, args)
-    questions = load_questions(opened, args.questions, need_right=False)
-    with Stop() as stop:
-        predict(opened, args.task, questions, output, args.nbest or NBEST, stop, args.search)
+    """Write the predictions that are not there yet; a pipe or a device gets them all.
 
-
-def predict(
-    run: Run, task: str | None, questions: Sequence[Question], output: Path, nbest: int, stop: Stop | None = None,
-    search: str | None = None,
-) -> None:  # fmt: skip
-    """Write the predictions that are not there yet. A pipe or a device gets them all.
-
-    Raises UserError, before the model is loaded, where `output` was made by something else, Preempted after SIGTERM.
+    Raises UserError, before the model is loaded, if the output was made by something else, and Preempted after SIGTERM.
     """
-    if is_special(output):
-        with open(output, "wb") as stream:
-            _append(stream, restore(run, task, search=search), questions, nbest, 0, stop)
-        return
-    name, saved = latest_checkpoint(run, task)
-    settings = prediction_settings(run, name, saved, questions, nbest, search or make_task(name, run).question_search)
-    with exclusive_lock(output.parent, output.name):
-        done = resume(output, settings, len(questions))
-        if done < len(questions):
-            trained = restore(run, task, search=search)
-            if (trained.task, trained.step) != (name, saved.step):
-                raise UserError(
-                    f"{run.workdir}: training continued in the meantime; run the command again when the run is done"
-                )
-            with open(output, "ab") as stream:
-                _append(stream, trained, questions, nbest, done, stop)
+    output, nbest = checked_output(args.output, "--output"), args.nbest or NBEST
+    run = open_run_for_inference(Path(args.workdir), config_changes(args))
+    check_passages(run, args)
+    questions = load_questions(run, args.questions, need_right=False)
+    with Stop() as stop:
+        if is_special(output):
+            trained = restore(run, args.task, search=args.search)
+            with open(output, "wb") as stream:
+                _append(stream, trained, questions, nbest, 0, stop)
+            return
+        task, saved = latest_checkpoint(run, args.task)
+        search = args.search or make_task(task, run).question_search
+        settings = prediction_settings(run, task, saved, questions, nbest, search)
+        with exclusive_lock(output.parent, output.name):
+            done = resume(output, settings, len(questions))
+            if done < len(questions):
+                trained = restore(run, args.task, search=args.search)
+                if (trained.task, trained.step) != (task, saved.step):
+                    raise UserError(
+                        f"{run.workdir}: training continued in the meantime; run the command again when the run is done"
+                    )
+                with open(output, "ab") as stream:
+                    _append(stream, trained, questions, nbest, done, stop)
     logger.info("%s: %d predictions", output, len(questions))
 
 
@@ -105,8 +99,8 @@ def prediction_settings(
     """Everything that determines the bytes of a predictions file, and what readers of its metrics want to know."""
     asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
     answering, rerank = answering_of(run.config), make_task(task, run).rerank
-    reranked = {"reranked": rerank.passages} if rerank else {}
-    values = {
+    settings = describe(run, task, saved.step, search) | ({"reranked": rerank.passages} if rerank else {})
+    return settings | {
         "checkpoint": saved.record["digest"],
         "corpus": run.sources.passages.fingerprint,
         "questions": digest(json.dumps(asked).encode()),
@@ -119,11 +113,10 @@ def prediction_settings(
         "batch_size": Evaluator(run, questions).batch_size,
         "devices": f"{run.mesh.size} × {run.mesh.devices.flat[0].device_kind}",
     }
-    return describe(run, task, saved.step, search) | reranked | values
 
 
 def _append(
-    stream: IO[bytes], trained: TrainedRun, questions: Sequence[Question], nbest: int, done: int, stop: Stop | None
+    stream: IO[bytes], trained: TrainedRun, questions: Sequence[Question], nbest: int, done: int, stop: Stop
 ) -> None:
     """Write the predictions of questions `done` … a batch at a time, each durable before the next is begun."""
     with StageProgress("questions answered", len(questions)) as bar:
@@ -132,5 +125,5 @@ def _append(
             flush_to_disk(stream) if stat.S_ISREG(os.fstat(stream.fileno()).st_mode) else stream.flush()
             done += len(batch)
             bar.update(done)
-            if stop is not None and done < len(questions):
+            if done < len(questions):
                 stop.check(f"{done} of {len(questions)} predictions are written")

@@ -5,6 +5,7 @@ records that are measured, `answers.py` for what is right, `significance.py` for
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,100 +42,68 @@ def describe_metric(name: str) -> str:
 def compute_metrics(records: Sequence[Record]) -> Metrics:
     """Each measure that some of the questions have, float64 [questions], in the order of DESCRIPTIONS.
 
-    Raises UserError if no question has answers, or a gold passage that could have been retrieved.
+    Beyond the last passage of a question nothing hits, as in TREC's evaluation: a search by words may find fewer for
+    one question than for another. Raises UserError if no question has answers, or a gold passage that could have been
+    retrieved.
     """
-    golds = any(gold_of(record) and "retrieved" in record for record in records)
-    if not golds and not any(record.get("answers") for record in records):
+    golds = [gold_of(record) if "retrieved" in record else {} for record in records]
+    if not any(golds) and not any(record.get("answers") for record in records):
         raise UserError("no question has answers or a gold passage to compare with; predict questions that have them")
-    found: Metrics = {name: _each(records, of) for name, of in _ANSWERS.items()}
-    found |= _at_depths("answer_recall", records, _has_answer) if _was_checked(records) else {}
-    found |= _at_depths("recall", records, _is_gold) | _ranked(records)
-    found["reader_oracle"] = np.array([float(record.get("reader_oracle", np.nan)) for record in records])
-    return {name: values for name, values in found.items() if not np.isnan(values).all()}
+    metrics = {name: np.full(len(records), np.nan) for name in ("exact_match", *_SCORES)}
+    for number, record in enumerate(records):
+        if answers := record.get("answers"):
+            is_regex = record.get("match") == "regex"
+            metrics["exact_match"][number] = exact_match(record["prediction"], answers, is_regex)
+            for name, (is_of_patterns, score) in _SCORES.items():
+                if is_of_patterns == is_regex:
+                    metrics[name][number] = score(record["prediction"], answers)
+
+    # --- whether the first k passages have a hit, for k of DEPTHS as far as some question has passages
+    passages = [record.get("retrieved", []) for record in records]
+    was_checked = not any(passages) or any("has_answer" in passage for group in passages for passage in group)
+    has_answer = {
+        number: [passage["has_answer"] for passage in record["retrieved"]]
+        for number, record in enumerate(records)
+        if record.get("answers") and "retrieved" in record and all("has_answer" in one for one in record["retrieved"])
+    }
+    is_gold = {n: [str(one["id"]) in gold for one in passages[n]] for n, gold in enumerate(golds) if gold}
+    for name, hits in (("answer_recall", has_answer if was_checked else {}), ("recall", is_gold)):
+        depth = max((len(hit) for hit in hits.values() if hit), default=min(1, len(hits)))
+        matrix = np.array([hit + [False] * (depth - len(hit)) for hit in hits.values()], bool).reshape(len(hits), depth)
+        for k, within in hit_at_k(matrix).items():
+            metrics[f"{name}@{k}"] = _spread(within, [*hits], len(records))
+
+    documents = [[str(passage["id"]) for passage in passages[number]] for number in is_gold]
+    for name, values in rank_measures(documents, [golds[number] for number in is_gold]).items():
+        metrics[name] = _spread(values, [*is_gold], len(records))
+    metrics["reader_oracle"] = np.array([float(record.get("reader_oracle", np.nan)) for record in records])
+    return {name: values for name, values in metrics.items() if not np.isnan(values).all()}
 
 
-def summarise(values: NDArray[np.float64]) -> dict[str, Any]:
-    """{"value": mean, "low", "high": its interval, "questions": how many it is over} of a measure."""
-    counted = values[~np.isnan(values)]
-    low, high = interval(counted)
-    return {"value": float(counted.mean()), "low": low, "high": high, "questions": len(counted)}
-
-
-def _is_regex(record: Record) -> bool:
-    return record.get("match") == "regex"
-
-
-def _of_strings(score: Callable[[str, list[str]], float]) -> Callable[[Record], float]:
-    return lambda record: np.nan if _is_regex(record) else score(record["prediction"], record["answers"])
-
-
-def _of_patterns(score: Callable[[str, list[str]], float]) -> Callable[[Record], float]:
-    return lambda record: score(record["prediction"], record["answers"]) if _is_regex(record) else np.nan
-
-
-_ANSWERS: dict[str, Callable[[Record], float]] = {
-    "exact_match": lambda record: exact_match(record["prediction"], record["answers"], _is_regex(record)),
-    "exact_match_squad": _of_strings(squad_match),
-    "f1": _of_strings(token_f1),
-    "regex_match": _of_patterns(lambda prediction, answers: exact_match(prediction, answers, is_regex=True)),
-    "regex_full_match": _of_patterns(full_match),
+# Measure → whether it is of questions whose answers are patterns, and the score of a prediction.
+_SCORES: dict[str, tuple[bool, Callable[[str, list[str]], float]]] = {
+    "exact_match_squad": (False, squad_match),
+    "f1": (False, token_f1),
+    "regex_match": (True, partial(exact_match, is_regex=True)),
+    "regex_full_match": (True, full_match),
 }
 
 
-def _each(records: Sequence[Record], of: Callable[[Record], float]) -> NDArray[np.float64]:
-    """A measure of every record that has answers."""
-    return np.array([float(of(record)) if record.get("answers") else np.nan for record in records])
-
-
-def _has_answer(record: Record) -> list[bool] | None:
-    """Which of the retrieved passages have an answer; None if they were not checked."""
-    if not record.get("answers") or "retrieved" not in record:
-        return None
-    retrieved = record["retrieved"]
-    if any("has_answer" not in passage for passage in retrieved):
-        return None
-    return [passage["has_answer"] for passage in retrieved]
-
-
-def _is_gold(record: Record) -> list[bool] | None:
-    """Which of the retrieved passages are right for the question; None if no passage is known to be."""
-    gold, retrieved = gold_of(record), record.get("retrieved")
-    return None if not gold or retrieved is None else [str(passage["id"]) in gold for passage in retrieved]
-
-
-def _was_checked(records: Sequence[Record]) -> bool:
-    """Whether retrieved passages were checked for answers; true if none were retrieved."""
-    retrieved = [passage for record in records for passage in record.get("retrieved", ())]
-    return not retrieved or any("has_answer" in passage for passage in retrieved)
-
-
-def _at_depths(name: str, records: Sequence[Record], hits_of: Callable[[Record], list[bool] | None]) -> Metrics:
-    """Whether the first k passages have a hit, for k of DEPTHS as far as some question has passages.
-
-    Beyond the last passage of a question nothing hits, as in TREC's evaluation: a search by words may find fewer for
-    one question than for another.
-    """
-    hits = [hits_of(record) for record in records]
-    counted = [number for number, one in enumerate(hits) if one is not None]
-    room = max((len(one) for one in hits if one), default=min(1, len(counted)))
-    matrix = np.array([one + [False] * (room - len(one)) for one in hits if one is not None], bool)
-    within = hit_at_k(matrix.reshape(len(counted), room))
-    return {f"{name}@{k}": _spread(found, counted, len(records)) for k, found in within.items()}
-
-
-def _ranked(records: Sequence[Record]) -> Metrics:
-    """`rank_measures` of the questions that have gold passages."""
-    counted = [number for number, one in enumerate(records) if gold_of(one) and "retrieved" in one]
-    documents = [[str(passage["id"]) for passage in records[number]["retrieved"]] for number in counted]
-    found = rank_measures(documents, [gold_of(records[number]) for number in counted])
-    return {name: _spread(values, counted, len(records)) for name, values in found.items()}
-
-
-def _spread(values: NDArray[Any], places: Sequence[int], size: int) -> NDArray[np.float64]:
-    """Values at some places, NaN at the others, float64 [size]."""
+def _spread(values: NDArray[Any], numbers: Sequence[int], size: int) -> NDArray[np.float64]:
+    """Values at some questions, NaN at the others, float64 [size]."""
     spread = np.full(size, np.nan)
-    spread[places] = values
+    spread[numbers] = values
     return spread
+
+
+def summarise(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """{measure: {"value": mean, "low", "high": its interval, "questions": how many it is over}} of records."""
+    summary = {}
+    for name, values in compute_metrics(records).items():
+        counted = values[~np.isnan(values)]
+        low, high = interval(counted)
+        summary[name] = {"value": float(counted.mean()), "low": low, "high": high, "questions": len(counted)}
+    return summary
 
 
 def compare(first: Sequence[Record], second: Sequence[Record], path: str) -> dict[str, Any]:
@@ -162,19 +131,18 @@ def over_seeds(first: Sequence[Sequence[Record]], second: Sequence[Sequence[Reco
     second: another system's, seed by seed; then {"a", "b", "difference", …} in place of "value". All of the same
     questions; of the measures that all have.
     """
-    means = [[_means(run) for run in group] for group in (first, second) if group]
-    common = [name for name in means[0][0] if all(name in run for group in means for run in group)]
-    rows = {name: _of_seeds(*([run[name] for run in group] for group in means)) for name in common}
+    groups = [[compute_metrics(run) for run in group] for group in (first, second) if group]
+    rows = {}
+    for name in groups[0][0]:
+        if not all(name in run for group in groups for run in group):
+            continue
+        means = [[float(np.nanmean(run[name])) for run in group] for group in groups]
+        if len(means) == 1:
+            rows[name] = mean_of(means[0])._asdict()
+        else:
+            a, b = means
+            paired = paired_mean(a, b)
+            rows[name] = {"a": mean_of(a).value, "b": mean_of(b).value, "difference": paired.value}
+            rows[name] |= {"low": paired.low, "high": paired.high}
+        rows[name]["seeds"] = len(means[0])
     return {"methods": SEED_METHODS, "measures": rows}
-
-
-def _means(records: Sequence[Record]) -> dict[str, float]:
-    return {name: float(np.nanmean(values)) for name, values in compute_metrics(records).items()}
-
-
-def _of_seeds(a: Sequence[float], b: Sequence[float] = ()) -> dict[str, Any]:
-    if not b:
-        return mean_of(a)._asdict() | {"seeds": len(a)}
-    found = paired_mean(a, b)
-    means = {"a": mean_of(a).value, "b": mean_of(b).value, "difference": found.value}
-    return means | {"low": found.low, "high": found.high, "seeds": len(a)}

@@ -38,7 +38,6 @@ class ReadPassage(NamedTuple):
     row: int
     probability: float
     span: tuple[int, int]
-    span_probability: float
 
 
 class Answer(NamedTuple):
@@ -148,12 +147,15 @@ class Evaluator:
     @cached_property
     def queries(self) -> list[Example]:
         """What the retriever and the reader take of each question, with what BM25 found where it takes part."""
-        rows = self._queries()
-        if self.cloze:
-            read = map(with_reader_query, self._queries(cloze=True))
-            rows = [row | other for row, other in zip(rows, read, strict=True)]
-        if self._found is not None:
-            rows = [row | self._found.arrays(number) for number, row in enumerate(rows)]
+        tokenizer, length = self.run.sources.tokenizer, self.run.lengths.query
+        texts = [question.question for question in self.questions]
+        encoded = tokenizer.encode_batch(texts)
+        rows = [query_arrays(np.asarray(one.ids, np.int32), length, tokenizer) for one in encoded]
+        if self.cloze:  # the reader's has a blank
+            blanks = (query_arrays(cloze_pieces(text, tokenizer), length, tokenizer) for text in texts)
+            rows = [row | with_reader_query(blank) for row, blank in zip(rows, blanks, strict=True)]
+        if self.search != "vectors":
+            rows = [row | self._words.arrays(number) for number, row in enumerate(rows)]
         return rows
 
     @cached_property
@@ -164,23 +166,12 @@ class Evaluator:
         parts = [part + [part[0]] * (size - len(part)) for part in parts]
         return [{key: np.stack([row[key] for row in part]) for key in part[0]} for part in parts]
 
-    def _queries(self, cloze: bool = False) -> list[Example]:
-        """The questions as tokens, with or without a blank."""
-        tokenizer, texts = self.run.sources.tokenizer, [question.question for question in self.questions]
-        if cloze:
-            encoded = [cloze_pieces(text, tokenizer) for text in texts]
-        else:
-            encoded = [np.asarray(item.ids, np.int32) for item in tokenizer.encode_batch(texts)]
-        return [query_arrays(pieces, self.run.lengths.query, tokenizer) for pieces in encoded]
-
     @cached_property
-    def _found(self) -> Bm25Hits | None:
-        """What BM25 finds for all questions, where it takes part."""
-        return (
-            None if self.search == "vectors" else self._found_at(max(self.depth, self.run.question_context.qa_passages))
-        )
+    def _words(self) -> Bm25Hits:
+        """What BM25 finds for all questions, as far as passages are retrieved or read."""
+        return self._search_words(max(self.depth, self.run.question_context.qa_passages))
 
-    def _found_at(self, depth: int) -> Bm25Hits:
+    def _search_words(self, depth: int) -> Bm25Hits:
         return self.run.bm25_search([question.question for question in self.questions], depth)
 
     @property
@@ -195,9 +186,8 @@ class Evaluator:
         """
         depth = min(depth, self.run.context.rows) or self.depth
         if self.search == "bm25" and self.rerank is None:
-            found = self._found
-            found = found if found is not None and depth <= found.rows.shape[1] else self._found_at(depth)
-            return found.rows[:, :depth].astype(np.int64)
+            words = self._words if depth <= self._words.rows.shape[1] else self._search_words(depth)
+            return words.rows[:, :depth].astype(np.int64)
         rows: NDArray[np.int64] = self.find(params, index, depth).rows.astype(np.int64)
         return rows
 
@@ -268,15 +258,19 @@ class Evaluator:
 
         Of answers that are regular expressions: whether the text of a passage that was read matches anywhere.
         """
+        store, lengths = self.run.sources.passages, self.run.lengths
         rows = [candidate.row for candidate in prediction.candidates]
         if question.is_regex:
-            texts = [self._read_text(row) for row in rows]
-            return any(contains_pattern(text, question.answers) for text in texts)
+            for row in rows:  # as far as it is read: with its title and three special pieces
+                ends = self._offsets(row)[: len(truncated_body(store, row, lengths)), 1]
+                if contains_pattern(store.text(row)[: int(ends.max(initial=0))], question.answers):
+                    return True
+            return False
         tokenizer, longest = self.run.sources.tokenizer, self.run.context.model.reader.span_width
         forms = (form for answer in question.answers for form in tokenizer.forms(answer))
         encoded = [np.asarray(form, tokenizer.dtype) for form in forms]
         wanted = [answer for answer in encoded if 0 < len(answer) <= longest]
-        return any(row_has_answer(self.run.sources.passages, row, wanted, self.run.lengths) for row in rows)
+        return any(row_has_answer(store, row, wanted, lengths) for row in rows)
 
     def _assemble(self, read: _Read) -> Prediction:
         """One question's passages, and its answers: p(answer|x) over the occurrences that were found."""
@@ -286,23 +280,20 @@ class Evaluator:
         for place, row in enumerate(read.retrieved.tolist()[: len(prior)]):
             if row < 0:
                 continue
-            text = self.run.sources.passages.text(row)
-            ends = zip(read.starts[place].tolist(), read.widths[place].tolist(), strict=True)
-            spans = [self._characters(row, start, start + more) for start, more in ends]
-            candidates.append(ReadPassage(row, prior[place], spans[0], within[place][0]))
-            found = zip(spans, within[place], strict=True)
-            occurrences += [Answer(text[slice(*span)], prior[place] * p, row, span) for span, p in found if p > 0]
+            text, offsets = self.run.sources.passages.text(row), self._offsets(row)
+            spans = []
+            for first, more in zip(read.starts[place].tolist(), read.widths[place].tolist(), strict=True):
+                if not len(offsets) or first < 0:
+                    spans.append((0, 0))
+                    continue
+                last = min(first + more, len(offsets) - 1)
+                spans.append((int(offsets[min(first, last), 0]), int(offsets[last, 1])))
+            candidates.append(ReadPassage(row, prior[place], spans[0]))
+            scored = zip(spans, within[place], strict=True)
+            occurrences += [Answer(text[slice(*span)], prior[place] * p, row, span) for span, p in scored if p > 0]
         nbest = merge(occurrences, answering_of(self.run.config).aggregate)
         nothing = Answer("", 0.0, candidates[0].row if candidates else -1, (0, 0))
         return Prediction(nbest or [nothing], candidates, read.retrieved, read.scores, read.ranks)
-
-    def _characters(self, row: int, first: int, last: int) -> tuple[int, int]:
-        """Characters of body pieces first … last of a row, in its original text."""
-        offsets = self._offsets(row)
-        if not len(offsets) or first < 0:
-            return 0, 0
-        last = min(last, len(offsets) - 1)
-        return int(offsets[min(first, last), 0]), int(offsets[last, 1])
 
     @cached_property
     def _offsets(self) -> Callable[[int], NDArray[np.int64]]:
@@ -315,9 +306,3 @@ class Evaluator:
             return np.array(tokenizer.encode(store.text(row)).offsets).reshape(-1, 2) if found is None else found
 
         return lru_cache(4096)(offsets)
-
-    def _read_text(self, row: int) -> str:
-        """The text of a row as far as it is read: beside its title and three special pieces."""
-        read = truncated_body(self.run.sources.passages, row, self.run.lengths)
-        ends = self._offsets(row)[: len(read), 1]
-        return self.run.sources.passages.text(row)[: int(ends.max(initial=0))]

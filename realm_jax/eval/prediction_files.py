@@ -37,9 +37,20 @@ _COUNTS = ("step", "parameters", "passages", "passages_read", "lines")  # number
 def read_predictions(path: str | os.PathLike[str]) -> list[Record]:
     """The records of a predictions file. Raises UserError, with file and line, for one that cannot be scored.
 
-    Also raised where `realm predict` has not written all of it, or something was added to what it wrote.
+    Also raised if `realm predict` has not written all of it, or something was added to what it wrote; a file without
+    settings is taken as it is.
     """
-    _check_complete(Path(path))
+    wanted = read_settings(path).get("lines")
+    if isinstance(wanted, int) and Path(path).is_file():
+        with open(path, "rb") as stream:
+            lines = sum(line.endswith(b"\n") for line in stream)
+        if lines < wanted:
+            raise UserError(
+                f"{path}: {lines:,} of {wanted:,} questions are answered; repeat the `realm predict` command that "
+                "wrote it"
+            )
+        if lines > wanted:
+            raise UserError(too_many_lines_message(path, lines, wanted))
     records: list[Record] = []
     for line, record in strictly(path, json_records(path)):
         if (fault := _fault(record)) is not None:
@@ -72,21 +83,6 @@ def read_settings(predictions: str | os.PathLike[str]) -> dict[str, Any]:
     return found
 
 
-def _check_complete(path: Path) -> None:
-    """Raise UserError unless a file has as many lines as its settings promise; a file without them is as it is."""
-    asked = read_settings(path).get("lines")
-    if not isinstance(asked, int) or not path.is_file():
-        return
-    with open(path, "rb") as stream:
-        found = sum(line.endswith(b"\n") for line in stream)
-    if found < asked:
-        raise UserError(
-            f"{path}: {found:,} of {asked:,} questions are answered; repeat the `realm predict` command that wrote it"
-        )
-    if found > asked:
-        raise UserError(too_many_lines_message(path, found, asked))
-
-
 def too_many_lines_message(name: str | os.PathLike[str], found: int, asked: int) -> str:
     """The message for a file with more lines than questions."""
     return f"{name}: holds {found:,} lines for {asked:,} questions; remove the file and predict again"
@@ -94,19 +90,6 @@ def too_many_lines_message(name: str | os.PathLike[str], found: int, asked: int)
 
 def _is_id(value: Any) -> bool:
     return isinstance(value, str | int) and not isinstance(value, bool)
-
-
-def _is_id_or_null(value: Any) -> bool:
-    return value is None or _is_id(value)
-
-
-def _is_truth(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_score(value: Any) -> bool:
-    """Whether it is a number that fits a float32, as a TREC run has it."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def _are_texts(value: Any) -> bool:
@@ -117,20 +100,25 @@ def _are_passages(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(one, dict) and {"id", "score"} <= one.keys() for one in value)
 
 
-# Field → what its value must be where it is there, and in words.
+def _is_score(value: Any) -> bool:
+    """True for a number that fits a float32, as a TREC run has it."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+# Field → what its value must be if it is there, and in words.
 Fields = dict[str, tuple[Callable[[Any], bool], str]]
 _RECORD: Fields = {
     "answers": (_are_texts, "a list of texts"),
-    "id": (_is_id_or_null, "a text or a whole number"),
-    "gold_passage_id": (_is_id_or_null, "a text or a whole number"),
+    "id": (lambda value: value is None or _is_id(value), "a text or a whole number"),
+    "gold_passage_id": (lambda value: value is None or _is_id(value), "a text or a whole number"),
     "gold_passages": (are_grades, f"an object of ids and grades, {GRADES}"),
-    "reader_oracle": (_is_truth, "true or false"),
+    "reader_oracle": (lambda value: isinstance(value, bool), "true or false"),
     "retrieved": (_are_passages, 'a list of passages with "id" and "score"'),
 }
 _PASSAGE: Fields = {
     "id": (_is_id, "a text or a whole number"),
     "score": (_is_score, "a finite number"),
-    "has_answer": (_is_truth, "true or false"),
+    "has_answer": (lambda value: isinstance(value, bool), "true or false"),
 }
 
 
@@ -211,27 +199,20 @@ def resume(output: Path, settings: dict[str, Any], questions: int) -> int:
             f"--output={output}: was made with other {' and '.join(changed)} ({file.name} has them); "
             "name another file, or remove this one"
         )
-    done = _truncate(output, questions, settings["batch_size"])
-    logger.info("%s: resuming after %d of %d predictions", output, done, questions)
-    return done
-
-
-def _truncate(output: Path, questions: int, batch_size: int) -> int:
-    """Cut a file off after its last whole batch; returns the number of lines that are left.
-
-    Raises UserError if there are more lines than questions: which of them are right is not known.
-    """
+    # Cut the file off after its last whole batch.
     ends = [0]
     with open(output, "r+b") as stream:
         for line in stream:
             if line.endswith(b"\n"):
                 ends.append(ends[-1] + len(line))
-        lines = len(ends) - 1
-        if lines > questions:
-            raise UserError(too_many_lines_message(f"--output={output}", lines, questions))
-        kept = lines if lines == questions else lines - lines % batch_size
-        stream.truncate(ends[kept])
-    return kept
+        done = len(ends) - 1
+        if done > questions:
+            raise UserError(too_many_lines_message(f"--output={output}", done, questions))
+        if done < questions:
+            done -= done % settings["batch_size"]
+        stream.truncate(ends[done])
+    logger.info("%s: resuming after %d of %d predictions", output, done, questions)
+    return done
 
 
 # ---- TREC

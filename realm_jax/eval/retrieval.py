@@ -36,15 +36,13 @@ def hit_at_k(hits: NDArray[np.bool_]) -> dict[int, NDArray[np.bool_]]:
     return {k: np.any(hits[:, :k], axis=1) for k in DEPTHS if k <= hits.shape[1]}
 
 
-def mean_by_group(found: ArrayLike, groups: Sequence[Any]) -> dict[str, float]:
+def mean_by_group(values: ArrayLike, groups: Sequence[Any]) -> dict[str, float]:
     """The share found in each group, for example by the number of replaced words of a question.
 
-    `found` is bool [questions] (from `hit_at_k`). Groups come back with their names as text, in `group_order`.
+    values: bool [questions] (from `hit_at_k`). Groups come back with their names as text, in `group_order`.
     """
-    found, names = np.asarray(found, bool), np.array([*map(str, groups)])
-    if found.shape != names.shape:
-        raise ValueError(f"found has the shape {found.shape} but there are {len(groups)} groups")
-    return {name: float(found[names == name].mean()) for name in sorted({*names.tolist()}, key=group_order)}
+    values, names = np.asarray(values, bool), np.array([*map(str, groups)])
+    return {name: float(values[names == name].mean()) for name in sorted({*names.tolist()}, key=group_order)}
 
 
 def group_order(name: str) -> tuple[float, str]:
@@ -61,7 +59,7 @@ def gold_hits(store: PassageStore, rows: ArrayLike, golds: Sequence[Collection[s
     `rows` is int [questions, depth] into the store, below 0 for "no candidate". A document that was cut into several
     rows is gold as a whole, because rows share its id. Returns bool [questions, depth].
     """
-    rows = _checked(rows, len(golds))
+    rows = np.asarray(rows, np.int64)
     documents = zip(documents_of(store, rows), golds, strict=True)
     hits = [[one in gold for one in found] for found, gold in documents]
     return np.array(hits, bool).reshape(rows.shape)
@@ -81,28 +79,22 @@ def rank_measures(
     documents: those of each question's candidates, best first, "" for none; one that comes again counts once, at its
     first place. golds: grades by id. Empty where no question has 10 candidates, or ir-measures is not installed.
     """
-    library = _ir_measures() if max(map(len, documents), default=0) >= RANKED else None
-    if library is None:
+    if max(map(len, documents), default=0) < RANKED:
         return {}
-    run = {str(number): _scores(found) for number, found in enumerate(documents)}
-    judged = {str(number): dict(gold) for number, gold in enumerate(golds)}
-    found = {name: np.zeros(len(golds)) for name in RANKINGS.values()}
-    for one in library.iter_calc([library.RR @ RANKED, library.nDCG @ RANKED], judged, run):
-        found[RANKINGS[one.measure.NAME]][int(one.query_id)] = one.value
-    return found
-
-
-def _ir_measures() -> Any:
     try:
         import ir_measures  # here, since most commands measure nothing
     except ImportError:
-        return None
-    return ir_measures
-
-
-def _scores(documents: Sequence[str]) -> dict[str, float]:
-    """Scores of different documents in the order given: trec_eval sorts by them, and equal ones by name."""
-    return {name: -float(rank) for rank, name in enumerate(dict.fromkeys(filter(None, documents)))}
+        return {}
+    # trec_eval sorts by scores, and equal ones by name.
+    run = {
+        str(number): {name: -float(rank) for rank, name in enumerate(dict.fromkeys(filter(None, ranked)))}
+        for number, ranked in enumerate(documents)
+    }
+    judged = {str(number): dict(gold) for number, gold in enumerate(golds)}
+    measures = {name: np.zeros(len(golds)) for name in RANKINGS.values()}
+    for one in ir_measures.iter_calc([ir_measures.RR @ RANKED, ir_measures.nDCG @ RANKED], judged, run):
+        measures[RANKINGS[str(one.measure.NAME)]][int(one.query_id)] = one.value
+    return measures
 
 
 def answer_hits(
@@ -113,7 +105,7 @@ def answer_hits(
     Arguments and result as for `gold_hits`; is_regex: whether answers are regular expressions, of each question or of
     all. Each passage is read and split into words once, however often it is retrieved.
     """
-    rows = _checked(rows, len(answers))
+    rows = np.asarray(rows, np.int64)
     texts = {row: store.text(row) for row in _distinct(rows)}
     words_of = cache(lambda row: words(texts[row]))
     hits = np.zeros(rows.shape, bool)
@@ -125,13 +117,6 @@ def answer_hits(
             elif row >= 0:
                 hits[question, rank] = contains_words(words_of(row), wanted)
     return hits
-
-
-def _checked(rows: ArrayLike, questions: int) -> NDArray[np.int64]:
-    rows = np.asarray(rows)
-    if rows.ndim != 2 or len(rows) != questions or not np.issubdtype(rows.dtype, np.integer):
-        raise ValueError(f"rows must be integers [{questions} questions, depth], got {rows.dtype} {rows.shape}")
-    return rows.astype(np.int64)
 
 
 def _distinct(rows: NDArray[np.int64]) -> list[int]:

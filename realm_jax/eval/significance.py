@@ -120,44 +120,30 @@ def paired_mean(a: Sequence[float], b: Sequence[float]) -> Mean:
 
 
 def difference(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Difference:
-    """Compare two runs. a, b: float [questions], the same questions in the same order.
-
-    Raises ValueError for samples of different lengths or without a question.
-    """
+    """Compare two runs. a, b: float [questions], the same questions in the same order, one at least."""
     first, second = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    if first.shape != second.shape or first.ndim != 1 or not len(first):
-        raise ValueError(f"two samples of the same questions are needed, got the shapes {first.shape}, {second.shape}")
     change = second - first
     only_a, only_b = int((change < 0).sum()), int((change > 0).sum())
     is_binary = bool(np.isin(np.concatenate([first, second]), (0, 1)).all())
-    mcnemar = _mcnemar(only_a, only_b) if is_binary else None
+    differ = only_a + only_b
+    mcnemar = None if not is_binary else float(stats.binomtest(only_a, differ).pvalue) if differ else 1.0
+    # Signs of the differences: each could as well have the other sign; those of 0 say nothing.
+    p, moved = 1.0, change[change != 0]
+    if len(moved) > 1:  # a single change is as likely in either direction
+        found: Any = stats.permutation_test(
+            (moved,),
+            np.mean,
+            permutation_type="samples",
+            vectorized=True,
+            n_resamples=PERMUTATIONS,
+            batch=max(1, _AT_A_TIME // len(moved)),
+            rng=np.random.default_rng(seed),
+        )
+        p = float(found.pvalue)
     low, high = paired_interval(first, second, seed)
-    return Difference(float(change.mean()), low, high, _permutation(change, seed), mcnemar, only_a, only_b)
+    return Difference(float(change.mean()), low, high, p, mcnemar, only_a, only_b)
 
 
 def paired_interval(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Ends:
     """The interval of `difference` alone. a, b: float [questions], the same questions in the same order."""
     return _bootstrap(np.asarray(b, np.float64) - np.asarray(a, np.float64), seed)
-
-
-def _permutation(change: NDArray[np.float64], seed: int) -> float:
-    """p of the mean difference if each could as well have had the other sign; those of 0 say nothing."""
-    moved = change[change != 0]
-    if len(moved) < 2:  # one change is as likely in either direction
-        return 1.0
-    found: Any = stats.permutation_test(
-        (moved,),
-        np.mean,
-        permutation_type="samples",
-        vectorized=True,
-        n_resamples=PERMUTATIONS,
-        batch=max(1, _AT_A_TIME // len(moved)),
-        rng=np.random.default_rng(seed),
-    )
-    return float(found.pvalue)
-
-
-def _mcnemar(only_a: int, only_b: int) -> float:
-    """p of so uneven a share of the questions on which the two differ, if either were as likely."""
-    differ = only_a + only_b
-    return float(stats.binomtest(only_a, differ).pvalue) if differ else 1.0

@@ -4,13 +4,12 @@ Questions are answered by `realm_jax/eval/prediction.py`; here rows of the corpu
 """
 
 from collections.abc import Sequence
-from typing import NotRequired  # of typing only from Python 3.12 as pydantic reads it
+from typing import NotRequired  # TypedDict of typing only from Python 3.12 as pydantic reads it
 
 from typing_extensions import TypedDict
 
 from realm_jax.data.questions import Question
-from realm_jax.eval.prediction import Answer as FoundAnswer
-from realm_jax.eval.prediction import Evaluator, Prediction
+from realm_jax.eval.prediction import Answer as PredictedAnswer
 from realm_jax.train.trained_run import NBEST, TrainedRun, float32_digits, ranks_by_search, recorded_metrics
 
 NEAREST = 5  # passages of a search, if nothing else is asked for
@@ -59,8 +58,8 @@ Measured = TypedDict("Measured", {"exact_match": float | None, "recall@5": float
 class Answer(TypedDict):
     """A question and its answer.
 
-    answer, probability, passage: None where no reader was trained, or where BM25 alone searches and no passage shares a
-    word with the question; nbest is empty then. nbest: the likeliest answers. candidates: the passages that were read.
+    answer, probability, passage: None if no reader was trained, or if only BM25 searches and no passage shares a word
+    with the question; nbest is empty then. nbest: the likeliest answers. candidates: the passages that were read.
     measured: what the run measured of itself, and on which questions or sentences; None if it has no results yet.
     """
 
@@ -91,81 +90,68 @@ class Nearest(TypedDict):
 
 def answers(trained: TrainedRun, questions: Sequence[str], top: int | None = None, batch_size: int = 1) -> list[Answer]:
     """Answers to checked questions, `batch_size` at a time. top: candidates to give (default: all that were read)."""
-    found = _evaluator(trained, questions, batch_size).predict(trained.params, trained.index)
-    measured = _measured(trained)
-    return [_answer(trained, *one, top, measured) for one in zip(questions, found, strict=True)]
+    evaluator = trained.evaluator([Question(question, []) for question in questions], batch_size)
+    store, reads = trained.run.sources.passages, trained.reads
+    measured = None
+    if (recorded := recorded_metrics(trained.run, trained.task)) is not None:
+        measured = Measured({"exact_match": recorded.exact_match, "recall@5": recorded.found, "on": recorded.on})
+    answered = []
+    for question, prediction in zip(questions, evaluator.predict(trained.params, trained.index), strict=True):
+        ranks = dict(zip(prediction.retrieved.tolist(), map(ranks_by_search, prediction.ranks.tolist()), strict=True))
+        passages = prediction.candidates
+        # Without a reader the order of the search is all that is known; one that learnt from blanks does not change it.
+        if reads and not trained.reads_blanks:
+            passages = sorted(passages, key=lambda passage: -passage.probability)
+        candidates = []
+        for row, probability, (start, end) in passages[:top]:
+            text, place = store.text(row), passage_place(trained, row)
+            candidate = Candidate(**place, ranks=ranks[row], probability=probability, text=text)
+            if reads:
+                candidate |= {"answer": text[start:end], "span": [start, end]}
+            candidates.append(candidate)
+        answer = Answer(
+            question=question, answer=None, probability=None, passage=None, nbest=[], candidates=candidates,
+            measured=measured,
+        )  # fmt: skip
+        if candidates and reads:
+            nbest = [scored_answer(trained, one) for one in prediction.nbest[:NBEST]]
+            passage = nbest[0]["passage"]
+            if passage is not None:
+                passage = AnswerPassage(**passage, text=store.text(prediction.nbest[0].row))
+            answer |= {"answer": nbest[0]["answer"], "probability": nbest[0]["probability"]}
+            answer |= {"passage": passage, "nbest": nbest}
+        answered.append(answer)
+    return answered
 
 
 def nearest(trained: TrainedRun, questions: Sequence[str], top: int = NEAREST, batch_size: int = 1) -> list[Nearest]:
     """The `top` nearest passages of checked questions, without an answer, `batch_size` questions at a time."""
-    found = _evaluator(trained, questions, batch_size).find(trained.params, trained.index, top)
-    by_question = zip(*(part.tolist() for part in found), strict=True)
-    return [
-        Nearest(
-            question=question,
-            index_step=trained.step,
-            candidates=[_near(trained, *one) for one in zip(*columns, strict=True) if one[0] >= 0],
-        )
-        for question, columns in zip(questions, by_question, strict=True)
-    ]
+    evaluator = trained.evaluator([Question(question, []) for question in questions], batch_size)
+    ranking = evaluator.find(trained.params, trained.index, top)  # [questions, top] each
+    replies = []
+    for question, *columns in zip(questions, *(column.tolist() for column in ranking), strict=True):
+        candidates = [
+            NearPassage(
+                **passage_place(trained, row),
+                ranks=ranks_by_search(ranks),
+                score=score,
+                text=trained.run.sources.passages.text(row),
+            )
+            for row, score, ranks in zip(*columns, strict=True)
+            if row >= 0
+        ]
+        replies.append(Nearest(question=question, index_step=trained.step, candidates=candidates))
+    return replies
 
 
-def placed(trained: TrainedRun, answer: FoundAnswer) -> ScoredAnswer:
-    """An answer with the place of its passage."""
-    passage = AnswerPassage(**place(trained, answer.row), span=list(answer.span)) if answer.row >= 0 else None
-    return ScoredAnswer(answer=answer.text, probability=float32_digits(answer.probability), passage=passage)
-
-
-def place(trained: TrainedRun, row: int) -> Place:
+def passage_place(trained: TrainedRun, row: int) -> Place:
     """Where the passage of a row is from."""
     store = trained.run.sources.passages
     document = store.document_id(row)
     return Place(id=document, part=row - store.rows_of(document).start, title=store.title(row))
 
 
-def _evaluator(trained: TrainedRun, questions: Sequence[str], batch_size: int) -> Evaluator:
-    return trained.evaluator([Question(question, []) for question in questions], batch_size)
-
-
-def _near(trained: TrainedRun, row: int, score: float, ranks: Sequence[int]) -> NearPassage:
-    text = trained.run.sources.passages.text(row)
-    return NearPassage(**place(trained, row), ranks=ranks_by_search(ranks), score=score, text=text)
-
-
-def _answer(
-    trained: TrainedRun, question: str, prediction: Prediction, top: int | None, measured: Measured | None
-) -> Answer:
-    ranks = dict(zip(prediction.retrieved.tolist(), map(ranks_by_search, prediction.ranks.tolist()), strict=True))
-    store, found, reads = trained.run.sources.passages, prediction.candidates, trained.reads
-    # Without a reader the order of the search is all that is known; one that learnt from blanks does not change it.
-    by_reader = reads and not trained.reads_blanks
-    ranked = (sorted(found, key=lambda one: -one.probability) if by_reader else found)[:top]
-    candidates = []
-    for one in ranked:
-        text, (start, end) = store.text(one.row), one.span
-        candidate = Candidate(**place(trained, one.row), ranks=ranks[one.row], probability=one.probability, text=text)
-        if reads:
-            candidate |= {"answer": text[start:end], "span": [start, end]}
-        candidates.append(candidate)
-    answer = Answer(
-        question=question, answer=None, probability=None, passage=None, nbest=[], candidates=candidates,
-        measured=measured,
-    )  # fmt: skip
-    if candidates and reads:
-        nbest = [placed(trained, one) for one in prediction.nbest[:NBEST]]
-        passage = nbest[0]["passage"]
-        whole = None if passage is None else AnswerPassage(**passage, text=store.text(prediction.nbest[0].row))
-        answer |= {
-            "answer": nbest[0]["answer"],
-            "probability": nbest[0]["probability"],
-            "passage": whole,
-            "nbest": nbest,
-        }
-    return answer
-
-
-def _measured(trained: TrainedRun) -> Measured | None:
-    known = recorded_metrics(trained.run, trained.task)
-    if known is None:
-        return None
-    return Measured({"exact_match": known.exact_match, "recall@5": known.found, "on": known.on})
+def scored_answer(trained: TrainedRun, answer: PredictedAnswer) -> ScoredAnswer:
+    """An answer with the place of its passage."""
+    passage = AnswerPassage(**passage_place(trained, answer.row), span=list(answer.span)) if answer.row >= 0 else None
+    return ScoredAnswer(answer=answer.text, probability=float32_digits(answer.probability), passage=passage)

@@ -1,26 +1,49 @@
-"""Why a trained run predicts what it predicts: a sentence with a blank, or a question, as the paper's table 3 has it.
+"""Inspect a prediction: the paper's table 3 for any sentence with a blank, or for a question.
 
-The numbers are computed in `realm_jax/eval/inspection.py`; here rows of the corpus become documents, titles and texts.
+For a text x and what is to be predicted of it, y: p(z|x) and p(y|z,x) of every passage z that is read, the marginal
+p(y|x), and the posterior p(z|x,y) that says which passage explains y. Posterior less prior is r(z), the weight of a
+passage's score in the gradient of log p(y|x) (Guu et al. 2020, section 3.3). How it is shown is
+`realm_jax/cli/inspect.py`.
 """
 
-from typing import NotRequired  # of typing only from Python 3.12 as pydantic reads it
+import dataclasses
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, NotRequired  # TypedDict of typing only from Python 3.12 as pydantic reads it
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
+from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
 from realm_jax.config import task_names
+from realm_jax.data.examples import Example, query_arrays, question_arrays, with_reader_query
 from realm_jax.data.questions import Question
+from realm_jax.data.tokenizer import MARK
 from realm_jax.errors import UserError
-from realm_jax.eval.inspection import Masked, Passage, TextInspection, inspect_masked, inspect_question
-from realm_jax.inference.answers import Place, place
+from realm_jax.forward.context import Index, StepContext
+from realm_jax.forward.masked import masked_inputs, masked_spans, null_candidates, read_masked, read_targets
+from realm_jax.forward.question import read_question
+from realm_jax.forward.search import gather_documents, search_queries, stored_scores
+from realm_jax.inference.answers import Place, passage_place
+from realm_jax.mesh import to_host
+from realm_jax.models.likelihood import NEGATIVE, log_prior, log_sum_selected
+from realm_jax.models.realm import Params
+from realm_jax.run import Run, put_batch
 from realm_jax.tasks import TASKS
 from realm_jax.train.trained_run import TrainedRun
+
+GUESSING = 8  # candidates whose answers are weighed, as many as the paper has; each answer is read with all candidates
+_BLANK = re.compile(r"_{2,}|\[([^\[\]]+)\]")
 
 
 class InspectedPassage(TypedDict):
     """A candidate z: where it is from, p(z|x), p(y|z,x), p(z|x,y) and r(z) = p(z|x,y) − p(z|x).
 
-    The null document's id is None; so are posterior and gain where the answer stands in none of the passages.
+    The null document's id is None; so are posterior and gain if the answer is in none of the passages.
     """
 
     id: str | None
@@ -43,9 +66,10 @@ class OtherAnswer(TypedDict):
 class Inspection(TypedDict):
     """How a run predicts a text.
 
-    task, step: whose parameters; probability: p(y|x), the marginal over the passages; alone: p(y|x) beside the null
-    document, None for a question; held: the share of exp(score) over the whole corpus that the passages have; bert:
-    p(y|x) of a reader that was trained without passages, where one is compared with.
+    task, step: whose parameters; probability: p(y|x), the marginal over the passages, whose priors add up to 1; alone:
+    p(y|x) with the null document, None for a question; held: the share of exp(score) over the whole corpus that the
+    passages have; others: the likeliest first; bert: p(y|x) of a reader that was trained without passages, if one is
+    compared with.
     """
 
     text: str
@@ -58,6 +82,26 @@ class Inspection(TypedDict):
     others: list[OtherAnswer]
     passages: list[InspectedPassage]
     bert: NotRequired[float]
+
+
+class Masked(NamedTuple):
+    """A sentence cut at its blank. answer: what stands there, or None if that is to be found out."""
+
+    before: str
+    answer: str | None
+    after: str
+
+
+def parse(text: str) -> Masked | None:
+    """A sentence with one blank, `___` or `[what stands there]`; None for one without. Raises UserError for more."""
+    blanks = list(_BLANK.finditer(text))
+    if not blanks:
+        return None
+    if len(blanks) > 1:
+        raise UserError(f"the text has {len(blanks)} blanks, {blanks[0][0]!r} and {blanks[1][0]!r}; leave one")
+    (blank,) = blanks
+    answer = None if blank[1] is None else blank[1].strip()
+    return Masked(text[: blank.start()], answer, text[blank.end() :])
 
 
 def inspected_task(config: ConfigDict, is_question: bool) -> str | None:
@@ -75,44 +119,253 @@ def check_has_priors(trained: TrainedRun) -> None:
         )
 
 
-def see_sentence(trained: TrainedRun, text: Masked, pieces: int = 1) -> TextInspection:
-    """A sentence with a blank; pieces: tokens of a blank whose answer is not known. Raises UserError as
-    `eval.inspection.masked_text`."""
-    return inspect_masked(trained.run, trained.params, trained.index, text, pieces)
+# --- a sentence with a blank ------------------------------------------------------------------------------------------
 
 
-def see_question(trained: TrainedRun, question: str, answer: str | None = None) -> TextInspection:
-    """A checked question and an answer (default: the likeliest). Raises UserError for an answer that can be no span."""
-    asked = trained.evaluator([Question(question, [])], 1)
+def masked_text(run: Run, text: Masked, pieces: int) -> Example:
+    """The arrays of one REALM example; see `Task.array_shapes`. pieces: of a blank whose answer is not known.
+
+    Its own passage is looked for by its text, as in pre-training. Raises UserError for a text or an answer that is too
+    long or empty.
+    """
+    lengths, tokenizer = run.lengths, run.sources.tokenizer
+    before = np.array(tokenizer.encode(text.before.rstrip()).ids, np.int32)
+    after = np.array(tokenizer.encode_behind(MARK, text.after), np.int32)
+    answer = [0] * pieces if text.answer is None else tokenizer.encode_behind(text.before, text.answer)
+    targets = np.array(answer, np.int32)
+    whole = np.concatenate([before, targets, after])
+    if not len(targets):
+        raise UserError(f"the blank [{text.answer}] holds no token; write a word in it, or ___")
+    if len(targets) > lengths.predictions:
+        raise UserError(f"the blank has {len(targets)} tokens, but this run predicts at most {lengths.predictions}")
+    if len(whole) > lengths.query - 2:
+        raise UserError(f"the text has {len(whole):,} tokens, but this run reads at most {lengths.query - 2}")
+    slots = np.arange(lengths.predictions)
+    used = slots < len(targets)
+    sentence = np.zeros(lengths.query, tokenizer.dtype)
+    sentence[: len(whole)] = whole
+    masked = np.concatenate([before, np.full(len(targets), tokenizer.mask_id, np.int32), after])
+    return {
+        "positions": np.where(used, 1 + len(before) + slots, 0).astype(np.int32),
+        "targets": np.pad(targets, (0, lengths.predictions - len(targets))),
+        "weights": used.astype(np.float32),
+        "sentence": sentence,
+        "sentence_length": np.int32(0 if text.answer is None else len(whole)),
+        "own_row": np.int32(-1),
+    } | query_arrays(masked, lengths.query, tokenizer)
+
+
+def inspect_sentence(
+    trained: TrainedRun, sentence: str, text: Masked, pieces: int = 1, bert: tuple[Run, Params] | None = None
+) -> Inspection:
+    """How a run fills the blank of a sentence; without an answer, with the likeliest one of `pieces` tokens.
+
+    Answers that are weighed against each other are the likeliest with each of the first GUESSING candidates.
+
+    Args:
+      trained: the run.
+      sentence: as it was given.
+      text: the same, cut at its blank.
+      pieces: tokens of a blank whose answer is not known.
+      bert: a run whose reader was trained without passages, and its parameters, for comparison.
+
+    Raises:
+      UserError: as `masked_text`.
+    """
+    run, tokenizer = trained.run, trained.run.sources.tokenizer
+    example = masked_text(run, text, pieces)
+    count = int(example["weights"].sum())
+    if run.context.points:  # the retriever is asked without the blank
+        words = example["query"][1 : example["query_length"] - 1]
+        asked = query_arrays(words[words != tokenizer.mask_id], run.lengths.query, tokenizer)
+        example = with_reader_query(example) | asked
+    if (find := run.find_sentence) is not None:
+        example |= find(f"{text.before} {text.after}", -1)
+    (outputs,) = _inspect_examples(trained, [example])
+    targets = example["targets"][:count]
+    if text.answer is not None:
+        inspection = _inspection(trained, sentence, tokenizer.decode(targets.tolist()), *outputs[:4])
+    else:
+        first = np.argsort(-outputs.prior, kind="stable")[:GUESSING]
+        guesses = np.unique(outputs.guesses[first[outputs.prior[first] > np.log(1e-9)]][:, :count], axis=0)
+        readings = _inspect_examples(trained, [_filled_in(example, guess) for guess in guesses])
+        inspections = [
+            (_inspection(trained, sentence, tokenizer.decode(guess.tolist()), *reading[:4]), guess)
+            for guess, reading in zip(guesses, readings, strict=True)
+        ]
+        (inspection, targets), *others = sorted(inspections, key=lambda item: -item[0]["probability"])
+        inspection["others"] = [
+            OtherAnswer(answer=other["answer"], probability=other["probability"]) for other, _ in others
+        ]
+    if bert is not None:
+        # The very same tokens: pieces that were guessed, such as `##nri`, are others if they are encoded again as text.
+        other, params = bert
+        batch = _put(other, [_filled_in(masked_text(other, text, count), targets)])
+        inspection["bert"] = float(np.exp(to_host(_null_log_likelihood(other.context, params, batch)))[0])
+    return inspection
+
+
+class InspectionOutputs(NamedTuple):
+    """What `inspect_batch` gives for each text of a batch; candidates are the null document and k passages.
+
+    rows [batch, k]; log_p(z|x) prior and log p(y|z,x) reading [batch, 1 + k]; held [batch]; guesses [batch, 1 + k, m]:
+    the likeliest piece in every slot.
+    """
+
+    rows: Any
+    prior: Any
+    reading: Any
+    held: Any
+    guesses: Any
+
+
+@partial(jax.jit, static_argnums=0)
+def inspect_batch(context: StepContext, params: Params, batch: Any, index: Index, special: Any) -> InspectionOutputs:
+    """Retrieve for masked texts and read them with every candidate. special [s] int: the pieces that are no text."""
+    read = read_masked(context, params, batch, index, None)
+    reading = (read.log_p * batch["weights"][:, None]).sum(axis=-1)  # [batch, 1 + k]
+    passages = gather_documents(index, read.found.rows)
+    if context.points:
+        # The likeliest span of each passage with as many pieces as the blank has.
+        spans = masked_spans(context, params, batch, passages)
+        size = batch["weights"].sum(axis=1).astype(jnp.int32)[:, None, None, None]
+        scores = jnp.where(spans.allowed, spans.scores, NEGATIVE)
+        start = jnp.take_along_axis(scores, size - 1, axis=-1)[..., 0].argmax(axis=-1)  # [batch, k]
+        slots = start[..., None] + jnp.arange(batch["targets"].shape[1])
+        last = spans.joint.ids.shape[-1] - 1
+        guesses = jnp.take_along_axis(spans.joint.ids, jnp.minimum(slots, last), axis=-1)  # [batch, k, m]
+        guesses = jnp.concatenate([guesses[:, :1], guesses], axis=1)  # the null document shows none: as the first does
+    else:
+        parts = []
+        for documents in (null_candidates(context, batch), passages):
+            words = context.model.reader.read_words(params, *masked_inputs(batch, documents))
+            best = words.at[..., special].set(-jnp.inf).argmax(axis=-1)
+            parts.append(best.reshape(*documents.ids.shape[:2], -1))
+        guesses = jnp.concatenate(parts, axis=1)  # [batch, 1 + k, m]
+    null = jnp.where(context.null_document, read.scores[:, 0], NEGATIVE)
+    total = jnp.logaddexp(null, _log_total(context, params, batch, index))
+    held = jnp.exp(jax.nn.logsumexp(jnp.where(read.valid, read.scores, NEGATIVE), axis=1) - total)
+    return InspectionOutputs(read.found.rows, log_prior(read.scores, read.valid), reading, held, guesses)
+
+
+def _log_total(context: StepContext, params: Params, batch: Any, index: Index) -> jax.Array:
+    """log Σ exp(score) over the whole corpus, [batch]."""
+    queries = search_queries(context, params, batch, index.tower)
+    scores = jnp.einsum("bd,nd->bn", queries, index.vectors.astype(jnp.float32))
+    return jax.nn.logsumexp(jnp.where(jnp.arange(scores.shape[1]) < context.rows, scores, NEGATIVE), axis=1)
+
+
+@partial(jax.jit, static_argnums=0)
+def _null_log_likelihood(context: StepContext, params: Params, batch: Any) -> jax.Array:
+    """log p(y|x) of a reader with the null document, [batch]: BERT, if it was trained so."""
+    log_p, _ = read_targets(context, params, batch, null_candidates(context, batch))
+    return (log_p[:, 0] * batch["weights"]).sum(axis=-1)
+
+
+def _inspect_examples(trained: TrainedRun, examples: Sequence[Example]) -> list[InspectionOutputs]:
+    """`inspect_batch` of some examples, on the host."""
+    run = trained.run
+    special = np.array(sorted(run.sources.tokenizer.special_ids), np.int32)
+    outputs = inspect_batch(run.context, trained.params, _put(run, examples), trained.index, special)
+    outputs = jax.tree.map(to_host, outputs)
+    return [InspectionOutputs(*(part[i] for part in outputs)) for i in range(len(examples))]
+
+
+def _filled_in(example: Example, targets: NDArray) -> Example:
+    """An example of `masked_text` with other tokens in its blank, as many as it has."""
+    padded = np.zeros_like(example["targets"])
+    padded[: len(targets)] = targets
+    return example | {"targets": padded}
+
+
+# --- a question -------------------------------------------------------------------------------------------------------
+
+
+def inspect_question(trained: TrainedRun, question: str, answer: str | None = None) -> Inspection:
+    """How a run gives an answer (default: the likeliest) to a checked question: p(y|z,x) is the sum over the spans that
+    are the answer. Raises UserError for an answer that can be no span."""
+    run, evaluator = trained.run, trained.evaluator([Question(question, [])], 1)
     if answer is None:
-        answer = asked.predict(trained.params, trained.index)[0].answer
-    return inspect_question(asked, trained.params, trained.index, answer)
+        answer = evaluator.predict(trained.params, trained.index)[0].answer
+    target = question_arrays([], [answer], run.sources.tokenizer, run.lengths)
+    if not target["answer_lengths"].any():
+        if tokens := len(run.sources.tokenizer.encode(answer).ids):
+            raise UserError(
+                f"the answer {answer!r} has {tokens} tokens, and this run points at {run.lengths.span_width} at most "
+                "(config.model.span_width); give a shorter one"
+            )
+        raise UserError(f"the answer {answer!r} has no tokens; give a word that a passage may hold")
+    example = evaluator.queries[0] | {name: target[name] for name in ("answers", "answer_lengths")}
+    context = dataclasses.replace(run.question_context, qa_search=trained.search, rerank=trained.rerank)
+    outputs = _inspect_question_batch(context, trained.params, _put(run, [example]), trained.index)
+    return _inspection(trained, question, answer, *(to_host(part)[0] for part in outputs))
 
 
-def to_record(trained: TrainedRun, text: str, seen: TextInspection) -> Inspection:
-    """Everything that is shown, as JSON has it."""
+@partial(jax.jit, static_argnums=0)
+def _inspect_question_batch(context: StepContext, params: Params, batch: Any, index: Index) -> tuple[jax.Array, ...]:
+    """(rows, log p(z|x), log p(y|z,x)) [batch, k] and the share of the corpus [batch]."""
+    passages = context.qa_passages
+    read = read_question(context, params, batch, index, None, passages, passages)
+    likelihood = log_sum_selected(read.spans, read.correct, (2, 3))
+    rows, scores = read.rows, read.scores
+    if context.rerank is not None:  # the corpus has the retriever's scores alone
+        scores = stored_scores(search_queries(context, params, batch, index.tower), index, rows)
+    held = jnp.exp(jax.nn.logsumexp(scores, axis=1) - _log_total(context, params, batch, index))
+    return rows, read.prior, likelihood, held
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def _put(run: Run, examples: Sequence[Example]) -> Any:
+    """A batch of some examples on the devices, filled up with the first: a power of two for each device, so that few
+    programs are compiled whatever the number of guesses."""
+    each = -(-len(examples) // run.mesh.size)
+    filled = [*examples, *[examples[0]] * ((1 << (each - 1).bit_length()) * run.mesh.size - len(examples))]
+    return put_batch(run.mesh, {key: np.stack([example[key] for example in filled]) for key in filled[0]})
+
+
+def _inspection(
+    trained: TrainedRun, text: str, answer: str, rows: NDArray, prior: NDArray, reading: NDArray, held: NDArray
+) -> Inspection:
+    """What is known of a text and an answer, the likeliest passages a priori first.
+
+    rows [k]; prior, reading: log p(z|x), log p(y|z,x), [k], or [1 + k] if the first is the null document's.
+    """
+    has_null = len(prior) > len(rows)
+    taking_part = prior > NEGATIVE / 2
+    joint = prior.astype(np.float64) + reading
+    total = np.logaddexp.reduce(joint[taking_part])
+    # No posterior if y has no probability with any passage: its p(y|x), the divisor, is 0.
+    posteriors: list[float | None] = [None] * len(joint)
+    if total > NEGATIVE / 2:
+        posteriors = np.exp(joint - total).tolist()
+    passages = []
+    for number, row in enumerate([None, *rows.tolist()] if has_null else rows.tolist()):
+        if taking_part[number]:
+            place = Place(id="", part=0, title="") if row is None else passage_place(trained, row)
+            p_z, posterior = float(np.exp(prior)[number]), posteriors[number]
+            passages.append(
+                InspectedPassage(
+                    id=place["id"] or None,
+                    part=place["part"],
+                    title=place["title"],
+                    text="" if row is None else trained.run.sources.passages.text(row),
+                    prior=p_z,
+                    likelihood=float(np.exp(reading)[number]),
+                    posterior=posterior,
+                    gain=None if posterior is None else posterior - p_z,
+                )
+            )
+    passages.sort(key=lambda one: -one["prior"])
     return Inspection(
         text=text,
         task=trained.task,
         step=trained.step,
-        answer=seen.answer,
-        probability=seen.probability,
-        alone=seen.alone,
-        held=seen.held,
-        others=[OtherAnswer(answer=answer, probability=p) for answer, p in seen.others],
-        passages=[_passage(trained, one) for one in seen.passages],
-    )
-
-
-def _passage(trained: TrainedRun, one: Passage) -> InspectedPassage:
-    found = Place(id="", part=0, title="") if one.row is None else place(trained, one.row)
-    return InspectedPassage(
-        id=found["id"] or None,
-        part=found["part"],
-        title=found["title"],
-        text="" if one.row is None else trained.run.sources.passages.text(one.row),
-        prior=one.prior,
-        likelihood=one.likelihood,
-        posterior=one.posterior,
-        gain=one.gain,
+        answer=answer,
+        probability=sum(one["prior"] * one["likelihood"] for one in passages),
+        alone=float(np.exp(reading[0])) if has_null else None,
+        held=float(held),
+        others=[],
+        passages=passages,
     )

@@ -5,30 +5,34 @@ It is what `realm_jax.Model` is, and what `realm serve` answers with.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.data.questions import Question, checked_questions
+from realm_jax.data.examples import document_arrays, query_arrays
+from realm_jax.data.questions import checked_questions
 from realm_jax.data.staging import is_remote
 from realm_jax.errors import UserError
-from realm_jax.eval.inspection import masked_text, parse
 from realm_jax.inference.answers import NEAREST, Answer, Nearest, answers, nearest
-from realm_jax.inference.evaluation import evaluate
 from realm_jax.inference.inspection import (
     Inspection,
     check_has_priors,
+    inspect_question,
+    inspect_sentence,
     inspected_task,
-    see_question,
-    see_sentence,
-    to_record,
+    masked_text,
+    parse,
 )
-from realm_jax.inference.vectors import document_vectors, query_vectors
+from realm_jax.inference.predictions import evaluate
+from realm_jax.mesh import to_host
+from realm_jax.models.encoder import Retriever
 from realm_jax.models.realm import Params
-from realm_jax.run import Run
+from realm_jax.retrieval.embed import CorpusRows, filled_up
+from realm_jax.run import Run, put_batch
 from realm_jax.sections import SEARCHES
 from realm_jax.train.trained_run import (
     TrainedRun,
@@ -180,16 +184,38 @@ class Model:
         document's vector is that of the index; a query's inner product with it, divided by the temperature of the run
         (1 in most), is the score of a search.
         """
-        given = _texts(texts, "texts")
-        size = _at_least_one(batch_size, "batch_size")
+        given, size = _texts(texts, "texts"), _at_least_one(batch_size, "batch_size")
+        run, tokenizer = self.run, self.run.sources.tokenizer
+        vectors = [np.empty((0, self.vector_size), np.float32)]
         if kind == "query":
             if titles is not None:
                 raise UserError("titles: go with kind='document'; leave them out")
-            tower = {name: self.trained.params[name] for name in self.run.model.embedder_names[:1]}
-            return query_vectors(self.run, tower, given, size)
+            tower = {name: self.trained.params[name] for name in run.model.embedder_names[:1]}
+            size += -size % run.mesh.size
+            for start in range(0, len(given), size):
+                encoded = tokenizer.encode_batch(given[start : start + size])
+                rows = [query_arrays(np.asarray(one.ids, np.int32), run.lengths.query, tokenizer) for one in encoded]
+                batch = {name: filled_up(np.stack([row[name] for row in rows]), size) for name in rows[0]}
+                placed = put_batch(run.mesh, batch)
+                found = _query_vectors(run.model, tower, placed["query"], placed["query_length"])  # [size, vector size]
+                vectors.append(to_host(found)[: len(rows)])
+            return np.concatenate(vectors)
         if kind != "document":
             raise UserError(f"kind={kind}: choose 'query' or 'document'")
-        return document_vectors(self.run, self._towers, given, None if titles is None else _texts(titles, "titles"))
+        heads = [""] * len(given) if titles is None else _texts(titles, "titles")
+        if len(heads) != len(given):
+            raise UserError(f"{len(given)} texts have {len(heads)} titles; give one for each text, or none")
+        if not given:
+            return vectors[0]
+        length, pairs = run.config.data.document_length, map(tokenizer.encode_batch, (heads, given))
+        rows = [
+            document_arrays(np.asarray(title.ids), np.asarray(body.ids), length, tokenizer)
+            for title, body in zip(*pairs, strict=True)
+        ]
+        ids, *lengths = (
+            np.stack([row[name] for row in rows]) for name in ("document", "document_length", "document_title_length")
+        )
+        return run.embed(self._towers, rows=CorpusRows(ids, *(array.astype(np.uint16) for array in lengths)))
 
     @cached_property
     def _towers(self) -> Params:
@@ -208,16 +234,16 @@ class Model:
         _texts([text], "text")
         _texts([] if answer is None else [answer], "answer")
         _at_least_one(pieces, "pieces")
-        sentence = parse(text)
-        if sentence is None:
+        masked = parse(text)
+        if masked is None:
             check_has_priors(self.trained)
             check_question(self.run, text)
-            return to_record(self.trained, text, see_question(self.trained, text, answer))
+            return inspect_question(self.trained, text, answer)
         if answer is not None:
             raise UserError("answer: goes with a question; write what stands in the blank into it: [the word]")
-        masked_text(sentence, pieces, self.run.lengths, self.run.sources.tokenizer)
+        masked_text(self.run, masked, pieces)
         check_has_priors(self._pretrained)
-        return to_record(self._pretrained, text, see_sentence(self._pretrained, sentence, pieces))
+        return inspect_sentence(self._pretrained, text, masked, pieces)
 
     @cached_property
     def _pretrained(self) -> TrainedRun:
@@ -232,23 +258,28 @@ class Model:
     def evaluate(
         self, questions: str | Path | Sequence[Mapping[str, Any]] = "dev", *, bm25: bool = True
     ) -> dict[str, Any]:
-        """All measures of the answers to questions: see `inference.evaluation.evaluate`.
+        """All measures of the answers to questions: see `inference.predictions.evaluate`.
 
         questions: a split of the prepared folder, a file, or records {"question", "answers", "gold_passage_id"}; bm25:
         whether BM25's recall is measured beside, which holds the corpus in memory. Raises UserError for questions that
         cannot be read, and where there are none.
         """
-        found, _ = evaluate(self.trained, self._questions(questions), bm25)
-        return found
+        if isinstance(questions, str | Path):
+            opened = open_run_for_inference(self.workdir, self._changes)
+            asked = load_questions(opened, str(questions), need_right=True)
+        elif isinstance(questions, Iterable):
+            asked = checked_questions(questions)
+        else:
+            raise UserError(
+                f"questions: takes a split of the prepared folder, a file or a list of records, not {questions!r}"
+            )
+        return evaluate(self.trained, asked, bm25)[0]
 
-    def _questions(self, questions: str | Path | Sequence[Mapping[str, Any]]) -> list[Question]:
-        if not isinstance(questions, str | Path):
-            if not isinstance(questions, Iterable):
-                raise UserError(
-                    f"questions: takes a split of the prepared folder, a file or a list of records, not {questions!r}"
-                )
-            return checked_questions(questions)
-        return load_questions(open_run_for_inference(self.workdir, self._changes), str(questions), need_right=True)
+
+@partial(jax.jit, static_argnums=0)
+def _query_vectors(model: Retriever, params: Params, query: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Vectors before the temperature: what other libraries know as such."""
+    return model.query_vectors(params, query, lengths)
 
 
 def _texts(given: Iterable[Any], name: str) -> list[str]:

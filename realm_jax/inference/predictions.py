@@ -1,4 +1,4 @@
-"""The records of `realm predict` and `realm evaluate`: what a trained run answers to each question, with its passages.
+"""Records of `realm predict` and `realm evaluate`: what a run answers to each question, from which passages; measures.
 
 Their fields: `FIELDS`. Files of them: `realm_jax/eval/prediction_files.py`.
 """
@@ -8,16 +8,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from realm_jax.data.questions import Question
-from realm_jax.eval.prediction import Evaluator, Prediction
+from realm_jax.eval.metrics import summarise
+from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import Record, question_record
 from realm_jax.eval.retrieval import answer_hits
-from realm_jax.inference.answers import placed
+from realm_jax.inference.answers import scored_answer
 from realm_jax.run import Run
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.closed_book import predict_closed_book
+from realm_jax.train.results import bm25_question_rows
 from realm_jax.train.trained_run import NBEST, TrainedRun, float32_digits, ranks_by_search
 
 FIELDS = """  prediction, probability   the likeliest answer, as it stands in its passage
@@ -52,56 +53,58 @@ def records(
 ) -> Iterator[list[Record]]:
     """The records of questions `first` …, a batch at a time; see `FIELDS`."""
     if not TASKS[trained.task].reads_passages:
-        yield from _closed_book_records(trained, questions, first)
+        for guesses in predict_closed_book(trained.run, questions[first:], trained.params):
+            yield [
+                question_record(questions[number], number + 1)
+                | {"prediction": guess.text, "probability": float32_digits(guess.probability)}
+                for number, guess in enumerate(guesses, first)
+            ]
+            first += len(guesses)
         return
-    evaluator = trained.evaluator(questions[first:])
+    store, evaluator = trained.run.sources.passages, trained.evaluator(questions[first:])
     for predictions in evaluator.predict_batches(trained.params, trained.index):
+        batch = list[Record]()
         asked = questions[first : first + len(predictions)]
         rows = np.stack([prediction.retrieved for prediction in predictions])
-        hits = answer_hits(
-            trained.run.sources.passages, rows, [one.answers for one in asked], [one.is_regex for one in asked]
-        )
-        found = zip(asked, predictions, hits, strict=True)
-        yield [
-            question_record(one, number) | _retrieval_record(trained, evaluator, one, prediction, has_answer, nbest)
-            for number, (one, prediction, has_answer) in enumerate(found, first + 1)
-        ]
-        first += len(predictions)
+        hits = answer_hits(store, rows, [one.answers for one in asked], [one.is_regex for one in asked])
+        for question, prediction, has_answer in zip(asked, predictions, hits.tolist(), strict=True):
+            first += 1
+            ranked = [scored_answer(trained, answer) for answer in prediction.nbest[:nbest]]
+            retrieved = []
+            for row, score, ranks, hit in zip(
+                prediction.retrieved.tolist(), prediction.scores.tolist(), prediction.ranks.tolist(), has_answer,
+                strict=True,
+            ):  # fmt: skip
+                if row >= 0:
+                    passage = {"id": store.document_id(row), "score": float32_digits(score)}
+                    passage["ranks"] = ranks_by_search(ranks)
+                    retrieved.append(passage | ({"has_answer": hit} if question.answers else {}))
+            record = question_record(question, first) | {
+                "prediction": ranked[0]["answer"],
+                "probability": ranked[0]["probability"],
+                "passage": ranked[0]["passage"],
+                "nbest": ranked,
+                "retrieved": retrieved,
+            }
+            if question.answers:
+                record["reader_oracle"] = evaluator.reader_oracle(question, prediction)
+            batch.append(record)
+        yield batch
 
 
-def _closed_book_records(trained: TrainedRun, questions: Sequence[Question], first: int) -> Iterator[list[Record]]:
-    """The records of a reader without passages: one answer to each question, from nowhere."""
-    for answers in predict_closed_book(trained.run, questions[first:], trained.params):
-        yield [
-            question_record(questions[number], number + 1)
-            | {"prediction": answer.text, "probability": float32_digits(answer.probability)}
-            for number, answer in enumerate(answers, first)
-        ]
-        first += len(answers)
+def evaluate(
+    trained: TrainedRun, questions: Sequence[Question], bm25: bool = True
+) -> tuple[dict[str, Any], list[Record]]:
+    """Everything that is measured, and the records that it is measured on.
 
-
-def _retrieval_record(
-    trained: TrainedRun,
-    evaluator: Evaluator,
-    question: Question,
-    prediction: Prediction,
-    has_answer: NDArray[np.bool_],
-    nbest: int,
-) -> Record:
-    """The record of a question with retrieved passages. has_answer: bool [retrieved]."""
-    store = trained.run.sources.passages
-    found = [placed(trained, answer) for answer in prediction.nbest[:nbest]]
-    retrieved: list[dict[str, Any]] = [
-        {"id": store.document_id(row), "score": float32_digits(score), "ranks": ranks_by_search(ranks)}
-        for row, score, ranks in zip(
-            prediction.retrieved.tolist(), prediction.scores.tolist(), prediction.ranks.tolist(), strict=True
-        )
-        if row >= 0
-    ]
-    record: Record = {"prediction": found[0]["answer"], "probability": found[0]["probability"]}
-    record |= {"passage": found[0]["passage"], "nbest": found, "retrieved": retrieved}
-    if not question.answers:
-        return record
-    for passage, hit in zip(retrieved, has_answer[prediction.retrieved >= 0].tolist(), strict=True):
-        passage["has_answer"] = hit
-    return record | {"reader_oracle": evaluator.reader_oracle(question, prediction)}
+    {"task", "step", "parameters", "passages", "passages_read", "questions", "measures": {"exact_match": {"value",
+    "low", "high", "questions"}, …}, "bm25": {"recall@1", …}}; a measure that no question has is left out.
+    """
+    scored = [record for batch in records(trained, questions) for record in batch]
+    report = describe(trained.run, trained.task, trained.step, trained.search) | {"questions": len(scored)}
+    report["measures"] = summarise(scored)
+    if bm25 and TASKS[trained.task].reads_passages:
+        evaluator = Evaluator(trained.run, questions)
+        recall = evaluator.recall_of(bm25_question_rows(trained.run, evaluator))
+        report["bm25"] = {name: value for name, value in recall.items() if name in report["measures"]}
+    return report, scored
