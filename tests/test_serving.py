@@ -23,7 +23,7 @@ from realm_jax.cli import main as cli
 from realm_jax.serving import app as service_app
 from realm_jax.serving.app import BODY, HEADERS, Limits, make_app
 from realm_jax.serving.batching import Batcher, Full
-from realm_jax.serving.service import Service, _sizes
+from realm_jax.serving.service import Service
 
 QUESTION = question(3)["question"]
 STAY = threading.Event()
@@ -289,10 +289,6 @@ def test_a_defect_ends_the_requests_of_its_batch_and_no_others(caplog):
     (bad, good), _ = run_with_batcher(work, 2, 9, scenario)
     assert isinstance(bad[0], RuntimeError) and good == [2]
     assert "1 requests (bad) failed" in caplog.text
-
-
-def test_sizes_double_up_to_the_largest():
-    assert [_sizes(most) for most in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
 # ---- requests that take too long, or that nobody waits for

@@ -65,11 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM or Ctrl-C; requests under way are answered."""
-    token = os.environ.get(TOKEN, "").strip() or None
-    args.host = args.host.strip("[]")
-    local = _is_loopback(args.host)
+    token, host = os.environ.get(TOKEN, "").strip() or None, args.host.strip("[]")
+    try:
+        local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = host.lower() == "localhost"
     if not local and token is None:
-        raise UserError(f"--host={args.host}: other machines could ask; set {TOKEN} to a secret that requests carry")
+        raise UserError(f"--host={host}: other machines could ask; set {TOKEN} to a secret that requests carry")
     if not 0 <= args.refresh <= DAY:
         raise UserError(f"--refresh={args.refresh}: give seconds up to a day, or 0 for never")
     try:
@@ -81,13 +83,23 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(
             f"`realm serve` needs the Python package {error.name!r}; run `pip install 'realm-jax[serve]'`"
         ) from error
-    listening = _listen(args.host, args.port)
-    options = {"search": args.search, "generation": args.generation, "config": config_changes(args)}
-    with contextlib.closing(listening):
+
+    # Named as TCP: of a socket that is not asyncio leaves Nagle's algorithm on, and every reply waits 40 ms.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((host, args.port))
+            listening.listen(1024)
+        except OSError as error:
+            raise UserError(
+                f"--host={host} --port={args.port}: cannot listen there ({error.strerror}); choose another"
+            ) from None
+        options = {"search": args.search, "generation": args.generation, "config": config_changes(args)}
         service = Service(Path(args.workdir), options, args.batch)
         limits = Limits(args.batch, args.waiting, args.timeout, args.refresh)
         # A page elsewhere must not reach a service on this machine by a name of its own (DNS rebinding).
-        hosts = {"localhost", "127.0.0.1", "::1", args.host} if local else set()
+        hosts = {"localhost", "127.0.0.1", "::1", host} if local else set()
         failed = threading.Event()
         app = make_app(service, limits, token, hosts, failed.set)
         server = uvicorn.Server(
@@ -96,7 +108,8 @@ def run(args: argparse.Namespace) -> None:
                 timeout_graceful_shutdown=STOPPING,
             )
         )  # fmt: skip
-        logger.info("http://%s:%d answers with %s", _in_url(args.host), listening.getsockname()[1], service.model)
+        shown = f"[{host}]" if ":" in host else host
+        logger.info("http://%s:%d answers with %s", shown, listening.getsockname()[1], service.model)
         _serve(server, listening, failed)
         if failed.is_set():
             raise UserError(f"--workdir={args.workdir}: an example could not be answered; the log above has the reason")
@@ -129,33 +142,6 @@ def _serve(server: Any, listening: socket.socket, failed: threading.Event) -> No
         logging.getLogger(name).setLevel(logging.ERROR)
     asyncio.run(serve())
     logger.info("stopped")
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named as TCP: of a socket that is not asyncio leaves Nagle's algorithm on, and every reply waits 40 ms.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-        listening.listen(1024)
-        return listening
-    except OSError as error:
-        listening.close()
-        raise UserError(
-            f"--host={host} --port={port}: cannot listen there ({error.strerror}); choose another"
-        ) from None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def port(text: str) -> int:

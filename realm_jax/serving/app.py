@@ -149,19 +149,12 @@ class RequestError(HTTPException):
 
 
 class Limits(NamedTuple):
-    """Bounds of the service.
+    """Bounds of the service."""
 
-    Attributes:
-        most: texts of a batch.
-        waiting: texts that may wait.
-        seconds: time for an answer.
-        every: seconds between two looks for a newer checkpoint or corpus; 0 for none.
-    """
-
-    most: int = 8
-    waiting: int = 256
-    seconds: float = 60.0
-    every: float = 10.0
+    most: int = 8  # texts of a batch
+    waiting: int = 256  # texts that may wait
+    seconds: float = 60.0  # time for an answer
+    every: float = 10.0  # seconds between two looks for a newer checkpoint or corpus; 0 for none
 
 
 # --- the application --------------------------------------------------------------------------------------------------
@@ -233,7 +226,6 @@ def make_app(
     # --- paths outside of OpenAPI: the page, probes and metrics
 
     def ready(_: Request) -> Response:
-        """503 until the service answered examples of all requests in all batch sizes."""
         return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
 
     with importlib.resources.as_file(importlib.resources.files("realm_jax.serving") / "page") as folder:
@@ -296,12 +288,11 @@ def make_app(
     @app.post("/v1/embeddings", summary="Embed texts", **_described(Embeddings, EmbeddingsRequest))
     async def embeddings(request: Request) -> Response:
         body = await _parsed(request, EmbeddingsRequest)
-        texts = _as_list(body.input)
-        data = []
+        texts, data = _as_list(body.input), []
         for index, vector in enumerate(await computed(request, body.model, texts)):
-            packed = np.asarray(vector, "<f4")  # [vector size]
-            as_base64 = body.encoding_format == "base64"
-            embedding = base64.b64encode(packed.tobytes()).decode() if as_base64 else vector.tolist()
+            embedding: list[float] | str = vector.tolist()
+            if body.encoding_format == "base64":
+                embedding = base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()
             data.append(Embedding(object="embedding", index=index, embedding=embedding))
         tokens = await asyncio.to_thread(service.tokens, body.model, texts)
         usage = Usage(prompt_tokens=tokens, total_tokens=tokens)
@@ -311,10 +302,8 @@ def make_app(
 
     @app.get("/v1/models", summary="The towers, as OpenAI's clients list", **_described(dict[str, Any]))
     async def models() -> Response:
-        towers = [
-            {"id": tower, "object": "model", "created": 0, "owned_by": "realm"} for tower in ("query", "document")
-        ]
-        return JSONResponse({"object": "list", "data": towers})
+        facts = {"object": "model", "created": 0, "owned_by": "realm"}
+        return JSONResponse({"object": "list", "data": [{"id": tower} | facts for tower in ("query", "document")]})
 
     @app.get("/model", summary="The model that answers", **_described(ModelFacts))
     async def model() -> Response:
@@ -335,7 +324,11 @@ def make_app(
 
     def refusal(scope: Scope) -> Response | None:
         headers = dict(scope["headers"])
-        if hosts and _host_name(headers.get(b"host", b"")) not in hosts:
+        try:
+            host = urlsplit(f"//{headers.get(b'host', b'').decode('latin-1')}").hostname  # in lower case, without port
+        except ValueError:
+            host = None
+        if hosts and host not in hosts:
             return _error_reply(400, "host", "this service is not known by that name; ask localhost")
         if token is None or scope["path"] in free:
             return None
@@ -379,11 +372,11 @@ def _described(reply: Any, body: type[BaseModel] | None = None) -> dict[str, Any
         for status, meaning in ERRORS.items()
         if body is not None or status == 401
     }
-    described = {"response_model": reply, "responses": responses, "response_description": "done"}
-    if body is None:
-        return described
-    content = {"application/json": {"schema": body.model_json_schema()}}
-    return described | {"openapi_extra": {"requestBody": {"required": True, "content": content}}}
+    described: dict[str, Any] = {"response_model": reply, "responses": responses, "response_description": "done"}
+    if body is not None:
+        content = {"application/json": {"schema": body.model_json_schema()}}
+        described["openapi_extra"] = {"requestBody": {"required": True, "content": content}}
+    return described
 
 
 async def _parsed(request: Request, schema: type[Schema]) -> Schema:
@@ -434,11 +427,3 @@ def _error_reply(status: int, kind: str, message: str, headers: Any = None) -> R
 
 def _as_list(texts: str | list[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else texts
-
-
-def _host_name(header: bytes) -> str | None:
-    """The name in a host header, in lower case and without its port; None if there is none."""
-    try:
-        return urlsplit(f"//{header.decode('latin-1')}").hostname
-    except ValueError:
-        return None

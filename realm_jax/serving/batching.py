@@ -81,12 +81,9 @@ class Batcher:
             kind, payloads = batch[0].kind, [item.payload for item in batch]
             results = await asyncio.get_running_loop().run_in_executor(self._thread, self._results, kind, payloads)
             for item, result in zip(batch, results, strict=True):
-                if item.done.done():
-                    continue
-                if isinstance(result, Exception):
-                    item.done.set_exception(result)
-                else:
-                    item.done.set_result(result)
+                if not item.done.done():
+                    set_result = item.done.set_exception if isinstance(result, Exception) else item.done.set_result
+                    set_result(result)
 
     def _take(self) -> list[_Item]:
         """The first that waits, and those of its kind after it, as far as a batch holds them."""

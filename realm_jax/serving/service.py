@@ -58,7 +58,9 @@ class Service:
 
         Raises UserError as `Model`, and for a run that answers without passages.
         """
-        self._workdir, self._options, self._most = workdir, options, most
+        self._workdir, self._options = workdir, options
+        # Batch sizes that are compiled: powers of two, and the largest.
+        self._sizes = [size for size in (1 << power for power in range(most.bit_length())) if size < most] + [most]
         self._files = _files(workdir, options)
         self.model = self._open()
         self._generations = _generations(self.model)
@@ -77,7 +79,8 @@ class Service:
 
     def facts(self) -> ModelFacts:
         """What the model is."""
-        model = self.model
+        model, answers = self.model, self.model.generation is None
+        learned: Literal["questions", "blanks"] = "blanks" if model.trained.reads_blanks else "questions"
         return ModelFacts(
             run=model.workdir.absolute().name,
             task=model.task,
@@ -85,8 +88,8 @@ class Service:
             search=model.trained.search,
             passages=model.passages,
             vector_size=model.vector_size,
-            answers=model.generation is None,
-            reader=_reader(model),
+            answers=answers,
+            reader=learned if answers and model.trained.reads else None,
             ready=self.ready,
         )
 
@@ -99,18 +102,13 @@ class Service:
     def _compile(self, model: Model, stop: threading.Event) -> bool:
         """Answer an example in every batch size; returns whether it was not stopped."""
         began = time.monotonic()
-        for size in _sizes(self._most):
+        kinds = (*(["ask"] if model.generation is None else []), "search", "query")
+        examples: list[tuple[str, list[Any]]] = [(kind, [EXAMPLE] * size) for size in self._sizes for kind in kinds]
+        examples += [("document", [EXAMPLE]), ("inspect", [{"text": EXAMPLE}]), ("inspect", [{"text": BLANK}])]
+        for kind, payloads in examples:
             if stop.is_set():
                 return False
-            texts = [EXAMPLE] * size
-            if model.generation is None:
-                _computed(model, "ask", texts, size)
-            _computed(model, "search", texts, size)
-            _computed(model, "query", texts, size)
-        for kind, payload in (("document", EXAMPLE), ("inspect", {"text": EXAMPLE}), ("inspect", {"text": BLANK})):
-            if stop.is_set():
-                return False
-            _computed(model, kind, [payload], 1)
+            _computed(model, kind, payloads, len(payloads))
         logger.info("ready after %.0f seconds: %s", time.monotonic() - began, model)
         return True
 
@@ -128,7 +126,13 @@ class Service:
             if not self._compile(model, stop):
                 return False
         except Exception as fault:
-            self._failed(fault)
+            reason = str(fault) or type(fault).__name__
+            if reason != self._fault:
+                details = None if isinstance(fault, UserError | OSError) else fault
+                logger.warning("the run cannot be opened anew (%s); the model before goes on", reason, exc_info=details)
+                self.failed += 1
+            self._fault, self._pause = reason, min(max(2 * self._pause, SHORTEST), LONGEST)
+            self._again = time.monotonic() + self._pause
             return False
         # A generation that came meanwhile holds the vectors that were made for this model.
         self.model, self._generations = model, _generations(model)
@@ -136,51 +140,29 @@ class Service:
         self.renewed += 1
         return True
 
-    def _failed(self, fault: Exception) -> None:
-        said = str(fault) or type(fault).__name__
-        if said != self._fault:
-            details = None if isinstance(fault, UserError | OSError) else fault
-            logger.warning("the run cannot be opened anew (%s); the model before goes on", said, exc_info=details)
-            self.failed += 1
-        self._fault, self._pause = said, min(max(2 * self._pause, SHORTEST), LONGEST)
-        self._again = time.monotonic() + self._pause
-
     def work(self, kind: str, payloads: list[Any]) -> list[Any]:
         """A result, or the exception of what is wrong with it, for each payload of a kind.
 
         ask, search: questions; query, document: texts to embed; inspect: keyword arguments of `Model.inspect`.
         """
-        model = self.model
-        checked = [_checked(model, kind, payload) for payload in payloads]
-        good = [payload for payload, fault in zip(payloads, checked, strict=True) if fault is None]
-        size = next(size for size in _sizes(self._most) if size >= len(good))
-        found = iter(_computed(model, kind, good, size) if good else [])
-        return [next(found) if fault is None else fault for fault in checked]
-
-
-def _reader(model: Model) -> Literal["questions", "blanks"] | None:
-    if model.generation is not None or not model.trained.reads:
-        return None
-    return "blanks" if model.trained.reads_blanks else "questions"
-
-
-def _sizes(most: int) -> list[int]:
-    """Batch sizes that are compiled: powers of two, and the largest."""
-    return [size for size in (1 << power for power in range(most.bit_length())) if size < most] + [most]
-
-
-def _checked(model: Model, kind: str, payload: Any) -> UserError | None:
-    """What is wrong with a payload. An explanation is checked as it is made."""
-    try:
-        if kind in ("ask", "search"):
-            check_question(model.run, payload, model.trained.search)
-        elif kind in ("query", "document"):
-            payload.encode("utf-8")
-    except UserError as fault:
-        return fault
-    except UnicodeEncodeError:
-        return UserError("a text is not valid UTF-8; send it as UTF-8")
-    return None
+        model, good, results = self.model, list[Any](), list[Any]()
+        for payload in payloads:
+            fault = None
+            try:
+                if kind in ("ask", "search"):
+                    check_question(model.run, payload, model.trained.search)
+                elif kind != "inspect":  # which checks a text as it explains it
+                    payload.encode("utf-8")
+            except UserError as error:
+                fault = error
+            except UnicodeEncodeError:
+                fault = UserError("a text is not valid UTF-8; send it as UTF-8")
+            results.append(fault)
+            if fault is None:
+                good.append(payload)
+        size = next(size for size in self._sizes if size >= len(good))
+        computed = iter(_computed(model, kind, good, size) if good else [])
+        return [next(computed) if fault is None else fault for fault in results]
 
 
 def _computed(model: Model, kind: str, payloads: list[Any], size: int) -> list[Any]:
@@ -189,16 +171,15 @@ def _computed(model: Model, kind: str, payloads: list[Any], size: int) -> list[A
         return model.ask(payloads, batch_size=size)
     if kind == "search":
         return model.search(payloads, top=DEPTH, batch_size=size)
-    if kind == "inspect":
-        return [_inspected(model, payload) for payload in payloads]
-    return list(model.encode(payloads, "query" if kind == "query" else "document", batch_size=size))
-
-
-def _inspected(model: Model, payload: dict[str, Any]) -> Any:
-    try:
-        return model.inspect(**payload)
-    except UserError as fault:
-        return fault
+    if kind != "inspect":
+        return list(model.encode(payloads, "query" if kind == "query" else "document", batch_size=size))
+    results = list[Any]()
+    for payload in payloads:
+        try:
+            results.append(model.inspect(**payload))
+        except UserError as fault:
+            results.append(fault)
+    return results
 
 
 def _files(workdir: Path, options: dict[str, Any]) -> tuple[Any, ...]:
@@ -206,20 +187,19 @@ def _files(workdir: Path, options: dict[str, Any]) -> tuple[Any, ...]:
     put in place whole, so they have new inodes."""
     config = recorded_config(workdir)
     place = (options.get("config") or {}).get("data.path", config.data.path)
-    saved = [entry.parts[-3:] for task in task_names(config) for entry in saved_folders(workdir / task / "checkpoints")]
-    paths = [] if is_remote(place) else [Path(place) / name for name in (PREPARED, f"passages/{STORE}")]
-    return (*saved, *map(_file_id, paths))
+    files: list[Any] = [
+        entry.parts[-3:] for task in task_names(config) for entry in saved_folders(workdir / task / "checkpoints")
+    ]
+    for path in [] if is_remote(place) else [Path(place) / name for name in (PREPARED, f"passages/{STORE}")]:
+        try:
+            status = path.stat()
+            files.append((status.st_ino, status.st_mtime_ns, status.st_size))
+        except OSError:
+            files.append(None)
+    return tuple(files)
 
 
 def _generations(model: Model) -> tuple[str, ...]:
     """Names of the generations that the index of the model may be taken from; the others make no difference to it."""
     taken = model.generation == "newest" or is_edited(model.run)
     return tuple(generation_names(shared_folder(model.run))) if taken else ()
-
-
-def _file_id(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
