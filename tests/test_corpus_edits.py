@@ -41,9 +41,13 @@ def corpus(workdir, action, *what):
     return cli.main(["corpus", action, *map(str, what), f"--workdir={workdir}"])
 
 
+def written(workdir, *articles):
+    return write_lines(workdir.parent / "new.jsonl", [article(*one) for one in articles])
+
+
 def test_a_replaced_document_is_in_the_newest_version_alone(workdir, capsys):
     before = passages(workdir)
-    new = write_lines(workdir.parent / "new.jsonl", [article(3, "Ada Dahl was born in 1999. She sings.")])
+    new = written(workdir, (3, "Ada Dahl was born in 1999. She sings."))
     assert corpus(workdir, "replace", new, "--json") == 0
     after, told = passages(workdir), json.loads(capsys.readouterr().out)
     assert (told["passages_before"], told["passages"], told["version"]) == (16, 16, after.fingerprint)
@@ -88,7 +92,7 @@ def test_only_what_changed_is_embedded(workdir, monkeypatch, capsys):
     assert corpus(workdir, "remove", "p2") == 0
     first = read_manifest(folder, generation_names(folder)[0])
     embedded.clear()
-    new = write_lines(workdir.parent / "new.jsonl", [article(16, "New 16 is a house."), article(17, "It was built.")])
+    new = written(workdir, (16, "New 16 is a house."), (17, "It was built."))
     assert corpus(workdir, "add", new) == 0
     assert embedded[0] == 2, "the new segment; then the rows of the self-check"
     second = read_manifest(folder, [n for n in generation_names(folder) if n != first.generation][0])
@@ -112,7 +116,7 @@ def test_only_what_changed_is_embedded(workdir, monkeypatch, capsys):
 
 def test_what_is_served_is_every_row_of_the_newest_version(workdir, monkeypatch, capsys):
     """Its text is read without embedding anything."""
-    new = write_lines(workdir.parent / "new.jsonl", [article(3, "Zebra zebra zebra.")])
+    new = written(workdir, (3, "Zebra zebra zebra."))
     assert corpus(workdir, "replace", new) == 0
     run = open_run_for_inference(workdir)
     assert is_edited(run)
@@ -130,7 +134,7 @@ def test_what_is_served_is_every_row_of_the_newest_version(workdir, monkeypatch,
 
 def test_a_generation_whose_vectors_a_newer_one_needs_is_superseded_and_stays(workdir, capsys):
     for number in (16, 17):
-        new = write_lines(workdir.parent / "new.jsonl", [article(number, "Ada Dahl was born in 1999.")])
+        new = written(workdir, (number, "Ada Dahl was born in 1999."))
         assert corpus(workdir, "add", new) == 0
     folder = PosixFolder(workdir)
     capsys.readouterr()
@@ -238,7 +242,7 @@ def tag_with_what_is_gone(workdir):
     ],
 )
 def test_an_edit_for_a_run_that_cannot_take_it_changes_nothing(workdir, capsys, damage, message):
-    new = write_lines(workdir.parent / "new.jsonl", [article(17, "New 17 is a house.")])
+    new = written(workdir, (17, "New 17 is a house."))
     damage(workdir)
     before = content(workdir.parent / "data")
     assert corpus(workdir, "add", new) == 2
@@ -276,7 +280,7 @@ def test_an_edit_on_a_full_disk_changes_nothing(workdir, capsys, monkeypatch):
     def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    new = write_lines(workdir.parent / "new.jsonl", [article(17, "New 17 is a house.")])
+    new = written(workdir, (17, "New 17 is a house."))
     before = content(workdir.parent / "data")
     with monkeypatch.context() as patch:
         patch.setattr(Sink, "write", fail)

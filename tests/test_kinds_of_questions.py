@@ -229,25 +229,20 @@ def test_chance_is_over_questions_that_have_answers():
     assert majority_exact_match([none, some], [some, none]) == 1 and majority_exact_match([none], [none]) == 0
 
 
-LOW = "this run answers 4% of its development questions right"
+FOUND = "finds the right passage for 30%"
 
 
 @pytest.mark.parametrize(
-    "measured, words",
+    ("measured", "words"),
     [
-        (RecordedMetrics(0.04, 0.3), LOW + " and finds the right passage for 30%"),
-        (RecordedMetrics(0.04, None), LOW + ": check the passages below"),
-        (RecordedMetrics(None, 0.3), "this run finds the right passage for 30% of its development questions: check"),
-        (RecordedMetrics(None, 0.3, "headlines"), "this run finds the right passage for 30% of its headlines: check"),
-        (
-            RecordedMetrics(None, 0.3, None),
-            "this run finds the right passage for 30% of what it was measured on: check",
-        ),
+        ((0.04, 0.3), f"answers 4% of its development questions right and {FOUND}"),
+        ((0.04, None), "answers 4% of its development questions right: check the passages below"),
+        ((None, 0.3), f"{FOUND} of its development questions: check"),
+        ((None, 0.3, "headlines"), f"{FOUND} of its headlines: check"),
+        ((None, 0.3, None), f"{FOUND} of what it was measured on: check"),
     ],
 )
 def test_a_low_measure_of_a_run_is_reported_in_one_line(measured, words):
-    assert measured.is_low and measured.advice().startswith(words)
-
-
-def test_nothing_is_said_of_a_run_that_measured_well():
+    metrics = RecordedMetrics(*measured)
+    assert metrics.is_low and metrics.advice().startswith(f"this run {words}")
     assert not RecordedMetrics(0.2, 0.5).is_low and not RecordedMetrics(None, 0.9).is_low

@@ -10,7 +10,7 @@ import argparse
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from realm_jax.models.realm import Params
 from realm_jax.refresh.builder import Rejected
 from realm_jax.refresh.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.refresh.generations import (
-    Manifest,
     export_step,
     generation_names,
     load_vectors,
@@ -40,7 +39,7 @@ from realm_jax.refresh.generations import (
 from realm_jax.refresh.status import TRAINER, read_status
 from realm_jax.retrieval.vector_files import VECTORS, write_vectors
 from realm_jax.run import Run
-from realm_jax.storage import Damaged, Folder, StorageError, exclusive_lock, is_held, make_folder, read_json
+from realm_jax.storage import Damaged, StorageError, exclusive_lock, is_held, make_folder, read_json
 from realm_jax.train.index_source import embed_unknown, shared_folder
 from realm_jax.train.trained_run import open_run_for_inference, restore_towers
 from realm_jax.train.workdir import recorded_config, recorded_folder
@@ -75,7 +74,14 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("realm corpus: name the prepared folder with --data, or a run over it with --workdir")
     workdir = Path(args.workdir) if args.workdir else None
     if workdir is not None:
-        _check_not_training(workdir)
+        # A trainer, which holds the run folder, and its builder use the unedited corpus.
+        trainer = read_status(recorded_folder(workdir), TRAINER)
+        if is_held(workdir) or (trainer is not None and trainer.needs_index):
+            stage = f"at step {trainer.step} of {trainer.stage}" if trainer and trainer.step >= 0 else "training"
+            raise UserError(
+                f"--workdir={workdir}: the run is {stage} and stays with its corpus; "
+                "edit with --data alone (`realm ask` embeds what changed), or wait until the run is done"
+            )
     place = args.data or recorded_config(Path(args.workdir)).data.path
     if is_remote(place):
         raise UserError(f"{place}: a corpus is edited on a disk; edit it there, and copy the folder to its bucket")
@@ -90,35 +96,15 @@ def run(args: argparse.Namespace) -> None:
             record |= {"version": after.fingerprint}
             if workdir and trained:
                 opened = open_run_for_inference(workdir, {"data.path": str(copy)})
-                manifest = publish(opened, *trained)
-                record |= {"generation": manifest.generation, "stored_vectors": manifest.rows}
-                if (workdir / VECTORS).is_file():  # of an adaptation
-                    record["written_anew"] = _write_vectors_anew(opened, manifest)
+                record |= publish(opened, *trained)
     if args.json:
         print_json(record)
-    else:
-        show(record)
-
-
-def show(record: dict[str, Any]) -> None:
-    """What an edit made, for people."""
-    sizes = f"{record['passages_before']:,} -> {record['passages']:,} passages"
-    print(f"{record['data']}: {sizes}, version {record['version'][:12]}")
+        return
+    print(f"{place}: {len(before):,} -> {len(after):,} passages, version {after.fingerprint[:12]}")
     if "generation" in record:
         print(f"generation {record['generation']}: {record['stored_vectors']:,} stored vectors")
     if "written_anew" in record:
         print(f"written anew: {', '.join(record['written_anew'])}")
-
-
-def _check_not_training(workdir: Path) -> None:
-    """Raise UserError while a trainer, which holds the run folder, or its builder is using the unedited corpus."""
-    trainer = read_status(recorded_folder(workdir), TRAINER)
-    if is_held(workdir) or (trainer is not None and trainer.needs_index):
-        stage = f"at step {trainer.step} of {trainer.stage}" if trainer and trainer.step >= 0 else "training"
-        raise UserError(
-            f"--workdir={workdir}: the run is {stage} and stays with its corpus; "
-            "edit with --data alone (`realm ask` embeds what changed), or wait until the run is done"
-        )
 
 
 @contextmanager
@@ -159,8 +145,13 @@ def edit(data: Path, action: str, what: list[str]) -> PassageStore:
     articles = list(read_passages(what[0]))
     if not articles:
         raise UserError(f"{what[0]} holds no passages")
-    replaced = _documents_to_replace(PassageStore.open(folder), [article.id for article in articles], action, what[0])
     store, manifest = PassageStore.open(folder), read_json(data / PREPARED)
+    known = [article.id for article in articles if store.rows_of(article.id)]
+    missing = sorted({article.id for article in articles} - {*known})
+    if action == "add" and known:
+        raise UserError(f"{what[0]}: document {known[0]!r} is in the corpus already; use `realm corpus replace`")
+    if action == "replace" and missing:
+        raise UserError(f"{what[0]}: document {missing[0]!r} is not in the corpus; use `realm corpus add`")
     if "tagged" in manifest:
         raise UserError(f"{data}: has the spans of a tagger that this version cannot run; prepare the folder again")
     made = manifest["inputs"]["settings"]
@@ -168,30 +159,11 @@ def edit(data: Path, action: str, what: list[str]) -> PassageStore:
         raise UserError(
             f"{data}: {made['spans']} is not the span finder used there; restore it, or prepare the folder again"
         )
-    build_store(articles, open_tokenizer(data / "tokenizer"), folder, store.limit, made["spans"], replaced)
+    build_store(articles, open_tokenizer(data / "tokenizer"), folder, store.limit, made["spans"], known)
     return PassageStore.open(folder)
 
 
-def _documents_to_replace(store: PassageStore, documents: list[str], action: str, file: str) -> Collection[str]:
-    """The documents that are there already: all of them for `replace`, none for `add`."""
-    known = [document for document in documents if store.rows_of(document)]
-    if action == "add" and known:
-        raise UserError(f"{file}: document {known[0]!r} is in the corpus already; use `realm corpus replace`")
-    missing = sorted({*documents} - {*known})
-    if action == "replace" and missing:
-        raise UserError(f"{file}: document {missing[0]!r} is not in the corpus; use `realm corpus add`")
-    return known
-
-
-def _remove_outdated_generations(folder: Folder, newest: Manifest, versions: list[str]) -> None:
-    """Remove generations published for versions between the first, which runs train with, and the newest."""
-    same_step = [name for name in generation_names(folder) if export_step(name) == newest.step]
-    for manifest in manifests(folder, same_step):
-        if manifest.generation != newest.generation and manifest.corpus in versions[1:]:
-            remove_generation(folder, manifest.generation)
-
-
-def publish(run: Run, step: int, towers: Params) -> Manifest:
+def publish(run: Run, step: int, towers: Params) -> dict[str, Any]:
     """Publish a generation of the newest version of the corpus; only what is not there yet is embedded.
 
     Args:
@@ -200,27 +172,25 @@ def publish(run: Run, step: int, towers: Params) -> Manifest:
         towers: the run's final ones, from `restore_towers`.
 
     Returns:
-        The generation's manifest.
+        {"generation", "stored_vectors"}; of an adaptation "written_anew", the names of the files of its vectors.
 
     Raises:
         UserError: when storage fails, and for a generation that is damaged or does not pass its checks.
     """
-    folder = shared_folder(run)
+    folder, store = shared_folder(run), run.sources.passages
     try:
         queries = sample_vectors(run, towers)
         export = write_export(folder, export_record(run, step), to_arrays(towers), queries)
-        manifest = run_builder(run, folder).build(export, embed_unknown(run, towers), queries)
-        _remove_outdated_generations(folder, manifest, run.sources.passages.versions)
-        return manifest
+        newest = run_builder(run, folder).build(export, embed_unknown(run, towers), queries)
+        # Generations for versions between the first, which runs train with, and the newest are outdated.
+        same_step = [name for name in generation_names(folder) if export_step(name) == newest.step]
+        for manifest in manifests(folder, same_step):
+            if manifest.generation != newest.generation and manifest.corpus in store.versions[1:]:
+                remove_generation(folder, manifest.generation)
+        record: dict[str, Any] = {"generation": newest.generation, "stored_vectors": newest.rows}
+        if (run.workdir / VECTORS).is_file():
+            vectors = load_vectors(folder, newest)[store.visible_rows]
+            record["written_anew"] = write_vectors(run.workdir, store, vectors, anew=True)
+        return record
     except (StorageError, Damaged, Rejected) as fault:
         raise UserError(f"{fault}; the corpus was left as it is, so give the command again") from None
-
-
-def _write_vectors_anew(run: Run, manifest: Manifest) -> list[str]:
-    """The files of the passages' vectors as the corpus is now; returns their names."""
-    store = run.sources.passages
-    try:
-        vectors = load_vectors(shared_folder(run), manifest)[store.visible_rows]
-    except Damaged as fault:
-        raise UserError(f"{fault}; the corpus was left as it is, so give the command again") from None
-    return write_vectors(run.workdir, store, vectors, anew=True)

@@ -224,16 +224,16 @@ def show(report: dict[str, Any], to: Console) -> None:
     bm25, measures = report.get("bm25", {}), report["measures"]
     if not to.is_terminal:
         lines = {name: [value] for name, value in facts.items()}
-        lines |= {name: [one[key] for key in ("value", "low", "high")] for name, one in measures.items()}
+        lines |= {name: [measure[key] for key in ("value", "low", "high")] for name, measure in measures.items()}
         lines |= {f"bm25 {name}": [value] for name, value in bm25.items()}
         for name, values in lines.items():
             print_line(name, values, ".4f")
         return
     heads = ("measure", f"after {report['task']}" if "task" in report else "value", "95 %", "BM25", "questions", "")
     rows = []
-    for name, one in measures.items():
+    for name, measure in measures.items():
         other = f"{bm25[name]:.1%}" if name in bm25 else "–"
-        rows.append((name, f"{one['value']:.1%}", _interval(one, ".1%"), other, f"{one['questions']:,}"))
+        rows.append((name, f"{measure['value']:.1%}", _interval(measure, ".1%"), other, f"{measure['questions']:,}"))
     to.print(table(heads, [(*row, describe_metric(row[0])) for row in rows], numbers=True))
     to.print("   ".join(f"{name} {value:,}" for name, value in facts.items() if name != "task"), style="dim")
 
@@ -243,22 +243,27 @@ def show_comparison(report: dict[str, Any], to: Console) -> None:
     measures = report["measures"]
     columns = [column for column in COMPARED if column in next(iter(measures.values()), {})]
     if not to.is_terminal:
-        for name, one in measures.items():
-            print_line(name, [one[column] for column in columns], ".4g")
+        for name, measure in measures.items():
+            print_line(name, [measure[column] for column in columns], ".4g")
         return
     for name in ("a", "b"):
-        facts = [f"{key} {one:,}" if isinstance(one, int) else str(one) for key, one in report.get(name, {}).items()]
+        facts = [
+            f"{key} {fact:,}" if isinstance(fact, int) else str(fact) for key, fact in report.get(name, {}).items()
+        ]
         if facts:
             to.print(f"{name.upper()}: {'   '.join(facts)}", markup=False)
     shown = {column: COMPARED[column] for column in columns if column != "high"}
     rows = []
-    for name, one in measures.items():
-        cells = {column: "–" if one[column] is None else f"{one[column]:{form}}" for column, (_, form) in shown.items()}
-        cells["low"] = _interval(one, "+.1%" if "difference" in one else ".1%")
+    for name, measure in measures.items():
+        cells = {
+            column: "–" if measure[column] is None else f"{measure[column]:{form}}"
+            for column, (_, form) in shown.items()
+        }
+        cells["low"] = _interval(measure, "+.1%" if "difference" in measure else ".1%")
         rows.append((name, *cells.values()))
     to.print(table(("measure", *(head for head, _ in shown.values())), rows, numbers=True))
     to.print(report["methods"], style="dim", markup=False)
 
 
-def _interval(one: dict[str, Any], form: str) -> str:
-    return "–" if one["low"] is None else f"{one['low']:{form}} … {one['high']:{form}}"
+def _interval(measure: dict[str, Any], form: str) -> str:
+    return "–" if measure["low"] is None else f"{measure['low']:{form}} … {measure['high']:{form}}"

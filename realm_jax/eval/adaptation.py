@@ -52,23 +52,18 @@ def sentence_values(
 ) -> Values:
     """The measures of sentences. masked, whole: rows that were found without the span and with it, [sentences, DEPTH],
     −1 for none."""
-    found = [_recalls(store, *one) for one in zip(sentences, masked, whole, strict=True)]
-    values = np.array(found, np.float64)
+    rows = []
+    for sentence, without, with_span in zip(sentences, masked, whole, strict=True):
+        documents = {store.document_id(int(row)) for row in without[:FIRST] if row >= 0}
+        others = without[without != sentence.row][:FIRST]
+        own = float(store.document_id(sentence.row) in documents) if sentence.masked else np.nan
+        evidence = float(np.isin(others, sentence.evidence).any()) if sentence.evidence else np.nan
+        ranks = np.flatnonzero(with_span[:RANKED] == sentence.row)
+        reciprocal = 1 / (1 + ranks[0]) if len(ranks) else 0.0
+        rows.append((own, evidence, float(reciprocal >= 1 / FIRST), reciprocal))
+    values = np.array(rows, np.float64)  # [sentences, 4]
     names = (MASKED, EVIDENCE, SENTENCE, SENTENCE_RANK)
     return {GAIN: np.nanmean(values[:, :3], axis=1)} | dict(zip(names, values.T, strict=True))
-
-
-def _recalls(
-    store: PassageStore, sentence: HeldOutSentence, masked: NDArray[np.int64], whole: NDArray[np.int64]
-) -> tuple[float, ...]:
-    """MASKED, EVIDENCE, SENTENCE and SENTENCE_RANK of one sentence."""
-    documents = {store.document_id(int(row)) for row in masked[:FIRST] if row >= 0}
-    others = masked[masked != sentence.row][:FIRST]
-    own = float(store.document_id(sentence.row) in documents) if sentence.masked else np.nan
-    evidence = float(np.isin(others, sentence.evidence).any()) if sentence.evidence else np.nan
-    places = np.flatnonzero(whole[:RANKED] == sentence.row)
-    rank = 1 / (1 + places[0]) if len(places) else 0.0
-    return own, evidence, float(rank >= 1 / FIRST), rank
 
 
 # --- decisions --------------------------------------------------------------------------------------------------------
@@ -214,16 +209,14 @@ def examples(
     Returns:
       {"gained" or "lost": [{"query", "what": which passage was to be found, "title", "text"}]}.
     """
-    found = dict[str, list[dict[str, str]]]()
+    examples_of = dict[str, list[dict[str, str]]]()
     for kind, finder, other in (("gained", after, before), ("lost", before, after)):
-        found[kind] = []
-        for measure in (EVIDENCE, MASKED):
+        entries = []
+        for measure, passage in ((EVIDENCE, "one that tells it"), (MASKED, "its own")):
             for number in np.flatnonzero((finder[measure] == 1) & (other[measure] == 0)).tolist():
                 sentence = sentences[number]
-                what, row = (
-                    ("one that tells it", sentence.evidence[0]) if measure == EVIDENCE else ("its own", sentence.row)
-                )
-                entry = {"query": sentence.masked, "what": what, "title": store.title(row), "text": store.text(row)}
-                found[kind].append(entry)
-        found[kind] = found[kind][:SHOWN]
-    return found
+                row = sentence.evidence[0] if measure == EVIDENCE else sentence.row
+                entry = {"query": sentence.masked, "what": passage, "title": store.title(row), "text": store.text(row)}
+                entries.append(entry)
+        examples_of[kind] = entries[:SHOWN]
+    return examples_of

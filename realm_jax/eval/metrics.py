@@ -66,7 +66,7 @@ def compute_metrics(records: Sequence[Record]) -> Metrics:
         for number, record in enumerate(records)
         if record.get("answers") and "retrieved" in record and all("has_answer" in one for one in record["retrieved"])
     }
-    is_gold = {n: [str(one["id"]) in gold for one in passages[n]] for n, gold in enumerate(golds) if gold}
+    is_gold = {n: [str(passage["id"]) in gold for passage in passages[n]] for n, gold in enumerate(golds) if gold}
     for name, hits in (("answer_recall", has_answer if was_checked else {}), ("recall", is_gold)):
         depth = max((len(hit) for hit in hits.values() if hit), default=min(1, len(hits)))
         matrix = np.array([hit + [False] * (depth - len(hit)) for hit in hits.values()], bool).reshape(len(hits), depth)

@@ -21,7 +21,7 @@ METHODS = {
     "realm": "REALM",
     "hybrid": "Vectors and words together",
 }
-READERS = {"chance": "Most common answer", "closed_book": "Without passages", "retrieval": "With passages"}
+READERS = {"chance": "Most common answer", "retrieval": "This run"}
 DEFAULT_MARGIN = 0.02  # if the number of questions is unknown
 PASSAGES_SHOWN = 4  # of a question
 SNIPPET = 260  # characters of a passage
@@ -38,28 +38,21 @@ class Headline(NamedTuple):
 def write_report(data: Data, path: str | os.PathLike[str]) -> None:
     """Write the page atomically.
 
-    Every key of `data` may be missing or None; the page then lacks what needs it. Shares are 0 to 1.
-
     Args:
-      data: a dict with these keys:
+      data: what `train/results.py` collects. Shares are 0 to 1; the page lacks the parts whose lists are empty.
         * `title`, `command`, `created`, `hardware`: text.
         * `corpus`: the counts `passages`, `pretraining`, `train_questions`, `dev_questions`.
-        * `results`: `recall@N`, `answer_recall@N`, `mrr@10` and `ndcg@10`, {method: share}; `exact_match`, {reader:
-          share}; `retrieval_utility`, nats; `comparison`, the methods `before` and `after` training on masked words;
-          `stages`, {task: {"warning": text if it ended below its start}}.
-        * `stages`: in order, each with its `name` and, if known, `title`, `supervision`, `steps`, `seconds` and
-          `metrics`, records with a `step`, a `loss` and a `retrieval_utility`.
+        * `results`: the content of results.json.
+        * `stages`: in order, each with `name`, `title`, `supervision`, `steps`, `seconds` and `metrics`, records with a
+          `step`, a `loss` and a `retrieval_utility`.
         * `recall_history`: in order, each with `stage`, `step`, `recall@5` or `answer_recall@5`, and `refresh`, true if
           the index was made new.
         * `adoptions`: in order, the index versions of an index builder, each with `step`, `generation`, `index_step`,
           `waited` in seconds and, if known, `drift`.
         * `recall_by_replaced_words`: {method: {number of replaced words, as text: recall@5}}, and
           `questions_by_replaced_words`: {number of replaced words, as text: number of questions}.
-        * `examples`: each with its `question` and, if known, `answers`, `prediction`, `correct` and `candidates`, each
-          of these with a `probability` and, if known, `title`, `text`, `is_gold` and `answer_span`, [start, end) in
-          characters.
-        * `masked_sentence`: `sentence`, with [MASK]; `sentences`, the number that it was chosen from; `answer`;
-          `rows`, each with `model`, `expression`, `probability` and, if known, `passage`.
+        * `examples`: each with its `question`, `answers`, `candidates`, each of these with `probability`, `title`,
+          `text`, `is_gold` and `answer_span`, [start, end) in characters or None; if known `prediction` and `correct`.
         * `settings`: {key: any value}.
       path: the file.
     """
@@ -69,20 +62,17 @@ def write_report(data: Data, path: str | os.PathLike[str]) -> None:
 
 def render_report(data: Data) -> str:
     """Render the page as one string of HTML. data: as `write_report` takes it."""
-    data = _without_none(data)
-    results, stages = data.get("results", {}), data.get("stages", ())
-    corpus, sections = data.get("corpus", {}), list[Section]()
+    results, stages, history, sections = data["results"], data["stages"], data["recall_history"], list[Section]()
     finding = headline(data)
     notes = [finding.footnote]
     notes += [f"{stage['warning']}." for stage in results.get("stages", {}).values() if "warning" in stage]
-    if corpus:
-        notes.append("; ".join(f"{name.replace('_', ' ')}: {count:,}" for name, count in corpus.items()))
+    notes.append("; ".join(f"{name.replace('_', ' ')}: {count:,}" for name, count in data["corpus"].items()))
 
     # --- tables: retrieval, answers, stages
 
     measures = [name for name in results if is_retrieval_measure(name) and results[name]]
     methods = dict.fromkeys([*METHODS, *(method for name in measures for method in results[name])])
-    rows = [
+    rows: list[Sequence[Cell]] = [
         [METHODS.get(method, method), *(_cell(results[measure].get(method)) for measure in measures)]
         for method in methods
         if any(method in results[measure] for measure in measures)
@@ -93,28 +83,21 @@ def render_report(data: Data) -> str:
     )
     sections.append(Section("Retrieval", note, ["", *map(metric_label, measures)], rows, len(measures)))
 
-    exact = results.get("exact_match", {})
+    exact = results["exact_match"]
     rows = [[title, share(exact[name])] for name, title in READERS.items() if name in exact]
     sections.append(Section("Answers", "", ["Reader", "exact match"], rows, 1))
 
-    titles = {stage["name"]: str(stage.get("title") or stage["name"]) for stage in stages}
+    titles = {stage["name"]: stage["title"] for stage in stages}
     rows = [
-        [
-            titles[stage["name"]],
-            stage.get("supervision", ""),
-            _count(stage.get("steps")),
-            duration(stage.get("seconds")),
-        ]
-        for stage in stages
+        [stage["title"], stage["supervision"], f"{stage['steps']:,}", duration(stage["seconds"])] for stage in stages
     ]
     sections.append(Section("Stages of training", "", ["Stage", "Supervision", "Steps", "Time"], rows, 2))
 
     # --- curves, with the stages one after the other on the x axis
 
-    history = data.get("recall_history", ())
     first_steps, bands, start = dict[str, int](), list[Band](), 0
     for name in dict.fromkeys([*titles, *(point["stage"] for point in history)]):
-        lengths = [stage.get("steps", 0) for stage in stages if stage["name"] == name]
+        lengths = [stage["steps"] for stage in stages if stage["name"] == name]
         end = start + max(lengths + [point["step"] for point in history if point["stage"] == name])
         first_steps[name] = start
         bands.append(Band(titles.get(name, name), start, end))
@@ -141,8 +124,8 @@ def render_report(data: Data) -> str:
         points = [
             (first_steps[stage["name"]] + row["step"], row[key])
             for stage in stages
-            for row in stage.get("metrics", ())
-            if key in row
+            for row in stage["metrics"]
+            if row.get(key) is not None
         ]
         described = f"{heading} during training, from {points[0][1]:.3g} to {points[-1][1]:.3g}" if points else ""
         if plot := chart(points, described, bands=bands):
@@ -150,7 +133,7 @@ def render_report(data: Data) -> str:
 
     # --- tables: groups of questions, index versions, examples, settings
 
-    groups, sizes = data.get("recall_by_replaced_words", {}), data.get("questions_by_replaced_words", {})
+    groups, sizes = data["recall_by_replaced_words"], data["questions_by_replaced_words"]
     names = sorted({name for shares in groups.values() for name in shares}, key=group_order)
     heads = [f"{name} ({sizes[name]:,} questions)" if name in sizes else name for name in names]
     rows = [
@@ -159,38 +142,27 @@ def render_report(data: Data) -> str:
     note = "By how many words of a name the question replaces by synonyms, which no passage uses."
     sections.append(Section("recall@5 by replaced words", note, ["", *heads], rows, len(names)))
 
-    rows = [
-        [
-            adoption["generation"],
-            _count(adoption["step"]),
-            _count(adoption["step"] - adoption["index_step"]),
-            duration(adoption["waited"]),
-            _cell(adoption.get("drift")),
-        ]
-        for adoption in data.get("adoptions", ())
-    ]
+    rows = []
+    for adoption in data["adoptions"]:
+        step, waited = adoption["step"], duration(adoption["waited"])
+        age = f"{step - adoption['index_step']:,}"
+        rows.append([adoption["generation"], f"{step:,}", age, waited, _cell(adoption.get("drift"))])
     note = (
         "Overlap: how many of the first eight among the first hundred passages of the old index stay when the new one "
         "scores them; 1 is no drift."
     )
     heads = ["Index version", "Adopted at step", "Age then, steps", "Waited for", "Overlap"]
     sections.append(Section("Adopted indexes", note, heads, rows, 4))
-    sections += [_example(example) for example in data.get("examples", ())]
-    if masked := data.get("masked_sentence"):
-        rows = [
-            [row["model"], row["expression"], probability(row["probability"]), row.get("passage", "")]
-            for row in masked["rows"]
-        ]
-        note = (
-            f"Of {masked['sentences']} sentences, the one that retrieval helps most: {masked['sentence']} "
-            f"The masked words: {masked['answer']}"
-        )
-        sections.append(Section("A masked sentence", note, ["", "Probability", "Value", "Passage"], rows))
-    entries = {name.capitalize(): data[name] for name in ("command", "created", "hardware") if data.get(name)}
-    rows = [[key, _plain(value)] for key, value in {**entries, **data.get("settings", {})}.items()]
+    sections += map(_example, data["examples"])
+    settings = {name.capitalize(): data[name] for name in ("command", "created", "hardware")} | data["settings"]
+    rows = [
+        [key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)]
+        for key, value in settings.items()
+        if value is not None
+    ]
     sections.append(Section("Settings", "", ["Setting", "Value"], rows, 1))
     shown = [section for section in sections if section.rows or not section.heads]  # no table without rows
-    return render_page(data.get("title", "REALM"), finding.sentence, shown, finding.figures, notes)
+    return render_page(data["title"], finding.sentence, shown, finding.figures, notes)
 
 
 def headline(data: Data) -> Headline:
@@ -198,44 +170,30 @@ def headline(data: Data) -> Headline:
 
     A difference counts if it is larger than two standard errors of the difference of two shares.
     """
-    results = data.get("results", {})
-    measure = next((name for name in ("recall@5", "answer_recall@5") if results.get(name)), None)
-    recalls, comparison = results.get(measure, {}) if measure else {}, results.get("comparison") or {}
-    questions = data.get("corpus", {}).get("dev_questions")
-    measured_on = f", on {questions:,} held-out questions" if questions else ""
-    before_name = comparison["before"] if comparison.get("before") in recalls else UNTRAINED
-    if measure is None or before_name not in recalls or comparison.get("after") not in recalls:
-        exact = results.get("exact_match", {})
-        if not all(reader in exact for reader in ("retrieval", "closed_book")):
-            return Headline(
-                "This run cannot say whether the retriever learned.",
-                "",
-                "Recall was not measured before and after REALM.",
-            )
-        without, reading = exact["closed_book"], exact["retrieval"]
-        helps = reading - without > margin(questions, reading, without)
-        sentence = f"Retrieved passages {'helped' if helps else 'did not help'} the model to answer questions."
-        footnote = f"Share of questions answered exactly without and with passages{measured_on}."
-        return Headline(sentence, f"exact match {share(without)} → {share(reading)}", footnote)
+    results, questions = data["results"], data["corpus"]["dev_questions"]
+    measure = next((name for name in ("recall@5", "answer_recall@5") if results.get(name)), "recall@5")
+    recalls, comparison = results.get(measure, {}), results.get("comparison", {"before": "", "after": ""})
+    before_name = comparison["before"] if comparison["before"] in recalls else UNTRAINED
+    if not {before_name, comparison["after"]} <= recalls.keys():
+        return Headline(
+            "This run cannot say whether the retriever learned.", "", "Recall was not measured before and after REALM."
+        )
     before, after = recalls[before_name], recalls[comparison["after"]]
+    # Two standard errors of the difference of two shares of so many questions.
+    margin = DEFAULT_MARGIN
+    if questions:
+        margin = 2 * math.sqrt((before * (1 - before) + after * (1 - after)) / questions) + 0.5 / questions
     target = "the right passage" if measure == "recall@5" else "a passage with the answer"
-    clear = margin(questions, before, after)
-    if after < before - clear:
+    if after < before - margin:
         sentence = f"Filling in masked words made the retriever worse at finding {target}."
-    elif after <= before + clear:
+    elif after <= before + margin:
         sentence = f"Filling in masked words did not teach the retriever to find {target}."
     else:
         sentence = f"From filling in masked words, the retriever learned to find {target}. It had seen no question."
     stage = METHODS.get(before_name, before_name)
+    measured_on = f", on {questions:,} held-out questions" if questions else ""
     footnote = f"{share(before)}: {stage[0].lower()}{stage[1:]}; {share(after)}: after REALM{measured_on}."
     return Headline(sentence, f"{metric_label(measure)} {share(before)} → {share(after)}", footnote)
-
-
-def margin(questions: int | None, first: float, second: float) -> float:
-    """Return two standard errors of the difference of two shares of so many questions."""
-    if not questions:
-        return DEFAULT_MARGIN
-    return 2 * math.sqrt((first * (1 - first) + second * (1 - second)) / questions) + 0.5 / questions
 
 
 def metric_label(measure: str) -> str:
@@ -245,48 +203,24 @@ def metric_label(measure: str) -> str:
 
 def _example(example: Data) -> Section:
     """A question with the answer and the passages that the reader used, the most probable first."""
-    verdict = ""
+    correct, parts = example.get("correct"), []
     if "prediction" in example:
-        prediction, correct = example["prediction"] or "no answer", example.get("correct")
-        verdict = prediction if correct is None else f"{'✓' if correct else '✗'} {prediction}"
-    answers = " or ".join(example.get("answers", ()))
-    right = f"right: {answers}" if answers and not example.get("correct") else ""
-    candidates = sorted(example.get("candidates", ()), key=lambda candidate: -candidate["probability"])[:PASSAGES_SHOWN]
-    rows = [
-        [
-            probability(candidate["probability"]),
-            candidate.get("title", "") + (" (right passage)" if candidate.get("is_gold") else ""),
-            _snippet(candidate.get("text", ""), candidate.get("answer_span")),
-        ]
-        for candidate in candidates
-    ]
-    note = " ".join(filter(None, (verdict, right)))
-    return Section(example["question"], note, ["p(z|x)", "Passage", "Text"] if rows else (), rows)
-
-
-def _snippet(passage: str, span: Sequence[int] | None) -> Cell:
-    """The part of a passage around its answer; its first words if it has none."""
-    start, end = span if span and 0 <= span[0] < span[1] <= len(passage) else (0, 0)
-    first = max(0, start - SNIPPET // 2) if start > SNIPPET * 0.7 else 0
-    last = max(first + SNIPPET, end)
-    before, after = "…" * (first > 0) + passage[first:start], passage[end:last] + "…" * (last < len(passage))
-    return (before, passage[start:end], after) if end else after
+        mark = "" if correct is None else "✓ " if correct else "✗ "
+        parts.append(f"{mark}{example['prediction'] or 'no answer'}")
+    if example["answers"] and not correct:
+        parts.append(f"right: {' or '.join(example['answers'])}")
+    rows: list[Sequence[Cell]] = []
+    for candidate in sorted(example["candidates"], key=lambda one: -one["probability"])[:PASSAGES_SHOWN]:
+        # The part of the passage around its answer; its first words if it has none.
+        text, (start, end) = candidate["text"], candidate["answer_span"] or (0, 0)
+        first = max(0, start - SNIPPET // 2) if start > SNIPPET * 0.7 else 0
+        last = max(first + SNIPPET, end)
+        before, after = "…" * (first > 0) + text[first:start], text[end:last] + "…" * (last < len(text))
+        title = candidate["title"] + (" (right passage)" if candidate["is_gold"] else "")
+        snippet = (before, text[start:end], after) if end else after
+        rows.append([probability(candidate["probability"]), title, snippet])
+    return Section(example["question"], " ".join(parts), ["p(z|x)", "Passage", "Text"] if rows else (), rows)
 
 
 def _cell(value: float | None) -> str:
     return "–" if value is None else share(value)
-
-
-def _count(value: int | None) -> str:
-    return "–" if value is None else f"{value:,}"
-
-
-def _without_none(value: Any) -> Any:
-    """The data without keys whose value is None."""
-    if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

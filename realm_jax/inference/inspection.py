@@ -357,13 +357,13 @@ def _inspection(
                     gain=None if posterior is None else posterior - p_z,
                 )
             )
-    passages.sort(key=lambda one: -one["prior"])
+    passages.sort(key=lambda passage: -passage["prior"])
     return Inspection(
         text=text,
         task=trained.task,
         step=trained.step,
         answer=answer,
-        probability=sum(one["prior"] * one["likelihood"] for one in passages),
+        probability=sum(passage["prior"] * passage["likelihood"] for passage in passages),
         alone=float(np.exp(reading[0])) if has_null else None,
         held=float(held),
         others=[],
