@@ -10,15 +10,14 @@ import dataclasses
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 from ml_collections import ConfigDict
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from realm_jax.cache import cache_programs
+from realm_jax.cli.output import stdout
 from realm_jax.cli.quickstart import make_data
 from realm_jax.config import add_sections, default, named_sections, require, science, task_names, validate
 from realm_jax.config_flags import add_config_argument, load_config, with_overrides
@@ -104,25 +103,18 @@ def check(config: ConfigDict) -> None:
             require(row[other] in ("", *config.rows), f"{key}.{other}", f"there is no row {row[other]!r}")
         require(not row.reader or bool(row.start), f"{key}.reader", "needs a start, whose towers go with it")
         require(len(row.paper) in (0, 2), f"{key}.paper", "takes exact match and recall@5, or nothing")
-        _check_changes(row.changes, f"{key}.changes")
+        is_tuple = isinstance(row.changes, tuple) and all(isinstance(change, str) for change in row.changes)
+        require(is_tuple, f"{key}.changes", "takes a tuple, such as ('realm.masking=uniform',) with its comma")
+        for changed in (change.partition("=")[0] for change in row.changes):
+            reason = f"{changed} follows from tasks, start and seeds of the rows; leave it out"
+            require(changed not in SET_BY_ROWS, f"{key}.changes", reason)
         trial = row_config(config, name, config.seeds[0], Path())
         trial.data.path = trial.data.path or "data"
         validate(trial)
         ends_well = name not in config.table or TASKS[task_names(trial)[-1]].learns_to_answer
-        require(
-            ends_well,
-            f"{key}.tasks",
-            "a row of the table has to end with qa or closed_book; take it out of config.table",
-        )
+        reason = "a row of the table has to end with qa or closed_book; take it out of config.table"
+        require(ends_well, f"{key}.tasks", reason)
     with_starting_rows(config, config.rows)
-
-
-def _check_changes(changes: Any, key: str) -> None:
-    is_tuple = isinstance(changes, tuple) and all(isinstance(change, str) for change in changes)
-    require(is_tuple, key, "takes a tuple, such as ('realm.masking=uniform',) with its comma")
-    for change in changes:
-        name = change.partition("=")[0]
-        require(name not in SET_BY_ROWS, key, f"{name} follows from tasks, start and seeds of the rows; leave it out")
 
 
 def rows_to_train(config: ConfigDict, names: str | None) -> list[str]:
@@ -164,25 +156,25 @@ def row_config(config: ConfigDict, name: str, seed: int, place: Path) -> ConfigD
 
 
 def train_seed(config: ConfigDict, rows: Sequence[str], seed: int, workdir: Path) -> None:
-    """Train rows under a seed. Several seeds may be trained at once, by as many commands."""
+    """Train rows under a seed, as far as they are not done. Several seeds may be trained at once, by as many commands.
+
+    Raises Preempted once the state is saved.
+    """
     place = workdir / f"seed-{seed}"
     make_folder(place, "--workdir")
     with exclusive_lock(place):
         for name in rows:
-            train_row(config, name, seed, place)
+            logger.info("seed %d: %s", seed, config.rows[name].title or name)
+            opened = open_run(row_config(config, name, seed, place), place / name)
+            for split, what in (("dev", "rows are measured with"), ("train", "readers are trained with")):
+                if not opened.sources.answered(split):
+                    raise UserError(
+                        f"{config.base.data.path}: no {split} questions with answers, which {what}; prepare some"
+                    )
+            with exclusive_lock(opened.workdir), report_status(opened) as status:
+                train(opened, status)
+            jax.clear_caches()  # the programs of one row are of no use to the next
             write_table(config, workdir)
-
-
-def train_row(config: ConfigDict, name: str, seed: int, place: Path) -> None:
-    """Train a row under a seed, as far as it is not done. Raises Preempted once the state is saved."""
-    logger.info("seed %d: %s", seed, config.rows[name].title or name)
-    opened = open_run(row_config(config, name, seed, place), place / name)
-    for split, what in (("dev", "rows are measured with"), ("train", "readers are trained with")):
-        if not opened.sources.answered(split):
-            raise UserError(f"{config.base.data.path}: no {split} questions with answers, which {what}; prepare some")
-    with exclusive_lock(opened.workdir), report_status(opened) as status:
-        train(opened, status)
-    jax.clear_caches()  # the programs of one row are of no use to the next
 
 
 def seed_result(folder: Path, origins: Iterable[Path] = ()) -> SeedResult | None:
@@ -194,13 +186,11 @@ def seed_result(folder: Path, origins: Iterable[Path] = ()) -> SeedResult | None
     lines = next(filter(None, (read_lines(folder / task / "evaluations.jsonl") for task in answer_tasks)), [])
     if not lines or "exact_match" not in lines[-1] or "seconds" not in lines[-1]:
         return None
-    seconds = sum(_seconds(task) for run in (folder, *origins) for task in run.glob("*/"))
+    seconds = 0.0
+    for task in (task for run in (folder, *origins) for task in run.glob("*/")):
+        recorded = read_lines(task / "metrics.jsonl") + read_lines(task / "evaluations.jsonl")
+        seconds += max((line.get("seconds", 0.0) for line in recorded), default=0.0)
     return SeedResult(lines[-1]["exact_match"], lines[0].get("answer_recall@5"), lines[0].get("recall@5"), seconds)
-
-
-def _seconds(task: Path) -> float:
-    lines = read_lines(task / "metrics.jsonl") + read_lines(task / "evaluations.jsonl")
-    return max((line.get("seconds", 0.0) for line in lines), default=0.0)
 
 
 def table_rows(config: ConfigDict, workdir: Path, warn: bool = False) -> list[Row]:
@@ -211,31 +201,26 @@ def table_rows(config: ConfigDict, workdir: Path, warn: bool = False) -> list[Ro
     seeds = sorted(int(place.name[5:]) for place in workdir.glob("seed-*") if place.name[5:].isdecimal())
     rows = []
     for name in config.table:
-        found = {}
+        results, parts = {}, with_starting_rows(config, [name])
         for seed in seeds:
             place = workdir / f"seed-{seed}"
-            origins = with_starting_rows(config, [name])[:-1]
-            one = seed_result(place / name, [place / origin for origin in origins])
-            if one is None:
+            result = seed_result(place / name, [place / origin for origin in parts[:-1]])
+            if result is None:
                 continue
-            if other := next(
-                filter(None, (_config_difference(config, part, seed, place) for part in (*origins, name))), ""
-            ):
-                if warn:
-                    logger.warning("%s is left out of the table: %s", place / name, other)
-                continue
-            found[seed] = one
-        rows.append(Row(config.rows[name].title or name, tuple(config.rows[name].paper), found))
+            differences = []
+            for part in parts:
+                if not (place / part / "config.json").is_file():  # the run is gone
+                    continue
+                recorded, now = science(recorded_config(place / part)), science(row_config(config, part, seed, place))
+                for key in sorted({*recorded, *now}):
+                    if recorded.get(key) != now.get(key):
+                        differences.append(f"{part} has {key}={recorded.get(key)!r}, the config {now.get(key)!r}")
+            if not differences:
+                results[seed] = result
+            elif warn:
+                logger.warning("%s is left out of the table: %s", place / name, differences[0])
+        rows.append(Row(config.rows[name].title or name, tuple(config.rows[name].paper), results))
     return rows
-
-
-def _config_difference(config: ConfigDict, name: str, seed: int, place: Path) -> str:
-    """How a row's recorded config differs from its config now; empty if it does not, or the run is gone."""
-    if not (place / name / "config.json").is_file():
-        return ""
-    recorded, now = science(recorded_config(place / name)), science(row_config(config, name, seed, place))
-    key = next((key for key in sorted({*recorded, *now}) if recorded.get(key) != now.get(key)), "")
-    return f"{name} has {key}={recorded.get(key)!r}, the config {now.get(key)!r}" if key else ""
 
 
 def write_table(config: ConfigDict, workdir: Path) -> None:
@@ -245,26 +230,26 @@ def write_table(config: ConfigDict, workdir: Path) -> None:
         return
     made = ", ".join(f"{key}={value}" for key, value in config.encyclopedia.items())
     is_made = Path(config.base.data.path) == workdir / "data"
-    note = f"The encyclopedia with {made}" if is_made else config.base.data.path
-    note = f"{note}; {hardware()}."
+    note = f"{f'The encyclopedia with {made}' if is_made else config.base.data.path}; {hardware()}."
     write_atomic(workdir / "ablations.md", markdown(rows, note))
     write_atomic(workdir / "ablations.html", html(rows, note))
-    write_json_atomic(workdir / "ablations.json", [_record(row) for row in rows])
-
-
-def _record(row: Row) -> dict[str, Any]:
-    return dataclasses.asdict(row) | {"seeds": {str(seed): one._asdict() for seed, one in row.seeds.items()}}
+    records = [
+        dataclasses.asdict(row) | {"seeds": {str(seed): result._asdict() for seed, result in row.seeds.items()}}
+        for row in rows
+    ]
+    write_json_atomic(workdir / "ablations.json", records)
 
 
 def show(rows: Sequence[Row], workdir: Path) -> None:
     """The table, and where it lies."""
-    found, screen = Table(box=None, pad_edge=False), Console(highlight=False)
+    screen = stdout()
     if not any(row.seeds for row in rows):
         screen.print("no row of the table is trained yet", markup=False)
         return
-    for place, head in enumerate(HEADS):
-        found.add_column(head, justify="left" if place == 0 else "right")
+    table = Table(box=None, pad_edge=False)
+    for number, head in enumerate(HEADS):
+        table.add_column(head, justify="left" if number == 0 else "right")
     for line in cells(rows):
-        found.add_row(*map(Text, line))
-    screen.print(found)
+        table.add_row(*map(Text, line))
+    screen.print(table)
     screen.print(f"{workdir / 'ablations.md'} and ablations.html are written", soft_wrap=True, markup=False)

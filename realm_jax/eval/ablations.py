@@ -58,25 +58,23 @@ def paired_difference(first: Row, row: Row) -> Mean | None:
 def cells(rows: Sequence[Row]) -> list[list[str]]:
     """The table's cells below HEADS; a row without a seed yet is left out."""
     trained = [row for row in rows if row.seeds]
-    return [_cells(trained[0], row) for row in trained]
-
-
-def _cells(first: Row, row: Row) -> list[str]:
-    found = list(row.seeds.values())
-    answers = [one.answer_recall for one in found if one.answer_recall is not None]
-    gold = [one.recall for one in found if one.recall is not None]
-    ahead = None if row is first else paired_difference(first, row)
-    paper = [f"{value:.1f}" for value in row.paper] or ["", ""]
-    return [
-        row.title,
-        _percent(mean_of([one.exact_match for one in found])),
-        "" if ahead is None else _percent(ahead),
-        _percent(mean_of(answers)) if answers else "",
-        _percent(mean_of(gold)) if gold else "",
-        *paper,
-        str(len(found)),
-        duration(float(np.mean([one.seconds for one in found]))),
-    ]
+    table = []
+    for row in trained:
+        results = list(row.seeds.values())
+        answer_recall = [one.answer_recall for one in results if one.answer_recall is not None]
+        recall = [one.recall for one in results if one.recall is not None]
+        lead = None if row is trained[0] else paired_difference(trained[0], row)
+        table.append([
+            row.title,
+            _percent(mean_of([one.exact_match for one in results])),
+            "" if lead is None else _percent(lead),
+            _percent(mean_of(answer_recall)) if answer_recall else "",
+            _percent(mean_of(recall)) if recall else "",
+            *([f"{value:.1f}" for value in row.paper] or ["", ""]),
+            str(len(results)),
+            duration(float(np.mean([one.seconds for one in results]))),
+        ])  # fmt: skip
+    return table
 
 
 def _percent(mean: Mean) -> str:
