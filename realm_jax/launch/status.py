@@ -109,12 +109,6 @@ def clear_expected_jobs(workdir: str) -> None:
         logger.warning("%s; `realm launch status` will call the jobs late", fault)
 
 
-def _expected(folder: Folder) -> list[str] | None:
-    """None if not recorded."""
-    found = read_object(folder, EXPECTED).get("jobs")
-    return [str(name) for name in found] if isinstance(found, list) else None
-
-
 # ---- looking
 
 
@@ -129,7 +123,8 @@ class Heartbeats:
 
     def look(self, now: float) -> list[JobState]:
         """What the jobs say at a time in seconds, which does not go back."""
-        expected, before = _expected(self._folder), self._moved
+        recorded, before = read_object(self._folder, EXPECTED).get("jobs"), self._moved
+        expected = [str(name) for name in recorded] if isinstance(recorded, list) else None
         found = _statuses(shared_folder(self._folder), self._missed if expected is None else expected)
         self._moved = {}
         jobs = []

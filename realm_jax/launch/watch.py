@@ -5,8 +5,8 @@
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -67,110 +67,99 @@ def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
 
     A curve is [[step, value], …] of at most POINTS points. Raises StorageError.
     """
-    run, state = _read(folder, jobs), run_state(folder, list(jobs))
-    tasks, last = [_task(run, name) for name in run.metrics], state.progress.metrics
-    utility = retrieval_utility(run.metrics)
-    found = state.record() | {
-        "state": run.state,
-        "stage": run.stage,
-        "tasks": tasks,
-        "recall": _recall(run.evaluations),
-        "retrieval_utility": None if utility is None else {"value": utility, "curve": _utility_curve(run)},
-        "goodput": last.get("goodput"),
-        "waits": {key.removeprefix("wait_"): value for key, value in last.items() if key.startswith("wait_")},
-        "index": _index(run),
-        "seconds": sum(task["seconds"] or 0.0 for task in tasks),
-        "seconds_left": None if run.state == DONE else _seconds_left(run, tasks),
-        "results": run.results,
-        "adapted": _section(run.adaptation, "measured").get("promoted"),
-        "warnings": [said for task in tasks if (said := describe_regression(task["name"], task["end"]))],
-    }
-    return finite(found)
-
-
-class _Run(NamedTuple):
-    """What the files of a run say. names: of the recipe's tasks; metrics, evaluations: theirs."""
-
-    folder: Folder
-    config: JSON
-    names: list[str]
-    metrics: dict[str, Lines]
-    evaluations: dict[str, Lines]
-    untrained: JSON
-    adaptation: JSON
-    results: JSON
-    trainer: JobState | None
-
-    @property
-    def state(self) -> str:
-        if self.trainer is not None:
-            return STATES[self.trainer.state]
-        if self.results or "export" in self.adaptation:
-            return DONE
-        return UNKNOWN if self.names else NOT_BEGUN
-
-    @property
-    def stage(self) -> str:
-        return self.trainer.status.stage if self.trainer is not None else ""
-
-    @property
-    def current(self) -> str:
-        """The task that is trained, or was last."""
-        begun = [name for name, lines in self.metrics.items() if lines]
-        return self.stage if self.stage in self.metrics else (begun or [""])[-1]
-
-
-def _read(folder: Folder, jobs: Sequence[JobState]) -> _Run:
-    names, there = task_names(folder), {*folder.names()}
-
-    def records(kind: str, *needed: str) -> dict[str, Lines]:
-        found = {name: read_records(folder, f"{name}/{kind}.jsonl") for name in names}
-        return {name: [line for line in lines if _has_numbers(line, needed)] for name, lines in found.items()}
+    names, files = task_names(folder), {*folder.names()}
 
     def read(name: str) -> JSON:
-        return read_object(folder, name) if name in there else {}
+        return read_object(folder, name) if name in files else {}
 
-    return _Run(
-        folder, read("config.json"), names, records("metrics", "step", "seconds"), records("evaluations", "step"),
-        _section(read("baselines.json"), "untrained"), read("adapt.json"), read("results.json"),
-        next((job for job in jobs if job.name == TRAINER), None),
-    )  # fmt: skip
+    def read_tasks(kind: str, *needed: str) -> dict[str, Lines]:
+        """Task → its records that have these numbers."""
+        records = {name: read_records(folder, f"{name}/{kind}.jsonl") for name in names}
+        return {name: [line for line in lines if _has_numbers(line, *needed)] for name, lines in records.items()}
+
+    config, adaptation, results = read("config.json"), read("adapt.json"), read("results.json")
+    metrics, evaluations = read_tasks("metrics", "step", "seconds"), read_tasks("evaluations", "step")
+    untrained = _section(read("baselines.json"), "untrained")
+
+    # --- how it does: by the trainer's heartbeat, else by what is written at the end
+    trainer = next((job for job in jobs if job.name == TRAINER), None)
+    if trainer is not None:
+        state, stage = STATES[trainer.state], trainer.status.stage
+    elif results or "export" in adaptation:
+        state, stage = DONE, ""
+    else:
+        state, stage = UNKNOWN if names else NOT_BEGUN, ""
+    begun = [name for name, lines in metrics.items() if lines]
+    current = stage if stage in metrics else (begun or [""])[-1]  # the task that is trained, or was last
+
+    # --- tasks; one that has not begun is as long as `realm adapt` planned it
+    planned = _section(_section(_section(adaptation, "plan"), "estimate"), "step")  # task → seconds a step
+    tasks: list[JSON] = []
+    seconds_left: list[float | None] = []
+    for name, lines in metrics.items():
+        step, steps = int(lines[-1]["step"]) if lines else 0, _section(config, name).get("steps")
+        task_state = "stopped" if lines else "waiting"
+        if state == DONE or (name != stage and steps is not None and step >= steps):
+            task_state = "done"
+        elif name == current and state in (RUNNING, UNKNOWN):
+            task_state = "running"
+        left = None if task_state == "done" or steps is None else _steps_left(lines, steps)
+        tasks.append({
+            "name": name,
+            "state": task_state,
+            "step": step,
+            "steps": steps,
+            "seconds": seconds_spent(lines, evaluations[name]) if lines else None,
+            "seconds_left": left,
+            "loss": _curve(lines, "loss"),
+            "end": compare_with_start(evaluations[name], untrained),
+        })  # fmt: skip
+        if left is None and steps is not None and _has_numbers(planned, name):
+            left = steps * planned[name]
+        seconds_left.append(0.0 if task_state == "done" else left)
+    known = [seconds for seconds in seconds_left if seconds is not None]
+
+    # --- what is learned
+    history = recall_history(evaluations)
+    measure = primary_metric({key: True for point in history for key in point})
+    points = [
+        {"task": point["stage"], "step": point["step"], "value": point[measure], "refresh": bool(point.get("refresh"))}
+        for point in history
+        if _has_numbers(point, measure) and math.isfinite(point[measure])
+    ]
+    utility = retrieval_utility(metrics)
+    curves = [_curve(lines, "retrieval_utility") for lines in metrics.values()]
+    # that of the last task that reads passages for masked words
+    utility_curve = next((curve for curve in reversed(curves) if curve), [])
+
+    found = run_state(folder, list(jobs))
+    last = found.progress.metrics
+    status = found.record() | {
+        "state": state,
+        "stage": stage,
+        "tasks": tasks,
+        "recall": {"measure": measure, "points": points} if points else None,
+        "retrieval_utility": None if utility is None else {"value": utility, "curve": utility_curve},
+        "goodput": last.get("goodput"),
+        "waits": {key.removeprefix("wait_"): value for key, value in last.items() if key.startswith("wait_")},
+        "index": _index(shared_folder(folder), _section(config, "refresh").get("mode"), metrics, evaluations, current),
+        "seconds": sum(task["seconds"] or 0.0 for task in tasks),
+        "seconds_left": sum(known) if state != DONE and tasks and len(known) == len(tasks) else None,
+        "results": results,
+        "adapted": _section(adaptation, "measured").get("promoted"),
+        "warnings": [line for task in tasks if (line := describe_regression(task["name"], task["end"]))],
+    }
+    return finite(status)
 
 
-def _section(found: JSON, name: str) -> JSON:
+def _section(record: JSON, name: str) -> JSON:
     """A section of an object; {} where there is none."""
-    section = found.get(name)
+    section = record.get(name)
     return section if isinstance(section, dict) else {}
 
 
-def _has_numbers(line: JSON, keys: Iterable[str]) -> bool:
+def _has_numbers(line: JSON, *keys: str) -> bool:
     return all(isinstance(line.get(key), int | float) for key in keys)
-
-
-# ---- tasks
-
-
-def _task(run: _Run, name: str) -> JSON:
-    lines = run.metrics[name]
-    step = int(lines[-1]["step"]) if lines else 0
-    steps = _section(run.config, name).get("steps")
-    past = name != run.stage and steps is not None and step >= steps
-    if run.state == DONE or past:
-        state = "done"
-    elif name == run.current and run.state in (RUNNING, UNKNOWN):
-        state = "running"
-    else:
-        state = "stopped" if lines else "waiting"
-    return {
-        "name": name,
-        "state": state,
-        "step": step,
-        "steps": steps,
-        "seconds": seconds_spent(lines, run.evaluations[name]) if lines else None,
-        "seconds_left": None if state == "done" or steps is None else _steps_left(lines, steps),
-        "loss": _curve(lines, "loss"),
-        "end": compare_with_start(run.evaluations[name], run.untrained),
-    }
 
 
 def _steps_left(lines: Lines, steps: int) -> float | None:
@@ -179,94 +168,51 @@ def _steps_left(lines: Lines, steps: int) -> float | None:
     if not recent:
         return None
     first = recent[0] if len(recent) > 1 else {"step": 0, "seconds": 0.0}
-    done, taken = recent[-1]["step"] - first["step"], recent[-1]["seconds"] - first["seconds"]
-    return max(0, steps - recent[-1]["step"]) * taken / done if done > 0 else None
-
-
-def _seconds_left(run: _Run, tasks: Sequence[JSON]) -> float | None:
-    """Seconds for the recipe; a task that has not begun is as long as `realm adapt` planned it."""
-    planned = _section(_section(_section(run.adaptation, "plan"), "estimate"), "step")
-    total = 0.0
-    for task in tasks:
-        left = task["seconds_left"]
-        if left is None and _has_numbers(planned, [task["name"]]) and task["steps"] is not None:
-            left = task["steps"] * planned[task["name"]]
-        if task["state"] == "done":
-            continue
-        if left is None:
-            return None
-        total += left
-    return total if tasks else None
-
-
-# ---- what is learned
-
-
-def _recall(evaluations: dict[str, Lines]) -> JSON | None:
-    history = recall_history(evaluations)
-    measure = primary_metric({key: True for point in history for key in point})
-    points = [
-        {"task": point["stage"], "step": point["step"], "value": point[measure], "refresh": bool(point.get("refresh"))}
-        for point in history
-        if _has_numbers(point, [measure]) and math.isfinite(point[measure])
-    ]
-    return {"measure": measure, "points": points} if points else None
-
-
-def _utility_curve(run: _Run) -> list[list[float]]:
-    """Of the last task that reads passages for masked words."""
-    curves = (_curve(lines, "retrieval_utility") for lines in reversed(run.metrics.values()))
-    return next((curve for curve in curves if curve), [])
+    done, seconds = recent[-1]["step"] - first["step"], recent[-1]["seconds"] - first["seconds"]
+    return max(0, steps - recent[-1]["step"]) * seconds / done if done > 0 else None
 
 
 def _curve(lines: Lines, key: str) -> list[list[float]]:
     """A value by step, at most POINTS of them: the last step of each part, and its mean."""
-    found = np.array([(line["step"], line[key]) for line in lines if _has_numbers(line, [key])], np.float64)
-    if not len(found):
+    points = np.array([(line["step"], line[key]) for line in lines if _has_numbers(line, key)], np.float64)
+    if not len(points):
         return []
-    parts = np.array_split(found, min(POINTS, len(found)))
+    parts = np.array_split(points, min(POINTS, len(points)))
     return [[int(part[-1, 0]), float(part[:, 1].mean())] for part in parts]
 
 
-# ---- the index
-
-
-def _index(run: _Run) -> JSON | None:
+def _index(
+    shared: Folder, mode: str | None, metrics: dict[str, Lines], evaluations: dict[str, Lines], current: str
+) -> JSON | None:
     """The index of the task that last had its passages embedded anew, and what the builders have made."""
-    made = {
-        name: [line for line in lines if line.get("refresh") and _has_numbers(line, ["index_step"])]
-        for name, lines in run.evaluations.items()
+    refreshes = {
+        name: [line for line in lines if line.get("refresh") and _has_numbers(line, "index_step")]
+        for name, lines in evaluations.items()
     }
-    tasks = [name for least in (1, 2) for name, lines in made.items() if len(lines) >= least]
-    shared, adopted = shared_folder(run.folder), adoptions(run.evaluations)
-    names = generation_names(shared)[-GENERATIONS:]
+    # A task that refreshed twice counts before one that only made its first index.
+    tasks = [name for least in (1, 2) for name, lines in refreshes.items() if len(lines) >= least]
+    names, adopted = generation_names(shared)[-GENERATIONS:], adoptions(evaluations)
     if not tasks and not names:
         return None
-    task = tasks[-1] if tasks else run.current
-    now = max(
-        (int(line["step"]) for lines in (run.metrics, run.evaluations) for line in lines.get(task, [])), default=0
-    )
-    used = made[task][-1]["index_step"] if tasks else -1
-    generation = adopted[-1]["generation"] if adopted else ""
-    return {
-        "mode": _section(run.config, "refresh").get("mode"),
-        "task": task,
-        "step": used if tasks else None,
-        "age": now - used if adopted or len(made.get(task, [])) > 1 else None,
-        "drift": next((line["drift"] for line in reversed(adopted) if "drift" in line), None),
-        "generations": _generations(shared, names, generation, now),
-        "adoptions": [{key: line.get(key) for key in ADOPTION} for line in adopted],
-    }
-
-
-def _generations(shared: Folder, names: Sequence[str], used: str, now: int) -> list[JSON]:
-    """The generations of these names. used: the name of the one in use; now: the step of training."""
+    task = tasks[-1] if tasks else current
+    now = max((int(line["step"]) for records in (metrics, evaluations) for line in records.get(task, [])), default=0)
+    index_step = refreshes[task][-1]["index_step"] if tasks else -1
+    in_use = adopted[-1]["generation"] if adopted else ""
     published = {manifest.generation: manifest for manifest in manifests(shared, names)}
-    found = []
+    generations: list[JSON] = []
     for name in names:
         manifest, step = published.get(name), export_step(name)
-        state = "published" if manifest else "being built"
-        state = "refused" if rejection(shared, name) else "in use" if name == used else state
-        told = {"recall": manifest.recall, "seconds": sum(manifest.seconds.values())} if manifest else {}
-        found.append({"generation": name, "step": step, "age": max(0, now - step), "state": state} | told)
-    return found
+        state = "in use" if name == in_use else "published" if manifest else "being built"
+        state = "refused" if rejection(shared, name) else state
+        measured = {"recall": manifest.recall, "seconds": sum(manifest.seconds.values())} if manifest else {}
+        generations.append({"generation": name, "step": step, "age": max(0, now - step), "state": state} | measured)
+    is_refreshed = adopted or len(refreshes.get(task, [])) > 1
+    return {
+        "mode": mode,
+        "task": task,
+        "step": index_step if tasks else None,
+        "age": now - index_step if is_refreshed else None,
+        "drift": next((line["drift"] for line in reversed(adopted) if "drift" in line), None),
+        "generations": generations,
+        "adoptions": [{key: line.get(key) for key in ADOPTION} for line in adopted],
+    }
