@@ -10,7 +10,6 @@ import logging
 import os
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Thread
@@ -27,7 +26,6 @@ PROJECT = "realm_jax"  # unless WANDB_PROJECT names another
 IDS = "trackers.json"
 PREFIXES = {"metrics": "train", "evaluations": "evaluation"}  # file of the record → prefix of its values' names
 CLOSE_SECONDS = 20.0  # that the end of a task waits for uploads: less than what is left after SIGTERM
-Numbers = Mapping[str, float]
 
 
 class TaskRun(NamedTuple):
@@ -40,32 +38,10 @@ class TaskRun(NamedTuple):
     id: str = ""
 
 
-class Tracker(ABC):
-    """One run of one tracker. id: by which it is found again, '' if it needs none."""
-
-    id: str = ""
-
-    @abstractmethod
-    def __init__(self, run: TaskRun) -> None:
-        """Open the run, or go on with it."""
-
-    @abstractmethod
-    def log(self, kind: str, step: int, values: Numbers) -> None:
-        """Send the numbers of one record.
-
-        Args:
-          kind: 'metrics' or 'evaluations'.
-          step: of the task.
-          values: name → number.
-        """
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Send what was held back, and close the run."""
-
-
-class TensorBoard(Tracker):
+class TensorBoard:
     """Files in TASK/tensorboard/<kind>, in which steps that are trained again replace the earlier ones."""
+
+    id = ""  # it needs none to go on
 
     def __init__(self, run: TaskRun) -> None:
         from tensorboardX import SummaryWriter  # here, since it imports torch if that is installed: seconds
@@ -75,11 +51,13 @@ class TensorBoard(Tracker):
         folder = run.folder / "tensorboard"
         self._writers = {kind: SummaryWriter(str(folder / kind), purge_step=step) for kind, step in first_steps.items()}
 
-    def log(self, kind: str, step: int, values: Numbers) -> None:
+    def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        """Send the numbers of a record. kind: 'metrics' or 'evaluations'; step: of the task."""
         for name, value in values.items():
             self._writers[kind].add_scalar(name, value, step)
 
     def finish(self) -> None:
+        """Send what was held back, and close the files."""
         event_writers = [writer.file_writer.event_writer for writer in self._writers.values()]
         try:
             for writer in self._writers.values():
@@ -92,8 +70,8 @@ class TensorBoard(Tracker):
             raise
 
 
-class WeightsAndBiases(Tracker):
-    """A run of wandb. Its own steps only grow, so values are drawn over a value `step`."""
+class WeightsAndBiases:
+    """A run of wandb, with the methods of `TensorBoard`. Its own steps only grow, so values are drawn over `step`."""
 
     def __init__(self, run: TaskRun) -> None:
         import wandb
@@ -107,11 +85,14 @@ class WeightsAndBiases(Tracker):
         )  # fmt: skip
         self._run.define_metric("*", step_metric="step")
 
-    def log(self, kind: str, step: int, values: Numbers) -> None:
+    def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step} | {f"{PREFIXES[kind]}/{name}": value for name, value in values.items()})
 
     def finish(self) -> None:
         self._run.finish()
+
+
+Tracker = TensorBoard | WeightsAndBiases
 
 
 class CompositeTracker:
@@ -122,21 +103,19 @@ class CompositeTracker:
         self._failed = set[str]()
 
     def log(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Send the numbers among the values of a record to every tracker; see `Tracker.log`."""
+        """Send the numbers among the values of a record to every tracker."""
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         for name, tracker in self._trackers.items():
             self._attempt(name, lambda tracker=tracker: tracker.log(kind, step, numbers))  # type: ignore[misc]
 
     def finish(self) -> None:
         """Close every tracker; gives up after CLOSE_SECONDS."""
-        threads = {
-            name: Thread(target=self._attempt, args=(name, tracker.finish), daemon=True)
-            for name, tracker in self._trackers.items()
-        }
-        for thread in threads.values():
-            thread.start()
+        threads = []
+        for name, tracker in self._trackers.items():
+            threads.append((name, Thread(target=self._attempt, args=(name, tracker.finish), daemon=True)))
+            threads[-1][1].start()
         end = time.monotonic() + CLOSE_SECONDS
-        for name, thread in threads.items():
+        for name, thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
             if thread.is_alive():
                 self._warn(name, f"is not done after {CLOSE_SECONDS:g} s")
@@ -170,17 +149,9 @@ def check_installed(log_to: str) -> None:
 
 
 def open_trackers(log_to: str, run: TaskRun) -> CompositeTracker:
-    """Open the trackers of a task in the first process; all processes have to call this.
+    """Open the trackers that `config.log.to` names in the first process, and none in others; all have to call this.
 
-    Args:
-      log_to: `config.log.to`.
-      run: of the task.
-
-    Returns:
-      The trackers; none in the other processes.
-
-    Raises:
-      UserError: one cannot be opened.
+    Raises UserError if one cannot be opened.
     """
     opened: dict[str, Tracker] = {}
 
