@@ -99,7 +99,12 @@ def make_data(workdir: Path, entities: int, seed: int, **others: Any) -> None:
     sizes = {"held_out": max(1, entities // 16), "train_questions": min(4000, entities * 3)}
     settings = encyclopedia.EncyclopediaSettings(seed=seed, entities=entities, **(sizes | others))
     if text.is_dir():
-        _check_settings(text, dataclasses.asdict(settings))
+        made = read_json(text / SETTINGS)
+        for key, value in dataclasses.asdict(settings).items():
+            if made.get(key) != value:
+                raise UserError(
+                    f"{text} was made with {key}={made.get(key)}, not {value}; use the same value, or another --workdir"
+                )
     else:
         unfinished = workdir / ".text.partial"
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -111,12 +116,3 @@ def make_data(workdir: Path, entities: int, seed: int, **others: Any) -> None:
         text / "passages.jsonl", workdir / "data", questions=questions, pretraining=text / "pretraining.jsonl",
         vocabulary_size=VOCABULARY,
     )  # fmt: skip
-
-
-def _check_settings(text: Path, settings: dict[str, Any]) -> None:
-    made = read_json(text / SETTINGS)
-    for key, value in settings.items():
-        if made.get(key) != value:
-            raise UserError(
-                f"{text} was made with {key}={made.get(key)}, not {value}; use the same value, or another --workdir"
-            )
