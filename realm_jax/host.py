@@ -49,7 +49,9 @@ def keep_freed_memory() -> None:
     if "MALLOC_ARENA_MAX" in os.environ or platform.libc_ver()[0] != "glibc" or not is_cpu_only():
         return
     _keeps_memory = True
-    _set((M_ARENA_MAX, ARENAS), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, HEAP))
+    libc = ctypes.CDLL(None)
+    for option, value in ((M_ARENA_MAX, ARENAS), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, HEAP)):
+        libc.mallopt(option, value)
 
 
 def release_large_blocks() -> None:
@@ -60,7 +62,9 @@ def release_large_blocks() -> None:
     global _releases_blocks
     if _keeps_memory:
         _releases_blocks = True
-        _set((M_MMAP_THRESHOLD, LARGE), (M_MMAP_MAX, BLOCKS))
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, LARGE)
+        libc.mallopt(M_MMAP_MAX, BLOCKS)
 
 
 def releases_memory() -> bool:
@@ -105,12 +109,6 @@ def enlarge_compiler_stacks() -> None:
     given = os.environ.get("LIBTPU_INIT_ARGS", "")
     if STACK_FLAG not in given:
         os.environ["LIBTPU_INIT_ARGS"] = f"{given} --{STACK_FLAG}={COMPILER_STACK}".strip()
-
-
-def _set(*options: tuple[int, int]) -> None:
-    libc = ctypes.CDLL(None)
-    for option, value in options:
-        libc.mallopt(option, value)
 
 
 @contextlib.contextmanager
@@ -207,7 +205,7 @@ class Stop:
 
 
 class CtrlC:
-    """A context manager around a whole command that makes sure that Ctrl-C's KeyboardInterrupt is never lost.
+    """A context manager around a whole command, in which Ctrl-C's KeyboardInterrupt is never lost.
 
     `received` says that it came, whatever became of the exception. Where nothing can be raised, as in JAX's hook on
     garbage collection, it comes again. With a handler that is not Python's own, asyncio leaves the signal alone too.

@@ -136,6 +136,6 @@ def broadcast_from_process_0(value: int) -> int:
     """Process 0's value, on every process. Collective: all processes must call it."""
     if jax.process_count() == 1:
         return value
-    from jax.experimental import multihost_utils  # here, since it is of no use to a single process
+    from jax.experimental import multihost_utils
 
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
