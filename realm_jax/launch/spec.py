@@ -102,22 +102,16 @@ def parse(name: str, key: str) -> Slice:
     if version not in GENERATIONS or not colon:
         known = ", ".join(GENERATIONS)
         raise UserError(f"{key}={name}: write VERSION:TOPOLOGY, such as v5e:8x8; versions are {known}")
-    if not _exists(version, topology):
-        some = ", ".join(FLAT) if version != "v5p" else f"{', '.join(SMALL_CUBES)}, 4x4x4, 4x4x8, …"
+    exists, some = topology in FLAT, ", ".join(FLAT)
+    if version == "v5p":  # small ones, and whole cubes of 4 × 4 × 4, their sides in order, to 16x16x24
+        some = f"{', '.join(SMALL_CUBES)}, 4x4x4, 4x4x8, …"
+        is_cube = re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology)
+        sides = [int(side) for side in topology.split("x")] if is_cube else [1]
+        whole = all(side % 4 == 0 for side in sides) and sides == sorted(sides) and math.prod(sides) <= 16 * 16 * 24
+        exists = topology in SMALL_CUBES or whole
+    if not exists:
         raise UserError(f"{key}={name}: {version} has no such topology; choose among {some}")
     return Slice(version, topology)
-
-
-def _exists(version: str, topology: str) -> bool:
-    """v5e and v6e: the flat ones. v5p: small ones, and whole cubes of 4 × 4 × 4, their sides in order, to 16x16x24."""
-    if version != "v5p":
-        return topology in FLAT
-    if topology in SMALL_CUBES:
-        return True
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology):
-        return False
-    sides = [int(side) for side in topology.split("x")]
-    return all(side % 4 == 0 for side in sides) and sides == sorted(sides) and math.prod(sides) <= 16 * 16 * 24
 
 
 @dataclass(frozen=True)
