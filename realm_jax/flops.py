@@ -44,16 +44,13 @@ class Tower:
 
 def tower_of(config: ConfigDict) -> Tower:
     """The size that the embedders have."""
-    return _sized(config.model)
+    return Tower(config.model.layers, config.model.width, config.model.feed_forward)
 
 
 def reader_of(config: ConfigDict) -> Tower:
     """The reader's size."""
-    return _sized(reader_section(config.model))
-
-
-def _sized(model: ConfigDict) -> Tower:
-    return Tower(model.layers, model.width, model.feed_forward)
+    reader = reader_section(config.model)
+    return Tower(reader.layers, reader.width, reader.feed_forward)
 
 
 def embedding_flops(config: ConfigDict, length: int, places: float = 0) -> float:

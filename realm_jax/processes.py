@@ -33,17 +33,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def start(args: argparse.Namespace) -> None:
     """Connect to the other processes. Raises UserError; touches no device when there is only one process."""
-    if args.processes == AUTO:
-        _initialize()
-        return
-    if not args.processes.isdigit() or int(args.processes) < 1:
-        raise UserError(f"--processes={args.processes}: give a number, or 'auto'")
-    count = int(args.processes)
-    _check_place(args.process, count)
-    if count > 1:
+    distributed: tuple[Any, ...] = ()
+    if args.processes != AUTO:
+        if not args.processes.isdigit() or int(args.processes) < 1:
+            raise UserError(f"--processes={args.processes}: give a number, or 'auto'")
+        count = int(args.processes)
+        _check_place(args.process, count)
+        if count == 1:
+            return
         if not args.coordinator:
             raise UserError("--coordinator: name a machine and a free port that every process reaches, host:port")
-        _initialize(args.coordinator, count, args.process)
+        distributed = args.coordinator, count, args.process
+    try:
+        jax.distributed.initialize(*distributed)
+    except (RuntimeError, ValueError) as fault:
+        raise UserError(f"the processes do not find each other: {' '.join(str(fault).split())[:300]}") from None
+    if not is_process_0():
+        logging.getLogger("realm_jax").setLevel(logging.WARNING)  # process 0 logs for all
 
 
 class WorkShare(NamedTuple):
@@ -74,15 +80,6 @@ def work_share(args: argparse.Namespace) -> WorkShare:
 def _check_place(process: int, count: int) -> None:
     if not 0 <= process < count:
         raise UserError(f"--process={process}: must be at least 0 and below --processes={count}")
-
-
-def _initialize(*where: Any) -> None:
-    try:
-        jax.distributed.initialize(*where)
-    except (RuntimeError, ValueError) as fault:
-        raise UserError(f"the processes do not find each other: {' '.join(str(fault).split())[:300]}") from None
-    if not is_process_0():
-        logging.getLogger("realm_jax").setLevel(logging.WARNING)  # process 0 logs for all
 
 
 def is_process_0() -> bool:

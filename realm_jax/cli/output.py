@@ -75,9 +75,9 @@ def _cell(value: Any) -> str:
 
 def checked_output(path: str | Path, flag: str) -> Path:
     """The file that `path` leads to, through links. Raises UserError, with the flag, where nothing can be written."""
-    given = Path(path)
-    file = given if is_special(given) else Path(os.path.realpath(given))
+    given = file = Path(path)
     if not is_special(given):
+        file = Path(os.path.realpath(given))
         if file.is_dir() or not file.parent.is_dir():
             raise UserError(f"{flag}={given}: name a file in a folder that exists")
         make_folder(file.parent, flag)
