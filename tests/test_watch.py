@@ -21,8 +21,7 @@ from runs import until
 
 from realm_jax.cli import main as cli
 from realm_jax.cli.watch import BLOCKS, sparkline, view
-from realm_jax.launch.status import Heartbeats
-from realm_jax.launch.watch import POINTS, run_status
+from realm_jax.launch.status import POINTS, Heartbeats, run_status
 from realm_jax.refresh.generations import ChunkFile, Manifest, reject
 from realm_jax.refresh.status import Status, write_status
 from realm_jax.storage import FileEntry, Folder, PosixFolder, open_folder

@@ -1,6 +1,7 @@
 """`realm watch`: a live view of a run on the terminal, made from its records alone.
 
-What is known of a run is found by `realm_jax/launch/watch.py`, which says what each entry means; here is how it looks.
+What is known of a run is found by `run_status` of `realm_jax/launch/status.py`, which says what each entry means;
+here is how it looks.
 """
 
 import argparse
@@ -18,8 +19,17 @@ from realm_jax.cli.argument_types import nonempty, positive
 from realm_jax.cli.output import print_json, stdout, table
 from realm_jax.errors import UserError
 from realm_jax.eval.format import duration, share
-from realm_jax.launch.status import Heartbeats, describe_status, poll_jobs
-from realm_jax.launch.watch import DONE, NOT_BEGUN, RUNNING, SILENT, STOPPED, run_status
+from realm_jax.launch.status import (
+    DONE,
+    NOT_BEGUN,
+    RUNNING,
+    SILENT,
+    STOPPED,
+    Heartbeats,
+    describe_status,
+    poll_jobs,
+    run_status,
+)  # fmt: skip
 from realm_jax.refresh.status import HEARTBEAT_SECONDS, Status
 from realm_jax.storage import StorageError, open_folder
 

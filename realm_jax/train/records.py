@@ -3,7 +3,7 @@
     TASK/metrics.jsonl        one object a logged step: {"step", name: value, …}
     TASK/evaluations.jsonl    one object a measurement
 
-Who writes them: `metrics.py`. Who reads them: `results.py` at the end of a run, `launch/watch.py` while it trains.
+Who writes them: `metrics.py`. Who reads them: `results.py` at the end of a run, `launch/status.py` while it trains.
 """
 
 import json
