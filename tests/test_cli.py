@@ -79,22 +79,17 @@ def test_a_job_without_a_config_refuses_overrides(job, capsys):
     assert end.value.code == 2 and "--config.train.steps=10" in capsys.readouterr().err
 
 
-def test_no_command_is_an_error():
-    with pytest.raises(SystemExit) as end:
-        cli.main([])
-    assert end.value.code == 2
-
-
 @pytest.mark.parametrize(
     ("line", "says"),
     [
+        ("", "the following arguments are required: COMMAND"),
         ("quickstrat", "invalid choice: 'quickstrat'"),
         ("storage lss", "invalid choice: 'lss'"),
         ("ask --workdir=run --search=hybird", "invalid choice: 'hybird'"),
         ("fake --workdri=w", "realm: error: unrecognized arguments: --workdri=w"),
     ],
 )
-def test_a_mistyped_command_option_or_value_is_an_error_in_one_line_below_the_usage(job, capsys, line, says):
+def test_a_missing_or_mistyped_command_option_or_value_is_an_error_in_one_line_below_the_usage(job, capsys, line, says):
     with pytest.raises(SystemExit) as end:
         cli.main(line.split())
     lines = capsys.readouterr().err.splitlines()

@@ -1,8 +1,8 @@
 """The status of a run, from its work directory alone: for every target, from any machine that can read the folder.
 
-`RunState` is what `realm launch status` shows, `run_status` what `realm watch` shows. JAX is not needed. A job that is alive writes its status every HEARTBEAT_SECONDS. Clocks are never compared: a job whose counter does not
-move within two heartbeats is late. Which jobs should be running is recorded by `record_expected_jobs` when they are
-started.
+`RunState` is what `realm launch status` shows, `run_status` what `realm watch` shows; neither needs JAX. A job that is
+alive writes its status every HEARTBEAT_SECONDS. Clocks are never compared: a job whose counter does not move within two
+heartbeats is late. Which jobs should be running is recorded by `record_expected_jobs` when they are started.
 """
 
 import dataclasses
