@@ -32,16 +32,12 @@ SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 
 @dataclass(frozen=True)
 class Generation:
-    """A version of TPUs.
+    """A version of TPUs."""
 
-    accelerator: GKE's name. gcloud: its name; a slice's has a number behind it, which counts `cores_per_chip` for every
-    chip. runtime: image of its machines.
-    """
-
-    accelerator: str
-    gcloud: str
+    accelerator: str  # GKE's name
+    gcloud: str  # its name; a slice's has a number behind it, which counts `cores_per_chip` for every chip
     cores_per_chip: int
-    runtime: str
+    runtime: str  # image of its machines
 
 
 GENERATIONS = {
