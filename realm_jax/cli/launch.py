@@ -209,7 +209,7 @@ def _checked_launch(args: argparse.Namespace) -> Launch:
 def show(state: RunState | None, resources: list[dict[str, str]] | None = None) -> None:
     """How a run does, a line a job; and what of it is there, a line each."""
     if state:
-        print(one_line(state.progress, []))
+        print(one_line(state, {}))
         for job in state.jobs:
             sign = "LATE: no heartbeat for 10 s" if job.state == "late" else job.state
             used = f", index of step {job.status.index}" if job.status.index >= 0 else ""

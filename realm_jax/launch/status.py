@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,14 +45,6 @@ STATES = {"alive": RUNNING, "late": SILENT, "stopped": STOPPED, "done": DONE, UN
 JSON = dict[str, Any]
 
 
-class Progress(NamedTuple):
-    """Where a run stands. checkpoint: (task, step) of the newest; metrics: the last line of the newest task's."""
-
-    task: str
-    checkpoint: tuple[str, int] | None
-    metrics: dict[str, Any]
-
-
 class JobState(NamedTuple):
     """A job and what it says of itself. state: 'done', 'alive', 'late' where it should live and has no heartbeat while
     somebody looks, 'stopped' where it need not, UNKNOWN until that is clear."""
@@ -63,30 +55,30 @@ class JobState(NamedTuple):
 
 
 class RunState(NamedTuple):
-    """A run at one look. generation: step of the newest index, −1 for none."""
+    """A run at one look."""
 
-    progress: Progress
+    task: str  # the newest that has records; '' for none
+    checkpoint: tuple[str, int] | None  # (task, step) of the newest
+    metrics: JSON  # the task's last record
     jobs: list[JobState]
-    generation: int
+    generation: int  # step of the newest index, −1 for none
 
     @property
     def late(self) -> list[str]:
         """The jobs without a heartbeat."""
         return [job.name for job in self.jobs if job.state == "late"]
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JSON:
         """As JSON: {"task", "checkpoint", "metrics", "generation", "jobs": [{"name", "state", "stage", "step",
         "index"}]}; a metric that is not finite is None."""
-        jobs = [
-            {"name": job.name, "state": job.state}
-            | {key: getattr(job.status, key) for key in ("stage", "step", "index")}
-            for job in self.jobs
-        ]
-        saved = self.progress.checkpoint
+        saved, jobs = self.checkpoint, []
+        for name, status, state in self.jobs:
+            details = {"stage": status.stage, "step": status.step, "index": status.index}
+            jobs.append({"name": name, "state": state} | details)
         return {
-            "task": self.progress.task,
+            "task": self.task,
             "checkpoint": None if saved is None else {"task": saved[0], "step": saved[1]},
-            "metrics": finite(self.progress.metrics),
+            "metrics": finite(self.metrics),
             "generation": self.generation,
             "jobs": jobs,
         }
@@ -95,9 +87,9 @@ class RunState(NamedTuple):
 def finite(value: Any) -> Any:
     """A value of JSON with None for numbers that are not finite, for which JSON has no number."""
     if isinstance(value, dict):
-        return {key: finite(one) for key, one in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [finite(one) for one in value]
+        return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -144,17 +136,17 @@ class Heartbeats:
         """What the jobs say at a time in seconds, which does not go back."""
         recorded, before = read_object(self._folder, EXPECTED).get("jobs"), self._moved
         expected = [str(name) for name in recorded] if isinstance(recorded, list) else None
-        found = _statuses(shared_folder(self._folder), self._missed if expected is None else expected)
+        statuses = _statuses(shared_folder(self._folder), self._missed if expected is None else expected)
         self._moved = {}
         jobs = []
-        for name, one in found.items():
+        for name, status in statuses.items():
             counter, since, seen = (before or {}).get(name, (None, now, False))
-            if counter != one.counter:
+            if counter != status.counter:
                 since, seen = now, before is not None
-            self._moved[name] = one.counter, since, seen
+            self._moved[name] = status.counter, since, seen
             silent = "late" if expected is None or name in expected else "stopped"
-            fresh = "alive" if seen else UNKNOWN
-            jobs.append(JobState(name, one, "done" if one.done else fresh if now - since < STALE_AFTER else silent))
+            state = ("alive" if seen else UNKNOWN) if now - since < STALE_AFTER else silent
+            jobs.append(JobState(name, status, "done" if status.done else state))
         return jobs
 
 
@@ -175,17 +167,12 @@ def poll_jobs(heartbeats: Heartbeats, wait: Callable[[float], None] = time.sleep
 
 
 def run_state(folder: Folder, jobs: list[JobState]) -> RunState:
-    """A run now. jobs: what is known of them."""
-    built = [export_step(name) for name in generation_names(shared_folder(folder))]
-    return RunState(progress(folder), jobs, max(built, default=-1))
-
-
-def progress(folder: Folder) -> Progress:
-    """Where a run stands, as far as can be read."""
+    """A run now, as far as can be read. jobs: what is known of them."""
+    generation = max(map(export_step, generation_names(shared_folder(folder))), default=-1)
     for task in reversed(task_names(folder)):  # a task that has just started has no records yet
         if lines := read_records(folder, f"{task}/metrics.jsonl"):
-            return Progress(task, newest_checkpoint(folder), lines[-1])
-    return Progress("", newest_checkpoint(folder), {})
+            return RunState(task, newest_checkpoint(folder), lines[-1], jobs, generation)
+    return RunState("", newest_checkpoint(folder), {}, jobs, generation)
 
 
 def newest_checkpoint(folder: Folder) -> tuple[str, int] | None:
@@ -207,8 +194,8 @@ def newest_generation(folder: Folder) -> str:
 def _statuses(folder: Folder, wanted: Sequence[str] = ()) -> dict[str, Status]:
     """What the jobs say of themselves, the trainer first, and those that are wanted in any case."""
     names = [name.removesuffix(".json") for name in folder.names("jobs") if name.endswith(".json")]
-    found = {name: read_status(folder, name) for name in (TRAINER, *names) if name.startswith((TRAINER, BUILDER))}
-    return dict.fromkeys(wanted, NEVER_STARTED) | {name: one for name, one in found.items() if one is not None}
+    read = {name: read_status(folder, name) for name in (TRAINER, *names) if name.startswith((TRAINER, BUILDER))}
+    return dict.fromkeys(wanted, NEVER_STARTED) | {name: status for name, status in read.items() if status is not None}
 
 
 def read_object(folder: Folder, name: str) -> dict[str, Any]:
@@ -245,20 +232,20 @@ def task_names(folder: Folder) -> list[str]:
 
 def summary(folder: Folder) -> str:
     """A run in one line."""
-    return one_line(progress(folder), list(_statuses(shared_folder(folder)).items()))
+    return one_line(run_state(folder, []), _statuses(shared_folder(folder)))
 
 
-def one_line(found: Progress, jobs: list[tuple[str, Status]]) -> str:
+def one_line(state: RunState, jobs: Mapping[str, Status]) -> str:
     """Step, loss and speed, the index's age, the last checkpoint, and what the builders do."""
     parts = ["not started"]
-    if found.metrics:
-        numbers = {name: value for name, value in found.metrics.items() if isinstance(value, int | float)}
-        parts = [f"{found.task} step {numbers.get('step')}"]
+    if state.metrics:
+        numbers = {name: value for name, value in state.metrics.items() if isinstance(value, int | float)}
+        parts = [f"{state.task} step {numbers.get('step')}"]
         parts += [f"{name} {numbers[name]:.4g}" for name in ("loss", "steps_per_second") if name in numbers]
         parts += [f"index_age {numbers['index_age']}"] if "index_age" in numbers else []
-    if found.checkpoint is not None:
-        parts.append("checkpoint {}/{}".format(*found.checkpoint))
-    parts += [f"{name} {describe_status(name, status)}" for name, status in jobs if name != TRAINER]
+    if state.checkpoint is not None:
+        parts.append("checkpoint {}/{}".format(*state.checkpoint))
+    parts += [f"{name} {describe_status(name, status)}" for name, status in jobs.items() if name != TRAINER]
     return ", ".join(parts)
 
 
@@ -361,9 +348,9 @@ def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
     # that of the last task that reads passages for masked words
     utility_curve = next((curve for curve in reversed(curves) if curve), [])
 
-    found = run_state(folder, list(jobs))
-    last = found.progress.metrics
-    status = found.record() | {
+    run = run_state(folder, list(jobs))
+    last = run.metrics
+    status = run.record() | {
         "state": state,
         "stage": stage,
         "tasks": tasks,
