@@ -61,8 +61,8 @@ class WorkShare(NamedTuple):
     def order(self, count: int) -> list[int]:
         """All `count` items: one's own first, in order; then those of others from the last to the first, so that a
         process that is alive and one that helps out meet in the middle."""
-        own = list(range(self.process, count, self.processes))
-        return own + [item for item in reversed(range(count)) if item % self.processes != self.process]
+        share = list(range(self.process, count, self.processes))
+        return share + [item for item in reversed(range(count)) if item % self.processes != self.process]
 
 
 def add_share_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,12 +111,12 @@ def allgather_flags(*facts: bool) -> NDArray[np.bool_]:
 
     For what one process may know before another: a signal, a file, a time that is up.
     """
-    own = np.array([facts])
+    flags = np.array([facts])  # [1, flags]
     if jax.process_count() == 1:
-        return own
+        return flags
     from jax.experimental import multihost_utils
 
-    return np.asarray(multihost_utils.process_allgather(own[0], tiled=False)).reshape(-1, len(facts))
+    return np.asarray(multihost_utils.process_allgather(flags[0], tiled=False)).reshape(-1, len(facts))
 
 
 def any_process(fact: bool) -> bool:

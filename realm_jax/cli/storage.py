@@ -93,14 +93,14 @@ class Checkpoint(NamedTuple):
     def describe(self) -> dict[str, Any]:
         """What there is to know without reading its arrays."""
         entry = self.entry
-        found = {"checkpoint": f"{entry.parent.parent.name}/{entry.name}", "state": "damaged"}
+        facts = {"checkpoint": f"{entry.parent.parent.name}/{entry.name}", "state": "damaged"}
         if DAMAGED in entry.name:
-            return found
+            return facts
         try:
             record = SavedCheckpoint(entry).record
         except (UserError, CheckpointRemoved) as fault:
-            return found | {"reason": str(fault)}
-        return found | {
+            return facts | {"reason": str(fault)}
+        return facts | {
             "state": "complete",
             "bytes": sum(file.stat().st_size for file in entry.rglob("*") if file.is_file()),
             "saved": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(entry.stat().st_mtime)),
@@ -125,29 +125,28 @@ class Generation(NamedTuple):
     def describe(self) -> dict[str, Any]:
         """What there is to know without reading its vectors."""
         trainer, step = read_status(self.folder, TRAINER), export_step(self.name)
-        found: dict[str, Any] = {"generation": self.name, "step": step, "state": "unfinished"}
+        facts: dict[str, Any] = {"generation": self.name, "step": step, "state": "unfinished"}
         try:
             manifest = read_manifest(self.folder, self.name)
         except Damaged as fault:
-            return found | {"state": "damaged", "reason": str(fault)}
-        reason = rejection(self.folder, self.name)
-        if manifest is None and sharing(self.folder, self.name):
-            found["state"] = "superseded"
-        if reason is not None:
-            found |= {"state": "refused", "reason": reason.get("reason", "")}
+            return facts | {"state": "damaged", "reason": str(fault)}
+        if (reason := rejection(self.folder, self.name)) is not None:
+            facts |= {"state": "refused", "reason": reason.get("reason", "")}
         elif manifest is not None:
-            found["state"] = "published"
+            facts["state"] = "published"
+        elif sharing(self.folder, self.name):
+            facts["state"] = "superseded"
         if manifest is not None:
-            found |= {
+            facts |= {
                 "rows": manifest.rows,
                 "bytes": sum(file.bytes for file in manifest.files),
                 "age": None if trainer is None else max(trainer.step - manifest.step, 0),
                 "recall": manifest.recall,
                 "seconds": sum(manifest.seconds.values()),
             }
-        found["in_use"] = trainer is not None and trainer.index == step
-        found["pinned"] = trainer is not None and step in trainer.pins
-        return found
+        facts["in_use"] = trainer is not None and trainer.index == step
+        facts["pinned"] = trainer is not None and step in trainer.pins
+        return facts
 
     def verify(self) -> str | None:
         """Compare every file with its size and checksum, and every vector for being one; how many there are, or None

@@ -74,7 +74,7 @@ class CloudTarget(abc.ABC):
 
     def items(self) -> list[dict[str, str]]:
         """{"name", "state", "detail"} of each resource of the run."""
-        return [{"name": found.name, "state": found.state, "detail": found.detail} for found in self._list()]
+        return [{"name": item.name, "state": item.state, "detail": item.detail} for item in self._list()]
 
     def _name(self, part: str) -> str:
         return f"{self._launch.spec.name}-{part}"

@@ -333,9 +333,9 @@ def _overall_exit_code(codes: Sequence[int | None]) -> int:
 
 def free_port() -> int:
     """A port of this machine that nothing listens on."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
 
 
 # ---- the target
@@ -352,9 +352,10 @@ class Local:
         """The commands, one a line, with what their environment has besides."""
         self._check()
         lines = []
-        for process in [one for job in processes(self._launch, "PORT").values() for one in job]:
-            environment = [f"{key}={shlex.quote(value)}" for key, value in process.environment.items()]
-            lines.append(" ".join([f"{process.name}:", *environment, shlex.join(process.words)]) + "\n")
+        for job in processes(self._launch, "PORT").values():
+            for process in job:
+                environment = [f"{key}={shlex.quote(value)}" for key, value in process.environment.items()]
+                lines.append(" ".join([f"{process.name}:", *environment, shlex.join(process.words)]) + "\n")
         return "".join(lines)
 
     def start(self) -> int:
@@ -362,8 +363,8 @@ class Local:
         self._check()
         make_folder(self._logs, "--workdir")
         with exclusive_lock(self._logs):
-            record = {"pid": os.getpid(), "grace_seconds": self._launch.spec.grace_seconds}
-            write_json_atomic(self._logs / RECORD, record)
+            grace_seconds = self._launch.spec.grace_seconds
+            write_json_atomic(self._logs / RECORD, {"pid": os.getpid(), "grace_seconds": grace_seconds})
             record_expected_jobs(self._launch.workdir, list(processes(self._launch, 0)))
             try:
                 code = Supervisor.of(self._launch).run()
@@ -375,8 +376,8 @@ class Local:
 
     def items(self) -> list[dict[str, str]]:
         """{"name", "state", "detail"} of the supervisor."""
-        found = self._running()
-        state, detail = ("not running", "") if found is None else ("running", f"process {found['pid']}")
+        record = self._running()
+        state, detail = ("not running", "") if record is None else ("running", f"process {record['pid']}")
         return [{"name": self._launch.spec.name, "state": state, "detail": detail}]
 
     def logs(self, job: str, follow: bool) -> int:
@@ -386,15 +387,15 @@ class Local:
 
     def stop(self) -> None:
         """SIGTERM to the supervisor, which hands it on, and waits until everything is saved."""
-        found = self._running()
-        if found is None:
+        record = self._running()
+        if record is None:
             raise UserError(f"--workdir={self._workdir}: nothing runs there")
-        pid, grace_seconds = found["pid"], found["grace_seconds"]
+        pid = record["pid"]
         try:
             os.kill(pid, signal.SIGTERM)
         except PermissionError:
             raise UserError(f"process {pid} belongs to someone else; ask them to stop it") from None
-        until = time.monotonic() + grace_seconds + 10
+        until = time.monotonic() + record["grace_seconds"] + 10
         while is_held(self._logs):
             if time.monotonic() > until:
                 raise UserError(f"process {pid} does not end; look into {self._logs}")
@@ -410,8 +411,8 @@ class Local:
         if not is_held(self._logs):
             return None
         try:
-            found = read_json(self._logs / RECORD)
-            return {name: int(found[name]) for name in ("pid", "grace_seconds")}
+            record = read_json(self._logs / RECORD)
+            return {name: int(record[name]) for name in ("pid", "grace_seconds")}
         except (UserError, KeyError, TypeError, ValueError):  # not written yet, or by another version
             return None
 
@@ -422,6 +423,6 @@ class Local:
         if local.devices and local.gpus:
             raise UserError("spec.local.devices: emulates devices of a CPU; leave it or spec.local.gpus out")
         wanted = launch.spec.trainer.processes + launch.spec.builder.processes
-        if local.gpus and (len(local.gpus) != wanted or not all(isinstance(one, str) for one in local.gpus)):
+        if local.gpus and (len(local.gpus) != wanted or not all(isinstance(gpus, str) for gpus in local.gpus)):
             example = str(tuple(str(number) for number in range(wanted)))
             raise UserError(f"spec.local.gpus: name the devices of each of the {wanted} processes, such as {example}")

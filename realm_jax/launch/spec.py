@@ -267,10 +267,10 @@ def share(number: int, count: int) -> list[str]:
 def choose(job: str, names: Iterable[str]) -> str:
     """The name that --job means: itself, or the first process of a job. Raises UserError with the choices."""
     known = list(names)
-    found = next((name for name in (job, process_name(job, 0)) if name in known), None)
-    if found is None:
-        raise UserError(f"--job={job}: there is no such job; choose among {', '.join(known) or 'none'}")
-    return found
+    for name in (job, process_name(job, 0)):
+        if name in known:
+            return name
+    raise UserError(f"--job={job}: there is no such job; choose among {', '.join(known) or 'none'}")
 
 
 def describe(spec: ConfigDict, config: str, overrides: Sequence[str], workdir: str) -> Launch:

@@ -102,9 +102,9 @@ class MetricLogger:
         # An evaluation follows the save of its step, so a run that resumes from that save makes it again.
         self._evaluations = RecordWriter(folder, "evaluations", start - 1)
         self._monitors = monitors
-        for kept in self._metrics.kept + self._evaluations.kept:
+        for earlier in self._metrics.kept + self._evaluations.kept:
             for monitor in monitors:
-                monitor(kept)  # already warned about, but the monitor needs the history
+                monitor(earlier)  # already warned about, but the monitor needs the history
         self._bar = StageProgress(folder.name, total, start)
         self._shown: dict[str, Any] = {}
         self._pending: tuple[int, Values, dict[str, int]] | None = None
@@ -131,11 +131,11 @@ class MetricLogger:
         return self._before + time.monotonic() - self._began
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, cause: str) -> Iterator[None]:
         """Around what makes the devices wait, one of `WAITS`: counts the time."""
-        asked = time.monotonic()
+        began = time.monotonic()
         yield
-        self._waited[what] += time.monotonic() - asked
+        self._waited[cause] += time.monotonic() - began
 
     @contextmanager
     def step(self) -> Iterator[None]:
