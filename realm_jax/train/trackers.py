@@ -29,19 +29,15 @@ CLOSE_SECONDS = 20.0  # that the end of a task waits for uploads: less than what
 
 
 class TaskRun(NamedTuple):
-    """The run of a task as trackers see it. folder: the task's; start: the number of steps that are done; settings:
-    the config, dotted key → value; id: what the tracker called the run before, '' if this is its first start."""
+    """The run of a task as trackers see it."""
 
-    folder: Path
-    start: int
-    settings: Mapping[str, Any]
-    id: str = ""
+    folder: Path  # the task's
+    start: int  # the number of steps that are done
+    settings: Mapping[str, Any]  # the config, dotted key → value
 
 
 class TensorBoard:
     """Files in TASK/tensorboard/<kind>, in which steps that are trained again replace the earlier ones."""
-
-    id = ""  # it needs none to go on
 
     def __init__(self, run: TaskRun) -> None:
         from tensorboardX import SummaryWriter  # here, since it imports torch if that is installed: seconds
@@ -76,14 +72,17 @@ class WeightsAndBiases:
     def __init__(self, run: TaskRun) -> None:
         import wandb
 
-        self.id = run.id or uuid.uuid4().hex[:12]
+        ids = run.folder / IDS
+        run_id = (read_json(ids) if ids.is_file() else {}).get("wandb") or uuid.uuid4().hex[:12]
         group = run.folder.absolute().parent.name
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT), id=self.id, resume="allow", group=group,
+            project=os.environ.get("WANDB_PROJECT", PROJECT), id=run_id, resume="allow", group=group,
             name=f"{group}/{run.folder.name}", config=dict(run.settings), dir=str(run.folder),
             settings=wandb.Settings(console="off"),
         )  # fmt: skip
         self._run.define_metric("*", step_metric="step")
+        run.folder.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(ids, {"wandb": run_id})
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step} | {f"{PREFIXES[kind]}/{name}": value for name, value in values.items()})
@@ -106,7 +105,7 @@ class CompositeTracker:
         """Send the numbers among the values of a record to every tracker."""
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         for name, tracker in self._trackers.items():
-            self._attempt(name, lambda tracker=tracker: tracker.log(kind, step, numbers))  # type: ignore[misc]
+            self._attempt(name, tracker.log, kind, step, numbers)
 
     def finish(self) -> None:
         """Close every tracker; gives up after CLOSE_SECONDS."""
@@ -120,9 +119,9 @@ class CompositeTracker:
             if thread.is_alive():
                 self._warn(name, f"is not done after {CLOSE_SECONDS:g} s")
 
-    def _attempt(self, name: str, send: Callable[[], None]) -> None:
+    def _attempt(self, name: str, send: Callable[..., None], *args: Any) -> None:
         try:
-            send()
+            send(*args)
         except Exception as error:  # each tracker has errors of its own
             self._warn(name, _one_line(error))
 
@@ -156,19 +155,13 @@ def open_trackers(log_to: str, run: TaskRun) -> CompositeTracker:
     opened: dict[str, Tracker] = {}
 
     def open_all() -> None:
-        path = run.folder / IDS
-        ids = read_json(path) if path.is_file() else {}
         for name in tracker_names(log_to):
             try:
-                opened[name] = TRACKERS[name][0](run._replace(id=ids.get(name, "")))
+                opened[name] = TRACKERS[name][0](run)
             except Exception as error:
                 raise UserError(
                     f"config.log.to={log_to}: {name} cannot be opened ({_one_line(error)}); set it up, or leave it out"
                 ) from error
-            if opened[name].id:
-                ids[name] = opened[name].id
-                run.folder.mkdir(parents=True, exist_ok=True)
-                write_json_atomic(path, ids)
 
     run_on_process_0(open_all)
     return CompositeTracker(opened)
