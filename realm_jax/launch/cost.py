@@ -103,26 +103,20 @@ def program_time(cost: Cost, chip: Chip, slices: Sequence[int]) -> Time:
 
     Raises KeyError for an unknown kernel or an unknown kind of transfer.
     """
-    operations = cost.cycles / chip.clock
-    moved = 2 * cost.moved / chip.bandwidth
-    kernels = sum(times * kernel_cycles(kernel, chip) for kernel, times in cost.kernels.items()) / chip.clock
-    top_k = sum(times * top.size for top, times in cost.top_k.items()) / chip.bandwidth
-    top_k_high = sum(times * top.size * top.wanted for top, times in cost.top_k.items()) / chip.bandwidth
-    inside = sum(times * sent(collective, slices)[0] for collective, times in cost.collectives.items()) / chip.ici
     between = sum(times * sent(collective, slices)[1] for collective, times in cost.collectives.items())
     between += sum(times * transferred(transfer, len(set(slices))) for transfer, times in cost.transfers.items())
-    between /= chip.dcn
-    low = max(operations + moved + kernels + top_k, inside, between)
-    high = operations + moved + kernels + top_k_high + inside * chip.axes + between
     parts = {
-        "operations": operations,
-        "gathers, scatters and sorts": moved,
-        "attention kernels": kernels,
-        "top-k": top_k,
-        "collectives in a slice": inside,
-        "collectives between slices": between,
+        "operations": cost.cycles / chip.clock,
+        "gathers, scatters and sorts": 2 * cost.moved / chip.bandwidth,
+        "attention kernels": sum(n * kernel_cycles(kernel, chip) for kernel, n in cost.kernels.items()) / chip.clock,
+        "top-k": sum(times * top.size for top, times in cost.top_k.items()) / chip.bandwidth,
+        "collectives in a slice": sum(n * sent(each, slices)[0] for each, n in cost.collectives.items()) / chip.ici,
+        "collectives between slices": between / chip.dcn,
     }
-    return Time(low, high, parts)
+    operations, moved, kernels, top_k, inside, between = parts.values()
+    passes = sum(times * top.size * top.wanted for top, times in cost.top_k.items()) / chip.bandwidth
+    low = max(operations + moved + kernels + top_k, inside, between)
+    return Time(low, operations + moved + kernels + passes + inside * chip.axes + between, parts)
 
 
 def kernel_cycles(kernel: Kernel, chip: Chip) -> float:
