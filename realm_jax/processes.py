@@ -38,7 +38,7 @@ def start(args: argparse.Namespace) -> None:
         if not args.processes.isdigit() or int(args.processes) < 1:
             raise UserError(f"--processes={args.processes}: give a number, or 'auto'")
         count = int(args.processes)
-        _check_place(args.process, count)
+        check_process(args.process, count)
         if count == 1:
             return
         if not args.coordinator:
@@ -65,19 +65,8 @@ class WorkShare(NamedTuple):
         return share + [item for item in reversed(range(count)) if item % self.processes != self.process]
 
 
-def add_share_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--processes` and `--process` of a command whose processes share work (`WorkShare`)."""
-    parser.add_argument("--process", type=int, default=0, metavar="I", help="this process among --processes, from 0")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the work")
-
-
-def work_share(args: argparse.Namespace) -> WorkShare:
-    """Of `add_share_arguments`. Raises UserError for a process that is none of them."""
-    _check_place(args.process, args.processes)
-    return WorkShare(args.process, args.processes)
-
-
-def _check_place(process: int, count: int) -> None:
+def check_process(process: int, count: int) -> None:
+    """Raise UserError for a --process that is none of --processes."""
     if not 0 <= process < count:
         raise UserError(f"--process={process}: must be at least 0 and below --processes={count}")
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import jax
 
-from realm_jax import processes
 from realm_jax.assemble import make_run
 from realm_jax.cache import cache_programs
 from realm_jax.config import default, validate
 from realm_jax.config_flags import add_config_argument, load_config
 from realm_jax.data.sources import open_sources
 from realm_jax.host import Stop
+from realm_jax.processes import WorkShare, check_process
 from realm_jax.refresh.build_job import SILENCE, Job
 from realm_jax.refresh.builder import for_embedding
 from realm_jax.retrieval.scann import check_scann
@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_config_argument(parser, "the one that the run in --workdir has recorded, else the paper's sizes")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run that trains")
-    processes.add_share_arguments(parser)
+    parser.add_argument("--process", type=int, default=0, metavar="I", help="this process among --processes, from 0")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the work")
     parser.add_argument("--wait", action="store_true", help="wait for the trainer until this command is stopped, not "
         "until an hour has passed without its heartbeat")  # fmt: skip
     which = parser.add_mutually_exclusive_group()
@@ -49,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Build. Raises Preempted after SIGTERM."""
-    share, workdir = processes.work_share(args), Path(args.workdir)
+    check_process(args.process, args.processes)
+    share, workdir = WorkShare(args.process, args.processes), Path(args.workdir)
     recorded = (workdir / "config.json").is_file()  # then the builder of a run needs its folder alone
     config = load_config(args.config, args.overrides, lambda: recorded_config(workdir) if recorded else default())
     validate(config)
