@@ -68,7 +68,10 @@ class CacheEntry:
         try:
             entries = json.loads((self.path / f"{item}.json").read_bytes())
             data = np.asarray(np.load(self.path / f"{item}.npy", mmap_mode="r"))
-            arrays = {name: _view(data, *entry[:3]) for name, entry in entries.items()}
+            arrays: Arrays = {}
+            for name, (dtype, shape, first, _) in entries.items():
+                size = np.dtype(dtype).itemsize * int(np.prod(shape))
+                arrays[name] = data[first : first + size].view(dtype).reshape(shape)
             recorded = {name: entry[3] for name, entry in entries.items()}
             whole = checksums(arrays) == (recorded if expected is None else expected)
         except (FileNotFoundError, NotADirectoryError):
@@ -112,11 +115,6 @@ class CacheEntry:
             total += _size(other)
             if total > limit:
                 shutil.rmtree(other, ignore_errors=True)
-
-
-def _view(data: NDArray[np.uint8], dtype: str, shape: list[int], first: int) -> NDArray:
-    kind = np.dtype(dtype)
-    return data[first : first + kind.itemsize * int(np.prod(shape))].view(kind).reshape(shape)
 
 
 def _size(folder: Path) -> int:

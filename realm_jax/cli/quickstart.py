@@ -7,7 +7,6 @@ Finished stages are skipped and interrupted ones resumed, so the same command al
 import argparse
 import dataclasses
 import shutil
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     cache_programs()
     opened = open_run(config, workdir)
-    with index_builder(workdir) if args.asynchronous else nullcontext():
+    if not args.asynchronous:
+        return run_recipe(opened, args.command_line)
+    # `realm build-index` as a process of its own while this one trains; its log lies in WORKDIR/logs.
+    make_folder(workdir / "logs", "--workdir")
+    name = process_name(BUILDER, 0)
+    jobs = {name: [Process(name, ["realm", "build-index", f"--workdir={workdir}"], {})]}
+    with Supervisor(lambda port: jobs, workdir, RESTARTS, GRACE_SECONDS, echo=False).in_background():
         return run_recipe(opened, args.command_line)
 
 
@@ -80,14 +85,6 @@ def recipe() -> ConfigDict:
     if jax.default_backend() == "cpu" and jax.device_count() == 1:
         config.optimizer.microbatches = PARTS
     return config
-
-
-def index_builder(workdir: Path) -> AbstractContextManager[None]:
-    """`realm build-index` as a process of its own while the block trains; its log lies in WORKDIR/logs."""
-    make_folder(workdir / "logs", "--workdir")
-    name = process_name(BUILDER, 0)
-    jobs = {name: [Process(name, ["realm", "build-index", f"--workdir={workdir}"], {})]}
-    return Supervisor(lambda port: jobs, workdir, RESTARTS, GRACE_SECONDS, echo=False).in_background()
 
 
 def make_data(workdir: Path, entities: int, seed: int, **others: Any) -> None:

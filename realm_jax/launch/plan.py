@@ -143,7 +143,11 @@ def plan(trainer: Run, builder: Run | None, task: str, price: float | None = Non
 
 def plan_of_builder(builder: Run, builders: int) -> dict[str, Any]:
     """Plan the program of an index builder, and the time in which all builders embed every passage with it."""
-    needs = compiled_needs(lower_builder(builder), builder)
+    documents = abstract_documents(builder, EMBED_BATCH * builder.mesh.size, "batch")
+    sharding = replicated(builder.mesh)
+    tower = {name: builder.abstract_params[name] for name in builder.model.embedder_names}
+    tower = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tower)
+    needs = compiled_needs(embed_program.lower(builder.model, builder.mesh, tower, documents), builder)
     devices, rows = builder.mesh.size * builders, builder.context.rows
     planned: dict[str, Any] = {
         "builder": needs,
@@ -215,15 +219,6 @@ def step_needs(trainer: Run, task: str) -> dict[str, Any]:
         second_index += jnp.dtype(leaf.dtype).itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
     compiler = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
     return {"compiler": compiler} | compiled_needs(lowered, trainer, second_index)
-
-
-def lower_builder(builder: Run) -> jax.stages.Lowered:
-    """The program of an index builder for a batch of passages of full length."""
-    documents = abstract_documents(builder, EMBED_BATCH * builder.mesh.size, "batch")
-    sharding = replicated(builder.mesh)
-    tower = {name: builder.abstract_params[name] for name in builder.model.embedder_names}
-    tower = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tower)
-    return embed_program.lower(builder.model, builder.mesh, tower, documents)
 
 
 def compiled_needs(lowered: jax.stages.Lowered, run: Run, second: int = 0) -> dict[str, Any]:

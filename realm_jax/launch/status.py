@@ -319,7 +319,11 @@ def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
             task_state = "done"
         elif name == current and state in (RUNNING, UNKNOWN):
             task_state = "running"
-        left = None if task_state == "done" or steps is None else _steps_left(lines, steps)
+        left = None  # seconds, at the speed of the last steps
+        if task_state != "done" and steps is not None and lines:
+            first = lines[-RECENT:][0] if len(lines) > 1 else {"step": 0, "seconds": 0.0}
+            if (done := step - first["step"]) > 0:
+                left = max(0, steps - step) * (lines[-1]["seconds"] - first["seconds"]) / done
         tasks.append({
             "name": name,
             "state": task_state,
@@ -376,16 +380,6 @@ def _section(record: JSON, name: str) -> JSON:
 
 def _has_numbers(line: JSON, *keys: str) -> bool:
     return all(isinstance(line.get(key), int | float) for key in keys)
-
-
-def _steps_left(lines: Lines, steps: int) -> float | None:
-    """Seconds for the steps that are left, at the speed of the last ones; None before the first."""
-    recent = lines[-RECENT:]
-    if not recent:
-        return None
-    first = recent[0] if len(recent) > 1 else {"step": 0, "seconds": 0.0}
-    done, seconds = recent[-1]["step"] - first["step"], recent[-1]["seconds"] - first["seconds"]
-    return max(0, steps - recent[-1]["step"]) * seconds / done if done > 0 else None
 
 
 def _curve(lines: Lines, key: str) -> list[list[float]]:
