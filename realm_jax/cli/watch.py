@@ -103,8 +103,9 @@ def view(status: JSON, name: str, console: Console) -> RenderableType:
         jobs(status["jobs"]),
     )
     parts: list[RenderableType] = [headline(status, name)]
-    parts += [part for table in tables if table is not None for part in ("", table)]
-    parts += [part for warning in status["warnings"] for part in ("", Text(warning, "yellow"))]
+    for part in (*tables, *(Text(warning, "yellow") for warning in status["warnings"])):
+        if part is not None:
+            parts += ["", part]
     return Group(*parts)
 
 
