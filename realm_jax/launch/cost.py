@@ -227,9 +227,17 @@ def program_cost(text: str) -> Cost:
             compared = _search(rf"%{argument} = ([^(]+)", text, line)[1]
             top_k[TopK(sum(_sizes(compared)), _arrays(results)[0][1][-1])] += times
         elif collective := COLLECTIVE.search(line):
+            results, kind, started = collective.groups()
+            group = _group(line)
+            # A start returns its input and its output, but an all-reduce-start only its outputs.
+            size = max(_sizes(results)) if started and kind != "all-reduce" else sum(_sizes(results))
+            if kind == "reduce-scatter":
+                size *= len(group)
+            if computation.startswith("all-reduce-scatter"):  # a part of the sum is taken at once: no more is sent
+                kind = "reduce-scatter"
             # A collective that overlaps with other work is in several computations: each channel counts once.
             channel = re.search(r"channel_id=(\d+)", line)
-            key, counted = channel[0] if channel else line, (times, _collective(collective, computation, line))
+            key, counted = channel[0] if channel else line, (times, Collective(kind, size, group))
             channels[key] = max(channels.get(key, counted), counted)
         elif transfer := TRANSFER.search(line):
             transfers[Transfer(transfer[2].lower().replace("_", "-"), sum(_sizes(transfer[1])))] += times
@@ -257,19 +265,6 @@ def _loop_length(loop: str, lines: list[str]) -> int:
     if len(limits) != 1:
         raise ValueError(f"the compiled program does not say how often its loop {loop} runs")
     return int(limits[0])
-
-
-def _collective(match: re.Match[str], computation: str, line: str) -> Collective:
-    """The collective of a line that COLLECTIVE matches."""
-    results, kind, started = match.groups()
-    group = _group(line)
-    # A start returns its input and its output, but an all-reduce-start only its outputs.
-    size = max(_sizes(results)) if started and kind != "all-reduce" else sum(_sizes(results))
-    if kind == "reduce-scatter":
-        size *= len(group)
-    if computation.startswith("all-reduce-scatter"):  # a part of the sum is taken at once, so no more is sent
-        kind = "reduce-scatter"
-    return Collective(kind, size, group)
 
 
 def _group(line: str) -> tuple[int, ...]:
