@@ -42,6 +42,11 @@ class Tower:
         return 2.0 * 2 * queries * keys * self.width
 
 
+def tower_of(config: ConfigDict) -> Tower:
+    """The size that the embedders have."""
+    return Tower(config.model.layers, config.model.width, config.model.feed_forward)
+
+
 def reader_of(config: ConfigDict) -> Tower:
     """The reader's size."""
     reader = reader_section(config.model)
@@ -53,8 +58,7 @@ def embedding_flops(config: ConfigDict, length: int, places: float = 0) -> float
     `Tower.forward`."""
     width, encoder = config.model.width, config.encoder
     head = 2 * width * ((width if encoder.pooling == "pooler" else 0) + encoder.projection)
-    tower = Tower(config.model.layers, config.model.width, config.model.feed_forward)
-    return tower.forward(length, None if encoder.pooling == "mean" else 1, places) + head
+    return tower_of(config).forward(length, None if encoder.pooling == "mean" else 1, places) + head
 
 
 def word_flops(run: Run) -> float:
