@@ -66,10 +66,13 @@ class CacheEntry:
         Raises FileNotFoundError if it is not there, and Damaged.
         """
         try:
-            places = json.loads((self.path / f"{item}.json").read_bytes())
+            entries = json.loads((self.path / f"{item}.json").read_bytes())
             data = np.asarray(np.load(self.path / f"{item}.npy", mmap_mode="r"))
-            arrays = {name: _view(data, *place) for name, (*place, _) in places.items()}
-            recorded = {name: place[-1] for name, place in places.items()}
+            arrays: Arrays = {}
+            for name, (dtype, shape, first, _) in entries.items():
+                size = np.dtype(dtype).itemsize * int(np.prod(shape))
+                arrays[name] = data[first : first + size].view(dtype).reshape(shape)
+            recorded = {name: entry[3] for name, entry in entries.items()}
             whole = checksums(arrays) == (recorded if expected is None else expected)
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(f"{self.path} has no {item}") from None
@@ -88,12 +91,19 @@ class CacheEntry:
         """
         if _size(self.path) + sum(array.nbytes for array in arrays.values()) > cache_bytes():
             return False
-        data, places = _together(arrays)
-        sums = checksums(dict(arrays))
+        sums, size = checksums(dict(arrays)), 0
+        entries: dict[str, list[Any]] = {}  # name → dtype, shape, first byte, checksum
+        for name, array in arrays.items():
+            entries[name] = [array.dtype.name, list(array.shape), size, sums[name]]
+            size += array.nbytes + -array.nbytes % ALIGNED
+        data = np.zeros(size, np.uint8)
+        for name, array in arrays.items():
+            first = entries[name][2]
+            data[first : first + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self.path.mkdir(parents=True, exist_ok=True)
         with open_atomic(self.path / f"{item}.npy") as stream:
             np.save(stream, data, allow_pickle=False)
-        write_json_atomic(self.path / f"{item}.json", {name: [*place, sums[name]] for name, place in places.items()})
+        write_json_atomic(self.path / f"{item}.json", entries)
         self._evict()
         return True
 
@@ -105,25 +115,6 @@ class CacheEntry:
             total += _size(other)
             if total > limit:
                 shutil.rmtree(other, ignore_errors=True)
-
-
-def _together(arrays: Mapping[str, NDArray]) -> tuple[NDArray[np.uint8], dict[str, list[Any]]]:
-    """The bytes of arrays one after another, and what `_view` needs to find each."""
-    places: dict[str, list[Any]] = {}
-    size = 0
-    for name, array in arrays.items():
-        places[name] = [array.dtype.name, list(array.shape), size]
-        size += array.nbytes + -array.nbytes % ALIGNED
-    data = np.zeros(size, np.uint8)
-    for name, array in arrays.items():
-        first = places[name][2]
-        data[first : first + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return data, places
-
-
-def _view(data: NDArray[np.uint8], dtype: str, shape: list[int], first: int) -> NDArray:
-    kind = np.dtype(dtype)
-    return data[first : first + kind.itemsize * int(np.prod(shape))].view(kind).reshape(shape)
 
 
 def _size(folder: Path) -> int:

@@ -26,16 +26,24 @@ def checksums(tree: Any) -> Sums:
 
     Where arrays belong to several processes, every process has to call this.
     """
-    found = Sums()
+    tree_sums = Sums()
     for name, array in named_arrays(tree).items():
         if isinstance(array, jax.Array):
             # A program for each shape: one for all takes seconds to compile. Several CPU devices share a pool of
             # threads, in which programs that wait for one another would take each other's places for ever.
             array.block_until_ready()
-            found[name] = np.asarray(sums(array)).tolist()
-        else:
-            found[name] = _host_sums(array)
-    return found
+            tree_sums[name] = np.asarray(sums(array)).tolist()
+            continue
+        # On the host, BLOCK words at a time.
+        words = np.ascontiguousarray(array).reshape(-1).view(np.dtype(f"uint{8 * array.dtype.itemsize}"))
+        total = np.zeros(2, np.uint32)
+        for start in range(0, len(words), BLOCK):
+            block = words[start : start + BLOCK].astype(np.uint32)
+            positions = np.arange(start, start + len(block), dtype=np.uint64).astype(np.uint32)
+            weighted = block * (positions * np.uint32(MIX) | np.uint32(1))
+            total += np.array([block.sum(dtype=np.uint32), weighted.sum(dtype=np.uint32)])
+        tree_sums[name] = total.tolist()
+    return tree_sums
 
 
 def named_arrays(tree: Any) -> dict[str, Any]:
@@ -71,15 +79,3 @@ def sums(x: Array) -> Array:
     both, zero = (words, words * (position * jnp.uint32(MIX) | 1)), jnp.uint32(0)
     add = lambda a, b: (a[0] + b[0], a[1] + b[1])  # noqa: E731
     return jnp.stack(jax.lax.reduce(both, (zero, zero), add, tuple(range(words.ndim))))
-
-
-def _host_sums(x: NDArray) -> list[int]:
-    """The same sums of an array on the host, BLOCK words at a time."""
-    words = np.ascontiguousarray(x).reshape(-1).view(np.dtype(f"uint{8 * x.dtype.itemsize}"))
-    total = np.zeros(2, np.uint32)
-    for start in range(0, len(words), BLOCK):
-        block = words[start : start + BLOCK].astype(np.uint32)
-        positions = np.arange(start, start + len(block), dtype=np.uint64).astype(np.uint32)
-        weighted = block * (positions * np.uint32(MIX) | np.uint32(1))
-        total += np.array([block.sum(dtype=np.uint32), weighted.sum(dtype=np.uint32)])
-    return [int(one) for one in total]

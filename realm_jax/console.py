@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
@@ -87,22 +86,21 @@ class StageProgress:
     """
 
     def __init__(
-        self,
-        name: str,
-        total: int | None,
-        start: int = 0,
-        *,
-        to: Console | None = None,
-        every_seconds: float = 10.0,
-        bar: bool = True,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+        self, name: str, total: int | None, start: int = 0, *, to: Console | None = None,
+        every_seconds: float = 10.0, bar: bool = True, clock: Callable[[], float] = time.monotonic,
+    ):  # fmt: skip
         self._name, self._total, self._start, self._step = name, total, start, start
         self._every_seconds, self._clock = every_seconds, clock
         self._metrics: Mapping[str, float] = {}
         self._first: tuple[float, int] | None = None  # of the updates: before it programs are compiled
         self._last_line: tuple[float, int] | None = None
-        self._bar = _bar(to or console()) if bar and (to or console()).is_terminal else None
+        self._bar: Progress | None = None
+        target = to or console()
+        if bar and target.is_terminal:
+            columns: list[ProgressColumn] = [TextColumn("{task.description}", style="bold"), MofNCompleteColumn()]
+            columns[1:1] = [BarColumn(bar_width=BAR_WIDTH)] if target.width >= WIDTH_FOR_BAR else []
+            columns += [TextColumn("{task.fields[metrics]}"), TimeRemainingColumn(compact=True)]
+            self._bar = Progress(*columns, console=target)
 
     def __enter__(self) -> "StageProgress":
         if self._bar:
@@ -116,26 +114,21 @@ class StageProgress:
         self._first = self._first or (self._clock(), step)
         self._metrics = metrics or self._metrics
         if self._bar:
-            self._bar.update(self._task, completed=step, metrics=self._metrics_that_fit(self._bar.console.width))
+            # The first metrics, as many as there is room for; never a truncated number.
+            width, shown = self._bar.console.width, dict(self._metrics)
+            steps_and_time = 2 * len(str(self._total or step)) + len("/") + len("0:00:00")
+            room = width - len(self._name) - steps_and_time - 3 - (BAR_WIDTH + 1 if width >= WIDTH_FOR_BAR else 0)
+            while shown and len(describe(shown)) > room:
+                shown.popitem()
+            self._bar.update(self._task, completed=step, metrics=describe(shown))
         elif self._last_line is None or self._clock() - self._last_line[0] >= self._every_seconds:
             self._log()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar:
             self._bar.stop()
         elif self._last_line is None or self._last_line[1] != self._step:
             self._log()
-
-    def _metrics_that_fit(self, width: int) -> str:
-        """The first metrics, never a truncated number."""
-        steps_and_time = 2 * len(str(self._total or self._step)) + len("/") + len("0:00:00")
-        room = width - len(self._name) - steps_and_time - 3 - (BAR_WIDTH + 1 if width >= WIDTH_FOR_BAR else 0)
-        shown = dict(self._metrics)
-        while shown and len(describe(shown)) > room:
-            shown.popitem()
-        return describe(shown)
 
     def _log(self) -> None:
         now = self._clock()
@@ -147,14 +140,6 @@ class StageProgress:
         if done > 0 and left > 0:
             parts.append(f"{timedelta(seconds=round((now - began) / done * left))} left")
         logger.info("  ".join(part for part in parts if part))
-
-
-def _bar(target: Console) -> Progress:
-    columns: list[ProgressColumn] = [TextColumn("{task.description}", style="bold"), MofNCompleteColumn()]
-    if target.width >= WIDTH_FOR_BAR:
-        columns.insert(1, BarColumn(bar_width=BAR_WIDTH))
-    columns += [TextColumn("{task.fields[metrics]}"), TimeRemainingColumn(compact=True)]
-    return Progress(*columns, console=target)
 
 
 def describe(metrics: Mapping[str, float]) -> str:

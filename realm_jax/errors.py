@@ -38,7 +38,9 @@ def full_disk(error: BaseException | None) -> str:
             return FULL[error.errno]
         if isinstance(error, OSError) and error.errno is None and _WROTE_LESS.fullmatch(str(error)):
             return FULL[errno.ENOSPC]
-        if not isinstance(error, UserError) and (said := next((one for one in FULL.values() if one in str(error)), "")):
-            return said
+        if not isinstance(error, UserError):
+            for reason in FULL.values():
+                if reason in str(error):
+                    return reason
         error = error.__cause__ or error.__context__
     return ""

@@ -29,10 +29,10 @@ class Tower:
     def forward(self, length: int, positions: int | None = None, places: float = 0) -> float:
         """One sequence through all layers; `positions`: the last one computes these alone (None: all). places: of a
         packed sequence, 0 for one that is padded to `length`; it attends at its padded length."""
-        asked, places = length if positions is None else positions, places or length
+        queries, places = length if positions is None else positions, places or length
         last = places if positions is None else positions
-        whole = self._products(places, places) + self._attention(length, length)
-        return (self.layers - 1) * whole + self._products(last, places) + self._attention(asked, length)
+        layer = self._products(places, places) + self._attention(length, length)
+        return (self.layers - 1) * layer + self._products(last, places) + self._attention(queries, length)
 
     def _products(self, queries: float, keys: float) -> float:
         projections = 2 * (2 * queries + 2 * keys) * self.width**2  # query and output; key and value
@@ -44,16 +44,13 @@ class Tower:
 
 def tower_of(config: ConfigDict) -> Tower:
     """The size that the embedders have."""
-    return _sized(config.model)
+    return Tower(config.model.layers, config.model.width, config.model.feed_forward)
 
 
 def reader_of(config: ConfigDict) -> Tower:
     """The reader's size."""
-    return _sized(reader_section(config.model))
-
-
-def _sized(model: ConfigDict) -> Tower:
-    return Tower(model.layers, model.width, model.feed_forward)
+    reader = reader_section(config.model)
+    return Tower(reader.layers, reader.width, reader.feed_forward)
 
 
 def embedding_flops(config: ConfigDict, length: int, places: float = 0) -> float:

@@ -1,16 +1,12 @@
 """Tune the host for training and handle signals: malloc, open files, compiler stacks, garbage collection. No JAX.
 
 XLA allocates and frees hundreds of megabytes per step. glibc returns such blocks to the system and gets them back page
-by page: a third of a step of the tiny recipe (`benchmarks/README.md`, which has a measurement for each setting here).
-So malloc keeps freed memory. It has several arenas, because the compiler's threads would wait for each other in one.
-`keep_freed_memory` works only before other threads have allocated anything, so `cli/main.py` calls it before it imports
-a command. MALLOC_ARENA_MAX in the environment leaves malloc alone.
+by page: a third of a step of the tiny recipe (`benchmarks/README.md` has a measurement for each setting here). So
+malloc keeps freed memory, in several arenas, because the compiler's threads would wait for each other in one. It must
+be told before other threads have allocated anything. MALLOC_ARENA_MAX in the environment leaves malloc alone.
 
-Kept memory serves a small model. The programs of a wide one leave each other holes that are too small, and twice the
-memory is held that any of them uses: so `release_large_blocks`, before the first large block.
-
-SIGTERM is a notice that the machine goes away (`Stop`), SIGUSR1 asks for a profile (`guards.Profiler`), and Ctrl-C must
-not be lost (`CtrlC`).
+The programs of a wide model leave each other holes that are too small, so that twice the memory is held that any of
+them uses: hence `release_large_blocks`, before the first large block.
 """
 
 import contextlib
@@ -49,7 +45,9 @@ def keep_freed_memory() -> None:
     if "MALLOC_ARENA_MAX" in os.environ or platform.libc_ver()[0] != "glibc" or not is_cpu_only():
         return
     _keeps_memory = True
-    _set((M_ARENA_MAX, ARENAS), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, HEAP))
+    libc = ctypes.CDLL(None)
+    for option, value in ((M_ARENA_MAX, ARENAS), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, HEAP)):
+        libc.mallopt(option, value)
 
 
 def release_large_blocks() -> None:
@@ -60,7 +58,9 @@ def release_large_blocks() -> None:
     global _releases_blocks
     if _keeps_memory:
         _releases_blocks = True
-        _set((M_MMAP_THRESHOLD, LARGE), (M_MMAP_MAX, BLOCKS))
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, LARGE)
+        libc.mallopt(M_MMAP_MAX, BLOCKS)
 
 
 def releases_memory() -> bool:
@@ -69,10 +69,10 @@ def releases_memory() -> bool:
 
 
 def free_heap() -> None:
-    """Collect reference cycles, and return free pages of the heap to the system.
+    """Collect reference cycles, and return free pages of the heap to the system, if large blocks are returned.
 
     Before a task, after a program is compiled and after a save: the compiler leaves half a gigabyte and more in blocks
-    that are too small to be mapped apart (`benchmarks/README.md`). Does nothing if large blocks are not returned.
+    that are too small to be mapped apart.
     """
     if _releases_blocks:
         gc.collect()
@@ -82,8 +82,7 @@ def free_heap() -> None:
 def allow_open_files() -> None:
     """Let this process, and those that it starts, open as many files as the system permits.
 
-    A memory-mapped file stays open. A passage store has fourteen a segment, so the largest needs seven thousand, and
-    many systems begin with 1,024 although they permit a million.
+    A memory-mapped file stays open, and the largest passage store has seven thousand; many systems begin with 1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
@@ -96,29 +95,21 @@ STACK_FLAG, COMPILER_STACK = "fibers_default_thread_stack_size", 1 << 20  # of l
 
 
 def enlarge_compiler_stacks() -> None:
-    """Give the threads of the TPU compiler (libtpu 0.0.42), where it is not loaded yet, stacks that hold what they do.
+    """Give the threads of the TPU compiler (libtpu 0.0.42) larger stacks, before it is loaded, unless a flag is set.
 
     64 kB are their default. To estimate the cost of a matrix product that is fused with others the compiler calls
-    itself for each of these, with 10 kB a call; the step of BERT-base ended it with an overflow. A flag of the
-    environment's own wins.
+    itself for each of these, with 10 kB a call; the step of BERT-base ended it with an overflow.
     """
     given = os.environ.get("LIBTPU_INIT_ARGS", "")
     if STACK_FLAG not in given:
         os.environ["LIBTPU_INIT_ARGS"] = f"{given} --{STACK_FLAG}={COMPILER_STACK}".strip()
 
 
-def _set(*options: tuple[int, int]) -> None:
-    libc = ctypes.CDLL(None)
-    for option, value in options:
-        libc.mallopt(option, value)
-
-
 @contextlib.contextmanager
 def gc_disabled() -> Iterator[None]:
     """Disable the garbage collector while modules are imported, and freeze what they made.
 
-    A process that imports JAX makes a million objects that stay, and Python would walk through them again and again: a
-    tenth of the time of a question (`realm ask`).
+    JAX makes a million objects that stay. Python would walk through them again and again: a tenth of `realm ask`.
     """
     gc.disable()
     try:
@@ -169,9 +160,8 @@ class Preempted(Exception):
 class Stop:
     """SIGTERM as a flag that the loop polls, so that a step and its save are never cut in half.
 
-    Nested instances share their flag. at_once: what is safe wherever the
-    signal comes; Preempted is then raised on the spot, and the flag stays for the next one within where that is lost:
-    Python drops exceptions in some of its own callbacks, and libraries catch what they do not know.
+    Nested instances share their flag. at_once: what is safe wherever the signal comes; then Preempted is raised on the
+    spot. The flag stays, because Python drops exceptions in some callbacks, and libraries catch what they do not know.
     """
 
     def __init__(self, at_once: str = "") -> None:
@@ -207,7 +197,7 @@ class Stop:
 
 
 class CtrlC:
-    """A context manager around a whole command that makes sure that Ctrl-C's KeyboardInterrupt is never lost.
+    """A context manager around a whole command, in which Ctrl-C's KeyboardInterrupt is never lost.
 
     `received` says that it came, whatever became of the exception. Where nothing can be raised, as in JAX's hook on
     garbage collection, it comes again. With a handler that is not Python's own, asyncio leaves the signal alone too.

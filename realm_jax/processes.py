@@ -33,17 +33,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def start(args: argparse.Namespace) -> None:
     """Connect to the other processes. Raises UserError; touches no device when there is only one process."""
-    if args.processes == AUTO:
-        _initialize()
-        return
-    if not args.processes.isdigit() or int(args.processes) < 1:
-        raise UserError(f"--processes={args.processes}: give a number, or 'auto'")
-    count = int(args.processes)
-    _check_place(args.process, count)
-    if count > 1:
+    distributed: tuple[Any, ...] = ()
+    if args.processes != AUTO:
+        if not args.processes.isdigit() or int(args.processes) < 1:
+            raise UserError(f"--processes={args.processes}: give a number, or 'auto'")
+        count = int(args.processes)
+        check_process(args.process, count)
+        if count == 1:
+            return
         if not args.coordinator:
             raise UserError("--coordinator: name a machine and a free port that every process reaches, host:port")
-        _initialize(args.coordinator, count, args.process)
+        distributed = args.coordinator, count, args.process
+    try:
+        jax.distributed.initialize(*distributed)
+    except (RuntimeError, ValueError) as fault:
+        raise UserError(f"the processes do not find each other: {' '.join(str(fault).split())[:300]}") from None
+    if not is_process_0():
+        logging.getLogger("realm_jax").setLevel(logging.WARNING)  # process 0 logs for all
 
 
 class WorkShare(NamedTuple):
@@ -55,34 +61,14 @@ class WorkShare(NamedTuple):
     def order(self, count: int) -> list[int]:
         """All `count` items: one's own first, in order; then those of others from the last to the first, so that a
         process that is alive and one that helps out meet in the middle."""
-        own = list(range(self.process, count, self.processes))
-        return own + [item for item in reversed(range(count)) if item % self.processes != self.process]
+        share = list(range(self.process, count, self.processes))
+        return share + [item for item in reversed(range(count)) if item % self.processes != self.process]
 
 
-def add_share_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--processes` and `--process` of a command whose processes share work (`WorkShare`)."""
-    parser.add_argument("--process", type=int, default=0, metavar="I", help="this process among --processes, from 0")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the work")
-
-
-def work_share(args: argparse.Namespace) -> WorkShare:
-    """Of `add_share_arguments`. Raises UserError for a process that is none of them."""
-    _check_place(args.process, args.processes)
-    return WorkShare(args.process, args.processes)
-
-
-def _check_place(process: int, count: int) -> None:
+def check_process(process: int, count: int) -> None:
+    """Raise UserError for a --process that is none of --processes."""
     if not 0 <= process < count:
         raise UserError(f"--process={process}: must be at least 0 and below --processes={count}")
-
-
-def _initialize(*where: Any) -> None:
-    try:
-        jax.distributed.initialize(*where)
-    except (RuntimeError, ValueError) as fault:
-        raise UserError(f"the processes do not find each other: {' '.join(str(fault).split())[:300]}") from None
-    if not is_process_0():
-        logging.getLogger("realm_jax").setLevel(logging.WARNING)  # process 0 logs for all
 
 
 def is_process_0() -> bool:
@@ -114,12 +100,12 @@ def allgather_flags(*facts: bool) -> NDArray[np.bool_]:
 
     For what one process may know before another: a signal, a file, a time that is up.
     """
-    own = np.array([facts])
+    flags = np.array([facts])  # [1, flags]
     if jax.process_count() == 1:
-        return own
+        return flags
     from jax.experimental import multihost_utils
 
-    return np.asarray(multihost_utils.process_allgather(own[0], tiled=False)).reshape(-1, len(facts))
+    return np.asarray(multihost_utils.process_allgather(flags[0], tiled=False)).reshape(-1, len(facts))
 
 
 def any_process(fact: bool) -> bool:
@@ -136,6 +122,6 @@ def broadcast_from_process_0(value: int) -> int:
     """Process 0's value, on every process. Collective: all processes must call it."""
     if jax.process_count() == 1:
         return value
-    from jax.experimental import multihost_utils  # here, since it is of no use to a single process
+    from jax.experimental import multihost_utils
 
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))

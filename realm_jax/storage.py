@@ -130,7 +130,8 @@ def publish_folder(temporary: str | os.PathLike[str], final: str | os.PathLike[s
     """
     if os.path.lexists(final):
         raise UserError(f"{final} already exists; remove it or choose another folder")
-    _flush_tree(Path(temporary))
+    for path in (*Path(temporary).rglob("*"), Path(temporary)):
+        _flush(path)
     os.chmod(temporary, 0o777 & ~_umask())
     os.rename(temporary, final)
     _flush(Path(final).parent)
@@ -140,11 +141,6 @@ def flush_to_disk(stream: IO[bytes]) -> None:
     """Flush `stream` to disk (fsync): what was written survives a power failure."""
     stream.flush()
     os.fsync(stream.fileno())
-
-
-def _flush_tree(folder: Path) -> None:
-    for part in (*folder.rglob("*"), folder):
-        _flush(part)
 
 
 def _flush(path: Path) -> None:
@@ -367,42 +363,42 @@ class Bucket(Folder):
 
         self.url, self._wait = url.rstrip("/"), wait
         try:
-            found, self._root = fsspec.core.url_to_fs(self.url)
+            default, self._root = fsspec.core.url_to_fs(self.url)
         except (ValueError, ImportError) as fault:
             raise UserError(f"{url}: {fault}; install what opens such paths (gs://: gcsfs, s3://: s3fs)") from None
-        self._files = filesystem or found
+        self._files = filesystem or default
 
     def read(self, name: str) -> bytes:
-        return self._try("read", name, lambda: self._files.cat_file(self._at(name)))
+        return self._try("read", name, lambda path: self._files.cat_file(path))
 
     def write(self, name: str, data: bytes | memoryview) -> None:
-        def once() -> None:
-            self._files.pipe_file(self._at(name), bytes(data))
+        def write(path: str) -> None:
+            self._files.pipe_file(path, bytes(data))
             self._files.invalidate_cache()
-            found = self._files.info(self._at(name))["size"]
-            if found != len(data):
-                raise OSError(f"{found:,} bytes of {len(data):,} arrived")
+            size = self._files.info(path)["size"]
+            if size != len(data):
+                raise OSError(f"{size:,} bytes of {len(data):,} arrived")
 
-        self._try("write", name, once)
+        self._try("write", name, write)
 
     def names(self, folder: str = "") -> list[str]:
-        def once() -> list[str]:
+        def ls(path: str) -> list[str]:
             self._files.invalidate_cache()
             try:
-                found = self._files.ls(self._at(folder), detail=False)
+                paths = self._files.ls(path, detail=False)
             except FileNotFoundError:
                 return []
-            return sorted({path.rstrip("/").rpartition("/")[2] for path in found} - {""})
+            return sorted({path.rstrip("/").rpartition("/")[2] for path in paths} - {""})
 
-        return self._try("list", folder, once)
+        return self._try("list", folder, ls)
 
     def remove(self, name: str) -> None:
-        def once() -> None:
+        def rm(path: str) -> None:
             self._files.invalidate_cache()
             with contextlib.suppress(FileNotFoundError):
-                self._files.rm(self._at(name), recursive=True)
+                self._files.rm(path, recursive=True)
 
-        self._try("remove", name, once)
+        self._try("remove", name, rm)
 
     def local(self, entry: FileEntry) -> Path:
         """Staged once on this machine: downloaded, verified, and only then given its name."""
@@ -427,19 +423,16 @@ class Bucket(Folder):
     def _staged(self, name: str) -> Path:
         return staging_folder() / digest(self.url.encode())[:16] / name
 
-    def _at(self, name: str) -> str:
-        return f"{self._root}/{name}" if name else self._root
-
-    def _try(self, what: str, name: str, once: Callable[[], _T]) -> _T:
+    def _try(self, verb: str, name: str, operation: Callable[[str], _T]) -> _T:
         for attempt in range(TRIES):
             try:
-                return once()
+                return operation(f"{self._root}/{name}" if name else self._root)
             except FileNotFoundError:
                 raise
             except Exception as fault:  # every file system has errors of its own
                 if attempt == TRIES - 1:
-                    raise StorageError(f"{self.path(name)}: cannot {what} it after {TRIES} tries ({fault})") from fault
-                logger.warning("%s: cannot %s it (%s); trying again", self.path(name), what, fault)
+                    raise StorageError(f"{self.path(name)}: cannot {verb} it after {TRIES} tries ({fault})") from fault
+                logger.warning("%s: cannot %s it (%s); trying again", self.path(name), verb, fault)
                 self._wait(FIRST_WAIT * 2**attempt)
         raise AssertionError("the last try returns or raises")
 
@@ -458,8 +451,7 @@ def side_by_side(act: Callable[..., None], *items: Iterable[Any]) -> None:
     """
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         try:
-            for _ in pool.map(act, *items):
-                pass
+            list(pool.map(act, *items))
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -20,13 +20,13 @@ import pytest
 from tiny_run import open_config, tiny_config
 
 from realm_jax.assemble import make_run
-from realm_jax.cli.build_index import Job
 from realm_jax.config import add_sections, flatten
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import Preempted, Stop
 from realm_jax.launch.local import free_port
 from realm_jax.models.realm import Params
 from realm_jax.processes import WorkShare
+from realm_jax.refresh.build_job import Job
 from realm_jax.refresh.builder import for_embedding
 from realm_jax.refresh.exporter import Exporter
 from realm_jax.refresh.generations import export_steps, read_export

@@ -28,8 +28,7 @@ from realm_jax.errors import UserError
 from realm_jax.eval import adaptation as judge
 from realm_jax.eval import prediction
 from realm_jax.inference.model import Model
-from realm_jax.launch.status import Heartbeats
-from realm_jax.launch.watch import run_status
+from realm_jax.launch.status import Heartbeats, run_status
 from realm_jax.models.folders import TOWERS
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.vector_files import write_vectors

@@ -32,10 +32,9 @@ from runs import (
     until,
 )
 
-from realm_jax.cli import build_index
 from realm_jax.cli import main as cli
 from realm_jax.host import Stop
-from realm_jax.refresh import status
+from realm_jax.refresh import build_job, status
 from realm_jax.refresh.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.refresh.generations import (
     export_step,
@@ -168,7 +167,7 @@ def test_the_first_process_alone_names_a_run(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_builder_that_is_slower_than_three_exports_is_not_in_vain(people, tmp_path, monkeypatch):
     """What it works on stays."""
-    run, read = open_tiny(people, tmp_path, steps=30, adopt_after=-1), build_index.read_towers
+    run, read = open_tiny(people, tmp_path, steps=30, adopt_after=-1), build_job.read_towers
     step = []
 
     def slow(folder, export):
@@ -182,7 +181,7 @@ def test_a_builder_that_is_slower_than_three_exports_is_not_in_vain(people, tmp_
         time.sleep(0.05)
         return announce(self, now)
 
-    monkeypatch.setattr(build_index, "read_towers", slow)
+    monkeypatch.setattr(build_job, "read_towers", slow)
     monkeypatch.setattr(BuiltIndex, "announce", watched)
     with builder(run):
         train(run)

@@ -83,15 +83,6 @@ def test_the_console_is_on_stderr_so_that_results_can_be_piped(capsys):
     assert captured.out == "" and captured.err == "a progress line\n"
 
 
-def test_no_color_is_honoured(monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    console.console.cache_clear()
-    try:
-        assert console.console().no_color
-    finally:
-        console.console.cache_clear()
-
-
 def test_nobody_reading_the_log_neither_ends_a_program_nor_changes_its_exit_code():
     reader, writer = os.pipe()
     os.close(reader)

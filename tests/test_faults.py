@@ -24,11 +24,10 @@ from orbax.checkpoint import v1 as ocp
 from runs import Cut, Watch, adoptions, assert_same, builder, cut_at, make_job, metrics, open_tiny, spoil, train, until
 
 from realm_jax import storage
-from realm_jax.cli import build_index
-from realm_jax.cli.build_index import Job
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, Stop
-from realm_jax.refresh import watcher
+from realm_jax.refresh import build_job, watcher
+from realm_jax.refresh.build_job import Job
 from realm_jax.refresh.generations import (
     EXPORT,
     MANIFEST,
@@ -185,21 +184,21 @@ def test_two_builders_at_once(people, sturdy, tmp_path, before_write, watch, mon
 
     before_write(listed_stay)
     meet = threading.Barrier(2)
-    embed = build_index.Builder._embed_missing
+    embed = build_job.Builder._embed_missing
 
     def together(self, *rest):
         with suppress(threading.BrokenBarrierError):
             meet.wait(1.0)  # so that both begin with the same chunks
         embed(self, *rest)
 
-    write = build_index.Builder._write
+    write = build_job.Builder._write
 
     def noted(self, name, chunk, vectors):
         embedded.append((name, chunk))
         write(self, name, chunk, vectors)
 
-    monkeypatch.setattr(build_index.Builder, "_embed_missing", together)
-    monkeypatch.setattr(build_index.Builder, "_write", noted)
+    monkeypatch.setattr(build_job.Builder, "_embed_missing", together)
+    monkeypatch.setattr(build_job.Builder, "_write", noted)
     with builder(run), builder(run):
         assert_same(train(run), sturdy.final)
     watch.check(run)
@@ -285,7 +284,7 @@ def test_processes_that_are_killed_without_a_word(people, sturdy, tmp_path, watc
 def test_a_generation_is_damaged(people, sturdy, tmp_path, monkeypatch, watch, log, fault):
     """Between publication and the trainer's look; the trainer adopts the second attempt in time."""
     run = open_tiny(people, tmp_path)
-    build, look, damaged, gate = build_index.Builder.build, IndexWatcher._look, [], threading.Lock()
+    build, look, damaged, gate = build_job.Builder.build, IndexWatcher._look, [], threading.Lock()
 
     def spoiled(self, export, embed, queries):
         with gate:
@@ -300,7 +299,7 @@ def test_a_generation_is_damaged(people, sturdy, tmp_path, monkeypatch, watch, l
             look(self)
 
     monkeypatch.setattr(IndexWatcher, "_look", gated)
-    monkeypatch.setattr(build_index.Builder, "build", spoiled)
+    monkeypatch.setattr(build_job.Builder, "build", spoiled)
     with builder(run):
         assert_same(train(run), sturdy.final)
     watch.check(run)
@@ -384,14 +383,14 @@ def test_the_trainer_is_killed_in_the_middle_of_an_export(people, sturdy, tmp_pa
 def test_an_export_is_damaged(people, tmp_path, watch, log, monkeypatch):
     """Its towers lose their end before the builder looks. The trainer stops; started again it passes that index over,
     as nobody can make it any more."""
-    run, read = open_tiny(people, tmp_path, wait_seconds=1.0), build_index.read_towers
+    run, read = open_tiny(people, tmp_path, wait_seconds=1.0), build_job.read_towers
 
     def cut(folder, export):
         if export.step == 2:
             folder.write(export.file.name, folder.read(export.file.name)[:-9])
         return read(folder, export)
 
-    monkeypatch.setattr(build_index, "read_towers", cut)
+    monkeypatch.setattr(build_job, "read_towers", cut)
     with builder(run):
         with pytest.raises(UserError, match="the generation of step 2, due at step 3 did not come within"):
             train(run)

@@ -49,14 +49,11 @@ def strict(schema):
         return [strict(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: strict(value) for key, value in schema.items()}
-    named = isinstance(schema.get("properties"), dict) and schema.get("type") == "object"
-    open_ended = (
-        schema.get("x-kubernetes-preserve-unknown-fields") or set(schema["properties"]) <= {"metadata"}
-        if named
-        else True
-    )
-    return found if open_ended else found | {"additionalProperties": False}
+    inner = {key: strict(value) for key, value in schema.items()}
+    names = schema.get("properties")
+    if not isinstance(names, dict) or schema.get("type") != "object" or {*names} <= {"metadata"}:
+        return inner
+    return inner if schema.get("x-kubernetes-preserve-unknown-fields") else inner | {"additionalProperties": False}
 
 
 @pytest.mark.parametrize("file", sorted(GOLDEN.glob("jobset-*.txt")), ids=lambda file: file.stem)
@@ -102,14 +99,16 @@ def container(manifest):
 def test_names_leave_room_for_those_of_pods():
     found = manifests(described(name="a" * 30, builder__slices=100))
     for manifest in found:
-        job = manifest["spec"]["replicatedJobs"][0]
-        pods = (
-            f"{manifest['metadata']['name']}-{job['name']}-{job['replicas']}-{job['template']['spec']['completions']}"
-        )
-        assert len(f"{pods}-abcde") <= 63
+        name, job = manifest["metadata"]["name"], manifest["spec"]["replicatedJobs"][0]
+        pod = f"{name}-{job['name']}-{job['replicas']}-{job['template']['spec']['completions']}-abcde"
+        assert len(pod) <= 63
 
 
 # ---- what kubectl is asked
+
+
+def verbs(folder) -> list[str]:
+    return [words[1] for words in asked(folder, "kubectl")]
 
 
 def expected():
@@ -120,7 +119,7 @@ def expected():
 def test_what_is_not_there_is_applied_and_told(tools, capsys):
     folder = tools(there())
     assert launch(*JOBSET, "--spec.builder.slices=1") == 0
-    assert [words[1] for words in asked(folder, "kubectl")] == ["get", "apply", "apply"]
+    assert verbs(folder) == ["get", "apply", "apply"]
     assert yaml.safe_load(calls(folder)[1]["stdin"])["metadata"]["name"] == "realm-trainer"
     assert capsys.readouterr().out == "JobSet realm-trainer: applied\nJobSet realm-builder-0: applied\n"
     assert expected() == ["trainer", "builder-0"]
@@ -129,12 +128,8 @@ def test_what_is_not_there_is_applied_and_told(tools, capsys):
 
 def test_what_was_stopped_or_has_ended_is_made_anew_from_what_is_wanted_now(tools):
     """Almost nothing of a JobSet can be changed, so the old one goes first; a running one is only applied."""
-    found = [
-        item("realm-trainer", suspended=True),
-        item("realm-builder-0", condition="Failed"),
-        item("realm-builder-1"),
-    ]
-    folder = tools(there(*found))
+    ended = item("realm-trainer", suspended=True), item("realm-builder-0", condition="Failed")
+    folder = tools(there(*ended, item("realm-builder-1")))
     assert launch(*JOBSET, "--spec.trainer.slice=v5e:4x8", "--spec.builder.slices=2") == 0
     _, deleted, trainer, *builders = asked(folder, "kubectl")
     assert deleted[2:] == ["jobset", "realm-trainer", "realm-builder-0", "--cascade=foreground", "--ignore-not-found"]
@@ -144,7 +139,7 @@ def test_what_was_stopped_or_has_ended_is_made_anew_from_what_is_wanted_now(tool
 def test_a_builder_that_is_not_wanted_any_more_is_removed(tools):
     folder = tools(there(item("realm-trainer"), item("realm-builder-0"), item("realm-builder-1")))
     assert launch(*JOBSET, "--spec.builder.slices=1") == 0
-    assert [words[1] for words in asked(folder, "kubectl")] == ["get", "apply", "apply", "delete"]
+    assert verbs(folder) == ["get", "apply", "apply", "delete"]
     assert asked(folder, "kubectl")[-1][2:4] == ["jobset", "realm-builder-1"]
 
 
@@ -153,7 +148,7 @@ def test_what_runs_is_not_touched_where_the_start_is_refused(tools, capsys):
     folder = tools(there(item("realm-trainer"), item("realm-builder-0"), item("realm-builder-1")), refused)
     assert launch(*JOBSET, "--spec.builder.slices=1") == 2
     assert "runs already with other settings" in capsys.readouterr().err
-    assert [words[1] for words in asked(folder, "kubectl")] == ["get", "apply"]
+    assert verbs(folder) == ["get", "apply"]
 
 
 @pytest.mark.parametrize("action", ["start", "stop", "delete", "logs"])
@@ -162,7 +157,7 @@ def test_jobsets_of_another_run_of_the_same_name_are_left_alone(tools, capsys, a
     assert launch(*([] if action == "start" else [action]), *JOBSET) == 2
     told = "JobSet realm-trainer: belongs to --workdir=gs://bucket/runs/two; give that one, or set spec.name"
     assert told in capsys.readouterr().err
-    assert [words[1] for words in asked(folder, "kubectl")] == ["get"]
+    assert verbs(folder) == ["get"]
     with pytest.raises(FileNotFoundError):
         expected()
 
@@ -178,7 +173,7 @@ def test_in_a_queue_suspended_means_waiting(tools):
     folder = tools(there(item("realm-trainer", suspended=True)))
     queue = "--spec.kubernetes.queue=q"
     assert launch(*JOBSET, queue) == 0
-    assert "delete" not in [words[1] for words in asked(folder, "kubectl")]
+    assert "delete" not in verbs(folder)
     assert launch("stop", *JOBSET, queue) == 0
     assert asked(folder, "kubectl")[-1][1:4] == ["delete", "jobset", "realm-trainer"]
 

@@ -141,6 +141,26 @@ if run == 3:
 sys.exit(1)
 """, {"trainers": 1, "restarts": 1}, 1, {"trainer-0": 1, "builder-0": 4},
     ),
+    "a trainer that a signal ends and that is given up is no success": (
+        "time.sleep(0.5)\nos.kill(os.getpid(), signal.SIGSEGV) if name == 'trainer-0' else None",
+        {"trainers": 1, "restarts": 0}, 128 + 11, {"trainer-0": 1, "builder-0": 1},
+    ),
+    "nor is a builder": (
+        "time.sleep(0.5)\nos.kill(os.getpid(), signal.SIGSEGV) if name == 'builder-0' else None",
+        {"trainers": 1, "restarts": 0}, 128 + 11, {"trainer-0": 1, "builder-0": 1},
+    ),
+    "a mistake that a process finds while the others are dying counts before their crash": (
+        """
+if name == "trainer-1":
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
+    ready(-1, 0)
+    while True:
+        signal.pause()
+while not os.path.exists(f"{folder}/trainer-1.ready"):
+    time.sleep(0.02)
+os.kill(os.getpid(), signal.SIGSEGV)
+""", {"builders": 0}, 2, {"trainer-0": 1, "trainer-1": 1},
+    ),
 }  # fmt: skip
 
 
@@ -228,28 +248,8 @@ while True:
     assert supervisor.run() == 75 and time.monotonic() - began < 30
 
 
-def test_a_mistake_counts_before_a_crash_and_a_crash_before_a_preemption(scripted):
+def test_a_mistake_counts_before_a_crash_and_a_crash_before_a_preemption():
     assert [local._overall_exit_code(codes) for codes in ((-6, 2), (75, None, 1), (75, 0, None))] == [2, 1, 75]
-    supervisor = scripted(
-        """
-if name == "trainer-1":  # finds its mistake while the others are dying
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(2))
-    ready(-1, 0)
-    while True:
-        signal.pause()
-while not os.path.exists(f"{folder}/trainer-1.ready"):
-    time.sleep(0.02)
-os.kill(os.getpid(), signal.SIGSEGV)
-""",
-        builders=0,
-    )
-    assert supervisor.run() == 2 and supervisor.runs == {"trainer-0": 1, "trainer-1": 1}
-
-
-@pytest.mark.parametrize(("killed", "code"), [("trainer-0", 128 + 11), ("builder-0", 128 + 11)])
-def test_who_is_given_up_after_a_signal_is_no_success(scripted, killed, code):
-    script = f"time.sleep(0.5)\nos.kill(os.getpid(), signal.SIGSEGV) if name == {killed!r} else None"
-    assert scripted(script, trainers=1, restarts=0).run() == code
 
 
 def test_what_a_dead_process_started_is_ended_with_it(scripted, tmp_path):

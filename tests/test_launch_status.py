@@ -12,6 +12,11 @@ from realm_jax.refresh.status import HEARTBEAT_SECONDS, Status, StatusWriter, re
 from realm_jax.storage import PosixFolder, StorageError
 
 
+@pytest.fixture
+def folder(tmp_path) -> PosixFolder:
+    return PosixFolder(tmp_path)
+
+
 def put(folder: PosixFolder, **jobs) -> None:
     for name, (stage, step, counter) in jobs.items():
         write_status(folder, name.replace("_", "-"), Status("one", stage=stage, step=step, counter=counter))
@@ -25,8 +30,8 @@ def states(folder, wait=lambda seconds: None) -> dict[str, str]:
     return {job.name: job.state for job in poll(folder, wait).jobs}
 
 
-def test_a_job_whose_counter_stands_still_for_two_heartbeats_is_late(tmp_path):
-    folder, waited = PosixFolder(tmp_path), []
+def test_a_job_whose_counter_stands_still_for_two_heartbeats_is_late(folder):
+    waited = []
     put(folder, trainer=("realm", -1, 1), builder_0=("building", 8, 5))
 
     def wait(seconds: float) -> None:
@@ -38,21 +43,18 @@ def test_a_job_whose_counter_stands_still_for_two_heartbeats_is_late(tmp_path):
     assert [job.name for job in state.jobs] == ["trainer", "builder-0"]
 
 
-def test_who_is_done_is_not_late_and_nobody_waits_for_them(tmp_path):
-    folder = PosixFolder(tmp_path)
+def test_who_is_done_is_not_late_and_nobody_waits_for_them(folder):
     write_status(folder, "trainer", Status("", stage="ended", counter=9, done=True))
     assert states(folder, never) == {"trainer": "done"}
 
 
-def test_a_trainer_that_needs_no_further_index_still_has_to_live(tmp_path):
+def test_a_trainer_that_needs_no_further_index_still_has_to_live(folder):
     """After REALM the builders may end; fine-tuning goes on."""
-    folder = PosixFolder(tmp_path)
     write_status(folder, "trainer", Status("one", stage="qa", step=20, counter=9, index_done=True, index=15))
     assert states(folder) == {"trainer": "late"} and poll(folder, lambda _: None).jobs[0].status.index == 15
 
 
-def test_who_was_started_and_never_came_is_late(tmp_path):
-    folder = PosixFolder(tmp_path)
+def test_who_was_started_and_never_came_is_late(folder, tmp_path):
     write_status(folder, "trainer", Status("", counter=1, done=True))
     record_expected_jobs(str(tmp_path), ["trainer", "builder-0", "builder-1"])
     put(folder, builder_0=("building", 8, 5))
@@ -63,9 +65,8 @@ def test_who_was_started_and_never_came_is_late(tmp_path):
     assert states(folder, wait) == {"trainer": "late", "builder-0": "alive", "builder-1": "late"}, "a new start"
 
 
-def test_who_was_stopped_is_not_late(tmp_path, monkeypatch, capsys):
+def test_who_was_stopped_is_not_late(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("realm_jax.launch.status.STALE_AFTER", 0.0)
-    folder = PosixFolder(tmp_path)
     record_expected_jobs(str(tmp_path), ["trainer"])
     put(folder, trainer=("realm", -1, 1))
     clear_expected_jobs(str(tmp_path))
@@ -77,8 +78,7 @@ def test_who_was_stopped_is_not_late(tmp_path, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["metrics"] == {"step": 1, "loss": 2.5, "retrieval_utility": None}
 
 
-def test_a_start_forgets_builders_of_an_earlier_one(tmp_path):
-    folder = PosixFolder(tmp_path)
+def test_a_start_forgets_builders_of_an_earlier_one(folder, tmp_path):
     put(folder, builder_0=("building", 8, 5), builder_3=("building", 8, 5))
     write_status(folder, "builder-1", Status("one", counter=7, done=True))
     write_status(folder, "trainer", Status("one", counter=7, done=True, index_done=True, pins=(4,)))
@@ -107,9 +107,8 @@ def test_a_run_that_nobody_works_on_is_late_without_any_record(tmp_path, capsys,
         {"qa/metrics.jsonl": {"loss": None, "step": None, "index_age": {}}},
     ],
 )
-def test_damage_is_passed_over(tmp_path, capsys, monkeypatch, damage):
+def test_damage_is_passed_over(folder, tmp_path, capsys, monkeypatch, damage):
     monkeypatch.setattr("realm_jax.launch.status.STALE_AFTER", 0.0)
-    folder = PosixFolder(tmp_path)
     (tmp_path / "config.json").write_text('{"tasks": "qa"}')
     put(folder, trainer=("qa", -1, 1), builder_0=("building", 8, 5))
     for name, content in damage.items():
@@ -143,8 +142,8 @@ def flaky_writes(monkeypatch, fails: int) -> list[Status]:
     return written
 
 
-def test_a_job_counts_on_whatever_its_storage_does(tmp_path, monkeypatch, caplog):
-    folder, written = PosixFolder(tmp_path), flaky_writes(monkeypatch, fails=2)
+def test_a_job_counts_on_whatever_its_storage_does(folder, monkeypatch, caplog):
+    written = flaky_writes(monkeypatch, fails=2)
     writer = StatusWriter(folder, "builder-0", Status("one"))
     writer.update(wait=True, stage="building", step=3)
     writer.update(wait=True, step=4)
@@ -154,10 +153,10 @@ def test_a_job_counts_on_whatever_its_storage_does(tmp_path, monkeypatch, caplog
     assert read_status(folder, "builder-0") == Status("one", stage="building", step=4, counter=3) == written[-1]
 
 
-def test_what_changes_is_written_at_once_and_a_step_with_the_next_heartbeat(tmp_path, monkeypatch):
+def test_what_changes_is_written_at_once_and_a_step_with_the_next_heartbeat(folder, monkeypatch):
     monkeypatch.setattr(status, "HEARTBEAT_SECONDS", 60.0)
     written = flaky_writes(monkeypatch, fails=0)
-    with StatusWriter(PosixFolder(tmp_path), "trainer", Status("one")) as writer:
+    with StatusWriter(folder, "trainer", Status("one")) as writer:
         until(lambda: written)
         writer.update(step=3)
         writer.update(step=4, index=2)
@@ -167,7 +166,7 @@ def test_what_changes_is_written_at_once_and_a_step_with_the_next_heartbeat(tmp_
     assert [(each.counter, each.step, each.index) for each in written] == [(1, -1, -1), (2, 4, 2), (3, 5, 2)]
 
 
-def test_what_is_told_during_a_write_is_not_lost(tmp_path, monkeypatch):
+def test_what_is_told_during_a_write_is_not_lost(folder, monkeypatch):
     """No two statuses have one counter, or the second is no heartbeat."""
     write, written = status.write_status, []
 
@@ -178,15 +177,14 @@ def test_what_is_told_during_a_write_is_not_lost(tmp_path, monkeypatch):
         write(folder, job, what)
 
     monkeypatch.setattr(status, "write_status", meanwhile)
-    writer = StatusWriter(PosixFolder(tmp_path), "trainer", Status("one"))
+    writer = StatusWriter(folder, "trainer", Status("one"))
     with writer:
         until(lambda: len(written) > 1)
     assert [each.counter for each in written] == [*range(1, len(written) + 1)]
-    assert read_status(PosixFolder(tmp_path), "trainer").index == 2
+    assert read_status(folder, "trainer").index == 2
 
 
-def test_a_recipe_is_done_at_its_end_alone_and_goes_on_as_the_same_run(tmp_path):
-    folder = PosixFolder(tmp_path)
+def test_a_recipe_is_done_at_its_end_alone_and_goes_on_as_the_same_run(folder, tmp_path):
     with trainer_status(folder, tmp_path, needs_index=True) as writer:
         writer.update(wait=True, stage="realm", pins=(4,))
         assert read_status(folder, "trainer").stage == "realm" and read_status(folder, "trainer").needs_index
@@ -202,9 +200,9 @@ def test_a_recipe_is_done_at_its_end_alone_and_goes_on_as_the_same_run(tmp_path)
     assert again.counter > ended.counter
 
 
-def test_a_task_that_has_just_begun_does_not_hide_the_one_before(tmp_path):
+def test_a_task_that_has_just_begun_does_not_hide_the_one_before(folder, tmp_path):
     (tmp_path / "config.json").write_text('{"tasks": "ict,realm"}')
     for task, line in (("ict", '{"step": 7, "loss": 1.5}\n'), ("realm", "")):
         (tmp_path / task).mkdir()
         (tmp_path / task / "metrics.jsonl").write_text(line)
-    assert summary(PosixFolder(tmp_path)) == "ict step 7, loss 1.5"
+    assert summary(folder) == "ict step 7, loss 1.5"

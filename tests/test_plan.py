@@ -34,7 +34,21 @@ from realm_jax.tasks.realm import RealmTask
 from realm_jax.train.step import make_step
 
 ROOT = Path(__file__).parents[1]
-COMPILER = importlib.util.find_spec("libtpu") is not None
+
+
+def needs_compiler(test):
+    """A slow test of real programs."""
+    there = importlib.util.find_spec("libtpu") is not None
+    return pytest.mark.slow(pytest.mark.skipif(not there, reason="the TPU compiler is not installed")(test))
+
+
+def arrays(example) -> dict[str, tuple]:
+    """Name → shape and dtype."""
+    return {name: (np.shape(value), np.asarray(value).dtype) for name, value in example.items()}
+
+
+def promised(task) -> dict[str, tuple]:
+    return {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in task.array_shapes().items()}
 
 
 @pytest.mark.parametrize("task", ["ict", "realm", "qa"])
@@ -43,10 +57,7 @@ def test_shapes_are_those_of_real_examples(people, task, tmp_path):
     for name in ("ict", "qa"):
         config[name].batch_size = 8
     made = make_task(task, make_run(config, tmp_path, open_sources(people)))
-    example = made.examples({}, None).make(0, np.random.default_rng(0))
-    found = {name: (np.shape(value), np.asarray(value).dtype) for name, value in example.items()}
-    wanted = {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in made.array_shapes().items()}
-    assert found == wanted
+    assert arrays(made.examples({}, None).make(0, np.random.default_rng(0))) == promised(made)
 
 
 @pytest.mark.parametrize("titles", [True, False])
@@ -57,11 +68,7 @@ def test_shapes_of_a_question_beside_its_positive_passage(people, titles):
     task = make_task("qa", make_run(config, Path("."), sources, jax.devices()[:1]))
     asked = sources.questions["train"][:1]
     examples = positive_examples(asked, [0], sources.passages, sources.tokenizer, task.run.lengths, titles)
-    example = examples.make(0, np.random.default_rng(0))
-    wanted = task.array_shapes()
-    assert {name: (np.shape(value), np.asarray(value).dtype) for name, value in example.items()} == {
-        name: (shape, np.dtype(dtype)) for name, (shape, dtype) in wanted.items()
-    }
+    assert arrays(examples.make(0, np.random.default_rng(0))) == promised(task)
 
 
 @pytest.mark.parametrize("task, changes", [("ict", {"negatives": "index"}), ("qa", {"objective": "positive"})])
@@ -117,8 +124,7 @@ SMALL = ["--config.model.layers=2", "--config.model.width=128", "--config.model.
          "--config.qa.batch_size=64", "--config.model.heads=2", "--config.model.dropout=0.0"]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not COMPILER, reason="the TPU compiler is not installed")
+@needs_compiler
 def test_a_plan_of_a_small_model(capsys):
     assert cli.main(["launch", "plan", "--spec.trainer.slice=v5e:4x4", "--passages=100000", "--json", *SMALL]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -129,15 +135,13 @@ def test_a_plan_of_a_small_model(capsys):
     assert found["compiler"].keys() == {"jax", "jaxlib", "libtpu"}
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not COMPILER, reason="the TPU compiler is not installed")
+@needs_compiler
 def test_what_does_not_fit_is_said_with_the_keys_to_change(capsys):
     assert cli.main(["launch", "plan", "--spec.trainer.slice=v5e:2x2", "--config.model.dtype=bfloat16"]) == 1
     assert "does NOT fit" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not COMPILER, reason="the TPU compiler is not installed")
+@needs_compiler
 def test_trainer_and_builders_have_slices_of_their_own(capsys):
     spec = ["trainer.slice=v5e:2x4", "trainer.slices=2", "builder.slice=v6e:2x2", "builder.slices=2"]
     flags = [*(f"--spec.{key}" for key in spec), "--passages=100000", "--json", "--price-per-chip-hour=2"]
@@ -152,8 +156,7 @@ def test_trainer_and_builders_have_slices_of_their_own(capsys):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not COMPILER, reason="the TPU compiler is not installed")
+@needs_compiler
 def test_tokens_are_gathered_where_they_lie():
     """A TPU's usual layout of uint16 [rows, 288] has the columns one after another: a copy of all in every step."""
     config = load_config("realm_wiki", ["--config.data.path=-", "--config.mesh.fsdp=4"], default)

@@ -27,8 +27,7 @@ from realm_jax.train.trackers import TaskRun, check_installed, open_trackers
 
 SETTINGS = {"model.layers": 2, "model.reader": "", "log.to": "all"}
 STEPS = 4
-STAND_INS = {
-    "wandb": """
+WANDB = """
 calls = []
 class Settings(dict): pass
 class Run:
@@ -38,21 +37,18 @@ class Run:
 def init(**options):
     calls.append(("init", options))
     return Run()
-""",
-}
+"""
 
 
 @pytest.fixture
-def stand_ins(tmp_path_factory, monkeypatch):
-    """Modules in place of the packages, which note what they are told in `calls`."""
+def stand_in(tmp_path_factory, monkeypatch):
+    """A module in place of wandb, which notes what it is told in `calls`."""
     folder = tmp_path_factory.mktemp("packages")
-    for name, source in STAND_INS.items():
-        (folder / f"{name}.py").write_text(source)
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    (folder / "wandb.py").write_text(WANDB)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.syspath_prepend(str(folder))
     yield
-    for name in STAND_INS:
-        sys.modules.pop(name, None)
+    sys.modules.pop("wandb", None)
 
 
 def log(folder: Path, named: str, start: int = 0, last: int = STEPS) -> None:
@@ -80,14 +76,14 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_begins(people,
             check_installed("tensorboard,wandb")
 
 
-def test_none_is_imported_unless_it_is_named(stand_ins, tmp_path):
+def test_none_is_imported_unless_it_is_named(stand_in, tmp_path):
     log(tmp_path / "run" / "realm", "")
     assert "wandb" not in sys.modules
     assert not (tmp_path / "run" / "realm" / "tensorboard").exists()
     assert len(read_lines(tmp_path / "run" / "realm" / "metrics.jsonl")) == STEPS
 
 
-def test_of_several_processes_the_first_has_them(stand_ins, tmp_path, monkeypatch):
+def test_of_several_processes_the_first_has_them(stand_in, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     log(tmp_path / "run" / "realm", "wandb,tensorboard")
     assert "wandb" not in sys.modules and not (tmp_path / "run" / "realm" / "tensorboard").exists()
@@ -96,7 +92,7 @@ def test_of_several_processes_the_first_has_them(stand_ins, tmp_path, monkeypatc
 # ---- what they get
 
 
-def test_weights_and_biases_gets_every_number_over_the_task_s_own_steps(stand_ins, tmp_path, monkeypatch):
+def test_weights_and_biases_gets_every_number_over_the_task_s_own_steps(stand_in, tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     log(tmp_path / "run" / "realm", "wandb")
     (_, options), (_, names, over), *logged, last = sys.modules["wandb"].calls
@@ -113,7 +109,7 @@ def test_weights_and_biases_gets_every_number_over_the_task_s_own_steps(stand_in
     assert steps[-1] == {"step": record.pop("step")} | {f"train/{name}": value for name, value in record.items()}
 
 
-def test_a_resumed_task_goes_on_with_its_run(stand_ins, tmp_path):
+def test_a_resumed_task_goes_on_with_its_run(stand_in, tmp_path):
     folder = tmp_path / "run" / "realm"
     log(folder, "wandb", last=3)
     log(folder, "wandb", start=2)
@@ -143,13 +139,9 @@ def test_tensorboard_forgets_steps_that_are_trained_again(tmp_path):
     steps = events(tmp_path / "tensorboard" / "metrics")
     losses = [(one.step, value.simple_value) for one in steps for value in one.summary.value if value.tag == "loss"]
     assert losses == [(1, 0.5), (2, 1.0), (3, 1.5), (3, 1.5), (4, 2.0)]
-    assert [one.step for one in steps if one.session_log.status == 1] == [1, 3], (
-        "from here on earlier ones do not count"
-    )
-    assert [one.step for one in events(tmp_path / "tensorboard" / "evaluations") if one.session_log.status == 1] == [
-        0,
-        2,
-    ]
+    measured = events(tmp_path / "tensorboard" / "evaluations")
+    starts = [[event.step for event in kind if event.session_log.status == 1] for kind in (steps, measured)]
+    assert starts == [[1, 3], [0, 2]], "from here on earlier ones do not count"
     assert not (tmp_path / "trackers.json").exists()
 
 
@@ -175,7 +167,7 @@ def warnings_in(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-def test_one_that_fails_on_the_way_is_one_warning_and_the_others_go_on(stand_ins, tmp_path, monkeypatch, caplog):
+def test_one_that_fails_on_the_way_is_one_warning_and_the_others_go_on(stand_in, tmp_path, monkeypatch, caplog):
     import wandb
 
     def full(*_):
@@ -188,7 +180,7 @@ def test_one_that_fails_on_the_way_is_one_warning_and_the_others_go_on(stand_ins
     assert wandb.calls[-1] == ("finish",)
 
 
-def test_one_that_hangs_at_its_end_holds_up_nothing(stand_ins, tmp_path, monkeypatch, caplog):
+def test_one_that_hangs_at_its_end_holds_up_nothing(stand_in, tmp_path, monkeypatch, caplog):
     import wandb
 
     released = threading.Event()
@@ -202,7 +194,7 @@ def test_one_that_hangs_at_its_end_holds_up_nothing(stand_ins, tmp_path, monkeyp
     assert len(read_lines(tmp_path / "run" / "realm" / "metrics.jsonl")) == STEPS
 
 
-def test_one_that_does_not_open_is_named(stand_ins, tmp_path, monkeypatch):
+def test_one_that_does_not_open_is_named(stand_in, tmp_path, monkeypatch):
     import wandb
 
     def init(**_):
@@ -216,7 +208,7 @@ def test_one_that_does_not_open_is_named(stand_ins, tmp_path, monkeypatch):
 # ---- a training run, and the packages themselves
 
 
-def test_a_run_sends_what_it_records(people, stand_ins, tmp_path):
+def test_a_run_sends_what_it_records(people, stand_in, tmp_path):
     train_measured(open_inline(people, tmp_path / "run", log__to="wandb,tensorboard"))
     import wandb
 

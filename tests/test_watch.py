@@ -21,8 +21,7 @@ from runs import until
 
 from realm_jax.cli import main as cli
 from realm_jax.cli.watch import BLOCKS, sparkline, view
-from realm_jax.launch.status import Heartbeats
-from realm_jax.launch.watch import POINTS, run_status
+from realm_jax.launch.status import POINTS, Heartbeats, run_status
 from realm_jax.refresh.generations import ChunkFile, Manifest, reject
 from realm_jax.refresh.status import Status, write_status
 from realm_jax.storage import FileEntry, Folder, PosixFolder, open_folder
@@ -65,6 +64,13 @@ def put_run(folder: Folder) -> None:
     beat(folder, 7)
 
 
+@pytest.fixture
+def folder(tmp_path) -> PosixFolder:
+    """The folder of that run."""
+    put_run(PosixFolder(tmp_path))
+    return PosixFolder(tmp_path)
+
+
 def beat(folder: Folder, counter: int) -> None:
     write_status(folder, "trainer", Status("one", stage="realm", step=100, counter=counter, index=40))
     write_status(folder, "builder-0", Status("one", stage="building", step=120, counter=counter))
@@ -96,16 +102,10 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 # ---- what is known
 
 
-def test_a_run_that_trains(tmp_path):
-    folder = PosixFolder(tmp_path)
-    put_run(folder)
+def test_a_run_that_trains(folder):
     found = alive(folder)
-    assert (found["state"], found["stage"], found["task"], found["metrics"]["step"]) == (
-        "running",
-        "realm",
-        "realm",
-        100,
-    )
+    assert [found[key] for key in ("state", "stage", "task")] == ["running", "realm", "realm"]
+    assert found["metrics"]["step"] == 100
     told = [(task["name"], task["state"], task["step"], task["steps"]) for task in found["tasks"]]
     assert told == [("ict", "done", 20, 20), ("realm", "running", 100, 160), ("qa", "waiting", 0, 50)]
     assert [task["seconds"] for task in found["tasks"]] == [2.5, 200.0, None]
@@ -117,26 +117,16 @@ def test_a_run_that_trains(tmp_path):
     assert found["waits"] == {"data": 0.01, "index": 0.1}
 
 
-def test_the_index_and_its_generations(tmp_path):
-    folder = PosixFolder(tmp_path)
-    put_run(folder)
+def test_the_index_and_its_generations(folder):
     index = alive(folder)["index"]
-    assert (index["mode"], index["task"], index["step"], index["age"], index["drift"]) == (
-        "async",
-        "realm",
-        40,
-        60,
-        0.875,
-    )
+    assert [index[key] for key in ("mode", "task", "step", "age", "drift")] == ["async", "realm", 40, 60, 0.875]
     states = [(one["generation"], one["state"], one["age"]) for one in index["generations"]]
     assert states == [(USED, "in use", 60), (NEWER, "published", 20), (BAD, "refused", 0), (BUILT, "being built", 0)]
     assert index["generations"][0]["seconds"] == 3.0 and "seconds" not in index["generations"][-1]
     assert [line["waited"] for line in index["adoptions"]] == [2.0, 0.0]
 
 
-def test_heartbeats_say_whether_it_runs(tmp_path):
-    folder = PosixFolder(tmp_path)
-    put_run(folder)
+def test_heartbeats_say_whether_it_runs(folder):
     heartbeats = Heartbeats(folder, needs_trainer=False)
     assert run_status(folder, heartbeats.look(0.0))["state"] == "unknown"
     beat(folder, 8)
@@ -149,9 +139,7 @@ def test_heartbeats_say_whether_it_runs(tmp_path):
     assert run_status(folder, heartbeats.look(16.0))["state"] == "running", "it was started again"
 
 
-def test_a_run_that_is_done(tmp_path):
-    folder = PosixFolder(tmp_path)
-    put_run(folder)
+def test_a_run_that_is_done(folder):
     write_status(folder, "trainer", Status("one", stage="ended", counter=9, done=True))
     worse = lines({"step": 0, "recall@5": 0.6}, {"step": 50, "recall@5": 0.5, "refresh": False})
     folder.write("qa/evaluations.jsonl", worse)
@@ -193,17 +181,11 @@ def test_a_curve_is_short_however_long_the_run(tmp_path):
         {"realm/metrics.jsonl": b'{"step": 1, "seconds": 2, "goodput": Infinity}\n{"step": 2, "los\xc3'},
         {"realm/evaluations.jsonl": b'{"refresh": true, "index_step": null, "step": 1}\n[]\n'},
         {f"index/{USED}/MANIFEST.json": b"["},
-        {
-            "results.json": b'"none"',
-            "baselines.json": b'{"untrained": 3}',
-            "adapt.json": b'{"plan": 1, "measured": []}',
-        },
+        {"results.json": b'""', "baselines.json": b'{"untrained": 3}', "adapt.json": b'{"plan": 1, "measured": []}'},
         {"jobs/trainer.json": b'{"counter": "x"}'},
     ],
 )
-def test_damage_and_what_is_being_written_are_passed_over(tmp_path, damage):
-    folder = PosixFolder(tmp_path)
-    put_run(folder)
+def test_damage_and_what_is_being_written_are_passed_over(folder, damage):
     for name, data in damage.items():
         folder.write(name, data)
     found = once(folder)
@@ -231,25 +213,19 @@ def test_a_run_in_a_bucket():
 
 
 @pytest.mark.parametrize("width", [40, 60, 120])
-def test_no_line_is_wider_than_the_terminal(tmp_path, width):
-    folder = PosixFolder(tmp_path)
-    put_run(folder)
+def test_no_line_is_wider_than_the_terminal(folder, width):
     text = shown(alive(folder), width)
     assert max(map(len, text.splitlines())) <= width
     assert "running, realm" in text and "100/160" in text and "aaaaaaaa" in text and "builder-0" in text
 
 
-def test_a_wide_terminal_shows_all_columns_and_a_narrow_one_the_first(tmp_path):
-    folder = PosixFolder(tmp_path)
-    put_run(folder)
+def test_a_wide_terminal_shows_all_columns_and_a_narrow_one_the_first(folder):
     wide, narrow = (next(line for line in shown(alive(folder), w).splitlines() if USED in line) for w in (120, 60))
     assert wide.split() == [USED, "60", "in", "use", "0.88", "45", "3", "s", "0", "s"]
     assert wide.startswith(narrow.rstrip()) and len(narrow.rstrip()) < len(wide.rstrip())
 
 
-def test_a_terminal_without_unicode_gets_other_curves(tmp_path):
-    folder = PosixFolder(tmp_path)
-    put_run(folder)
+def test_a_terminal_without_unicode_gets_other_curves(folder):
     console = Console(width=80, file=open(os.devnull, "w", encoding="ascii", errors="replace"), record=True)
     console.print(view(alive(folder), "runs/one", console))
     assert not {*console.export_text()} & {*BLOCKS}
@@ -295,10 +271,8 @@ def test_it_needs_no_jax(tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_on_a_terminal_it_follows_the_run_to_its_end(tmp_path):
-    folder = PosixFolder(tmp_path)
-    put_run(folder)
-    process, terminal = on_terminal(tmp_path, rows=50, columns=100)
+def test_on_a_terminal_it_follows_the_run_to_its_end(folder):
+    process, terminal = on_terminal(folder.root, rows=50, columns=100)
     read_until(terminal, "100/160")
     folder.write("realm/metrics.jsonl", lines(step(160, 300.0)))
     write_status(folder, "trainer", Status("one", stage="ended", counter=10, done=True))
@@ -307,9 +281,8 @@ def test_on_a_terminal_it_follows_the_run_to_its_end(tmp_path):
     os.close(terminal)
 
 
-def test_ctrl_c_ends_the_view_and_is_no_failure(tmp_path):
-    put_run(PosixFolder(tmp_path))
-    process, terminal = on_terminal(tmp_path, rows=10, columns=60)
+def test_ctrl_c_ends_the_view_and_is_no_failure(folder):
+    process, terminal = on_terminal(folder.root, rows=10, columns=60)
     text = read_until(terminal, "ict")
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0

@@ -12,8 +12,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from realm_jax.cache import cache_programs
 from realm_jax.cli.prepare import prepare
 from realm_jax.config_flags import add_config_argument, load_config
@@ -86,31 +84,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Adapt, and print the decision and where to look."""
+    # --- what is asked for
     began, workdir = time.monotonic(), Path(args.output)
-    check_numbers(args.minutes, args.merge)
+    if not 0 < args.minutes < math.inf:
+        raise UserError(f"--minutes={args.minutes:g}: give a number above 0")
+    if args.merge is not None and not 0 < args.merge <= 1:
+        raise UserError(f"--merge={args.merge:g}: give a weight above 0 and at most 1")
     settings = {"documents": args.documents, "from": args.model, "questions": args.questions, "minutes": args.minutes}
     settings |= {"forgetting": args.forgetting, "merge": args.merge}
     settings["config"] = [*([args.config] if args.config else []), *args.overrides]
     check_settings(workdir, settings)
     check_model(args.model)
-    config = adapted_config(args, workdir)
+    config = load_config(args.config, args.overrides, recipe)
+    given, usual = (flatten(each.to_dict()) for each in (config, recipe()))
+    for key, reason in DECIDED.items():
+        if given[key] != usual[key]:
+            raise UserError(f"config.{key}: {reason}; leave it out, or use `realm train --config=adapt`")
+    config.data.path, config.init_from = str(workdir / DATA), args.model
     for source in filter(None, (args.documents, args.forgetting)):
         check_outside(workdir, source, "whose files are documents")
     check_outside(workdir, str(resolve_model_path(args.model, "--from")), "which is the model to start from")
     if args.forgetting:
         open_texts(args.forgetting)  # says what is wrong with it, before the others are read
-    prepare_folders(args, workdir, config.data.document_length)
-    cache_programs()
-    spent = time.monotonic() - began
-    request = Request(workdir, settings, config, args.minutes, args.merge, args.command_line, spent)
-    print(run_adaptation(request))
-    print(f'model:  {workdir / MODEL}\nreport: {workdir / REPORT}\nask:    realm ask --workdir={workdir} "question"')
 
-
-def prepare_folders(args: argparse.Namespace, workdir: Path, limit: int) -> None:
-    """Prepare the documents, the questions and the second corpus. Raises UserError where no question can be asked."""
+    # --- the prepared folders
     begun = (workdir / RECORD).is_file()
-    further = {"vocab": args.model, "limit": limit, "skip_damage": True}  # the report has the counts
+    further = {
+        "vocab": args.model,
+        "limit": config.data.document_length,
+        "skip_damage": True,
+    }  # the report has the counts
     questions = [f"{JUDGED}={args.questions}"] if args.questions else []
     prepare_anew(args.documents, workdir / DATA, begun, questions=questions, **further)
     if args.questions and not (prepared := read_json(workdir / DATA / PREPARED))["questions"].get(JUDGED):
@@ -118,6 +121,13 @@ def prepare_folders(args: argparse.Namespace, workdir: Path, limit: int) -> None
         raise UserError(f"--questions={args.questions}: none can be judged ({lost or 'there is none'}); correct them")
     if args.forgetting:
         prepare_anew(args.forgetting, workdir / OTHER / DATA, begun, **further)
+
+    # --- the adaptation
+    cache_programs()
+    spent = time.monotonic() - began
+    request = Request(workdir, settings, config, args.minutes, args.merge, args.command_line, spent)
+    print(run_adaptation(request))
+    print(f'model:  {workdir / MODEL}\nreport: {workdir / REPORT}\nask:    realm ask --workdir={workdir} "question"')
 
 
 def prepare_anew(documents: str, folder: Path, begun: bool, **further: Any) -> None:
@@ -145,22 +155,3 @@ def check_outside(workdir: Path, source: str, what: str) -> None:
         inside = deep and len(first) <= len(inner.parts) and all(map(fnmatchcase, inner.parts, first))
     if inside:
         raise UserError(f"--output={workdir}: lies in {source}, {what}; name one outside")
-
-
-def check_numbers(minutes: float, merge: float | None) -> None:
-    """Raise UserError for numbers that mean nothing."""
-    if not 0 < minutes < math.inf:
-        raise UserError(f"--minutes={minutes:g}: give a number above 0")
-    if merge is not None and not 0 < merge <= 1:
-        raise UserError(f"--merge={merge:g}: give a weight above 0 and at most 1")
-
-
-def adapted_config(args: argparse.Namespace, workdir: Path) -> ConfigDict:
-    """The config of the arguments. Raises UserError for a key that has no effect here."""
-    config = load_config(args.config, args.overrides, recipe)
-    given, usual = (flatten(one.to_dict()) for one in (config, recipe()))
-    for key, why in DECIDED.items():
-        if given[key] != usual[key]:
-            raise UserError(f"config.{key}: {why}; leave it out, or use `realm train --config=adapt`")
-    config.data.path, config.init_from = str(workdir / DATA), args.model
-    return config

@@ -55,22 +55,14 @@ def check_passages(run: Run, args: argparse.Namespace) -> None:
 
 def add_search_argument(parser: argparse._ActionsContainer) -> None:
     """`--search`."""
-    parser.add_argument(
-        "--search",
-        choices=SEARCHES,
-        help="what finds the passages of questions (default: the config's qa.search)",
-    )
+    parser.add_argument("--search", choices=SEARCHES, help="what finds the passages of questions (default: the "
+        "config's qa.search)")  # fmt: skip
 
 
 def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     """Which questions, with which parameters, and how their passages are found; see `load_questions`."""
-    parser.add_argument(
-        "--questions",
-        type=nonempty,
-        metavar="SPLIT|FILE",
-        help="questions of the prepared folder, by their split, or a file of questions (default: dev)",
-    )
-    parser.add_argument(
-        "--task", type=nonempty, help="parameters at the end of this task (default: the last with a checkpoint)"
-    )
+    parser.add_argument("--questions", type=nonempty, metavar="SPLIT|FILE", help="questions of the prepared folder, by "
+        "their split, or a file of questions (default: dev)")  # fmt: skip
+    parser.add_argument("--task", type=nonempty, help="parameters at the end of this task (default: the last with a "
+        "checkpoint)")  # fmt: skip
     add_search_argument(parser)

@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from realm_jax.cli.build_index import run_builder
 from realm_jax.cli.output import print_json
 from realm_jax.corpora.build import build_store
 from realm_jax.corpora.texts import read_passages
@@ -26,6 +25,7 @@ from realm_jax.data.store import PassageStore, remove_documents
 from realm_jax.data.tokenizer_files import open_tokenizer
 from realm_jax.errors import UserError
 from realm_jax.models.realm import Params
+from realm_jax.refresh.build_job import run_builder
 from realm_jax.refresh.builder import Rejected
 from realm_jax.refresh.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.refresh.generations import (

@@ -1,6 +1,7 @@
 """`realm doctor`: print versions, devices, memory and disk, and say which packages are missing. It changes nothing."""
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -46,11 +47,10 @@ def run(args: argparse.Namespace) -> int:
 def examine() -> dict[str, Any]:
     """Describe this environment; starts JAX's backend to list its devices."""
     packages, absent, problems = dict[str, str](), dict[str, str](), list[str]()
-    try:
+    extras, requirements = set[str](), list[Requirement]()
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # it may run from a folder
         extras = {*(importlib.metadata.metadata("realm-jax").get_all("Provides-Extra") or ())} - DEVELOPMENT
         requirements = [Requirement(line) for line in importlib.metadata.requires("realm-jax") or []]
-    except importlib.metadata.PackageNotFoundError:  # it runs from a folder
-        extras, requirements = set[str](), []
     for requirement in requirements:
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -88,7 +88,6 @@ def examine() -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None

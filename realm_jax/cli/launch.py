@@ -9,8 +9,6 @@ flags that it needs, and takes those that say what was started, so that a comman
 import argparse
 from collections.abc import Callable
 
-from ml_collections import ConfigDict
-
 from realm_jax.cli.argument_types import positive
 from realm_jax.cli.output import print_json, print_records
 from realm_jax.config import default, task_names, validate
@@ -72,31 +70,18 @@ def _add_flags(parser: argparse.ArgumentParser, act: Action) -> None:
     add = parser.add_argument
     add("--target", choices=TARGETS, help="where")
     add_config_argument(parser, "the paper's sizes")
-    add(
-        "--spec",
-        metavar="FILE",
-        help="Python file with get_spec() (default: the built-in one); its keys are set with --spec.section.key=value",
-    )
+    add("--spec", metavar="FILE", help="Python file with get_spec() (default: the built-in one); its keys are set with "
+        "--spec.section.key=value")  # fmt: skip
     add("--help-spec", action=PrintPage, nargs=0, const=specs.reference, help="list all keys of specs, and exit")
     add("--workdir", metavar="DIR", help="folder of the run: a path, or gs://BUCKET/FOLDER for a cloud")
     if act is start:
         add("--dry-run", action="store_true", help="print all that would be sent, and do nothing")
     if act is plan:
         add("--task", default=None, help="plan this task (default: realm if it is in the recipe, else the last)")
-        add(
-            "--passages",
-            type=positive,
-            default=None,
-            metavar="N",
-            help=f"of the corpus (default: those of config.data.path where it is a folder here, else {ROWS:,})",
-        )
-        add(
-            "--vocabulary",
-            type=positive,
-            default=None,
-            metavar="N",
-            help=f"word pieces (default: likewise, else {VOCABULARY:,})",
-        )
+        add("--passages", type=positive, default=None, metavar="N", help="of the corpus (default: those of "
+            f"config.data.path where it is a folder here, else {ROWS:,})")  # fmt: skip
+        add("--vocabulary", type=positive, default=None, metavar="N",
+            help=f"word pieces (default: likewise, else {VOCABULARY:,})")  # fmt: skip
         add("--price-per-chip-hour", type=float, default=None, metavar="X", help="for the cost, in any currency")
     if act is logs:
         add("--job", metavar="NAME", default=TRAINER, help="such as builder-0 (default: trainer)")
@@ -128,10 +113,7 @@ def plan(args: argparse.Namespace) -> int:
     from realm_jax.launch.plan import plan_launch, show  # here, since the other actions need no JAX
 
     planned = plan_launch(_description(args), args, (ROWS, VOCABULARY))
-    if args.json:
-        print_json(planned)
-    else:
-        show(planned)
+    (print_json if args.json else show)(planned)
     return 0 if planned["fits"] and planned.get("builder", planned)["fits"] else 1
 
 
@@ -205,26 +187,20 @@ def _checked_launch(args: argparse.Namespace) -> Launch:
     if not any(TASKS[name].follows_builder for name in task_names(config)):
         spec.builder.update(processes=0, slices=0)  # no other task follows an index
     builders = spec.builder.processes if local else spec.builder.slices
-    mode = _with_builders(config, args.overrides, builders)
-    config = with_overrides(config, mode)
+    overrides = list(args.overrides)
+    if builders and config.refresh.mode != "async":  # builders imply it
+        if given := [override for override in overrides if override.startswith("--config.refresh.mode=")]:
+            raise UserError(
+                f"{given[-1]}: the spec has index builders; leave it out, or set spec.builder.processes and slices to 0"
+            )
+        overrides.append("--config.refresh.mode=async")
+        config = with_overrides(config, overrides[-1:])
     validate(config)
-    launch = describe(spec, args.config or "", [*args.overrides, *mode], args.workdir)
+    launch = describe(spec, args.config or "", overrides, args.workdir)
     if not local:
         check_cloud(launch, args.target)
     check_training(launch, config, builders, not local)
     return launch
-
-
-def _with_builders(config: ConfigDict, overrides: list[str], builders: int) -> list[str]:
-    """The config with what index builders imply. Raises UserError if an override contradicts it."""
-    if not builders or config.refresh.mode == "async":
-        return []
-    given = [override for override in overrides if override.startswith("--config.refresh.mode=")]
-    if given:
-        raise UserError(
-            f"{given[-1]}: the spec has index builders; leave it out, or set spec.builder.processes and slices to 0"
-        )
-    return ["--config.refresh.mode=async"]
 
 
 # ---- showing
@@ -233,7 +209,7 @@ def _with_builders(config: ConfigDict, overrides: list[str], builders: int) -> l
 def show(state: RunState | None, resources: list[dict[str, str]] | None = None) -> None:
     """How a run does, a line a job; and what of it is there, a line each."""
     if state:
-        print(one_line(state.progress, []))
+        print(one_line(state, {}))
         for job in state.jobs:
             sign = "LATE: no heartbeat for 10 s" if job.state == "late" else job.state
             used = f", index of step {job.status.index}" if job.status.index >= 0 else ""

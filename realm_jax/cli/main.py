@@ -1,10 +1,9 @@
 """The `realm` command: finds the job, parses its arguments and turns the outcome into an exit code.
 
-Not for work of any kind: each command is a module of `realm_jax.cli` with `add_arguments(parser)` and
-`run(args) -> int | None`, imported only when its command is given, so that `realm --help` needs no JAX. A job that
-takes a config calls `realm_jax.config_flags.add_config_argument`; its `args.overrides` then holds the arguments of
-the form `--config.key=value`, and `args.spec_overrides` those of the form `--spec.key=value`. Read
-`realm_jax/cli/quickstart.py` next.
+Each command is a module of `realm_jax.cli` with `add_arguments(parser)` and `run(args) -> int | None`, imported only
+when its command is given, so that `realm --help` needs no JAX. A job that takes a config calls
+`realm_jax.config_flags.add_config_argument`; its `args.overrides` then holds the arguments of the form
+`--config.key=value`, and `args.spec_overrides` those of the form `--spec.key=value`.
 """
 
 import argparse
@@ -16,8 +15,7 @@ import select
 import shlex
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -68,7 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows "?"
-    with _quiet_on_full_disk(), CtrlC() as ctrl_c:
+    # No traceback of a thread that a full disk ends: whoever needs what it writes says that in a line.
+    usual = threading.excepthook
+    threading.excepthook = lambda ended: None if full_disk(ended.exc_value) else usual(ended)
+    with CtrlC() as ctrl_c:
         try:
             code = _run(list(sys.argv[1:] if argv is None else argv), ctrl_c)
             if sys.stdout is not None:  # a shell may have closed it
@@ -88,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             print(f"realm: error: {message}", file=sys.stderr)
             return MACHINE_FAULT if full_disk(error) else USER_ERROR
+        finally:
+            threading.excepthook = usual
 
 
 def _interrupted() -> int:
@@ -103,27 +106,16 @@ def _user_error_message(error: Exception) -> str:
     message = " ".join(str(error).split())
     where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
     if full := full_disk(error):
-        said = "" if isinstance(error, OSError) else f" ({message[:300]})"
-        return f"{where}{full}{said}; make room there, then run the command again: saved files are complete"
+        cause = "" if isinstance(error, OSError) else f" ({message[:300]})"
+        return f"{where}{full}{cause}; make room there, then run the command again: saved files are complete"
     if isinstance(error, OSError) and error.errno == errno.EROFS:
         return f"{where}{error.strerror}; name a folder that can be written to"
     if isinstance(error, RuntimeError) and message.startswith("Unable to initialize backend"):
         return f"JAX does not start: {message}; `realm doctor` shows the devices and settings"
     if isinstance(error, RuntimeError) and message.startswith("RESOURCE_EXHAUSTED"):
-        asked = message.rstrip(".")
-        return f"a device has too little memory ({asked}); a step needs less with {LESS_MEMORY}; saved steps are kept"
+        request = message.rstrip(".")
+        return f"a device has too little memory ({request}); a step needs less with {LESS_MEMORY}; saved steps are kept"
     return ""
-
-
-@contextmanager
-def _quiet_on_full_disk() -> Iterator[None]:
-    """Print no traceback of a thread that a full disk ends: whoever needs what it writes says that in a line."""
-    usual = threading.excepthook
-    threading.excepthook = lambda ended: None if full_disk(ended.exc_value) else usual(ended)
-    try:
-        yield
-    finally:
-        threading.excepthook = usual
 
 
 def _stdout_is_closed() -> bool:
@@ -141,18 +133,17 @@ def _run(argv: list[str], ctrl_c: CtrlC) -> int:
     name = next((argument for argument in argv if not argument.startswith("-")), None)
     with ctrl_c.held():
         jobs = {name: import_job(name)} if name in JOBS else {}
-    parser = make_parser(jobs)
+    parser, prefixes = make_parser(jobs), tuple(f"--{flag}." for flag in OVERRIDES)
+    for word in argv:  # here, since what follows a space is taken for something else
+        if word.startswith(prefixes) and "=" not in word:
+            raise UserError(f"{word}: no value; write {word}=VALUE")
     # Removed first: argparse would take one with a space in it for a positional argument.
-    overrides = {flag: [one for one in argv if one.startswith(f"--{flag}.")] for flag in OVERRIDES}
-    given = [one for found in overrides.values() for one in found]
-    for override in given:  # here, since what follows a space is taken for something else
-        if "=" not in override:
-            raise UserError(f"{override}: no value; write {override}=VALUE")
-    args = parser.parse_args([one for one in argv if one not in given])
+    args = parser.parse_args([word for word in argv if not word.startswith(prefixes)])
     for flag, attribute in OVERRIDES.items():
-        if overrides[flag] and not hasattr(args, flag):
-            parser.error(f"unrecognized arguments: {' '.join(overrides[flag])}")
-        setattr(args, attribute, overrides[flag])
+        overrides = [word for word in argv if word.startswith(f"--{flag}.")]
+        if overrides and not hasattr(args, flag):
+            parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+        setattr(args, attribute, overrides)
     args.command_line = shlex.join(["realm", *argv])
     from realm_jax import console  # here, since Rich is not needed for `realm --help`
 

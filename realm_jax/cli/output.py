@@ -30,19 +30,19 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 def print_line(name: str, values: Iterable[Any], digits: str) -> None:
     """`name value …` for programs: floats in the format `digits`, `-` for None."""
-    print(name, *("-" if one is None else f"{one:{digits}}" if isinstance(one, float) else one for one in values))
+    print(name, *("-" if x is None else f"{x:{digits}}" if isinstance(x, float) else x for x in values))
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = False) -> Table:
     """A table without lines between its cells. numbers: whether columns hold numbers, all but the first and those
     without a head, which are notes."""
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    for place, head in enumerate(heads):
-        right, style = numbers and place > 0 and head != "", "dim" if place > 0 and not head else None
-        made.add_column(head, justify="right" if right else "left", no_wrap=right, style=style, overflow="fold")
+    columns = Table(box=None, pad_edge=False, header_style="bold")
+    for number, head in enumerate(heads):
+        right, style = numbers and number > 0 and head != "", "dim" if number > 0 and not head else None
+        columns.add_column(head, justify="right" if right else "left", no_wrap=right, style=style, overflow="fold")
     for row in rows:
-        made.add_row(*row)
-    return made
+        columns.add_row(*row)
+    return columns
 
 
 def print_records(records: Sequence[dict[str, Any]], as_json: bool, nothing: str) -> None:
@@ -64,7 +64,7 @@ def _cell(value: Any) -> str:
     if value is None or value is False or value in ("", {}):
         return "–"
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {_cell(one)}" for name, one in value.items())
+        return ", ".join(f"{name}: {_cell(inner)}" for name, inner in value.items())
     if isinstance(value, bool | str):
         return "yes" if value is True else str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
@@ -75,9 +75,9 @@ def _cell(value: Any) -> str:
 
 def checked_output(path: str | Path, flag: str) -> Path:
     """The file that `path` leads to, through links. Raises UserError, with the flag, where nothing can be written."""
-    given = Path(path)
-    file = given if is_special(given) else Path(os.path.realpath(given))
+    given = file = Path(path)
     if not is_special(given):
+        file = Path(os.path.realpath(given))
         if file.is_dir() or not file.parent.is_dir():
             raise UserError(f"{flag}={given}: name a file in a folder that exists")
         make_folder(file.parent, flag)

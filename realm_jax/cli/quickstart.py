@@ -7,7 +7,6 @@ Finished stages are skipped and interrupted ones resumed, so the same command al
 import argparse
 import dataclasses
 import shutil
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     cache_programs()
     opened = open_run(config, workdir)
-    with index_builder(workdir) if args.asynchronous else nullcontext():
+    if not args.asynchronous:
+        return run_recipe(opened, args.command_line)
+    # `realm build-index` as a process of its own while this one trains; its log lies in WORKDIR/logs.
+    make_folder(workdir / "logs", "--workdir")
+    name = process_name(BUILDER, 0)
+    jobs = {name: [Process(name, ["realm", "build-index", f"--workdir={workdir}"], {})]}
+    with Supervisor(lambda port: jobs, workdir, RESTARTS, GRACE_SECONDS, echo=False).in_background():
         return run_recipe(opened, args.command_line)
 
 
@@ -82,14 +87,6 @@ def recipe() -> ConfigDict:
     return config
 
 
-def index_builder(workdir: Path) -> AbstractContextManager[None]:
-    """`realm build-index` as a process of its own while the block trains; its log lies in WORKDIR/logs."""
-    make_folder(workdir / "logs", "--workdir")
-    name = process_name(BUILDER, 0)
-    jobs = {name: [Process(name, ["realm", "build-index", f"--workdir={workdir}"], {})]}
-    return Supervisor(lambda port: jobs, workdir, RESTARTS, GRACE_SECONDS, echo=False).in_background()
-
-
 def make_data(workdir: Path, entities: int, seed: int, **others: Any) -> None:
     """The encyclopedia as ordinary JSONL files in `workdir/text`, prepared into `workdir/data`.
 
@@ -99,7 +96,12 @@ def make_data(workdir: Path, entities: int, seed: int, **others: Any) -> None:
     sizes = {"held_out": max(1, entities // 16), "train_questions": min(4000, entities * 3)}
     settings = encyclopedia.EncyclopediaSettings(seed=seed, entities=entities, **(sizes | others))
     if text.is_dir():
-        _check_settings(text, dataclasses.asdict(settings))
+        made = read_json(text / SETTINGS)
+        for key, value in dataclasses.asdict(settings).items():
+            if made.get(key) != value:
+                raise UserError(
+                    f"{text} was made with {key}={made.get(key)}, not {value}; use the same value, or another --workdir"
+                )
     else:
         unfinished = workdir / ".text.partial"
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -111,12 +113,3 @@ def make_data(workdir: Path, entities: int, seed: int, **others: Any) -> None:
         text / "passages.jsonl", workdir / "data", questions=questions, pretraining=text / "pretraining.jsonl",
         vocabulary_size=VOCABULARY,
     )  # fmt: skip
-
-
-def _check_settings(text: Path, settings: dict[str, Any]) -> None:
-    made = read_json(text / SETTINGS)
-    for key, value in settings.items():
-        if made.get(key) != value:
-            raise UserError(
-                f"{text} was made with {key}={made.get(key)}, not {value}; use the same value, or another --workdir"
-            )

@@ -6,7 +6,6 @@ A checkpoint is called TASK/STEP (`realm_jax/train/checkpoints.py`), a generatio
 
 import argparse
 import time
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,44 +46,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit code 1 when `verify` finds damage."""
     workdir = Path(args.workdir)
-    saved = checkpoints(workdir)
-    if args.action == "rm":
-        remove(workdir, args.names, saved, args.force)
-        return 0
+    recorded_config(workdir)  # raises UserError if there is no run
+    items: dict[str, Checkpoint | Generation] = {}
+    for folder in sorted(workdir.glob("*/checkpoints")):
+        for entry in (*reversed(saved_folders(folder)), *sorted(folder.glob(f"*{DAMAGED}*"))):
+            items[f"{folder.parent.name}/{entry.name}"] = Checkpoint(entry)
+    saved = {*items}
     # The shared folder, which may be a bucket, is read only when needed.
-    items: dict[str, Checkpoint | Generation] = {**saved}
-    if not args.names or not {*args.names} <= {*saved}:
-        items |= generations(workdir)
+    if not args.names or not {*args.names} <= saved:
+        shared = recorded_folder(workdir)
+        items |= {name: Generation(shared, name) for name in generation_names(shared)}
     if args.action == "ls":
         entries = [item.describe() for item in items.values()]
         for kind in ("checkpoint", "generation"):
             print_records([entry for entry in entries if [*entry][0] == kind], args.json, f"no {kind}s")
         return 0
+    if args.action == "rm":
+        if not args.names:
+            raise UserError("realm storage rm: name the generations to remove; `realm storage ls` lists them")
+        for name in args.names:
+            if DAMAGED in name:
+                raise UserError(f"{name}: was set aside as damaged; remove its folder by hand once nobody needs it")
+            if name in saved:
+                raise UserError(f"{name}: a checkpoint is removed by training itself, as checkpoint.keep has it")
     for name in args.names:
-        _check_name(name, items, workdir)
-    return int(any([verify(name, items[name], args.json) for name in args.names or items]))
+        if name not in items:
+            raise UserError(f"--workdir={workdir}: there is no {name} stored; `realm storage ls` lists what there is")
+    if args.action == "verify":
+        return int(any([verify(name, items[name], args.json) for name in args.names or items]))
+    for name in args.names:  # all are looked at before any is removed
+        generation = items[name].describe()
+        if not args.force and (generation.get("in_use") or generation.get("pinned")):
+            raise UserError(f"generation {name} is needed to resume the run; remove it anyway with --force")
+    for name in args.names:
+        remove_generation(shared, name)
+        others = sharing(shared, name)
+        print(f"{name}: {f'{others[0].generation} needs its vectors, which stay' if others else 'removed'}")
+    return 0
 
 
 class Checkpoint(NamedTuple):
-    """A saved state, in the folder of its step."""
+    """A saved state, in the folder of its step. A person calls it task/step."""
 
     entry: Path
 
-    @property
-    def name(self) -> str:
-        """How a person calls it: task/step."""
-        return f"{self.entry.parent.parent.name}/{self.entry.name}"
-
     def describe(self) -> dict[str, Any]:
         """What there is to know without reading its arrays."""
-        entry, found = self.entry, {"checkpoint": self.name, "state": "damaged"}
+        entry = self.entry
+        facts = {"checkpoint": f"{entry.parent.parent.name}/{entry.name}", "state": "damaged"}
         if DAMAGED in entry.name:
-            return found
+            return facts
         try:
             record = SavedCheckpoint(entry).record
         except (UserError, CheckpointRemoved) as fault:
-            return found | {"reason": str(fault)}
-        return found | {
+            return facts | {"reason": str(fault)}
+        return facts | {
             "state": "complete",
             "bytes": sum(file.stat().st_size for file in entry.rglob("*") if file.is_file()),
             "saved": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(entry.stat().st_mtime)),
@@ -109,29 +125,28 @@ class Generation(NamedTuple):
     def describe(self) -> dict[str, Any]:
         """What there is to know without reading its vectors."""
         trainer, step = read_status(self.folder, TRAINER), export_step(self.name)
-        found: dict[str, Any] = {"generation": self.name, "step": step, "state": "unfinished"}
+        facts: dict[str, Any] = {"generation": self.name, "step": step, "state": "unfinished"}
         try:
             manifest = read_manifest(self.folder, self.name)
         except Damaged as fault:
-            return found | {"state": "damaged", "reason": str(fault)}
-        reason = rejection(self.folder, self.name)
-        if manifest is None and sharing(self.folder, self.name):
-            found["state"] = "superseded"
-        if reason is not None:
-            found |= {"state": "refused", "reason": reason.get("reason", "")}
+            return facts | {"state": "damaged", "reason": str(fault)}
+        if (reason := rejection(self.folder, self.name)) is not None:
+            facts |= {"state": "refused", "reason": reason.get("reason", "")}
         elif manifest is not None:
-            found["state"] = "published"
+            facts["state"] = "published"
+        elif sharing(self.folder, self.name):
+            facts["state"] = "superseded"
         if manifest is not None:
-            found |= {
+            facts |= {
                 "rows": manifest.rows,
                 "bytes": sum(file.bytes for file in manifest.files),
                 "age": None if trainer is None else max(trainer.step - manifest.step, 0),
                 "recall": manifest.recall,
                 "seconds": sum(manifest.seconds.values()),
             }
-        found["in_use"] = trainer is not None and trainer.index == step
-        found["pinned"] = trainer is not None and step in trainer.pins
-        return found
+        facts["in_use"] = trainer is not None and trainer.index == step
+        facts["pinned"] = trainer is not None and step in trainer.pins
+        return facts
 
     def verify(self) -> str | None:
         """Compare every file with its size and checksum, and every vector for being one; how many there are, or None
@@ -143,28 +158,6 @@ class Generation(NamedTuple):
         for file in manifest.files[len(manifest.chunks) :]:
             self.folder.read_verified(file)
         return f"{manifest.rows:,} vectors, "
-
-
-def checkpoints(workdir: Path) -> dict[str, Checkpoint]:
-    """The checkpoints of the run in a folder, by task and step. Raises UserError if there is no run."""
-    recorded_config(workdir)
-    saved = [
-        Checkpoint(entry)
-        for folder in sorted(workdir.glob("*/checkpoints"))
-        for entry in (*reversed(saved_folders(folder)), *sorted(folder.glob(f"*{DAMAGED}*")))
-    ]
-    return {one.name: one for one in saved}
-
-
-def generations(workdir: Path) -> dict[str, Generation]:
-    """The generations of the run in a folder, by name. Raises UserError if the shared folder cannot be opened."""
-    shared = recorded_folder(workdir)
-    return {name: Generation(shared, name) for name in generation_names(shared)}
-
-
-def _check_name(name: str, known: Collection[str], workdir: Path) -> None:
-    if name not in known:
-        raise UserError(f"--workdir={workdir}: there is no {name} stored; `realm storage ls` lists what there is")
 
 
 def verify(name: str, item: Checkpoint | Generation, as_json: bool) -> bool:
@@ -183,25 +176,3 @@ def verify(name: str, item: Checkpoint | Generation, as_json: bool) -> bool:
         shown = {"damaged": f"DAMAGED: {reason}", "sound": f"sound ({holds}{seconds:.1f} s)"}
         print(f"{name}: {shown.get(state, state)}")
     return state == "damaged"
-
-
-def remove(workdir: Path, names: list[str], saved: Collection[str], force: bool) -> None:
-    """Remove generations. saved: the run's checkpoints. Raises UserError, before any is removed, for what must stay."""
-    if not names:
-        raise UserError("realm storage rm: name the generations to remove; `realm storage ls` lists them")
-    for name in names:
-        if DAMAGED in name:
-            raise UserError(f"{name}: was set aside as damaged; remove its folder by hand once nobody needs it")
-        if name in saved:
-            raise UserError(f"{name}: a checkpoint is removed by training itself, as checkpoint.keep has it")
-    known = generations(workdir)
-    for name in names:
-        _check_name(name, known, workdir)
-    for name in names:
-        entry = known[name].describe()
-        if not force and (entry.get("in_use") or entry.get("pinned")):
-            raise UserError(f"generation {name} is needed to resume the run; remove it anyway with --force")
-    for name in names:
-        remove_generation(known[name].folder, name)
-        others = sharing(known[name].folder, name)
-        print(f"{name}: {f'{others[0].generation} needs its vectors, which stay' if others else 'removed'}")

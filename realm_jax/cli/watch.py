@@ -1,9 +1,11 @@
 """`realm watch`: a live view of a run on the terminal, made from its records alone.
 
-What is known of a run is found by `realm_jax/launch/watch.py`, which says what each entry means; here is how it looks.
+What is known of a run is found by `run_status` of `realm_jax/launch/status.py`, which says what each entry means;
+here is how it looks.
 """
 
 import argparse
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -17,10 +19,19 @@ from realm_jax.cli.argument_types import nonempty, positive
 from realm_jax.cli.output import print_json, stdout, table
 from realm_jax.errors import UserError
 from realm_jax.eval.format import duration, share
-from realm_jax.launch.status import Heartbeats, describe_status, poll_jobs
-from realm_jax.launch.watch import DONE, NOT_BEGUN, RUNNING, SILENT, STOPPED, run_status
+from realm_jax.launch.status import (
+    DONE,
+    NOT_BEGUN,
+    RUNNING,
+    SILENT,
+    STOPPED,
+    Heartbeats,
+    describe_status,
+    poll_jobs,
+    run_status,
+)  # fmt: skip
 from realm_jax.refresh.status import HEARTBEAT_SECONDS, Status
-from realm_jax.storage import Folder, StorageError, open_folder
+from realm_jax.storage import StorageError, open_folder
 
 WIDEST, NARROWEST = 40, 6  # characters of a curve
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
@@ -40,13 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `realm watch`."""
     parser.epilog = EXAMPLES
     add = parser.add_argument
-    add(
-        "--workdir",
-        type=nonempty,
-        required=True,
-        metavar="DIR",
-        help="folder of the run: a path, or a URL such as gs://BUCKET/FOLDER",
-    )
+    add("--workdir", type=nonempty, required=True, metavar="DIR", help="folder of the run: a path, or a URL such as "
+        "gs://BUCKET/FOLDER")  # fmt: skip
     add("--every", type=positive, default=int(HEARTBEAT_SECONDS), metavar="SECONDS", help="between two looks at it "
         f"(default: {HEARTBEAT_SECONDS:g})")  # fmt: skip
     how = parser.add_mutually_exclusive_group()
@@ -56,35 +62,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Show the run until it ends, or once."""
+    """Show the run until it is done or Ctrl-C comes, or once."""
     folder, console = open_folder(args.workdir), stdout()
     if not folder.names():
         raise UserError(f"--workdir={args.workdir}: nothing is there yet; name the folder of a run")
     heartbeats = Heartbeats(folder, needs_trainer=False)
-    if args.json:
-        print_json(run_status(folder, poll_jobs(heartbeats)))
-    elif args.once or not console.is_terminal:
-        console.print(view(run_status(folder, poll_jobs(heartbeats)), args.workdir, console))
-    else:
-        watch(folder, heartbeats, args.workdir, args.every, console)
-
-
-def watch(folder: Folder, heartbeats: Heartbeats, name: str, every: float, console: Console) -> None:
-    """Show the run again and again, until it is done or Ctrl-C comes."""
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-        try:
-            while True:
-                try:
-                    status = run_status(folder, heartbeats.look(time.monotonic()))
-                except StorageError as fault:  # a network's: it may come back
-                    live.update(Text(f"{fault}; trying again"), refresh=True)
-                else:
-                    live.update(view(status, name, console), refresh=True)
-                    if status["state"] == DONE:
-                        return
-                time.sleep(every)
-        except KeyboardInterrupt:
-            return
+    if args.json or args.once or not console.is_terminal:
+        status = run_status(folder, poll_jobs(heartbeats))
+        if args.json:
+            print_json(status)
+        else:
+            console.print(view(status, args.workdir, console))
+        return
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, auto_refresh=False, vertical_overflow="crop") as live,
+    ):
+        while True:
+            try:
+                status = run_status(folder, heartbeats.look(time.monotonic()))
+            except StorageError as fault:  # a network's: it may come back
+                live.update(Text(f"{fault}; trying again"), refresh=True)
+            else:
+                live.update(view(status, args.workdir, console), refresh=True)
+                if status["state"] == DONE:
+                    return
+            time.sleep(args.every)
 
 
 # ---- how it looks
@@ -92,17 +95,17 @@ def watch(folder: Folder, heartbeats: Heartbeats, name: str, every: float, conso
 
 def view(status: JSON, name: str, console: Console) -> RenderableType:
     """A run as wide as the console. name: of its folder. status: as of `run_status`."""
-    blocks = ASCII if console.options.ascii_only else BLOCKS
-    parts: list[RenderableType] = [headline(status, name)]
-    for found in (
-        tasks(status["tasks"], console.width, blocks),
-        facts(status, console.width, blocks),
-        generations(status["index"], console.width),
+    blocks, width = ASCII if console.options.ascii_only else BLOCKS, console.width
+    tables = (
+        tasks(status["tasks"], width, blocks),
+        facts(status, width, blocks),
+        generations(status["index"], width),
         jobs(status["jobs"]),
-    ):
-        parts += ["", found] if found is not None else []
-    for warning in status["warnings"]:
-        parts += ["", Text(warning, "yellow")]
+    )
+    parts: list[RenderableType] = [headline(status, name)]
+    for part in (*tables, *(Text(warning, "yellow") for warning in status["warnings"])):
+        if part is not None:
+            parts += ["", part]
     return Group(*parts)
 
 
@@ -150,13 +153,16 @@ def facts(status: JSON, width: int, blocks: str) -> RenderableType | None:
         curve = sparkline([value for _, value in utility["curve"]], room, blocks)
         rows.append(["utility", f"{curve} {utility['value']:+.3f} nats of retrieval"])
     if status["goodput"] is not None:
-        waits = [
-            f"{name} {value:.0%}" for name, value in status["waits"].items() if value is not None and value >= 0.005
-        ]
-        shown = [f"{status['goodput']:.0%} of the time of {status['task']} went into steps"]
-        rows.append(["goodput", "; waits: ".join([*shown, ", ".join(waits)] if waits else shown)])
+        waits = ", ".join(f"{name} {value:.0%}" for name, value in status["waits"].items() if (value or 0) >= 0.005)
+        goodput = f"{status['goodput']:.0%} of the time of {status['task']} went into steps"
+        rows.append(["goodput", f"{goodput}; waits: {waits}" if waits else goodput])
     if index := status["index"]:
-        rows.append(["index", describe_index(index)])
+        words = "none is in use yet"
+        if index["step"] is not None:
+            words = f"of step {index['step']:,} of {index['task']}"
+            words += "" if index["age"] is None else f", {index['age']:,} steps old"
+            words += "" if index["drift"] is None else f", the last change kept {index['drift']:.0%} of the first ranks"
+        rows.append(["index", words])
     if saved := status["checkpoint"]:
         rows.append(["checkpoint", f"{saved['task']}/{saved['step']}"])
     if exact := status["results"].get("exact_match"):
@@ -169,18 +175,6 @@ def facts(status: JSON, width: int, blocks: str) -> RenderableType | None:
     return grid if rows else None
 
 
-def describe_index(index: JSON) -> str:
-    """The index in use in words."""
-    if index["step"] is None:
-        return "none is in use yet"
-    parts = [f"of step {index['step']:,} of {index['task']}"]
-    if index["age"] is not None:
-        parts.append(f"{index['age']:,} steps old")
-    if index["drift"] is not None:
-        parts.append(f"the last change kept {index['drift']:.0%} of the first ranks")
-    return ", ".join(parts)
-
-
 def generations(index: JSON | None, width: int) -> RenderableType | None:
     """A line a generation of the index builder; columns that a narrow terminal has no room for are left out."""
     if not index or not index["generations"]:
@@ -188,12 +182,12 @@ def generations(index: JSON | None, width: int) -> RenderableType | None:
     adopted = {line["generation"]: line for line in index["adoptions"]}
     heads = ["generation", "age", "state", "drift", "adopted at", "built in", "waited"]
     rows = []
-    for one in index["generations"]:
-        line = adopted.get(one["generation"], {})
-        drift, at, waited = (line.get(key) for key in ("drift", "step", "waited"))
-        built = one.get("seconds")
-        row = [one["generation"], f"{one['age']:,}", one["state"], "–" if drift is None else f"{drift:.2f}"]
-        rows.append([*row, "–" if at is None else f"{at:,}", duration(built), duration(waited)])
+    for made in index["generations"]:
+        line = adopted.get(made["generation"], {})
+        drift, step = line.get("drift"), line.get("step")
+        row = [made["generation"], f"{made['age']:,}", made["state"], "–" if drift is None else f"{drift:.2f}"]
+        row += ["–" if step is None else f"{step:,}", duration(made.get("seconds")), duration(line.get("waited"))]
+        rows.append(row)
     while sum(max(map(len, column)) + GAP for column in zip(heads, *rows, strict=True)) > width + GAP:
         heads.pop()
         rows = [row[:-1] for row in rows]

@@ -25,7 +25,6 @@ from safetensors.numpy import save_file
 
 from realm_jax.cli.argument_types import nonempty
 from realm_jax.cli.arguments import add_run_arguments, config_changes
-from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.wordpiece import VOCABULARY_FILE, WordPiece
 from realm_jax.errors import UserError
 from realm_jax.models import tf_checkpoints
@@ -33,13 +32,7 @@ from realm_jax.models.bert import LAYER_NORM_EPSILON
 from realm_jax.models.folders import SHARED, TOWERS, open_hub, upload_model
 from realm_jax.models.realm import Realm
 from realm_jax.models.sentence_transformers import README
-from realm_jax.models.weights import (
-    HF_REALM,
-    SETTINGS,
-    WEIGHTS,
-    bert_settings,
-    write_json,
-)
+from realm_jax.models.weights import HF_REALM, SETTINGS, WEIGHTS, bert_settings, write_json
 from realm_jax.storage import publish_folder
 from realm_jax.tasks import TASKS
 from realm_jax.train.adaptation import MODEL
@@ -58,7 +51,11 @@ EXAMPLES = """examples:
   realm weights convert --embedder=cc_news_pretrained/embedder --bert=cc_news_pretrained/bert --output=weights/cc_news
   realm train --config=qa_wiki --config.init_from=weights/cc_news --config.data.path=data/wiki --workdir=runs/qa
 """
-CONVERTED = ("embedder", "bert", "finetuned")  # flags
+CONVERTED = {  # flags
+    "embedder": "the towers: folder of a released module, or prefix of a checkpoint",
+    "bert": "the reader: the same, or a BERT of google-research/bert",
+    "finetuned": "the query tower and the reader with its span head: prefix of a fine-tuned ORQA checkpoint",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,29 +72,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for action in (export, push):
         add_run_arguments(action)
-    push.add_argument(
-        "--repo", type=nonempty, required=True, metavar="NAME", help="repository, USER/NAME: made if it is not there"
-    )
+    push.add_argument("--repo", type=nonempty, required=True, metavar="NAME",
+        help="repository, USER/NAME: made if it is not there")  # fmt: skip
     push.add_argument(
         "--private", action="store_true",
         help="upload to a private repository alone (default: a new one is public, unless your organisation makes "
         "private ones). The token is that of `hf auth login` or HF_TOKEN",
     )  # fmt: skip
-    export.add_argument(
-        "--task", choices=tuple(TASKS), help="parameters at the end of it (default: of the last one trained)"
-    )
+    export.add_argument("--task", choices=tuple(TASKS),
+        help="parameters at the end of it (default: of the last one trained)")  # fmt: skip
     export.add_argument(
         "--names", choices=("bert", HF_REALM), default="bert",
         help="'bert', the default: towers open in sentence-transformers and as BertModel, the reader as "
         "BertForMaskedLM; 'realm': as RealmEmbedder and RealmReader of transformers 4.x",
     )  # fmt: skip
-    helps = {
-        "embedder": "the towers: folder of a released module, or prefix of a checkpoint",
-        "bert": "the reader: the same, or a BERT of google-research/bert",
-        "finetuned": "the query tower and the reader with its span head: prefix of a fine-tuned ORQA checkpoint",
-    }
-    for name in CONVERTED:
-        convert.add_argument(f"--{name}", metavar="PATH", help=helps[name])
+    for name, summary in CONVERTED.items():
+        convert.add_argument(f"--{name}", metavar="PATH", help=summary)
     convert.add_argument("--vocab", metavar="FILE", help="vocab.txt (default: that of a module's assets)")
     for action in (export, convert):
         action.add_argument("--output", required=True, metavar="DIR", help="folder to make")
@@ -188,23 +178,49 @@ def convert(paths: dict[str, str], output: Path, vocabulary: str | None = None) 
         raise UserError("realm weights convert: name what to convert with --embedder, --bert or --finetuned")
     if "finetuned" in paths and "bert" in paths:
         raise UserError("--finetuned has a reader of its own; leave out --bert")
-    tokenizer = _vocabulary(paths, vocabulary)
-    found = {flag: _networks(f"--{flag}={path}", read_checkpoint(_prefix(path))) for flag, path in paths.items()}
+    assets = [Path(path) / "assets" / VOCABULARY_FILE for path in paths.values()]
+    file = vocabulary or next((asset for asset in assets if asset.is_file()), None)
+    if file is None:
+        raise UserError(f"there is no {assets[0]}; name the vocabulary of the weights with --vocab")
+    tokenizer = WordPiece.from_vocab(file, lower_case=not WordPiece.from_vocab(file, lower_case=False).cased)
+
+    checkpoints: dict[str, dict[str, NDArray]] = {}  # flag → name → variable
+    networks: dict[str, dict[str, dict[str, str]]] = {}  # flag → network → Hugging Face's name → name of the variable
+    for flag, path in paths.items():
+        inner = Path(path) / "variables" / "variables"  # where a module's folder keeps its checkpoint
+        checkpoints[flag] = read_checkpoint(inner if inner.parent.is_dir() else Path(path))
+        networks[flag] = tf_checkpoints.map_variables(checkpoints[flag], f"--{flag}={path}")
     query, document = TOWERS
-    places = {  # folder → where its tensors are
+    sources = {  # folder → where its tensors are
         (document if "finetuned" in paths else SHARED): ("embedder", tf_checkpoints.EMBEDDER),
         query: ("finetuned", tf_checkpoints.EMBEDDER),
         "reader": ("finetuned" if "finetuned" in paths else "bert", tf_checkpoints.READER),
     }
-    with _staged_output(output) as folder:
-        for name, (flag, network) in places.items():
-            if flag not in paths:
-                continue
-            if network not in found[flag]:
-                raise UserError(f"--{flag}={paths[flag]}: has no {network}; it has {', '.join(found[flag])}")
-            tensors, heads = found[flag][network]
-            _save_released(folder / name, tensors, tokenizer, heads)
-    logger.info("%s: %s", output, ", ".join(name for name, (flag, _) in places.items() if flag in paths))
+    sources = {name: source for name, source in sources.items() if source[0] in paths}
+    with _staged_output(output) as work:
+        for name, (flag, network) in sources.items():
+            if network not in networks[flag]:
+                raise UserError(f"--{flag}={paths[flag]}: has no {network}; it has {', '.join(networks[flag])}")
+            variables, folder = networks[flag][network], work / name
+            folder.mkdir()
+            tensors = {
+                tensor: np.ascontiguousarray(
+                    tf_checkpoints.transposed(variable, checkpoints[flag][variable]), np.float32
+                )
+                for tensor, variable in variables.items()
+            }
+            save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+            bert = tf_checkpoints.bert_config(tensors)
+            if (words := bert.vocabulary_size) != tokenizer.size:
+                raise UserError(
+                    f"--vocab: has {tokenizer.size} word pieces, but {name} has {words}; name its vocab.txt"
+                )
+            # Settings are those of the released networks, as far as shapes do not tell: tanh-GELU and the epsilons.
+            settings = {"model_type": "bert"} | bert_settings(bert)
+            settings |= tf_checkpoints.epsilons(network, variables.values()) | {"pad_token_id": tokenizer.pad_id}
+            write_json(folder / SETTINGS, settings)
+            save_tokenizer(folder, tokenizer, bert.max_length)
+    logger.info("%s: %s", output, ", ".join(sources))
 
 
 def read_checkpoint(prefix: Path) -> dict[str, NDArray]:
@@ -223,47 +239,6 @@ def read_checkpoint(prefix: Path) -> dict[str, NDArray]:
     except (ValueError, tensorflow.errors.OpError) as fault:
         reason = " ".join(str(fault).split())[:200]
         raise UserError(f"{prefix}: no checkpoint of TensorFlow that can be read ({reason}); name its prefix") from None
-
-
-def _prefix(path: str) -> Path:
-    """A module's folder keeps its checkpoint in `variables`."""
-    inner = Path(path) / "variables" / "variables"
-    return inner if inner.parent.is_dir() else Path(path)
-
-
-def _networks(path: str, variables: dict[str, NDArray]) -> dict[str, tuple[dict[str, NDArray], dict[str, float]]]:
-    """Network → (Hugging Face's name → array, the epsilons of its heads)."""
-    return {
-        network: (
-            {tensor: tf_checkpoints.transposed(name, variables[name]) for tensor, name in tensors.items()},
-            tf_checkpoints.epsilons(network, tensors.values()),
-        )
-        for network, tensors in tf_checkpoints.map_variables(variables, path).items()
-    }
-
-
-def _save_released(
-    folder: Path, tensors: dict[str, NDArray], tokenizer: Tokenizer, heads: dict[str, float]
-) -> None:  # fmt: skip
-    """Settings are those of the released networks, as far as shapes do not tell: tanh-GELU and the epsilons."""
-    folder.mkdir()
-    arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()}
-    save_file(arrays, folder / WEIGHTS, metadata={"format": "pt"})
-    bert = tf_checkpoints.bert_config(tensors)
-    if (words := bert.vocabulary_size) != tokenizer.size:
-        raise UserError(f"--vocab: has {tokenizer.size} word pieces, but {folder.name} has {words}; name its vocab.txt")
-    settings = {"model_type": "bert"} | bert_settings(bert) | heads | {"pad_token_id": tokenizer.pad_id}
-    write_json(folder / SETTINGS, settings)
-    save_tokenizer(folder, tokenizer, bert.max_length)
-
-
-def _vocabulary(paths: dict[str, str], vocabulary: str | None) -> WordPiece:
-    assets = [Path(path) / "assets" / VOCABULARY_FILE for path in paths.values()]
-    path = vocabulary or next((asset for asset in assets if asset.is_file()), None)
-    if path is None:
-        raise UserError(f"there is no {assets[0]}; name the vocabulary of the weights with --vocab")
-    cased = WordPiece.from_vocab(path, lower_case=False).cased
-    return WordPiece.from_vocab(path, lower_case=not cased)
 
 
 # --- What both write --------------------------------------------------------------------------------------------------

@@ -1,8 +1,4 @@
-"""Checks of a launch before anything is created, since failing machines still cost money.
-
-`check_place` looks at the work directory alone, `check_cloud` at the description, `check_training` at the config that
-is to be trained.
-"""
+"""Checks of a launch before anything is created, since failing machines still cost money."""
 
 import re
 
@@ -65,29 +61,22 @@ def check_training(launch: Launch, config: ConfigDict, builders: int, remote: bo
     if config.refresh.mode == "async" and follows and not builders:
         key = "slices" if remote else "processes"
         raise UserError(f"spec.builder.{key}=0: config.refresh.mode=async needs an index builder; start one at least")
-    if remote:
-        _check_places(launch, config)
-        _check_slices(launch, config)
-
-
-def _check_places(launch: Launch, config: ConfigDict) -> None:
-    mounted = f"{MOUNTED}/{launch.bucket}/"
+    if not remote:
+        return
+    values, mounted = flatten(config.to_dict()), f"{MOUNTED}/{launch.bucket}/"
     for key, elsewhere in (("data.path", BUCKET), ("init_from", "hf:"), ("reader_from", "hf:")):
-        path = flatten(config.to_dict())[key]
-        if path and not path.startswith((mounted, elsewhere)):
-            raise UserError(f"config.{key}={path}: the machines do not see it; name {elsewhere}… or {mounted}…")
+        if values[key] and not values[key].startswith((mounted, elsewhere)):
+            raise UserError(f"config.{key}={values[key]}: the machines do not see it; name {elsewhere}… or {mounted}…")
     if config.refresh.shared not in ("", launch.workdir):
         raise UserError("config.refresh.shared: in a cloud the jobs meet in --workdir; leave it out")
 
-
-def _check_slices(launch: Launch, config: ConfigDict) -> None:
-    """Whether mesh and batches can be shared out over the trainer's chips, as the trainer itself would say."""
+    # Whether mesh and batches can be shared out over the trainer's chips, as the trainer itself would say.
     from realm_jax.mesh import mesh_sizes  # here, since listing and stopping need no JAX
     from realm_jax.run import check_batches
 
-    chips, count, mesh = launch.slice(TRAINER), launch.spec.trainer.slices, config.mesh
+    chips, count = launch.slice(TRAINER), launch.spec.trainer.slices
     try:
-        data, fsdp, _ = mesh_sizes(-1, mesh.fsdp, mesh.model, chips.chips * count, count)
+        data, fsdp, _ = mesh_sizes(-1, config.mesh.fsdp, config.mesh.model, chips.chips * count, count)
         check_batches(config, data * fsdp)
     except UserError as fault:
         raise UserError(f"spec.trainer: {count} × {chips}: {fault}") from None

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -15,7 +15,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from realm_jax.errors import UserError
 from realm_jax.launch.spec import Launch
 
-Resource = dict[str, Any]  # as a cloud's tool prints it
 INSTALL = {
     "gcloud": "install the Google Cloud CLI (cloud.google.com/sdk) and run `gcloud auth login`",
     "kubectl": "install it (`gcloud components install kubectl`) and run `gcloud container clusters get-credentials`",
@@ -54,6 +53,17 @@ ERROR_HINTS = (
 )  # fmt: skip
 
 
+class Resource(NamedTuple):
+    """A resource that has the name of the run. script, nodes: of a queued resource."""
+
+    name: str
+    state: str
+    detail: str
+    owner: str  # the flag that names whose it is, where it is another run's of the same name; else ''
+    script: str | None = None  # the startup script that it was created with, if known
+    nodes: tuple[str, ...] = ()  # its TPU nodes: several for a trainer of several slices
+
+
 class CloudTarget(abc.ABC):
     """The base of `JobSets` and `QueuedResources`. kind: what a resource is called in messages."""
 
@@ -64,7 +74,7 @@ class CloudTarget(abc.ABC):
 
     def items(self) -> list[dict[str, str]]:
         """{"name", "state", "detail"} of each resource of the run."""
-        return [self._describe(item) for item in self._list()]
+        return [{"name": item.name, "state": item.state, "detail": item.detail} for item in self._list()]
 
     def _name(self, part: str) -> str:
         return f"{self._launch.spec.name}-{part}"
@@ -73,24 +83,17 @@ class CloudTarget(abc.ABC):
     def _list(self) -> list[Resource]:
         """The resources that have the run's name."""
 
-    @abc.abstractmethod
-    def _describe(self, item: Resource) -> dict[str, str]:
-        """{"name", "state", "detail"} of a resource."""
-
-    @abc.abstractmethod
-    def _owner(self, item: Resource) -> str:
-        """The flag that names whose a resource is, where it is another run's of the same name; else ''."""
-
     def _own(self, required: bool = True) -> dict[str, Resource]:
         """Name → resource of the run. Raises UserError for one of another run, and where there is none if required."""
-        found = {self._describe(item)["name"]: item for item in self._list()}
-        for name, item in found.items():
-            if owner := self._owner(item):
-                raise UserError(f"{self.kind} {name}: belongs to {owner}; give that one, or set spec.name")
-        if required and not found:
+        resources = self._list()
+        for resource in resources:
+            if resource.owner:
+                owner = f"belongs to {resource.owner}; give that one, or set spec.name"
+                raise UserError(f"{self.kind} {resource.name}: {owner}")
+        if required and not resources:
             name = self._launch.spec.name
             raise UserError(f"spec.name={name}: no {self.kind} of this run is there; see `realm launch status`")
-        return found
+        return {resource.name: resource for resource in resources}
 
 
 def render(template: str, **values: Any) -> str:

@@ -58,45 +58,32 @@ class Kernel(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective inside of a program.
+    """A collective inside of a program."""
 
-    Attributes:
-        kind: 'all-reduce', …
-        size: bytes on a device of the larger of input and output.
-        group: indices, in the program's order of devices, of one group that communicates.
-    """
-
-    kind: str
-    size: int
-    group: tuple[int, ...]
+    kind: str  # 'all-reduce', …
+    size: int  # bytes on a device of the larger of input and output
+    group: tuple[int, ...]  # one group that communicates: indices in the program's order of devices
 
 
 class Transfer(NamedTuple):
-    """A collective of the devices with the same index in every slice, over the hosts' network. size: bytes that a
-    device hands to its host."""
+    """A collective of the devices with the same index in every slice, over the hosts' network."""
 
     kind: str
-    size: int
+    size: int  # bytes that a device hands to its host
 
 
 class TopK(NamedTuple):
-    """The largest of many numbers. size: bytes of the input; wanted: numbers of each row."""
+    """The largest of many numbers."""
 
-    size: int
-    wanted: int
+    size: int  # bytes of the input
+    wanted: int  # numbers of each row
 
 
 class Cost(NamedTuple):
-    """The cost of a program on each device.
+    """The cost of a program on each device, and how often each kind of work that has no estimate runs."""
 
-    Attributes:
-        cycles: sum of the compiler's estimates.
-        moved: bytes of the results of gathers, scatters and sorts.
-        kernels, top_k, collectives, transfers: how often each of the others runs.
-    """
-
-    cycles: int
-    moved: int
+    cycles: int  # sum of the compiler's estimates
+    moved: int  # bytes of the results of gathers, scatters and sorts
     kernels: Counter[Kernel]
     top_k: Counter[TopK]
     collectives: Counter[Collective]
@@ -112,36 +99,24 @@ class Time(NamedTuple):
 
 
 def program_time(cost: Cost, chip: Chip, slices: Sequence[int]) -> Time:
-    """Estimate the time of a program.
+    """Estimate the time of a program. slices: for each device in the program's order, the number of its slice.
 
-    Args:
-        cost: of the program on each device.
-        chip: the devices.
-        slices: for each device in the program's order, the number of its slice.
-
-    Raises:
-        KeyError: for an unknown kernel or an unknown kind of transfer.
+    Raises KeyError for an unknown kernel or an unknown kind of transfer.
     """
-    operations = cost.cycles / chip.clock
-    moved = 2 * cost.moved / chip.bandwidth
-    kernels = sum(times * kernel_cycles(kernel, chip) for kernel, times in cost.kernels.items()) / chip.clock
-    top_k = sum(times * top.size for top, times in cost.top_k.items()) / chip.bandwidth
-    top_k_high = sum(times * top.size * top.wanted for top, times in cost.top_k.items()) / chip.bandwidth
-    inside = sum(times * sent(collective, slices)[0] for collective, times in cost.collectives.items()) / chip.ici
     between = sum(times * sent(collective, slices)[1] for collective, times in cost.collectives.items())
     between += sum(times * transferred(transfer, len(set(slices))) for transfer, times in cost.transfers.items())
-    between /= chip.dcn
-    low = max(operations + moved + kernels + top_k, inside, between)
-    high = operations + moved + kernels + top_k_high + inside * chip.axes + between
     parts = {
-        "operations": operations,
-        "gathers, scatters and sorts": moved,
-        "attention kernels": kernels,
-        "top-k": top_k,
-        "collectives in a slice": inside,
-        "collectives between slices": between,
+        "operations": cost.cycles / chip.clock,
+        "gathers, scatters and sorts": 2 * cost.moved / chip.bandwidth,
+        "attention kernels": sum(n * kernel_cycles(kernel, chip) for kernel, n in cost.kernels.items()) / chip.clock,
+        "top-k": sum(times * top.size for top, times in cost.top_k.items()) / chip.bandwidth,
+        "collectives in a slice": sum(n * sent(each, slices)[0] for each, n in cost.collectives.items()) / chip.ici,
+        "collectives between slices": between / chip.dcn,
     }
-    return Time(low, high, parts)
+    operations, moved, kernels, top_k, inside, between = parts.values()
+    passes = sum(times * top.size * top.wanted for top, times in cost.top_k.items()) / chip.bandwidth
+    low = max(operations + moved + kernels + top_k, inside, between)
+    return Time(low, operations + moved + kernels + passes + inside * chip.axes + between, parts)
 
 
 def kernel_cycles(kernel: Kernel, chip: Chip) -> float:
@@ -191,9 +166,8 @@ def transferred(transfer: Transfer, num_slices: int) -> float:
 def program_cost(text: str) -> Cost:
     """Count the cost of a compiled program.
 
-    Raises:
-        ValueError: for a loop of unknown length, for a condition (its text does not say which branch runs), and for
-            operations that we cannot read.
+    Raises ValueError for a loop of unknown length, for a condition (its text does not say which branch runs), and for
+    operations that we cannot read.
     """
     # --- the lines of each computation
     entry, lines = "", []
@@ -240,16 +214,30 @@ def program_cost(text: str) -> Cost:
         if not estimated and computation not in fused and (move := MOVE.search(line)):
             moved += times * sum(_sizes(move[1] or move[2]))
         if 'custom_call_target="tpu_custom_call"' in line:
-            kernels[_kernel(line)] += times
+            kernel = _search(r'op_name="[^"]*?(\w+)\)*/pallas_call', line, line)[1]
+            shape = _numbers(_search(ARRAY, line.partition("custom-call(")[0], line)[2])
+            if packed := re.fullmatch(
+                r"(\w+)_(\d+)_(\d+)", kernel
+            ):  # over packed rows; batch and length are in the name
+                kernel, shape = packed[1], (int(packed[2]), int(packed[3]), shape[-1])
+            kernels[Kernel(kernel, shape)] += times
         elif 'custom_call_target="TopK"' in line:
             results, _, arguments = line.partition("custom-call(%")
             argument = re.escape(re.split(r"[,)]", arguments)[0])
             compared = _search(rf"%{argument} = ([^(]+)", text, line)[1]
             top_k[TopK(sum(_sizes(compared)), _arrays(results)[0][1][-1])] += times
         elif collective := COLLECTIVE.search(line):
+            results, kind, started = collective.groups()
+            group = _group(line)
+            # A start returns its input and its output, but an all-reduce-start only its outputs.
+            size = max(_sizes(results)) if started and kind != "all-reduce" else sum(_sizes(results))
+            if kind == "reduce-scatter":
+                size *= len(group)
+            if computation.startswith("all-reduce-scatter"):  # a part of the sum is taken at once: no more is sent
+                kind = "reduce-scatter"
             # A collective that overlaps with other work is in several computations: each channel counts once.
             channel = re.search(r"channel_id=(\d+)", line)
-            key, counted = channel[0] if channel else line, (times, _collective(collective, computation, line))
+            key, counted = channel[0] if channel else line, (times, Collective(kind, size, group))
             channels[key] = max(channels.get(key, counted), counted)
         elif transfer := TRANSFER.search(line):
             transfers[Transfer(transfer[2].lower().replace("_", "-"), sum(_sizes(transfer[1])))] += times
@@ -277,27 +265,6 @@ def _loop_length(loop: str, lines: list[str]) -> int:
     if len(limits) != 1:
         raise ValueError(f"the compiled program does not say how often its loop {loop} runs")
     return int(limits[0])
-
-
-def _kernel(line: str) -> Kernel:
-    name = _search(r'op_name="[^"]*?(\w+)\)*/pallas_call', line, line)[1]
-    shape = _numbers(_search(ARRAY, line.partition("custom-call(")[0], line)[2])
-    if packed := re.fullmatch(r"(\w+)_(\d+)_(\d+)", name):  # over packed rows; batch and length are in the name
-        return Kernel(packed[1], (int(packed[2]), int(packed[3]), shape[-1]))
-    return Kernel(name, shape)
-
-
-def _collective(match: re.Match[str], computation: str, line: str) -> Collective:
-    """The collective of a line that COLLECTIVE matches."""
-    results, kind, started = match.groups()
-    group = _group(line)
-    # A start returns its input and its output, but an all-reduce-start only its outputs.
-    size = max(_sizes(results)) if started and kind != "all-reduce" else sum(_sizes(results))
-    if kind == "reduce-scatter":
-        size *= len(group)
-    if computation.startswith("all-reduce-scatter"):  # a part of the sum is taken at once, so no more is sent
-        kind = "reduce-scatter"
-    return Collective(kind, size, group)
 
 
 def _group(line: str) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ class JobSets(CloudTarget):
         """Create them. What was stopped or has ended is removed first: almost nothing of a JobSet can be changed, and
         the run lies in the bucket. What runs and is not wanted any more goes last, once the others could be applied."""
         wanted = {manifest["metadata"]["name"]: manifest for manifest in manifests(self._launch)}
-        there = {name: self._describe(item)["state"] for name, item in self._own(required=False).items()}
+        there = {name: resource.state for name, resource in self._own(required=False).items()}
         record_expected_jobs(self._launch.workdir, [part.name for part in job_specs(self._launch)])
         over = ("completed", "failed") if self._queued else ("completed", "failed", "suspended")
         self._delete([name for name, state in there.items() if state in over])
@@ -79,13 +79,24 @@ class JobSets(CloudTarget):
         self._delete([name for name, state in there.items() if name not in wanted and state not in over])
 
     def _list(self) -> list[Resource]:
+        """States: completed, failed, suspended, running, or pending while a Job lacks pods that are ready."""
         selected = f"--selector={RUN}={self._launch.spec.name}"
         command = self._kubectl("get", "jobset", selected, "--output=json")
-        return list(call_json(command, f"JobSets of {self._launch.spec.name}")["items"])
-
-    def _owner(self, item: Resource) -> str:
-        workdir = item["metadata"].get("annotations", {}).get(WORKDIR)
-        return "" if workdir == self._launch.workdir else f"--workdir={workdir}"
+        resources = []
+        for item in call_json(command, f"JobSets of {self._launch.spec.name}")["items"]:
+            status = item.get("status", {})
+            conditions = [condition for condition in status.get("conditions", []) if condition.get("status") == "True"]
+            ended = next((condition for condition in conditions if condition["type"] in ("Completed", "Failed")), None)
+            ready = sum(job.get("ready", 0) + job.get("succeeded", 0) for job in status.get("replicatedJobsStatus", []))
+            wanted = sum(job.get("replicas", 1) for job in item["spec"].get("replicatedJobs", []))
+            state = "running" if ready >= wanted else "pending"
+            state = "suspended" if item["spec"].get("suspend") else state
+            state = ended["type"].lower() if ended else state
+            detail = (ended or {}).get("message") or f"{status.get('restarts', 0)} restarts"
+            workdir = item["metadata"].get("annotations", {}).get(WORKDIR)
+            owner = "" if workdir == self._launch.workdir else f"--workdir={workdir}"
+            resources.append(Resource(item["metadata"]["name"], state, detail, owner))
+        return resources
 
     def logs(self, job: str, follow: bool) -> int:
         """What the first pod of a job printed."""
@@ -124,19 +135,3 @@ class JobSets(CloudTarget):
         kubernetes = self._launch.spec.kubernetes
         context = [f"--context={kubernetes.context}"] if kubernetes.context else []
         return ["kubectl", *context, f"--namespace={kubernetes.namespace}", *words]
-
-    def _describe(self, item: Resource) -> dict[str, str]:
-        """Its state: completed, failed, suspended, running, or pending while a Job of it lacks pods that are ready."""
-        status = item.get("status", {})
-        conditions = [one for one in status.get("conditions", []) if one.get("status") == "True"]
-        ended = next((one for one in conditions if one["type"] in ("Completed", "Failed")), None)
-        if ended:
-            state = ended["type"].lower()
-        elif item["spec"].get("suspend"):
-            state = "suspended"
-        else:
-            ready = sum(job.get("ready", 0) + job.get("succeeded", 0) for job in status.get("replicatedJobsStatus", []))
-            wanted = sum(job.get("replicas", 1) for job in item["spec"].get("replicatedJobs", []))
-            state = "running" if ready >= wanted else "pending"
-        detail = f"{status.get('restarts', 0)} restarts"
-        return {"name": item["metadata"]["name"], "state": state, "detail": (ended or {}).get("message") or detail}

@@ -76,31 +76,26 @@ Jobs = dict[str, list[Process]]  # job → its processes, which live and die tog
 
 def processes(launch: Launch, port: int | str) -> Jobs:
     """The jobs of a launch. port: of this machine, where the processes of a trainer meet."""
-    trainers, builders = launch.spec.trainer.processes, launch.spec.builder.processes
-
-    def process(job: str, number: int, *flags: str) -> Process:
-        place = number if job == TRAINER else trainers + number
-        return Process(process_name(job, number), launch.command(job, *flags), _environment(launch, place))
-
-    where = [f"--coordinator=localhost:{port}"]
-    group = [process(TRAINER, n, *([*share(n, trainers), *where] if trainers > 1 else [])) for n in range(trainers)]
-    alone = [process(BUILDER, number, *share(number, builders)) for number in range(builders)]
-    return {TRAINER: group} | {one.name: [one] for one in alone}
-
-
-def _environment(launch: Launch, place: int) -> dict[str, str]:
-    """place: among all processes of the launch."""
-    local = launch.spec.local
-    if local.devices:
-        return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(local.devices)}
-    return {"CUDA_VISIBLE_DEVICES": local.gpus[place]} if local.gpus else {}
+    trainers, builders, local = launch.spec.trainer.processes, launch.spec.builder.processes, launch.spec.local
+    jobs = Jobs()
+    for number in range(trainers + builders):
+        if number < trainers:
+            job, name = TRAINER, process_name(TRAINER, number)
+            flags = [*share(number, trainers), f"--coordinator=localhost:{port}"] if trainers > 1 else []
+        else:
+            job, name = BUILDER, process_name(BUILDER, number - trainers)
+            flags = share(number - trainers, builders)
+        environment = {"CUDA_VISIBLE_DEVICES": local.gpus[number]} if local.gpus else {}
+        if local.devices:
+            environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(local.devices)}
+        process = Process(name, launch.command(job, *flags), environment)
+        jobs.setdefault(TRAINER if job == TRAINER else name, []).append(process)
+    return jobs
 
 
-@dataclass
-class Child:
-    """A process under its name."""
+class Child(NamedTuple):
+    """A process that was started, and the thread that copies what it prints."""
 
-    name: str
     process: subprocess.Popen[bytes]
     reader: threading.Thread
 
@@ -123,11 +118,6 @@ class Job:
     over_at: float = 0.0  # when that was
     progress: object = None  # what had been reached when it was started
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it is not started again."""
-        return self.code is not None
-
 
 class Supervisor:
     """Starts and supervises jobs, in this thread or in one of its own; for a single use.
@@ -144,7 +134,7 @@ class Supervisor:
         folder = open_folder(workdir)
         self._signals: list[int] = []  # signals that came
         self._fault: Exception | None = None  # why builders in the background ended
-        self._told_at = time.monotonic()
+        self._status_at = time.monotonic()  # when a line about the run was logged last
         self._print = threading.Lock()
         self._summary = lambda: summary(folder)
         reached = {TRAINER: lambda: newest_checkpoint(folder)}
@@ -157,9 +147,10 @@ class Supervisor:
         return cls(jobs, Path(launch.workdir), spec.restarts, spec.grace_seconds)
 
     def run(self) -> int:
-        """Until training has ended and the builders with it, or until a signal has ended them; the exit code.
+        """Until training has ended and the builders with it, or until a signal has ended them.
 
-        Raises UserError for a process that cannot be started.
+        Returns the exit code: what a signal means, else the trainer's, else the first that is not 0. Raises UserError
+        for a process that cannot be started.
         """
         signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
         heard = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]  # else nohup's, or &'s
@@ -172,7 +163,17 @@ class Supervisor:
             self._end_all()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return self._code()
+        if self._signals:
+            return INTERRUPTED if self._signals[0] == signal.SIGINT else PREEMPTED
+        code = next((job.code for job in self._jobs if job.code), 0)
+        return 128 - code if code < 0 else code  # as shells tell a signal
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)
+        if len(self._signals) > 1:  # a second signal: stop without saving
+            for job in self._jobs:
+                for child in job.children:
+                    child.signal(signal.SIGKILL)
 
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
@@ -205,81 +206,71 @@ class Supervisor:
     def _watch(self) -> None:
         while not self._signals and not self._is_over():
             for job in self._jobs:
-                self._check_job(job)
-            self._log_status()
+                if job.code is None:
+                    self._check_job(job)
+            if self._echo and time.monotonic() - self._status_at > STATUS_SECONDS:
+                self._status_at = time.monotonic()
+                logger.info("%s", self._try_read(self._summary, "status unknown"))
             time.sleep(POLL_SECONDS)
-
-    def _end_all(self) -> None:
-        self._finish([child for job in self._jobs for child in job.children], self._grace_seconds)
 
     def _is_over(self) -> bool:
         """Builders see in the work directory that training has ended; for the grace period they are waited for."""
         trainer = next((job for job in self._jobs if job.name == TRAINER), None)
         if trainer is None:  # it is this process
             return any(job.code for job in self._jobs)
-        if not trainer.is_over:
+        if trainer.code is None:
             return False
         patient = trainer.code == 0 and time.monotonic() - trainer.over_at < self._grace_seconds
-        return not patient or all(job.is_over for job in self._jobs)
-
-    def _code(self) -> int:
-        """The exit code of it all: what a signal means, else the trainer's, else the first that is not 0."""
-        if self._signals:
-            return INTERRUPTED if self._signals[0] == signal.SIGINT else PREEMPTED
-        code = next((job.code for job in self._jobs if job.code), 0)
-        return 128 - code if code < 0 else code  # as shells tell a signal
-
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._signals.append(number)
-        if len(self._signals) > 1:  # a second signal: stop without saving
-            for child in [child for job in self._jobs for child in job.children]:
-                child.signal(signal.SIGKILL)
-
-    # ---- one job
+        return not patient or all(job.code is not None for job in self._jobs)
 
     def _check_job(self, job: Job) -> None:
-        """Start the job, or handle its exit."""
-        if job.is_over:
-            return
+        """Start a job, or decide what follows from the exit code of the process that ended first.
+
+        Raises UserError if a process cannot be started; what was started by then is among the job's children.
+        """
         if not job.children:
-            if time.monotonic() >= job.resume_at:
-                self._start(job)
+            if time.monotonic() < job.resume_at:
+                return
+            job.progress = self._try_read(job.reached, job.progress)
+            for process in self._processes(free_port())[job.name]:
+                try:
+                    job.children.append(self._spawn(process))
+                except OSError as fault:
+                    raise UserError(f"{process.name} cannot be started: {fault}") from None
             return
         codes = [child.process.poll() for child in job.children]
-        if all(code == 0 for code in codes):
-            self._finish(job.children, SHORT_GRACE)
-            self._ended(job, 0)
-        elif any(codes):
-            cause = _overall_exit_code(codes)
-            self._finish(job.children, self._grace_seconds if cause == PREEMPTED else SHORT_GRACE)
-            mistaken = any(child.process.returncode == USER_ERROR for child in job.children)
-            self._failed(job, USER_ERROR if mistaken else cause)
-
-    def _failed(self, job: Job, code: int) -> None:
-        """Decide what follows from the exit code of the process that ended first."""
-        if code == USER_ERROR:
+        if not any(codes):
+            if 0 in codes and None not in codes:
+                self._finish(job.children, SHORT_GRACE)
+                self._end(job, 0)
+            return
+        code = _overall_exit_code(codes)
+        self._finish(job.children, self._grace_seconds if code == PREEMPTED else SHORT_GRACE)
+        if any(child.process.returncode == USER_ERROR for child in job.children):
             logger.error(
                 "%s: exit code 2, an error in the configuration; not restarted, its last lines say which", job.name
             )
-            self._ended(job, code)
+            self._end(job, USER_ERROR)
             return
+        cause = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         pause = 0.0
         if code != PREEMPTED:
             moved = self._try_read(job.reached, job.progress) != job.progress
             job.failures = 1 if moved else job.failures + 1
             if job.failures > self._restarts:
-                logger.error(
-                    "%s: %s; failures without progress: %d; given up", job.name, _describe_exit(code), job.failures
-                )
-                self._ended(job, code)
+                logger.error("%s: %s; failures without progress: %d; given up", job.name, cause, job.failures)
+                self._end(job, code)
                 return
             pause = min(FIRST_PAUSE * 2.0 ** (job.failures - 1), LONGEST_PAUSE)
         job.children, job.resume_at = [], time.monotonic() + pause
-        logger.warning("%s: %s; starting it again in %g s", job.name, _describe_exit(code), pause)
+        logger.warning("%s: %s; starting it again in %g s", job.name, cause, pause)
 
-    def _ended(self, job: Job, code: int) -> None:
+    def _end(self, job: Job, code: int) -> None:
         job.code, job.over_at, job.children = code, time.monotonic(), []
         logger.info("%s: ended with %d", job.name, code)
+
+    def _end_all(self) -> None:
+        self._finish([child for job in self._jobs for child in job.children], self._grace_seconds)
 
     def _finish(self, children: Sequence[Child], seconds: float) -> None:
         """End processes and all that they started: SIGTERM, and SIGKILL for what is left after so many seconds."""
@@ -293,11 +284,6 @@ class Supervisor:
             child.process.wait()
             child.reader.join(5)
 
-    def _log_status(self) -> None:
-        if self._echo and time.monotonic() - self._told_at > STATUS_SECONDS:
-            self._told_at = time.monotonic()
-            logger.info("%s", self._try_read(self._summary, "status unknown"))
-
     def _try_read(self, look: Callable[[], _T], otherwise: _T) -> _T:
         """The result of reading the work directory. An error there is logged and never ends the run."""
         try:
@@ -305,17 +291,6 @@ class Supervisor:
         except Exception as fault:
             logger.warning("%s: cannot be read (%s)", self._workdir, fault)
             return otherwise
-
-    # ---- processes
-
-    def _start(self, job: Job) -> None:
-        """Raises UserError; what was started by then is among the job's children."""
-        job.progress = self._try_read(job.reached, job.progress)
-        for process in self._processes(free_port())[job.name]:
-            try:
-                job.children.append(self._spawn(process))
-            except OSError as fault:
-                raise UserError(f"{process.name} cannot be started: {fault}") from None
 
     def _spawn(self, process: Process) -> Child:
         log = open(self._workdir / "logs" / f"{process.name}.log", "ab", buffering=0)
@@ -331,7 +306,7 @@ class Supervisor:
         reader = threading.Thread(target=self._copy, args=(process.name, started.stdout, log), daemon=True)
         reader.start()
         logger.info("%s: process %d", process.name, started.pid)
-        return Child(process.name, started, reader)
+        return Child(started, reader)
 
     def _copy(self, name: str, stream: IO[bytes], log: IO[bytes]) -> None:
         """Every line of a process, to its log and, with its name, to this terminal. Where one of them takes no more it
@@ -341,17 +316,14 @@ class Supervisor:
                 line = piece if piece.endswith(b"\n") else piece + b"\n"
                 with contextlib.suppress(OSError):
                     log.write(line)
-                if self._echo:
-                    with self._print, contextlib.suppress(OSError, ValueError):
-                        self._show(f"{name} | {line.decode(errors='replace')}")
-
-    @staticmethod
-    def _show(text: str) -> None:
-        try:
-            sys.stderr.write(text)
-            sys.stderr.flush()
-        except BrokenPipeError:
-            go_silent()
+                if not self._echo:
+                    continue
+                with self._print, contextlib.suppress(OSError, ValueError):
+                    try:
+                        sys.stderr.write(f"{name} | {line.decode(errors='replace')}")
+                        sys.stderr.flush()
+                    except BrokenPipeError:
+                        go_silent()
 
 
 def _overall_exit_code(codes: Sequence[int | None]) -> int:
@@ -359,15 +331,11 @@ def _overall_exit_code(codes: Sequence[int | None]) -> int:
     return min((code for code in codes if code), key=lambda code: {USER_ERROR: 0, PREEMPTED: 2}.get(code, 1))
 
 
-def _describe_exit(code: int) -> str:
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
 def free_port() -> int:
     """A port of this machine that nothing listens on."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return int(listener.getsockname()[1])
 
 
 # ---- the target
@@ -384,9 +352,10 @@ class Local:
         """The commands, one a line, with what their environment has besides."""
         self._check()
         lines = []
-        for process in [one for job in processes(self._launch, "PORT").values() for one in job]:
-            environment = [f"{key}={shlex.quote(value)}" for key, value in process.environment.items()]
-            lines.append(" ".join([f"{process.name}:", *environment, shlex.join(process.words)]) + "\n")
+        for job in processes(self._launch, "PORT").values():
+            for process in job:
+                environment = [f"{key}={shlex.quote(value)}" for key, value in process.environment.items()]
+                lines.append(" ".join([f"{process.name}:", *environment, shlex.join(process.words)]) + "\n")
         return "".join(lines)
 
     def start(self) -> int:
@@ -394,8 +363,8 @@ class Local:
         self._check()
         make_folder(self._logs, "--workdir")
         with exclusive_lock(self._logs):
-            record = {"pid": os.getpid(), "grace_seconds": self._launch.spec.grace_seconds}
-            write_json_atomic(self._logs / RECORD, record)
+            grace_seconds = self._launch.spec.grace_seconds
+            write_json_atomic(self._logs / RECORD, {"pid": os.getpid(), "grace_seconds": grace_seconds})
             record_expected_jobs(self._launch.workdir, list(processes(self._launch, 0)))
             try:
                 code = Supervisor.of(self._launch).run()
@@ -407,8 +376,8 @@ class Local:
 
     def items(self) -> list[dict[str, str]]:
         """{"name", "state", "detail"} of the supervisor."""
-        found = self._running()
-        state, detail = ("not running", "") if found is None else ("running", f"process {found['pid']}")
+        record = self._running()
+        state, detail = ("not running", "") if record is None else ("running", f"process {record['pid']}")
         return [{"name": self._launch.spec.name, "state": state, "detail": detail}]
 
     def logs(self, job: str, follow: bool) -> int:
@@ -418,15 +387,15 @@ class Local:
 
     def stop(self) -> None:
         """SIGTERM to the supervisor, which hands it on, and waits until everything is saved."""
-        found = self._running()
-        if found is None:
+        record = self._running()
+        if record is None:
             raise UserError(f"--workdir={self._workdir}: nothing runs there")
-        pid, grace_seconds = found["pid"], found["grace_seconds"]
+        pid = record["pid"]
         try:
             os.kill(pid, signal.SIGTERM)
         except PermissionError:
             raise UserError(f"process {pid} belongs to someone else; ask them to stop it") from None
-        until = time.monotonic() + grace_seconds + 10
+        until = time.monotonic() + record["grace_seconds"] + 10
         while is_held(self._logs):
             if time.monotonic() > until:
                 raise UserError(f"process {pid} does not end; look into {self._logs}")
@@ -442,8 +411,8 @@ class Local:
         if not is_held(self._logs):
             return None
         try:
-            found = read_json(self._logs / RECORD)
-            return {name: int(found[name]) for name in ("pid", "grace_seconds")}
+            record = read_json(self._logs / RECORD)
+            return {name: int(record[name]) for name in ("pid", "grace_seconds")}
         except (UserError, KeyError, TypeError, ValueError):  # not written yet, or by another version
             return None
 
@@ -454,6 +423,6 @@ class Local:
         if local.devices and local.gpus:
             raise UserError("spec.local.devices: emulates devices of a CPU; leave it or spec.local.gpus out")
         wanted = launch.spec.trainer.processes + launch.spec.builder.processes
-        if local.gpus and (len(local.gpus) != wanted or not all(isinstance(one, str) for one in local.gpus)):
+        if local.gpus and (len(local.gpus) != wanted or not all(isinstance(gpus, str) for gpus in local.gpus)):
             example = str(tuple(str(number) for number in range(wanted)))
             raise UserError(f"spec.local.gpus: name the devices of each of the {wanted} processes, such as {example}")

@@ -61,15 +61,12 @@ SCANN_BUILD, SCANN_SEARCH = 2 * 368 / 13_353_718, 2 * 0.944 / 512 / 13_353_718
 
 
 def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]) -> dict[str, Any]:
-    """Plan a launch.
+    """Plan a launch, as `plan`; with "useful", as `useful_share`, if there are data.
 
     Args:
         launch: config and spec.
         args: flags of `realm launch plan`.
         usual: passages and vocabulary if neither flags nor data give them.
-
-    Returns:
-        As `plan`; "useful" as `useful_share`, if there are data.
 
     Raises:
         UserError: if the config is wrong, or the compiler is missing or does not know a slice.
@@ -97,13 +94,13 @@ def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]
         if config.data.text == "passages":
             sources = dataclasses.replace(sources, pretraining=sources.passages)
         trainer = dataclasses.replace(trainer, sources=sources)
-        useful = useful_share(trainer, task) if TASKS[task].follows_builder else {}  # it learns from sentences
-    planned = plan(trainer, builder, task, args.price_per_chip_hour, builders)
-    return planned | {"useful": useful} if useful else planned
+        if TASKS[task].follows_builder:  # it learns from sentences
+            useful = {"useful": useful_share(trainer, task)}
+    return plan(trainer, builder, task, args.price_per_chip_hour, builders) | useful
 
 
 def plan(trainer: Run, builder: Run | None, task: str, price: float | None = None, builders: int = 1) -> dict[str, Any]:
-    """Plan a task.
+    """Return memory, collectives, FLOPs and times as [low, high] of a task, and what follows from them.
 
     Args:
         trainer: an abstract run on the devices to compile for.
@@ -111,12 +108,14 @@ def plan(trainer: Run, builder: Run | None, task: str, price: float | None = Non
         task: the task to plan.
         price: of a chip and hour.
         builders: how many share the work.
-
-    Returns:
-        Memory, collectives, FLOPs, times as [low, high], and what follows from them.
     """
     config, chips, rows = trainer.config, trainer.mesh.size, trainer.context.rows
-    planned: dict[str, Any] = {"task": task, "device": _device_kind(trainer), "devices": chips, "passages": rows}
+    planned: dict[str, Any] = {
+        "task": task,
+        "device": trainer.mesh.devices.flat[0].device_kind,
+        "devices": chips,
+        "passages": rows,
+    }
     planned |= {"vocabulary": trainer.model.bert.vocabulary_size} | step_needs(trainer, task)
     made = make_task(task, trainer)
     operations = made.flops()
@@ -144,9 +143,17 @@ def plan(trainer: Run, builder: Run | None, task: str, price: float | None = Non
 
 def plan_of_builder(builder: Run, builders: int) -> dict[str, Any]:
     """Plan the program of an index builder, and the time in which all builders embed every passage with it."""
-    needs = compiled_needs(lower_builder(builder), builder)
+    documents = abstract_documents(builder, EMBED_BATCH * builder.mesh.size, "batch")
+    sharding = replicated(builder.mesh)
+    tower = {name: builder.abstract_params[name] for name in builder.model.embedder_names}
+    tower = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tower)
+    needs = compiled_needs(embed_program.lower(builder.model, builder.mesh, tower, documents), builder)
     devices, rows = builder.mesh.size * builders, builder.context.rows
-    planned: dict[str, Any] = {"builder": needs, "builder_device": _device_kind(builder), "builder_devices": devices}
+    planned: dict[str, Any] = {
+        "builder": needs,
+        "builder_device": builder.mesh.devices.flat[0].device_kind,
+        "builder_devices": devices,
+    }
     if "seconds" in needs:
         batches = math.ceil(rows / (EMBED_BATCH * devices))
         operations = rows * embedding_flops(builder.config, builder.config.data.document_length)
@@ -161,12 +168,8 @@ def useful_share(trainer: Run, task: str) -> dict[str, float]:
     of the data over those at the padded lengths. Attention grows with the square of a length, so the truth is a little
     more.
 
-    Returns:
-        The mean number of tokens of queries (of the sentences that exports are sampled with) and of passages, special
-        tokens counted, and the share.
-
-    Raises:
-        UserError: if no passage has a salient span.
+    Returns the mean number of tokens of queries (of the sentences that exports are sampled with) and of passages,
+    special tokens counted, and the share. Raises UserError if no passage has a salient span.
     """
     query = float(sample_queries(trainer)["query_length"].mean())
     bodies, titles = clipped_lengths(trainer.sources.passages, trainer.lengths.document)
@@ -218,22 +221,10 @@ def step_needs(trainer: Run, task: str) -> dict[str, Any]:
     return {"compiler": compiler} | compiled_needs(lowered, trainer, second_index)
 
 
-def lower_builder(builder: Run) -> jax.stages.Lowered:
-    """The program of an index builder for a batch of passages of full length."""
-    documents = abstract_documents(builder, EMBED_BATCH * builder.mesh.size, "batch")
-    sharding = replicated(builder.mesh)
-    tower = {name: builder.abstract_params[name] for name in builder.model.embedder_names}
-    tower = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tower)
-    return embed_program.lower(builder.model, builder.mesh, tower, documents)
-
-
 def compiled_needs(lowered: jax.stages.Lowered, run: Run, second: int = 0) -> dict[str, Any]:
     """Compile a program, and return its peak bytes, seconds and collectives on each device, or that it does not fit.
 
-    Args:
-        lowered: the program.
-        run: on the devices that it is for.
-        second: bytes that a device needs in addition, for the index that is being loaded.
+    second: bytes that a device needs in addition, for the index that is being loaded.
     """
     try:
         compiled: Any = lowered.compile()
@@ -279,14 +270,10 @@ def collectives(cost: Cost, slices: Sequence[int]) -> dict[str, dict[str, float]
     return {name: dict(by_name[name]) for name in sorted(by_name)}
 
 
-def _device_kind(run: Run) -> str:
-    return str(run.mesh.devices.flat[0].device_kind)
-
-
 def known_chip(run: Run) -> Chip:
     """What the devices of a run can do; we know it of all that a spec can name."""
-    known = chip(_device_kind(run))
-    assert known is not None, _device_kind(run)
+    known = chip(run.mesh.devices.flat[0].device_kind)
+    assert known is not None
     return known
 
 

@@ -9,6 +9,7 @@ deleted. All that is sent is in `create` and `templates/startup.sh.j2`.
 import shlex
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from realm_jax.errors import UserError
 from realm_jax.host import PREEMPTED
@@ -22,7 +23,7 @@ KEPT, CACHE = "/var/lib/realm-cache", "/realm-cache"  # folder of the machine's 
 STOPPED = "/var/lib/realm-stopped"  # while it is there the service does not start, at no boot either
 UNITS = (SERVICE, "google-startup-scripts")  # whose logs are shown
 GROUP = ("gcloud", "--quiet", "compute", "tpus")
-GONE = ("FAILED", "SUSPENDED", "SUSPENDING", "DELETING")  # states of a resource that will never have machines again
+GONE = ("failed", "suspended", "suspending", "deleting")  # states of a resource that will never have machines again
 
 
 def startup_script(launch: Launch, part: JobSpec) -> str:
@@ -80,23 +81,34 @@ class QueuedResources(CloudTarget):
     def start(self) -> None:
         """Create what is missing, and restart the service on existing machines. Raises UserError, before anything is
         created, for a resource that has lost its machines or was created with other settings."""
-        there = {_name_of(item): item for item in self._list()}
-        wanted = job_specs(self._launch)
-        for part in wanted:
-            self._check_state(part, there.get(self._name(part.name)))
-        record_expected_jobs(self._launch.workdir, [part.name for part in wanted])
-        faults = []
-        for part in wanted:
-            name = self._name(part.name)
+        there = {resource.name: resource for resource in self._list()}
+        wanted = {self._name(part.name): part for part in job_specs(self._launch)}
+        advice = (
+            "wait until `realm launch delete` has removed it, then start again: training resumes from its checkpoint"
+        )
+        for name, part in wanted.items():
             if name not in there:
-                self._create(part)
+                continue
+            if there[name].state in GONE:
+                raise UserError(f"queued resource {name}: is {there[name].state}; {advice}")
+            script = there[name].script
+            if script is not None and script.strip() != startup_script(self._launch, part).strip():
+                raise UserError(f"queued resource {name}: was created with other settings; {advice}")
+        record_expected_jobs(self._launch.workdir, [part.name for part in wanted.values()])
+        faults = []
+        for name, part in wanted.items():
+            if name not in there:
+                with tempfile.TemporaryDirectory() as folder:
+                    file = Path(folder) / "startup.sh"
+                    file.write_text(startup_script(self._launch, part))
+                    run_tool(self.create(part, str(file)), f"queued resource {name}")
                 print(f"queued resource {name}: requested")
-            elif _state(there[name]) == "ACTIVE":
+            elif there[name].state == "active":
                 missed = self._run_on_all([there[name]], on_machine("start"))
                 print(f"queued resource {name}: {'not reached' if missed else 'restarted'}")
                 faults += missed
             else:
-                print(f"queued resource {name}: is there already, {_state(there[name]).lower()}")
+                print(f"queued resource {name}: is there already, {there[name].state}")
         _raise(faults)
 
     def create(self, part: JobSpec, script: str) -> list[str]:
@@ -115,8 +127,8 @@ class QueuedResources(CloudTarget):
 
     def logs(self, job: str, follow: bool) -> int:
         """What the first machine of a job printed. job: 'trainer', 'builder-0', …"""
-        there = {name.removeprefix(self._name("")): item for name, item in self._own().items()}
-        node = self._nodes(there[choose(job, there)])[0]
+        there = {name.removeprefix(self._name("")): resource for name, resource in self._own().items()}
+        node = there[choose(job, there)].nodes[0]
         units = " ".join(f"--unit={unit}" for unit in UNITS)
         command = f"sudo journalctl {units} --lines=200 --no-pager{' --follow' if follow else ''}"
         return stream(self._ssh(node, "0", command))
@@ -126,11 +138,11 @@ class QueuedResources(CloudTarget):
         that no slice takes another's exit for a preemption. Raises UserError, once all were signalled, for any that
         does not stop."""
         there = self._own()
-        active = [item for item in there.values() if _state(item) == "ACTIVE"]
+        active = [resource for resource in there.values() if resource.state == "active"]
         self._run_on_all(active, on_machine("stop --no-block"))
         _raise(self._run_on_all(active, on_machine("stop")))
-        for name, item in there.items():
-            done = "stopped; its machines stay" if item in active else f"is {_state(item).lower()}; it can be deleted"
+        for name, resource in there.items():
+            done = "stopped; its machines stay" if resource in active else f"is {resource.state}; it can be deleted"
             print(f"queued resource {name}: {done}")
 
     def delete(self) -> None:
@@ -140,53 +152,28 @@ class QueuedResources(CloudTarget):
             run_tool(words, f"queued resource {name}")
             print(f"queued resource {name}: is being removed")
 
-    # ---- what is there
-
-    def _check_state(self, part: JobSpec, item: Resource | None) -> None:
-        advice = (
-            "wait until `realm launch delete` has removed it, then start again: training resumes from its checkpoint"
-        )
-        if item is None:
-            return
-        if _state(item) in GONE:
-            raise UserError(f"queued resource {_name_of(item)}: is {_state(item).lower()}; {advice}")
-        kept = _script(item)
-        if kept is not None and kept.strip() != startup_script(self._launch, part).strip():
-            raise UserError(f"queued resource {_name_of(item)}: was created with other settings; {advice}")
-
     def _list(self) -> list[Resource]:
         # Without "" its parentheses would group terms.
         selected = f'--filter=name~"/{self._name("(trainer|builder-[0-9]+)")}$"'
         words = [*GROUP, "queued-resources", "list", *self._where(), selected, "--format=json"]
-        return list(call_json(words, "queued resources"))
+        workdir = f" {shlex.quote(f'--workdir={self._launch.place}')} "
+        resources = []
+        for item in call_json(words, "queued resources"):
+            name, state = item["name"].rpartition("/")[2], item.get("state", {}).get("state", "UNKNOWN").lower()
+            spec: dict[str, Any] = next(iter(item.get("tpu", {}).get("nodeSpec", [])), {})
+            node = spec.get("node", {})
+            script = node.get("metadata", {}).get("startup-script")
+            owner = "another --workdir" if script is not None and workdir not in script else ""
+            several = spec.get("multisliceParams") or spec.get("multiNodeParams")
+            count = int(several["nodeCount"]) if several else 1
+            nodes = tuple(f"{name}-{number}" for number in range(count)) if count > 1 else (name,)
+            resources.append(Resource(name, state, node.get("acceleratorType", ""), owner, script, nodes))
+        return resources
 
-    def _describe(self, item: Resource) -> dict[str, str]:
-        detail = _node(item).get("acceleratorType", "")
-        return {"name": _name_of(item), "state": _state(item).lower(), "detail": detail}
-
-    def _owner(self, item: Resource) -> str:
-        script, place = _script(item), shlex.quote(f"--workdir={self._launch.place}")
-        return "another --workdir" if script is not None and f" {place} " not in script else ""
-
-    def _nodes(self, item: Resource) -> list[str]:
-        """The TPU nodes of a resource: several for a trainer of several slices."""
-        spec, name = _spec(item), _name_of(item)
-        several = spec.get("multisliceParams") or spec.get("multiNodeParams")
-        count = int(several["nodeCount"]) if several else 1
-        return [f"{name}-{number}" for number in range(count)] if count > 1 else [name]
-
-    # ---- commands
-
-    def _create(self, part: JobSpec) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            script = Path(folder) / "startup.sh"
-            script.write_text(startup_script(self._launch, part))
-            run_tool(self.create(part, str(script)), f"queued resource {self._name(part.name)}")
-
-    def _run_on_all(self, items: list[Resource], command: str) -> list[str]:
+    def _run_on_all(self, resources: list[Resource], command: str) -> list[str]:
         """Run a command on every machine of some resources; what went wrong where."""
         faults = []
-        for node in [node for item in items for node in self._nodes(item)]:
+        for node in [node for resource in resources for node in resource.nodes]:
             try:
                 run_tool(self._ssh(node, "all", command), f"machines of {node}")
             except UserError as fault:
@@ -198,28 +185,6 @@ class QueuedResources(CloudTarget):
 
     def _where(self) -> list[str]:
         return [f"--project={self._cloud.project}", f"--zone={self._cloud.zone}"]
-
-
-def _name_of(item: Resource) -> str:
-    return str(item["name"].rpartition("/")[2])
-
-
-def _state(item: Resource) -> str:
-    return str(item.get("state", {}).get("state", "UNKNOWN"))
-
-
-def _spec(item: Resource) -> Resource:
-    return dict(next(iter(item.get("tpu", {}).get("nodeSpec", [])), {}))
-
-
-def _script(item: Resource) -> str | None:
-    """The startup script that it was created with, if known."""
-    kept = _node(item).get("metadata", {}).get("startup-script")
-    return None if kept is None else str(kept)
-
-
-def _node(item: Resource) -> Resource:
-    return dict(_spec(item).get("node", {}))
 
 
 def _raise(faults: list[str]) -> None:

@@ -32,16 +32,12 @@ SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 
 @dataclass(frozen=True)
 class Generation:
-    """A version of TPUs.
+    """A version of TPUs."""
 
-    accelerator: GKE's name. gcloud: its name; a slice's has a number behind it, which counts `cores_per_chip` for every
-    chip. runtime: image of its machines.
-    """
-
-    accelerator: str
-    gcloud: str
+    accelerator: str  # GKE's name
+    gcloud: str  # its name; a slice's has a number behind it, which counts `cores_per_chip` for every chip
     cores_per_chip: int
-    runtime: str
+    runtime: str  # image of its machines
 
 
 GENERATIONS = {
@@ -102,22 +98,16 @@ def parse(name: str, key: str) -> Slice:
     if version not in GENERATIONS or not colon:
         known = ", ".join(GENERATIONS)
         raise UserError(f"{key}={name}: write VERSION:TOPOLOGY, such as v5e:8x8; versions are {known}")
-    if not _exists(version, topology):
-        some = ", ".join(FLAT) if version != "v5p" else f"{', '.join(SMALL_CUBES)}, 4x4x4, 4x4x8, …"
+    exists, some = topology in FLAT, ", ".join(FLAT)
+    if version == "v5p":  # small ones, and whole cubes of 4 × 4 × 4, their sides in order, to 16x16x24
+        some = f"{', '.join(SMALL_CUBES)}, 4x4x4, 4x4x8, …"
+        is_cube = re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology)
+        sides = [int(side) for side in topology.split("x")] if is_cube else [1]
+        whole = all(side % 4 == 0 for side in sides) and sides == sorted(sides) and math.prod(sides) <= 16 * 16 * 24
+        exists = topology in SMALL_CUBES or whole
+    if not exists:
         raise UserError(f"{key}={name}: {version} has no such topology; choose among {some}")
     return Slice(version, topology)
-
-
-def _exists(version: str, topology: str) -> bool:
-    """v5e and v6e: the flat ones. v5p: small ones, and whole cubes of 4 × 4 × 4, their sides in order, to 16x16x24."""
-    if version != "v5p":
-        return topology in FLAT
-    if topology in SMALL_CUBES:
-        return True
-    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology):
-        return False
-    sides = [int(side) for side in topology.split("x")]
-    return all(side % 4 == 0 for side in sides) and sides == sorted(sides) and math.prod(sides) <= 16 * 16 * 24
 
 
 @dataclass(frozen=True)
@@ -277,10 +267,10 @@ def share(number: int, count: int) -> list[str]:
 def choose(job: str, names: Iterable[str]) -> str:
     """The name that --job means: itself, or the first process of a job. Raises UserError with the choices."""
     known = list(names)
-    found = next((name for name in (job, process_name(job, 0)) if name in known), None)
-    if found is None:
-        raise UserError(f"--job={job}: there is no such job; choose among {', '.join(known) or 'none'}")
-    return found
+    for name in (job, process_name(job, 0)):
+        if name in known:
+            return name
+    raise UserError(f"--job={job}: there is no such job; choose among {', '.join(known) or 'none'}")
 
 
 def describe(spec: ConfigDict, config: str, overrides: Sequence[str], workdir: str) -> Launch:

@@ -102,9 +102,9 @@ class MetricLogger:
         # An evaluation follows the save of its step, so a run that resumes from that save makes it again.
         self._evaluations = RecordWriter(folder, "evaluations", start - 1)
         self._monitors = monitors
-        for kept in self._metrics.kept + self._evaluations.kept:
+        for earlier in self._metrics.kept + self._evaluations.kept:
             for monitor in monitors:
-                monitor(kept)  # already warned about, but the monitor needs the history
+                monitor(earlier)  # already warned about, but the monitor needs the history
         self._bar = StageProgress(folder.name, total, start)
         self._shown: dict[str, Any] = {}
         self._pending: tuple[int, Values, dict[str, int]] | None = None
@@ -131,11 +131,11 @@ class MetricLogger:
         return self._before + time.monotonic() - self._began
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, cause: str) -> Iterator[None]:
         """Around what makes the devices wait, one of `WAITS`: counts the time."""
-        asked = time.monotonic()
+        began = time.monotonic()
         yield
-        self._waited[what] += time.monotonic() - asked
+        self._waited[cause] += time.monotonic() - began
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -147,25 +147,12 @@ class MetricLogger:
     def _idle(self) -> float:
         return sum(seconds for name, seconds in self._waited.items() if name != "data")
 
-    def _times(self, step: int) -> dict[str, float]:
-        elapsed = time.monotonic() - self._began
-        found = {"steps_per_second": (step - self._start) / elapsed}
-        found |= {f"wait_{name}": self._waited[name] / elapsed for name in WAITS}
-        if not self._steps:
-            return found
-        seconds = statistics.median(self._steps)
-        speed = self._work.flops / seconds / self._work.devices
-        found |= {"step_seconds": seconds, "tflops_per_device": speed / 1e12}
-        found["goodput"] = min(1.0, step * seconds / max(time.time() - self.first_started, seconds))
-        return found | ({"mfu": speed / self._work.peak} if self._work.peak else {})
-
     # --- Records
 
-    def log_evaluation(self, step: int, found: dict[str, Any]) -> None:
+    def log_evaluation(self, step: int, values: dict[str, Any]) -> None:
         """Record the evaluation of the parameters before a step."""
-        self._record(self._evaluations, "evaluations", step, found)
-        self._shown |= found
-        self._warn(step, found)
+        self._shown |= values
+        self._record(self._evaluations, "evaluations", step, values)
 
     def log_step(self, step: int, values: Values, further: dict[str, int]) -> None:
         """Take the metrics of a step that was only just started; `flush` fetches them, once the next one is started."""
@@ -177,18 +164,28 @@ class MetricLogger:
         if self._pending is None:
             return
         (step, values, further), self._pending = self._pending, None
-        numbers = self.fetch(step, values) | further
-        written = numbers | self._times(step) | {"seconds": self.seconds}
-        self._record(self._metrics, "metrics", step, written)
+        numbers: dict[str, Any] = self.fetch(step, values) | further
+        elapsed = time.monotonic() - self._began
+        times = {"steps_per_second": (step - self._start) / elapsed}
+        times |= {f"wait_{name}": self._waited[name] / elapsed for name in WAITS}
+        if self._steps:
+            seconds = statistics.median(self._steps)
+            speed = self._work.flops / seconds / self._work.devices  # operations a second of a device
+            times |= {"step_seconds": seconds, "tflops_per_device": speed / 1e12}
+            times["goodput"] = min(1.0, step * seconds / max(time.time() - self.first_started, seconds))
+            times |= {"mfu": speed / self._work.peak} if self._work.peak else {}
         self._shown |= numbers
         self._bar.update(step, {key: self._shown[key] for key in SHOWN if key in self._shown})
-        self._warn(step, numbers)
+        self._record(self._metrics, "metrics", step, numbers | times | {"seconds": self.seconds})
 
     def _record(self, writer: "RecordWriter", kind: str, step: int, values: dict[str, Any]) -> None:
         writer.write(step, values)
         self._trackers.log(kind, step, values)
         if self._listener is not None:
             self._listener(Progress(self._folder.name, kind, step, values))
+        for monitor in self._monitors:
+            if message := monitor({"step": step} | values):
+                logger.warning(message)
 
     def fetch(self, step: int, values: Values) -> dict[str, float]:
         """The metrics of a step as floats. Raises UserError when its loss or gradient is not finite.
@@ -206,11 +203,6 @@ class MetricLogger:
                     f"config.{self._task}.learning_rate and start in another --workdir"
                 )
         return numbers
-
-    def _warn(self, step: int, found: dict[str, Any]) -> None:
-        for monitor in self._monitors:
-            if message := monitor({"step": step} | found):
-                logger.warning(message)
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------

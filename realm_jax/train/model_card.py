@@ -28,12 +28,7 @@ TAGS = ("sentence-transformers", "feature-extraction", "sentence-similarity", "r
 
 
 def model_card(record: Mapping[str, Any], run: Run) -> str:
-    """Return the card of an adapted encoder, with its YAML front matter.
-
-    Args:
-      record: the content of adapt.json.
-      run: the adaptation's.
-    """
+    """Return the card of an adapted encoder, with its YAML front matter. record: the content of adapt.json."""
     measured, plan, base = record["measured"], record["plan"], record["settings"]["from"]
     passage_format = run.config.encoder.passage_prompt or "pairs of title and text"
     heads, rows = table(measured["table"])
@@ -77,9 +72,8 @@ def run_card(run: Run, task: str, step: int, networks: Collection[str], names: s
 
     Args:
       run: the run they are from.
-      task: the task whose parameters they have.
-      step: of the task.
-      networks: names of the folders of the networks.
+      task: the task whose parameters they have, at this `step`.
+      networks: names of their folders.
       names: 'bert' or 'realm'; cards of the latter have no front matter, because hubs know no library for it.
     """
     config = recorded_config(run.workdir)  # as it was trained, not as it is opened here
@@ -104,12 +98,8 @@ def run_card(run: Run, task: str, step: int, networks: Collection[str], names: s
         lines += [] if metrics.exact_match is None else [f"* exact match: {metrics.exact_match:.3f}"]
         lines += [] if metrics.found is None else [f"* right passage among the first five: {metrics.found:.3f}"]
         lines += [""]
-    lines += [
-        "## Data and recipe",
-        "",
-        f"* {len(passages):,} passages of {passages.documents:,} documents, fingerprint `{passages.fingerprint}`",
-        *recipe(config, steps),
-    ]
+    source = f"{len(passages):,} passages of {passages.documents:,} documents, fingerprint `{passages.fingerprint}`"
+    lines += ["## Data and recipe", "", f"* {source}", *recipe(config, steps)]
     return "\n".join(lines) + "\n"
 
 

@@ -3,7 +3,7 @@
     TASK/metrics.jsonl        one object a logged step: {"step", name: value, …}
     TASK/evaluations.jsonl    one object a measurement
 
-Who writes them: `metrics.py`. Who reads them: `results.py` at the end of a run, `launch/watch.py` while it trains.
+Who writes them: `metrics.py`. Who reads them: `results.py` at the end of a run, `launch/status.py` while it trains.
 """
 
 import json
@@ -25,12 +25,12 @@ def parse_lines(data: bytes) -> list[dict[str, Any]]:
     records: list[dict[str, Any]] = []
     for line in data.splitlines():
         try:
-            found = json.loads(line)
+            record = json.loads(line)
         except ValueError:
             break
-        if not isinstance(found, dict):
+        if not isinstance(record, dict):
             break
-        records.append(found)
+        records.append(record)
     return records
 
 
@@ -77,9 +77,8 @@ def seconds_spent(metrics: Lines, evaluations: Lines) -> float:
 def compare_with_start(lines: Lines, baseline: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
     """How a task ended against its start: {"measure", "start", "end", "kept_step"?, "last"?}; None if unknown.
 
-    lines: the records of its measurements, in order. baseline: what the parameters were worth that it started from,
-    where the task did not measure them. kept_step, last: the step whose parameters it handed on, and what its last ones
-    were worth, where those are not the same.
+    lines: its measurements, in order. baseline: that of the parameters that it started from, if it did not measure
+    them. kept_step, last: the step whose parameters it handed on, and the measure of its last ones, if they differ.
     """
     first = lines[0] if lines and lines[0].get("step") == 0 else baseline
     if not first or not lines:

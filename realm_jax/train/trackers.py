@@ -10,7 +10,6 @@ import logging
 import os
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Thread
@@ -27,44 +26,17 @@ PROJECT = "realm_jax"  # unless WANDB_PROJECT names another
 IDS = "trackers.json"
 PREFIXES = {"metrics": "train", "evaluations": "evaluation"}  # file of the record → prefix of its values' names
 CLOSE_SECONDS = 20.0  # that the end of a task waits for uploads: less than what is left after SIGTERM
-Numbers = Mapping[str, float]
 
 
 class TaskRun(NamedTuple):
-    """The run of a task as trackers see it. folder: the task's; start: the number of steps that are done; settings:
-    the config, dotted key → value; id: what the tracker called the run before, '' if this is its first start."""
+    """The run of a task as trackers see it."""
 
-    folder: Path
-    start: int
-    settings: Mapping[str, Any]
-    id: str = ""
+    folder: Path  # the task's
+    start: int  # the number of steps that are done
+    settings: Mapping[str, Any]  # the config, dotted key → value
 
 
-class Tracker(ABC):
-    """One run of one tracker. id: by which it is found again, '' if it needs none."""
-
-    id: str = ""
-
-    @abstractmethod
-    def __init__(self, run: TaskRun) -> None:
-        """Open the run, or go on with it."""
-
-    @abstractmethod
-    def log(self, kind: str, step: int, values: Numbers) -> None:
-        """Send the numbers of one record.
-
-        Args:
-          kind: 'metrics' or 'evaluations'.
-          step: of the task.
-          values: name → number.
-        """
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Send what was held back, and close the run."""
-
-
-class TensorBoard(Tracker):
+class TensorBoard:
     """Files in TASK/tensorboard/<kind>, in which steps that are trained again replace the earlier ones."""
 
     def __init__(self, run: TaskRun) -> None:
@@ -75,11 +47,13 @@ class TensorBoard(Tracker):
         folder = run.folder / "tensorboard"
         self._writers = {kind: SummaryWriter(str(folder / kind), purge_step=step) for kind, step in first_steps.items()}
 
-    def log(self, kind: str, step: int, values: Numbers) -> None:
+    def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        """Send the numbers of a record. kind: 'metrics' or 'evaluations'; step: of the task."""
         for name, value in values.items():
             self._writers[kind].add_scalar(name, value, step)
 
     def finish(self) -> None:
+        """Send what was held back, and close the files."""
         event_writers = [writer.file_writer.event_writer for writer in self._writers.values()]
         try:
             for writer in self._writers.values():
@@ -92,26 +66,32 @@ class TensorBoard(Tracker):
             raise
 
 
-class WeightsAndBiases(Tracker):
-    """A run of wandb. Its own steps only grow, so values are drawn over a value `step`."""
+class WeightsAndBiases:
+    """A run of wandb, with the methods of `TensorBoard`. Its own steps only grow, so values are drawn over `step`."""
 
     def __init__(self, run: TaskRun) -> None:
         import wandb
 
-        self.id = run.id or uuid.uuid4().hex[:12]
+        ids = run.folder / IDS
+        run_id = (read_json(ids) if ids.is_file() else {}).get("wandb") or uuid.uuid4().hex[:12]
         group = run.folder.absolute().parent.name
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT), id=self.id, resume="allow", group=group,
+            project=os.environ.get("WANDB_PROJECT", PROJECT), id=run_id, resume="allow", group=group,
             name=f"{group}/{run.folder.name}", config=dict(run.settings), dir=str(run.folder),
             settings=wandb.Settings(console="off"),
         )  # fmt: skip
         self._run.define_metric("*", step_metric="step")
+        run.folder.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(ids, {"wandb": run_id})
 
-    def log(self, kind: str, step: int, values: Numbers) -> None:
+    def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"step": step} | {f"{PREFIXES[kind]}/{name}": value for name, value in values.items()})
 
     def finish(self) -> None:
         self._run.finish()
+
+
+Tracker = TensorBoard | WeightsAndBiases
 
 
 class CompositeTracker:
@@ -122,28 +102,26 @@ class CompositeTracker:
         self._failed = set[str]()
 
     def log(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Send the numbers among the values of a record to every tracker; see `Tracker.log`."""
+        """Send the numbers among the values of a record to every tracker."""
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         for name, tracker in self._trackers.items():
-            self._attempt(name, lambda tracker=tracker: tracker.log(kind, step, numbers))  # type: ignore[misc]
+            self._attempt(name, tracker.log, kind, step, numbers)
 
     def finish(self) -> None:
         """Close every tracker; gives up after CLOSE_SECONDS."""
-        threads = {
-            name: Thread(target=self._attempt, args=(name, tracker.finish), daemon=True)
-            for name, tracker in self._trackers.items()
-        }
-        for thread in threads.values():
-            thread.start()
+        threads = []
+        for name, tracker in self._trackers.items():
+            threads.append((name, Thread(target=self._attempt, args=(name, tracker.finish), daemon=True)))
+            threads[-1][1].start()
         end = time.monotonic() + CLOSE_SECONDS
-        for name, thread in threads.items():
+        for name, thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
             if thread.is_alive():
                 self._warn(name, f"is not done after {CLOSE_SECONDS:g} s")
 
-    def _attempt(self, name: str, send: Callable[[], None]) -> None:
+    def _attempt(self, name: str, send: Callable[..., None], *args: Any) -> None:
         try:
-            send()
+            send(*args)
         except Exception as error:  # each tracker has errors of its own
             self._warn(name, _one_line(error))
 
@@ -170,34 +148,20 @@ def check_installed(log_to: str) -> None:
 
 
 def open_trackers(log_to: str, run: TaskRun) -> CompositeTracker:
-    """Open the trackers of a task in the first process; all processes have to call this.
+    """Open the trackers that `config.log.to` names in the first process, and none in others; all have to call this.
 
-    Args:
-      log_to: `config.log.to`.
-      run: of the task.
-
-    Returns:
-      The trackers; none in the other processes.
-
-    Raises:
-      UserError: one cannot be opened.
+    Raises UserError if one cannot be opened.
     """
     opened: dict[str, Tracker] = {}
 
     def open_all() -> None:
-        path = run.folder / IDS
-        ids = read_json(path) if path.is_file() else {}
         for name in tracker_names(log_to):
             try:
-                opened[name] = TRACKERS[name][0](run._replace(id=ids.get(name, "")))
+                opened[name] = TRACKERS[name][0](run)
             except Exception as error:
                 raise UserError(
                     f"config.log.to={log_to}: {name} cannot be opened ({_one_line(error)}); set it up, or leave it out"
                 ) from error
-            if opened[name].id:
-                ids[name] = opened[name].id
-                run.folder.mkdir(parents=True, exist_ok=True)
-                write_json_atomic(path, ids)
 
     run_on_process_0(open_all)
     return CompositeTracker(opened)
