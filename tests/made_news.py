@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from random import Random
 
 from realm_jax.corpora import near_duplicates
+from realm_jax.corpora.articles import Article
 from realm_jax.corpora.near_duplicates import find_near_duplicates, fingerprint
 from realm_jax.corpora.news import RULES
-from realm_jax.corpora.outcomes import Article
 from realm_jax.data import sentences
 
 DAMAGED = ("null", "not UTF-8", "not JSON", "surrogate")

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from realm_jax.cli.prepare import prepare
 from realm_jax.corpora import documents
+from realm_jax.corpora.articles import Article, Outcome, Skipped
 from realm_jax.corpora.documents import FORMATS
-from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
 from realm_jax.corpora.raw_records import NO_FIELD
 from realm_jax.corpora.texts import open_texts, read_passages
 from realm_jax.data.store import PassageStore
@@ -38,7 +38,7 @@ def write(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def records(source: Path | str) -> list[Article | CorruptRecord | FilteredRecord]:
+def records(source: Path | str) -> list[Outcome]:
     return [record for file in documents.find(str(source)) for record in documents.read(file)]
 
 
@@ -50,7 +50,7 @@ def only(source: Path | str) -> Article:
 
 def reason(path: Path) -> str:
     (found,) = records(path)
-    assert isinstance(found, FilteredRecord), found
+    assert isinstance(found, Skipped) and not found.is_damage, found
     return found.reason
 
 
@@ -320,9 +320,7 @@ def test_a_folder_of_a_saved_hugging_face_data_set_is_read(tmp_path):
         write(tmp_path / beside, "{}")
     found = records(tmp_path)
     assert [one.text for one in found if isinstance(one, Article)] == list(TEXTS.values())
-    assert [one.reason for one in found if isinstance(one, FilteredRecord)] == [
-        "metadata of a Hugging Face data set"
-    ] * 2
+    assert [one.reason for one in found if isinstance(one, Skipped)] == ["metadata of a Hugging Face data set"] * 2
 
 
 def test_of_a_folder_of_beir_the_corpus_is_read(tmp_path):
@@ -393,7 +391,7 @@ def test_no_bytes_are_raised_at(tmp_path, ending, content, cut):
     whole = {".pdf": pdf_file([[PROSE]]), ".docx": word_file([("", PROSE)])}.get(ending, b"# A\n\nb: `c`\n")
     place = int(cut * len(whole))
     for found in records(write(tmp_path / f"f{ending}", whole[:place] + content + whole[place:])):
-        assert isinstance(found, Article | CorruptRecord | FilteredRecord)
+        assert isinstance(found, Outcome)
 
 
 # --- Folders ----------------------------------------------------------------------------------------------------------
@@ -468,7 +466,7 @@ def test_a_file_that_several_names_lead_to_is_read_once(tmp_path):
     assert open_texts(tmp_path / "docs").identity is not None
     found = [one for file in documents.find(f"{tmp_path}/docs") for one in documents.read(file)]
     assert [one.id for one in found if isinstance(one, Article)] == ["b.txt", "d.txt", "en/page.html"]
-    dropped = [(one.reason, one.sample) for one in found if isinstance(one, FilteredRecord)]
+    dropped = [(one.reason, one.sample) for one in found if isinstance(one, Skipped)]
     assert dropped == [
         (documents.UNKNOWN, "README"),
         (documents.LINKED, "a.html → en/page.html"),

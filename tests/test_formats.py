@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from realm_jax.corpora.outcomes import Article
+from realm_jax.corpora.articles import Article
 from realm_jax.corpora.texts import read_passages
 from realm_jax.data import lines
 from realm_jax.data.questions import Question, read_questions

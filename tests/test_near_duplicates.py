@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_news import made_texts, without_copies
 
+from realm_jax.corpora.articles import Article
 from realm_jax.corpora.near_duplicates import (
     REASONS,
     drop_near_duplicates,
@@ -17,7 +18,6 @@ from realm_jax.corpora.near_duplicates import (
     fingerprint,
     fingerprint_shard,
 )
-from realm_jax.corpora.outcomes import Article
 
 WORDS = [f"word{number}" for number in range(500)]
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from made_news import FOREIGN, expected, made_texts, make_news, without_copies
 
 from realm_jax.corpora import news, raw_records
+from realm_jax.corpora.articles import Article, Skipped
 from realm_jax.corpora.news import RULES, clean, language
-from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
 from realm_jax.data import sentences
 
 PROSE = made_texts(1)[0]
@@ -28,7 +28,7 @@ def cleaned(text: str, title: str = "") -> Article:
 
 def reason(text: str, title: str = "", rules: dict = RULES) -> str:
     result = clean(Article("a", title, text), rules)
-    return result.reason if isinstance(result, FilteredRecord) else ""
+    return result.reason if isinstance(result, Skipped) else ""
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_an_article_is_left_out_for_a_reason(text, rules, expected):
 
 def test_what_is_left_out_shows_a_sample_of_one_line():
     dropped = clean(Article("a", "", "No.\nNot at all.\n" + "x" * 500 + "."), RULES | {"words": (50, 60)})
-    assert isinstance(dropped, FilteredRecord)
+    assert isinstance(dropped, Skipped)
     assert dropped.sample.startswith("No. Not at all. ") and len(dropped.sample) <= 80
 
 
@@ -193,7 +193,7 @@ def test_english_articles_are_taken_for_english(shared_data):
 @given(st.text(), st.text() | st.text(st.sampled_from("Ab1 .!?\"'()\n\r\t•-©\u200b\ud800\x00\u2028")), st.booleans())
 def test_clean_never_raises_and_leaves_whole_characters_in_single_spaced_lines(title, text, any_text):
     result = clean(Article("a", title, text), ANYTHING if any_text else RULES)
-    if isinstance(result, FilteredRecord):
+    if isinstance(result, Skipped):
         result.sample.encode("utf-8")
         assert len(result.sample) <= 80 and "\n" not in result.sample
         return
@@ -221,7 +221,7 @@ def run(tmp_path, made) -> tuple[Counter[str], list[Article]]:
     articles = []
     for part in raw_records.parts(str(path)):
         for record in part():
-            result = record if isinstance(record, CorruptRecord) else clean(record)
+            result = record if isinstance(record, Skipped) else clean(record)
             if isinstance(result, Article):
                 articles.append(result)
             else:

@@ -613,7 +613,7 @@ def test_what_is_finished_stays_after_a_late_fault(tmp_path, passages, monkeypat
         patch.setattr(page, "pack_shard", fail)
         with pytest.raises(UserError, match="out of reach"):
             prepare(passages, tmp_path / "data", vocabulary_size=100)
-    monkeypatch.setattr(articles, "clean", fail)  # nothing is read again
+    monkeypatch.setattr(articles, "extract", fail)  # nothing is read again
     prepare(passages, tmp_path / "data", vocabulary_size=100)
     assert PassageStore.open(tmp_path / "data" / "passages").documents == 3
     assert {path.name for path in tmp_path.iterdir()} == {"passages.jsonl", "data"}

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from realm_jax.corpora.outcomes import Article, FilteredRecord
+from realm_jax.corpora.articles import Article, Outcome, Skipped
 from realm_jax.data import sentences
 from realm_jax.data.languages import language
 from realm_jax.data.records import sample
@@ -28,7 +28,7 @@ RULES: dict[str, Any] = {
 }
 
 
-def clean(article: Article, rules: dict[str, Any] = RULES) -> Article | FilteredRecord:
+def clean(article: Article, rules: dict[str, Any] = RULES) -> Outcome:
     """The article with a title of one line and with paragraphs apart by blank lines, or why it is left out."""
     title = " ".join(_lines(article.title))
     text = "\n\n".join(_paragraphs(_lines(article.text)))
@@ -36,9 +36,9 @@ def clean(article: Article, rules: dict[str, Any] = RULES) -> Article | Filtered
     reason = reason or _misfit("words", len(text.split()), rules["words"])
     reason = reason or _misfit("sentences", len(sentences.split(text)), rules["sentences"])
     if reason:
-        return FilteredRecord(reason, sample(text or article.text))
+        return Skipped(reason, sample(text or article.text))
     if rules["languages"] and (code := language(text)) not in rules["languages"]:
-        return FilteredRecord(f"in another language ({code})", sample(text))
+        return Skipped(f"in another language ({code})", sample(text))
     return Article(article.id, title, text, article.line, article.file)
 
 
