@@ -17,8 +17,8 @@ from tiny_run import PEOPLE
 
 from realm_jax.cli import main as cli
 from realm_jax.cli.prepare import prepare
+from realm_jax.data.lines import BadRecord
 from realm_jax.data.questions import IMPOSSIBLE, UNJUDGED, Question, parse_questions, question_lines, read_questions
-from realm_jax.data.records import BadRecord
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 

@@ -19,7 +19,7 @@ from realm_jax.corpora import raw_records
 from realm_jax.corpora.articles import Article, Outcome, Skipped
 from realm_jax.corpora.raw_records import article, parts
 from realm_jax.corpora.texts import read_passages
-from realm_jax.data import lines, records
+from realm_jax.data import lines
 from realm_jax.errors import UserError
 
 GOOD = b'{"id": "a", "title": "A", "text": "Some text."}\n'
@@ -83,7 +83,7 @@ def test_the_title_is_the_text_of_a_record_with_an_empty_text(record):
 def test_what_is_no_article_is_damage_with_a_sample(record, reason):
     found = article(record, "here")
     assert (found.where, found.reason) == ("here", reason)
-    assert len(found.sample) <= records.SAMPLE and "\n" not in found.sample
+    assert len(found.sample) <= lines.SAMPLE and "\n" not in found.sample
     found.sample.encode("utf-8")
 
 

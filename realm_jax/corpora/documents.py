@@ -40,9 +40,8 @@ from realm_jax.data.files import (
     size_of,
     zstd,
 )
-from realm_jax.data.lines import BATCH_ROWS, OTHER_COLUMNS, json_records, table_rows, text_lines
+from realm_jax.data.lines import BATCH_ROWS, OTHER_COLUMNS, BadRecord, json_records, sample, table_rows, text_lines
 from realm_jax.data.questions import is_flat_squad
-from realm_jax.data.records import BadRecord, sample
 from realm_jax.errors import UserError
 from realm_jax.storage import StorageError
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import regex
 
-from realm_jax.data.records import BadRecord
+from realm_jax.data.lines import BadRecord
 
 Notes = Counter[tuple[str, str]]  # how often something was left out or replaced, by kind and name
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from realm_jax.corpora.encodings import Notes, decode
-from realm_jax.data.records import BadRecord
+from realm_jax.data.lines import BadRecord
 
 
 class Plain(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 from realm_jax.corpora.articles import Article, Outcome, Skipped
 from realm_jax.data import sentences
 from realm_jax.data.languages import language
-from realm_jax.data.records import sample
+from realm_jax.data.lines import sample
 
 # Which articles stay; PREPARED.json records these. Ranges hold both ends and count what is left after cleaning: shorter
 # than the lower ends are stubs, galleries and failed extractions; longer than the upper ends are lists, transcripts and

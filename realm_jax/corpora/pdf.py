@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from realm_jax.corpora.encodings import Notes
 from realm_jax.corpora.markup import Plain
-from realm_jax.data.records import BadRecord
+from realm_jax.data.lines import BadRecord
 
 LINES_LEFT_OUT = "lines of PDF files left out"  # kind of note
 _EDGE = 2  # lines at the top, and at the bottom, that may be running heads, feet and page numbers

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from realm_jax.corpora.articles import Counts, Skipped
+from realm_jax.data.lines import BadRecord
 from realm_jax.data.questions import PUBLISHED, Question, parse_questions
-from realm_jax.data.records import BadRecord
 from realm_jax.errors import UserError
 
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # it becomes a file name

@@ -18,8 +18,7 @@ from typing import Any
 
 from realm_jax.corpora.articles import Article, Outcome, Skipped
 from realm_jax.data.files import PACKED, matching, size_of
-from realm_jax.data.lines import parse_json, read_lines
-from realm_jax.data.records import BadRecord, applied, sample
+from realm_jax.data.lines import BadRecord, applied, parse_json, read_lines, sample
 from realm_jax.errors import UserError
 
 PART_BYTES = 1 << 28  # of a plain JSON Lines file; a packed one, which cannot be entered midway, is one part

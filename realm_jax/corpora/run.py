@@ -34,9 +34,9 @@ from realm_jax.corpora.near_duplicates import COPIES, drop_near_duplicates, fing
 from realm_jax.corpora.questions import QuestionFile, published_questions, question_files, read_all
 from realm_jax.corpora.texts import identity, open_texts
 from realm_jax.data import spans as span_finders
+from realm_jax.data.lines import Path_
 from realm_jax.data.packing import DEFAULT_LIMIT
 from realm_jax.data.questions import has_judgments, queries_file, question_lines
-from realm_jax.data.records import Path_
 from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import MANIFEST as STORE

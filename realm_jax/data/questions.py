@@ -27,17 +27,18 @@ from typing import Any
 from realm_jax.data import patterns
 from realm_jax.data.files import UNPACKING_FAULTS, open_unpacked
 from realm_jax.data.lines import (
+    BadRecord,
+    Path_,
     Records,
+    applied,
     check_characters,
     ending_of,
-    is_parquet,
-    is_table,
     json_records,
     parquet_records,
+    strictly,
     table_rows,
     text_lines,
 )
-from realm_jax.data.records import BadRecord, Path_, applied, strictly
 from realm_jax.errors import UserError
 
 PUBLISHED = "tfds:"  # begins the name of a data set, `tfds:open_qa/nq_open`, which may replace a file name
@@ -116,7 +117,7 @@ def has_judgments(path: Path_) -> bool:
             case [_, _, _, _] if has_tabs:
                 continue
             case [_, _, grade]:
-                return (has_tabs and is_table(path)) or row == JUDGMENT_COLUMNS or _whole_number(grade) is not None
+                return (has_tabs and _is_table(path)) or row == JUDGMENT_COLUMNS or _whole_number(grade) is not None
             case [_, iteration, _, rank, _, _] if iteration in ITERATIONS and _whole_number(rank) is not None:
                 raise UserError(f"{path}:{line}: is a ranking (a run of TREC), not judgments; name the file of qrels")
             case _:
@@ -180,6 +181,10 @@ def _whole_number(text: str) -> int | None:
 
 
 # --- Tables -----------------------------------------------------------------------------------------------------------
+
+
+def _is_table(path: Path_) -> bool:
+    return ending_of(path) in (".tsv", ".csv")
 
 
 def _table_records(path: Path_) -> Records:
@@ -306,9 +311,9 @@ def _json_question(record: dict[str, Any]) -> dict[str, Any]:
 # What a file looks like, and its records `{"question", "answers", …}` with their lines; the first match counts.
 FORMATS: tuple[tuple[Callable[[Path_], bool], Callable[[Path_], Records]], ...] = (
     (has_judgments, _judged_records),
-    (is_table, _table_records),
+    (_is_table, _table_records),
     (_is_squad, _squad_records),
-    (is_parquet, lambda path: applied(_json_question, parquet_records(path))),
+    (lambda path: ending_of(path) == ".parquet", lambda path: applied(_json_question, parquet_records(path))),
     (lambda path: True, lambda path: applied(_json_question, json_records(path))),
 )
 
