@@ -287,6 +287,14 @@ def test_a_finder_that_changed_under_its_name_is_told(tmp_path, passages, monkey
         prepare(passages, tmp_path / "data", **given)
 
 
+def test_a_finder_that_uses_devices_runs_in_one_process(tmp_path, passages, monkeypatch):
+    monkeypatch.setattr(no_spans, "uses_devices", True, raising=False)
+    workers, each = [], page.Processes.each
+    monkeypatch.setattr(page.Processes, "each", lambda self, *rest: [workers.append(self.workers), each(self, *rest)])
+    prepare(passages, tmp_path / "data", vocabulary_size=300, shards=2, workers=2, spans=f"{__name__}:no_spans")
+    assert workers == [1]
+
+
 def test_a_tagged_folder_is_not_what_prepare_would_make(tmp_path, passages):
     prepare(passages, tmp_path / "data", vocabulary_size=300)
     path = tmp_path / "data" / "PREPARED.json"

@@ -188,6 +188,8 @@ def prepare(options: Options) -> Prepared | None:
 
         # --- Passages: a worker packs a shard; shards that an interrupted command packed stay -------------------------
         packer = PassagePacker(tokenizer, options.limit, options.spans)
+        if span_finders.uses_devices(finder) and options.beam is None:
+            runner = Processes(1)  # a network has the devices of this process; workers would each need their memory
         summaries: dict[str, PackingSummary] = {}
         stores: dict[str, dict[str, Any]] = {}
         for name in sources:

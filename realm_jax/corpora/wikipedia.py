@@ -82,14 +82,9 @@ def is_dump_folder(folder: str) -> bool:
 
 
 def read_pages(path: str) -> Iterator[Page | Skipped]:
-    """Read the pages of a dump, one after the other. Memory does not grow with the file.
+    """Yield the pages of a dump with their last revisions, while memory does not grow with the file.
 
-    Args:
-        path: of a file that is plain or packed, or its URL.
-
-    Yields:
-        Each page with its last revision, and damage: a page without its fields, or the place from which on the file
-        cannot be read.
+    Damage is a page without its fields, or the place from which on the file cannot be read.
     """
     number = 0
     with open_unpacked(path) as stream:
@@ -145,14 +140,10 @@ _SECTIONS = frozenset(
 
 
 def clean_page(page: Page, notes: Notes) -> Outcome:
-    """Return the text of a page, or why it has none.
+    """Return the text of a page, or why it has none; `notes` counts templates, elements and sections that are left out.
 
     A pure function: the same text in every process. Headings are paragraphs of their own; a heading without text under
     it is left out.
-
-    Args:
-        page: a page of a dump.
-        notes: counts templates, elements and sections that are left out.
     """
     if page.namespace != "0":
         return Skipped("not in the namespace of articles", page.title)
