@@ -22,7 +22,7 @@ from realm_jax.corpora import documents
 from realm_jax.corpora.articles import Article, Outcome, Skipped
 from realm_jax.corpora.documents import FORMATS
 from realm_jax.corpora.raw_records import NO_FIELD
-from realm_jax.corpora.texts import open_texts, read_passages
+from realm_jax.corpora.texts import open_texts
 from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 
@@ -124,27 +124,6 @@ def test_a_text_file_is_called_by_its_name_however_it_is_packed(tmp_path, suffix
     assert only(path) == Article(path.name, "the dodo", PROSE)
 
 
-@pytest.mark.parametrize("suffix", [".JSONL.GZ", ".CSV.ZST", ".Tsv.Xz"])
-def test_a_file_of_records_may_have_an_ending_in_capitals(tmp_path, suffix):
-    pack = {".gz": gzip.compress, ".zst": zstd.compress, ".xz": lzma.compress}[suffix[-4:].lower().lstrip("vl")]
-    content = json.dumps({"text": PROSE}) if "JSON" in suffix else f"text\n{PROSE}\n"
-    assert only(write(tmp_path / f"a{suffix}", pack(content.encode()))).text == PROSE
-
-
-@pytest.mark.parametrize(
-    ("encoding", "text"),
-    [
-        ("utf-8-sig", "Müller aß Äpfel."),
-        ("utf-16", "Müller aß Äpfel."),
-        ("cp1252", "Le café était fermé à cause de la grève générale. Où êtes-vous allés ?"),
-        ("cp1251", "Привет, это обычный текст на русском языке о погоде."),
-        ("shift_jis", "これは日本語の文章です。天気について書いています。"),
-    ],
-)
-def test_the_encoding_of_a_text_is_found(tmp_path, encoding, text):
-    assert only(write(tmp_path / "a.txt", text.encode(encoding))).text == text
-
-
 def test_a_large_text_is_cut_at_blank_lines_and_never_held_as_a_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(documents, "PIECE", 1000)
     text = "".join(f"Paragraph {number} says this much.\n\n" for number in range(200)) + "x" * 5000
@@ -225,13 +204,6 @@ def test_a_row_of_a_table_is_a_paragraph_without_empty_cells(tmp_path):
     assert article.text.split("\n\n") == ["Before.", "Name, Year", "Oslo, 1624", "After."]
 
 
-def test_a_web_page_says_in_which_encoding_it_is(tmp_path):
-    page = f'<meta charset="cp1251"><main><p>{PROSE} Птица.</p></main>'
-    assert only(write(tmp_path / "a.html", page.encode("cp1251"))).text.endswith("Птица.")
-    wrong = f'<meta charset="utf-8"><main><p>Caf\u00e9. {PROSE} '.encode() + b"\xe9</p></main>"
-    assert only(write(tmp_path / "b.html", wrong)).text == f"Café. {PROSE} \ufffd"
-
-
 def test_a_word_file_has_its_title_from_a_heading_or_its_properties(tmp_path):
     headed = word_file([("Title", "The Dodo"), ("", PROSE)], title="Template")
     assert only(write(tmp_path / "a.docx", headed)) == Article("a.docx", "The Dodo", f"The Dodo\n\n{PROSE}")
@@ -290,13 +262,6 @@ def test_a_json_file_may_hold_one_object_or_many(tmp_path):
 )
 def test_a_table_is_read_by_the_names_of_its_columns(tmp_path, content):
     assert only(write(tmp_path / "t.csv", content.format(PROSE))) == Article("t.csv#2", "Dodo", PROSE, 2)
-
-
-def test_a_table_without_a_column_of_text_names_its_columns(tmp_path):
-    with pytest.raises(UserError, match=r"t\.csv: its columns are year, price \(without a field .text. or the like\)"):
-        list(read_passages(write(tmp_path / "t.csv", "year,price\n1,2\n")))
-    with pytest.raises(UserError, match="its columns are one name, two "):
-        list(read_passages(write(tmp_path / "t.csv", '"one\nname"\ttwo\n1\t2\n')))
 
 
 def test_rows_of_parquet_files_are_articles(tmp_path):
@@ -474,14 +439,6 @@ def test_a_file_that_several_names_lead_to_is_read_once(tmp_path):
         (documents.DANGLING, "gone.txt"),
         (documents.UNNAMED, "latin\\udce9.txt"),
     ]
-
-
-def test_a_folder_with_a_dump_in_it_is_a_dump(tmp_path):
-    write(tmp_path / "page.xml", "<html/>")
-    write(tmp_path / "a.txt", PROSE)
-    assert len(open_texts(tmp_path).parts) == 2
-    write(tmp_path / "enwiki.xml.gz", gzip.compress(b'<mediawiki version="0.11">'))
-    assert open_texts(tmp_path).parts[0].endswith("enwiki.xml.gz")
 
 
 def test_a_folder_in_a_bucket_is_read_as_one_here():

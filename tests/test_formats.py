@@ -145,6 +145,7 @@ def test_the_columns_of_a_table_are_found_by_their_names(tmp_path):
     ("content", "message"),
     [
         ("1\tSome text\tA\n", r"p\.tsv: its columns are 1, Some text, A \(without a field .text. or the like\)"),
+        ('"one\nname"\ttwo\n1\t2\n', r"p\.tsv: its columns are one name, two "),
         ("id\ttext\ttitle\n1\tSome text\n", r"p\.tsv:2: the row has 2 columns"),
         ("id\ttext\ttitle\n1\tx\tA\n1\ty\tB\n", r"p\.tsv:3: id '1' was already given on line 2"),
         ("id\ttext\ttitle\n1\t\t \n", r"p\.tsv:2: .* \(without text\)"),

@@ -55,11 +55,6 @@ def test_lines_become_paragraphs_of_plain_prose(text, expected):
     assert cleaned(text).text == expected
 
 
-def test_paragraphs_are_what_sentences_end_at():
-    text = cleaned("He said he would leave the town\nShe said that she would stay in it\nThey did.").text
-    assert len(sentences.split(text)) == 3
-
-
 def test_a_title_is_one_line():
     assert cleaned("Something.", " Two\nlines \u200b").title == "Two lines"
 
@@ -175,13 +170,7 @@ def test_what_is_left_out_shows_a_sample_of_one_line():
 
 @pytest.mark.parametrize("code", sorted(FOREIGN))
 def test_languages_are_told_apart_by_a_few_sentences(code):
-    assert language(" ".join(FOREIGN[code])) == code
-    assert language(FOREIGN[code][0]) == code
-
-
-def test_a_language_is_told_by_the_beginning():
-    assert language(PROSE[:500] + " ".join(FOREIGN["de"]) * 20) == "en"
-    assert language(" ".join(FOREIGN["de"]) * 2 + PROSE * 20) == "de"
+    assert language(" ".join(FOREIGN[code])) == language(FOREIGN[code][0]) == code
 
 
 def test_english_articles_are_taken_for_english(shared_data):
@@ -246,7 +235,3 @@ def test_every_count_of_news_made_from_real_text_is_what_was_made(tmp_path, shar
     made = make_news([text for text in texts if len(text.split()) > 400], 400, seed=1)
     counts, _ = run(tmp_path, made)
     assert counts == expected(made)
-
-
-def test_made_news_depends_on_the_seed_alone():
-    assert make_news(made_texts(50), 40, 3) == make_news(made_texts(50), 40, 3) != make_news(made_texts(50), 40, 4)

@@ -56,21 +56,7 @@ def test_the_title_of_a_pdf_is_that_of_its_properties_if_its_pages_show_it():
         [["Letter", PROSE, "1"], ["Letter", PROSE, "2"]],
         [["Prices", "Adults ........ 12", "Dogs . . . . . free", "Herring ........ 12.50", "Cod.....7"]],
     ],
-    ids=[
-        *(
-            "table",
-            "slides",
-            "steps",
-            "counts",
-            "items",
-            "years",
-            "percents",
-            "glossary",
-            "words",
-            "two_pages",
-            "prices",
-        ),
-    ],
+    ids="table slides steps counts items years percents glossary words two_pages prices".split(),
 )
 def test_lines_that_may_be_text_stay_at_the_edges_of_pages(pages):
     text = pdf_text(pages)

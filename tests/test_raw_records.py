@@ -8,7 +8,6 @@ import pickle
 import sys
 import types
 from pathlib import Path
-from random import Random
 
 import fsspec
 import pytest
@@ -132,16 +131,6 @@ def test_an_endless_line_is_damage_and_not_held_in_memory(tmp_path, monkeypatch)
     first, damage, last = read_bytes(tmp_path / "n.jsonl", GOOD + b"x" * 1000 + b"\n" + GOOD)
     assert first == last == Article("a", "A", "Some text.")
     assert damage.reason == "a line of more than 100 bytes"
-
-
-@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress)])
-def test_a_file_that_is_cut_off_in_an_endless_line_has_two_damages(tmp_path, monkeypatch, suffix, pack):
-    monkeypatch.setattr(lines, "LONGEST_LINE", 100)
-    endless = Random(0).randbytes(1 << 21).replace(b"\n", b"")
-    first, line, rest = read_bytes(tmp_path / f"n.jsonl{suffix}", pack(GOOD + endless)[: 1 << 20])
-    assert first == Article("a", "A", "Some text.")
-    assert line.reason == "a line of more than 100 bytes"
-    assert rest.reason == "the rest of the file is truncated or damaged"
 
 
 def test_a_pattern_gives_the_files_in_order_and_nothing_is_an_error(tmp_path):
