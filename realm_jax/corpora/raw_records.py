@@ -52,15 +52,35 @@ def parts(source: str) -> list[Part]:
     with split "train" unless one is named. Raises UserError when there is nothing to read.
     """
     kind, colon, rest = source.partition(":")
-    if colon and kind in ("hf", "tfds"):
-        name, _, split = rest.partition("@")
-        if not name:
-            raise UserError(f"{source} names no dataset; write {kind}:NAME, such as {_EXAMPLES[kind]}")
-        return list((_hub_parts if kind == "hf" else _tfds_parts)(name, split or "train"))
-    return list(_file_parts(source))
+    if not colon or kind not in _EXAMPLES:
+        files = [(path, Path(path).suffix.lower() in PACKED) for path in matching(source)]
+        return [
+            partial(_read_lines, path, start, None if is_packed else min(start + PART_BYTES, size))
+            for path, is_packed in files
+            for size in [1 if is_packed else size_of(path)]
+            for start in range(0, size, PART_BYTES)
+        ]
+    name, _, split = rest.partition("@")
+    split = split or "train"
+    if not name:
+        raise UserError(f"{source} names no dataset; write {kind}:NAME, such as {_EXAMPLES[kind]}")
+    with _hub_errors(kind, name, split):
+        if kind == "hf":
+            shards = _hub_dataset(name, split).num_shards
+            return [partial(_read_hub, name, split, number, shards) for number in range(shards)]
+        splits = _tfds_builder(name).info.splits
+        if split not in splits:
+            raise UserError(f"tfds:{name} has no split {split!r}; it has {', '.join(splits) or 'none'}")
+        records = splits[split].num_examples
+        ranges = [(start, min(start + PART_RECORDS, records)) for start in range(0, records, PART_RECORDS)]
+        return [partial(_read_tfds, name, split, *of_part) for of_part in ranges]
 
 
 _EXAMPLES = {"hf": "hf:cc_news", "tfds": "tfds:wikipedia/20230601.en"}
+_ADVICE = {
+    "hf": "check its name and your access",
+    "tfds": "check its name, and that `tfds build` prepared it where TFDS_DATA_DIR says",
+}
 
 
 def article(record: Any, where: str, otherwise: str = "") -> Outcome:
@@ -108,15 +128,7 @@ def _text(record: dict[str, Any], names: tuple[str, ...], kind: str) -> str | No
     return value
 
 
-# --- JSON Lines -------------------------------------------------------------------------------------------------------
-
-
-def _file_parts(pattern: str) -> Iterator[Part]:
-    for path in matching(pattern):
-        packed = Path(path).suffix.lower() in PACKED
-        size = 1 if packed else size_of(path)
-        for start in range(0, size, PART_BYTES):
-            yield partial(_read_lines, path, start, None if packed else min(start + PART_BYTES, size))
+# --- Reading a part --------------------------------------------------------------------------------------------------
 
 
 def _read_lines(path: str, start: int, stop: int | None) -> Iterator[Outcome]:
@@ -134,18 +146,9 @@ def _read_lines(path: str, start: int, stop: int | None) -> Iterator[Outcome]:
             yield article(record, where)
 
 
-# --- Hubs -------------------------------------------------------------------------------------------------------------
-
-
-def _hub_parts(name: str, split: str) -> Iterator[Part]:
-    with _hub_errors(f"hf:{name}@{split}", _HUB_ADVICE):
-        shards = _hub_dataset(name, split).num_shards
-    yield from (partial(_read_hub, name, split, number, shards) for number in range(shards))
-
-
 def _read_hub(name: str, split: str, number: int, shards: int) -> Iterator[Outcome]:
     """Shard `number` of `shards` of a Hugging Face dataset."""
-    with _hub_errors(f"hf:{name}@{split}", _HUB_ADVICE):
+    with _hub_errors("hf", name, split):
         for row, record in enumerate(_hub_dataset(name, split).shard(num_shards=shards, index=number)):
             yield article(record, f"hf:{name}@{split}, shard {number}, row {row:,}")
 
@@ -157,20 +160,18 @@ def _hub_dataset(name: str, split: str) -> Any:
     return datasets.load_dataset(path, config or None, split=split, streaming=True)
 
 
-def _tfds_parts(name: str, split: str) -> Iterator[Part]:
-    with _hub_errors(f"tfds:{name}@{split}", _TFDS_ADVICE):
-        splits = _tfds_builder(name).info.splits
-        if split not in splits:
-            raise UserError(f"tfds:{name} has no split {split!r}; it has {', '.join(splits) or 'none'}")
-        records = splits[split].num_examples
-    for start in range(0, records, PART_RECORDS):
-        yield partial(_read_tfds, name, split, start, min(start + PART_RECORDS, records))
-
-
 def _read_tfds(name: str, split: str, start: int, stop: int) -> Iterator[Outcome]:
     """Records [start, stop) of a split of a TensorFlow dataset."""
-    with _hub_errors(f"tfds:{name}@{split}", _TFDS_ADVICE):
-        for row, record in enumerate(_tfds_records(_tfds_builder(name), f"{split}[{start}:{stop}]"), start):
+    with _hub_errors("tfds", name, split):
+        builder, rows = _tfds_builder(name), f"{split}[{start}:{stop}]"
+        if builder.info.file_format.value == "array_record":  # which is read without TensorFlow, unlike all others
+            records = builder.as_data_source(rows)
+        else:
+            advice = "run `pip install tensorflow`, or prepare it as array_record"
+            _imported("tensorflow", f"tfds:{builder.name}", advice)
+            tfds = import_module("tensorflow_datasets")
+            records = tfds.as_numpy(builder.as_dataset(split=rows, shuffle_files=False))
+        for row, record in enumerate(records, start):
             yield article(record, f"tfds:{name}@{split}, row {row:,}")
 
 
@@ -185,15 +186,6 @@ def _tfds_builder(name: str) -> Any:
     return builder
 
 
-def _tfds_records(builder: Any, split: str) -> Any:
-    """The records of a split or slice. ArrayRecord files are read without TensorFlow, all others with it."""
-    if builder.info.file_format.value == "array_record":
-        return builder.as_data_source(split)
-    _imported("tensorflow", f"tfds:{builder.name}", "run `pip install tensorflow`, or prepare it as array_record")
-    tfds = import_module("tensorflow_datasets")
-    return tfds.as_numpy(builder.as_dataset(split=split, shuffle_files=False))
-
-
 def _imported(module: str, source: str, remedy: str) -> Any:
     try:
         return import_module(module)
@@ -201,12 +193,8 @@ def _imported(module: str, source: str, remedy: str) -> Any:
         raise UserError(f"{source} needs {module} ({fault}); {remedy}") from None
 
 
-_HUB_ADVICE = "check its name and your access"
-_TFDS_ADVICE = "check its name, and that `tfds build` prepared it where TFDS_DATA_DIR says"
-
-
 @contextmanager
-def _hub_errors(source: str, advice: str) -> Iterator[None]:
+def _hub_errors(kind: str, name: str, split: str) -> Iterator[None]:
     """Turn any exception of a hub into a UserError that names the dataset."""
     try:
         yield
@@ -214,4 +202,4 @@ def _hub_errors(source: str, advice: str) -> Iterator[None]:
         raise
     except Exception as fault:
         reason = " ".join(str(fault).split())[:100] or type(fault).__name__
-        raise UserError(f"{source} cannot be read ({reason}); {advice}") from None
+        raise UserError(f"{kind}:{name}@{split} cannot be read ({reason}); {_ADVICE[kind]}") from None
