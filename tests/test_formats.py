@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from capitals import write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -25,13 +26,6 @@ DPR_PASSAGES = (
     b"2\tGod at Sinai granted Aaron the priesthood\tAaron\n"
     b'3\t"A tab\tand\na line end"\t"The ""Title"""\n'
 )
-
-
-def write(path: Path, content: bytes | str) -> Path:
-    content = content.encode("utf-8") if isinstance(content, str) else content
-    packed = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}.get(path.suffix, bytes)
-    path.write_bytes(packed(content))
-    return path
 
 
 def passages_of(path: Path, content: bytes) -> list[Article]:

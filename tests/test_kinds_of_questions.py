@@ -247,7 +247,4 @@ LOW = "this run answers 4% of its development questions right"
 )
 def test_a_low_measure_of_a_run_is_reported_in_one_line(measured, words):
     assert measured.is_low and measured.advice().startswith(words)
-
-
-def test_nothing_is_said_of_a_run_that_measured_well():
     assert not RecordedMetrics(0.2, 0.5).is_low and not RecordedMetrics(None, 0.9).is_low

@@ -1,16 +1,13 @@
 """Files of questions: every known kind is read into one form, or refused with file and line; prepared and measured."""
 
-import bz2
 import csv
-import gzip
 import json
-import lzma
 from collections import Counter
 from datetime import date
 from pathlib import Path
 
 import pytest
-from capitals import write_lines
+from capitals import write, write_lines
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_run import PEOPLE
@@ -25,15 +22,6 @@ from realm_jax.errors import UserError
 HEAD = "query-id\tcorpus-id\tscore\n"
 QUERIES = [{"_id": "q1", "text": "where is it", "metadata": {}}, {"_id": "q2", "text": "what"}]
 FUZZ = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def write(path: Path, content: bytes | str) -> Path:
-    """Write a file, packed if its name says so."""
-    content = content.encode("utf-8") if isinstance(content, str) else content
-    path.parent.mkdir(parents=True, exist_ok=True)
-    packed = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}.get(path.suffix, bytes)
-    path.write_bytes(packed(content))
-    return path
 
 
 def beir(folder: Path, queries: list[dict] = QUERIES, **judgments: str) -> Path:
