@@ -622,6 +622,7 @@ def test_a_command_that_lost_its_bucket_to_another_says_so(tmp_path, passages, m
         ({"beam": "--runner=DirectRunner", "workers": 2}, "--workers"),
         ({"shards": 10**9}, "--shards=1000000000"),
         ({"max_answer_words": 5}, "need --questions"),
+        ({"output": ""}, "^--output: is empty; name a folder to make$"),
     ],
 )
 def test_arguments_are_checked_before_a_text_is_read(tmp_path, passages, monkeypatch, options, message):
@@ -629,11 +630,5 @@ def test_arguments_are_checked_before_a_text_is_read(tmp_path, passages, monkeyp
         pytest.importorskip("apache_beam")
     monkeypatch.setattr(articles.Processes, "extract", lambda *_: pytest.fail("too late"))
     with pytest.raises(UserError, match=message):
-        prepare(passages, tmp_path / "data", **options)
+        prepare(passages, **{"output": tmp_path / "data"} | options)
     assert [path.name for path in tmp_path.iterdir()] == ["passages.jsonl"]
-
-
-def test_an_empty_output_is_named(tmp_path, capsys):
-    texts = write_lines(tmp_path / "a.jsonl", [{"id": "a", "title": "A", "text": "Ada was born in 1800."}])
-    assert cli.main(["prepare", f"--passages={texts}", "--output="]) == 2
-    assert capsys.readouterr().err == "realm: error: --output: is empty; name a folder to make\n"

@@ -21,6 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -190,11 +191,12 @@ def _is_table(path: Path_) -> bool:
 def _table_records(path: Path_) -> Records:
     """Return the questions of a table; the number of columns of its first line tells its kind."""
     lines = ((line, text) for line, text in text_lines(path) if text.strip())
-    columns = next((text for _, text in lines), "\t").count("\t") + 1
+    first = next(lines, (1, "\t"))
+    columns = first[1].count("\t") + 1
     if columns == 2:
         return applied(_answers_row, table_rows(path))
-    if columns == 4:  # a quote is a character like any other: regular expressions are not quoted
-        return applied(_curated_trec_row, ((line, text.split("\t")) for line, text in text_lines(path) if text.strip()))
+    if columns == 4:
+        return applied(_curated_trec_row, chain([first], lines))
     raise UserError(
         f"{path}:1: the first line has {columns} columns; tables of questions have two (question, list of "
         "answers) or four (id, type, question, regular expression), judgments three (query-id, corpus-id, score) "
@@ -219,8 +221,9 @@ def _answers_row(row: list[str]) -> dict[str, Any]:
     return {"question": row[0], "answers": answers}
 
 
-def _curated_trec_row(row: list[str]) -> dict[str, Any]:
-    """Convert a row `id, type, question, regular expression`."""
+def _curated_trec_row(text: str) -> dict[str, Any]:
+    """Convert a row `id, type, question, regular expression`, in which a quote is a character like any other."""
+    row = text.split("\t")
     if len(row) != 4:
         raise BadRecord(f"the row has {len(row)} columns, the first line four", "correct the row")
     return {"question": row[2], "answers": [row[3]], "match": "regex", "id": row[0]}
@@ -395,8 +398,7 @@ def _checked(record: dict[str, Any], need_right: bool = True) -> Question:
     if answers and (fault := match_fault(record.get("match"))) is not None:
         raise fault
     normal = ("question", "answers", key, "gold_passage_id", "gold_passages")
-    fields = {name: value for name, value in record.items() if name not in normal}
-    checked = Question(question, list(answers), gold, fields)
+    checked = Question(question, list(answers), gold, {name: record[name] for name in record if name not in normal})
     for answer in answers if checked.is_regex else []:
         if (reason := patterns.pattern_error(answer)) is not None:
             message = f"{answer[:40]!r} is not a regular expression ({reason})"
