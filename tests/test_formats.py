@@ -49,10 +49,8 @@ def test_a_passage_has_an_id_a_title_and_a_text(tmp_path):
         (b'["b", "x"]\n', r"p\.jsonl:2: holds .* not an object"),
         (b'{"id": "b"}\n', r"p\.jsonl:2: without a field \"text\" or the like: {'id': 'b'}"),
         (b'{"id": "b", "text": " \\n"}\n', r"p\.jsonl:2: {'id': 'b', .* \(without text\)"),
-        (b'{"id": 7.5, "text": "x"}\n', r"p\.jsonl:2: the id is not a string"),
         (b'{"id": "b", "text": null}\n', r"p\.jsonl:2: .* \(without text\)"),
         (b'{"id": "b", "text": ["x"]}\n', r"p\.jsonl:2: the text is not a string"),
-        (b'{"id": "b", "title": 3, "text": "x"}\n', r"p\.jsonl:2: the title is not a string"),
         (b'{"id": "a", "text": "x"}\n', r"p\.jsonl:2: id 'a' was already given on line 1"),
         (b'{"id": "b", "text": "\\ud83d"}\n', r'p\.jsonl:2: "text" holds half of a surrogate pair'),
         (b'{"id": "b", "text": "x", "more": [{"\\uD83d": 1}]}\n', r'p\.jsonl:2: "more" holds half of a surrogate pair'),
@@ -211,30 +209,14 @@ def test_an_id_cannot_break_the_line_of_an_error(tmp_path):
 # --- Any bytes --------------------------------------------------------------------------------------------------------
 
 NAMES = ["f.jsonl", "f.json", "f.txt", "f.tsv", "f.csv", "curatedtrec.csv", "f.json.gz", "f.tsv.xz"]
-pieces = st.lists(
-    st.one_of(
-        st.binary(max_size=8),
-        st.sampled_from(
-            [b"[", b"]", b"{", b"}", b",", b":", b"\t", b"\n", b"\r", b'"', b"'", b"\\", b"\\ud83d", b"\xef\xbb\xbf"]
-            + [
-                b"id\ttext\ttitle\n",
-                b"who\t['me']\n",
-                b"1\tfactoid\twho\t.\n",
-                b'"question": "who"',
-                b'"answers": ["("]',
-            ]
-            + [
-                b'{"id": "a", "text": "x"}',
-                b'{"question": "q", "answers": ["a"]}',
-                b'"match": "regex"',
-                b"1e999",
-                b"NaN",
-            ]
-            + [b'{"question": "q", "target": 3, "positive_ctxs": [{"passage_id": [1]}]}', b'{"qText": "q", "qId": 1}']
-        ),
-    ),
-    max_size=12,
-).map(b"".join)
+PIECES = [
+    *(bytes([mark]) for mark in b"[]{},:\t\n\r\"'\\"),
+    *(b"\\ud83d", b"\xef\xbb\xbf", b"1e999", b"NaN", b"id\ttext\ttitle\n", b"who\t['me']\n", b"1\tfactoid\twho\t.\n"),
+    *(b'"question": "who"', b'"answers": ["("]', b'"match": "regex"', b'{"id": "a", "text": "x"}'),
+    *(b'{"question": "q", "answers": ["a"]}', b'{"qText": "q", "qId": 1}'),
+    b'{"question": "q", "target": 3, "positive_ctxs": [{"passage_id": [1]}]}',
+]
+pieces = st.lists(st.binary(max_size=8) | st.sampled_from(PIECES), max_size=12).map(b"".join)
 
 
 @pytest.mark.parametrize("name", NAMES)

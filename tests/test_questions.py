@@ -281,25 +281,12 @@ def test_a_fault_is_named_with_file_and_line(tmp_path, name, content, message):
         read_questions(path)
 
 
-@pytest.mark.parametrize(
-    "answers",
-    [
-        "__import__('os').system('true')",
-        "['a'] + ['b']",
-        "['a' 'b']",
-        "['a', 3]",
-        "[b'a']",
-        "[f'{1}']",
-        "'a'",
-        "['a'",
-        "['\\x']",
-        "['\\ud83d']",
-        "['\\N{no such character}']",
-        "[" * 5000 + "]" * 5000,
-        "[" + "-" * 60_000 + "1]",
-        "['" + "\\" * 60_001 + "]",
-    ],
-)
+NO_LISTS = ["__import__('os').system('true')", "['a'] + ['b']", "['a' 'b']", "['a', 3]", "[b'a']", "[f'{1}']", "'a'"]
+NO_LISTS += ["['a'", r"['\x']", r"['\ud83d']", r"['\N{no such character}']", "[" * 5000 + "]" * 5000]
+NO_LISTS += ["[" + "-" * 60_000 + "1]", "['" + "\\" * 60_001 + "]"]
+
+
+@pytest.mark.parametrize("answers", NO_LISTS)
 def test_nothing_but_a_list_of_strings_is_evaluated(tmp_path, answers):
     path = write(tmp_path / "q.csv", f"who\t['me']\nwhat\t{answers}\n")
     with pytest.raises(UserError, match=r"q\.csv:2: the second column holds .* not a list of quoted answers"):
