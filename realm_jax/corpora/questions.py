@@ -67,8 +67,9 @@ class SelectedQuestions:
                     continue
                 gold = next(iter(question.gold))
                 if not skip_damage:
-                    message = f"gold_passage_id {gold!r} is not in {passages}; correct it, or use --ignore-gold"
-                    raise UserError(f"{where}: {message}")
+                    raise UserError(
+                        f"{where}: gold_passage_id {gold!r} is not in {passages}; correct it, or use --ignore-gold"
+                    )
                 lost = Skipped(NO_SUCH_GOLD, f"gold_passage_id {gold!r} is not there", where)
                 self.counts.count_skipped(lost, file, question.line)
             self.splits[split] = [located for located in questions if not located.has_only(self.absent)]
