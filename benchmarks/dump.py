@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from realm_jax.corpora import wikipedia
+from realm_jax.corpora.articles import Article
 from realm_jax.corpora.build import PassagePacker
-from realm_jax.corpora.outcomes import Article
 from realm_jax.data.files import open_unpacked
 from realm_jax.data.wordpiece import WordPiece
 

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
+from realm_jax.corpora.articles import Article
 from realm_jax.corpora.build import PassagePacker
-from realm_jax.corpora.outcomes import Article
 from realm_jax.corpora.texts import read_passages
 from realm_jax.data.spans import Span
 from realm_jax.data.wordpiece import WordPiece

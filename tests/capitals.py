@@ -1,7 +1,10 @@
 """Three capitals and three questions about them, for tests of `realm prepare` and of what reads its folders."""
 
+import bz2
+import gzip
 import hashlib
 import json
+import lzma
 from pathlib import Path
 
 TEXTS = {
@@ -19,6 +22,15 @@ QUESTIONS = [
     },
     {"question": "where is rome", "answers": ["on the river Tiber in Italy"], "split": "train", "source": "squad"},
 ]
+
+
+def write(path: Path, content: bytes | str) -> Path:
+    """Write a file and its folders, packed if its name says so."""
+    content = content.encode("utf-8") if isinstance(content, str) else content
+    path.parent.mkdir(parents=True, exist_ok=True)
+    packed = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}.get(path.suffix, bytes)
+    path.write_bytes(packed(content))
+    return path
 
 
 def write_lines(path: Path, records: list[dict]) -> Path:

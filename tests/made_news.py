@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from random import Random
 
 from realm_jax.corpora import near_duplicates
+from realm_jax.corpora.articles import Article
 from realm_jax.corpora.near_duplicates import find_near_duplicates, fingerprint
 from realm_jax.corpora.news import RULES
-from realm_jax.corpora.outcomes import Article
 from realm_jax.data import sentences
 
 DAMAGED = ("null", "not UTF-8", "not JSON", "surrogate")
@@ -147,20 +147,9 @@ def _record(
     body = body[: RULES["characters"][0] // 2] + "." if shortest else body
     url = f"https://news.example/{page:07d}"
     title = f"Report {page}"
-    shape = rng.choice(
-        [
-            {"url": url, "title": title, "maintext": body, "language": "en", "date_publish": "2018-02-03 04:05:06"},
-            {
-                "url": url,
-                "title": title,
-                "text": body,
-                "domain": "news.example",
-                "date": "2018-02-03",
-                "image_url": None,
-            },
-            {"id": url, "title": title, "text": body},
-        ]
-    )
+    crawled = {"maintext": body, "language": "en", "date_publish": "2018-02-03 04:05:06"}
+    hub = {"text": body, "domain": "news.example", "date": "2018-02-03", "image_url": None}
+    shape = rng.choice([{"url": url} | crawled, {"url": url} | hub, {"id": url, "text": body}]) | {"title": title}
     return MadeRecord(_line(shape, kind), kind, reason, "\n\n".join(paragraphs) if text is None else text)
 
 

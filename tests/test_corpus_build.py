@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from realm_jax.corpora import build
+from realm_jax.corpora.articles import Article
 from realm_jax.corpora.build import PackingSummary, build_store
-from realm_jax.corpora.outcomes import Article
 from realm_jax.corpora.texts import read_passages
 from realm_jax.data import spans
 from realm_jax.data.store import PassageStore

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from realm_jax.corpora.encodings import OTHER_ENCODINGS, REPLACED, decode, find_encoding
-from realm_jax.data.records import BadRecord
+from realm_jax.data.lines import BadRecord
 
 pytest.importorskip("chardet")
 

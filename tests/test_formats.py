@@ -9,10 +9,11 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from capitals import write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from realm_jax.corpora.outcomes import Article
+from realm_jax.corpora.articles import Article
 from realm_jax.corpora.texts import read_passages
 from realm_jax.data import lines
 from realm_jax.data.questions import Question, read_questions
@@ -25,13 +26,6 @@ DPR_PASSAGES = (
     b"2\tGod at Sinai granted Aaron the priesthood\tAaron\n"
     b'3\t"A tab\tand\na line end"\t"The ""Title"""\n'
 )
-
-
-def write(path: Path, content: bytes | str) -> Path:
-    content = content.encode("utf-8") if isinstance(content, str) else content
-    packed = {".gz": gzip.compress, ".xz": lzma.compress, ".bz2": bz2.compress}.get(path.suffix, bytes)
-    path.write_bytes(packed(content))
-    return path
 
 
 def passages_of(path: Path, content: bytes) -> list[Article]:
@@ -55,10 +49,8 @@ def test_a_passage_has_an_id_a_title_and_a_text(tmp_path):
         (b'["b", "x"]\n', r"p\.jsonl:2: holds .* not an object"),
         (b'{"id": "b"}\n', r"p\.jsonl:2: without a field \"text\" or the like: {'id': 'b'}"),
         (b'{"id": "b", "text": " \\n"}\n', r"p\.jsonl:2: {'id': 'b', .* \(without text\)"),
-        (b'{"id": 7.5, "text": "x"}\n', r"p\.jsonl:2: the id is not a string"),
         (b'{"id": "b", "text": null}\n', r"p\.jsonl:2: .* \(without text\)"),
         (b'{"id": "b", "text": ["x"]}\n', r"p\.jsonl:2: the text is not a string"),
-        (b'{"id": "b", "title": 3, "text": "x"}\n', r"p\.jsonl:2: the title is not a string"),
         (b'{"id": "a", "text": "x"}\n', r"p\.jsonl:2: id 'a' was already given on line 1"),
         (b'{"id": "b", "text": "\\ud83d"}\n', r'p\.jsonl:2: "text" holds half of a surrogate pair'),
         (b'{"id": "b", "text": "x", "more": [{"\\uD83d": 1}]}\n', r'p\.jsonl:2: "more" holds half of a surrogate pair'),
@@ -145,6 +137,7 @@ def test_the_columns_of_a_table_are_found_by_their_names(tmp_path):
     ("content", "message"),
     [
         ("1\tSome text\tA\n", r"p\.tsv: its columns are 1, Some text, A \(without a field .text. or the like\)"),
+        ('"one\nname"\ttwo\n1\t2\n', r"p\.tsv: its columns are one name, two "),
         ("id\ttext\ttitle\n1\tSome text\n", r"p\.tsv:2: the row has 2 columns"),
         ("id\ttext\ttitle\n1\tx\tA\n1\ty\tB\n", r"p\.tsv:3: id '1' was already given on line 2"),
         ("id\ttext\ttitle\n1\t\t \n", r"p\.tsv:2: .* \(without text\)"),
@@ -216,30 +209,14 @@ def test_an_id_cannot_break_the_line_of_an_error(tmp_path):
 # --- Any bytes --------------------------------------------------------------------------------------------------------
 
 NAMES = ["f.jsonl", "f.json", "f.txt", "f.tsv", "f.csv", "curatedtrec.csv", "f.json.gz", "f.tsv.xz"]
-pieces = st.lists(
-    st.one_of(
-        st.binary(max_size=8),
-        st.sampled_from(
-            [b"[", b"]", b"{", b"}", b",", b":", b"\t", b"\n", b"\r", b'"', b"'", b"\\", b"\\ud83d", b"\xef\xbb\xbf"]
-            + [
-                b"id\ttext\ttitle\n",
-                b"who\t['me']\n",
-                b"1\tfactoid\twho\t.\n",
-                b'"question": "who"',
-                b'"answers": ["("]',
-            ]
-            + [
-                b'{"id": "a", "text": "x"}',
-                b'{"question": "q", "answers": ["a"]}',
-                b'"match": "regex"',
-                b"1e999",
-                b"NaN",
-            ]
-            + [b'{"question": "q", "target": 3, "positive_ctxs": [{"passage_id": [1]}]}', b'{"qText": "q", "qId": 1}']
-        ),
-    ),
-    max_size=12,
-).map(b"".join)
+PIECES = [
+    *(bytes([mark]) for mark in b"[]{},:\t\n\r\"'\\"),
+    *(b"\\ud83d", b"\xef\xbb\xbf", b"1e999", b"NaN", b"id\ttext\ttitle\n", b"who\t['me']\n", b"1\tfactoid\twho\t.\n"),
+    *(b'"question": "who"', b'"answers": ["("]', b'"match": "regex"', b'{"id": "a", "text": "x"}'),
+    *(b'{"question": "q", "answers": ["a"]}', b'{"qText": "q", "qId": 1}'),
+    b'{"question": "q", "target": 3, "positive_ctxs": [{"passage_id": [1]}]}',
+]
+pieces = st.lists(st.binary(max_size=8) | st.sampled_from(PIECES), max_size=12).map(b"".join)
 
 
 @pytest.mark.parametrize("name", NAMES)

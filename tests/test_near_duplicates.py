@@ -8,8 +8,9 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_news import made_texts, without_copies
+from made_news import without_copies
 
+from realm_jax.corpora.articles import Article
 from realm_jax.corpora.near_duplicates import (
     REASONS,
     drop_near_duplicates,
@@ -17,7 +18,6 @@ from realm_jax.corpora.near_duplicates import (
     fingerprint,
     fingerprint_shard,
 )
-from realm_jax.corpora.outcomes import Article
 
 WORDS = [f"word{number}" for number in range(500)]
 
@@ -102,8 +102,3 @@ def test_shards_are_fingerprinted_once_and_copies_dropped(tmp_path):
     copies = b"".join((tmp_path / f"{shard:05d}.copies").read_bytes() for shard in (0, 1))
     assert sorted(copies) == [0, 0, 0, 0, 0, 1]
     assert not list(tmp_path.glob("*.fingerprints"))
-
-
-def test_made_news_has_the_copies_that_were_put_in():
-    articles = [Article(str(number), "", one) for number, one in enumerate(made_texts(30))]
-    assert not without_copies(articles)[1]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from made_news import FOREIGN, expected, made_texts, make_news, without_copies
 
 from realm_jax.corpora import news, raw_records
+from realm_jax.corpora.articles import Article, Skipped
 from realm_jax.corpora.news import RULES, clean, language
-from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
 from realm_jax.data import sentences
 
 PROSE = made_texts(1)[0]
@@ -28,7 +28,7 @@ def cleaned(text: str, title: str = "") -> Article:
 
 def reason(text: str, title: str = "", rules: dict = RULES) -> str:
     result = clean(Article("a", title, text), rules)
-    return result.reason if isinstance(result, FilteredRecord) else ""
+    return result.reason if isinstance(result, Skipped) else ""
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,6 @@ def reason(text: str, title: str = "", rules: dict = RULES) -> str:
 )
 def test_lines_become_paragraphs_of_plain_prose(text, expected):
     assert cleaned(text).text == expected
-
-
-def test_paragraphs_are_what_sentences_end_at():
-    text = cleaned("He said he would leave the town\nShe said that she would stay in it\nThey did.").text
-    assert len(sentences.split(text)) == 3
 
 
 def test_a_title_is_one_line():
@@ -169,19 +164,13 @@ def test_an_article_is_left_out_for_a_reason(text, rules, expected):
 
 def test_what_is_left_out_shows_a_sample_of_one_line():
     dropped = clean(Article("a", "", "No.\nNot at all.\n" + "x" * 500 + "."), RULES | {"words": (50, 60)})
-    assert isinstance(dropped, FilteredRecord)
+    assert isinstance(dropped, Skipped)
     assert dropped.sample.startswith("No. Not at all. ") and len(dropped.sample) <= 80
 
 
 @pytest.mark.parametrize("code", sorted(FOREIGN))
 def test_languages_are_told_apart_by_a_few_sentences(code):
-    assert language(" ".join(FOREIGN[code])) == code
-    assert language(FOREIGN[code][0]) == code
-
-
-def test_a_language_is_told_by_the_beginning():
-    assert language(PROSE[:500] + " ".join(FOREIGN["de"]) * 20) == "en"
-    assert language(" ".join(FOREIGN["de"]) * 2 + PROSE * 20) == "de"
+    assert language(" ".join(FOREIGN[code])) == language(FOREIGN[code][0]) == code
 
 
 def test_english_articles_are_taken_for_english(shared_data):
@@ -193,7 +182,7 @@ def test_english_articles_are_taken_for_english(shared_data):
 @given(st.text(), st.text() | st.text(st.sampled_from("Ab1 .!?\"'()\n\r\t•-©\u200b\ud800\x00\u2028")), st.booleans())
 def test_clean_never_raises_and_leaves_whole_characters_in_single_spaced_lines(title, text, any_text):
     result = clean(Article("a", title, text), ANYTHING if any_text else RULES)
-    if isinstance(result, FilteredRecord):
+    if isinstance(result, Skipped):
         result.sample.encode("utf-8")
         assert len(result.sample) <= 80 and "\n" not in result.sample
         return
@@ -221,7 +210,7 @@ def run(tmp_path, made) -> tuple[Counter[str], list[Article]]:
     articles = []
     for part in raw_records.parts(str(path)):
         for record in part():
-            result = record if isinstance(record, CorruptRecord) else clean(record)
+            result = record if isinstance(record, Skipped) else clean(record)
             if isinstance(result, Article):
                 articles.append(result)
             else:
@@ -246,7 +235,3 @@ def test_every_count_of_news_made_from_real_text_is_what_was_made(tmp_path, shar
     made = make_news([text for text in texts if len(text.split()) > 400], 400, seed=1)
     counts, _ = run(tmp_path, made)
     assert counts == expected(made)
-
-
-def test_made_news_depends_on_the_seed_alone():
-    assert make_news(made_texts(50), 40, 3) == make_news(made_texts(50), 40, 3) != make_news(made_texts(50), 40, 4)

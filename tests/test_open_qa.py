@@ -90,15 +90,6 @@ def contents(builder: OpenQa) -> dict[str, list[dict]]:
 # --- The rule of the splits -------------------------------------------------------------------------------------------
 
 
-def test_fingerprints_are_those_that_others_publish():
-    # BigQuery's documentation of FARM_FINGERPRINT, with its signed numbers.
-    signed = {"1footrue": -1541654101129638711, "2applefalse": 2794438866806483259, "3true": -4880158226897771312}
-    for text, expected in signed.items():
-        assert farmhash.fingerprint64(text) == expected % 2**64
-    # TensorFlow's documentation of to_hash_bucket_fast.
-    assert [farmhash.fingerprint64(text) % 3 for text in ("Hello", "TensorFlow", "2.x")] == [0, 2, 2]
-
-
 def test_long_fingerprints_stay_what_they_were():
     recorded = {  # up to 32 bytes, up to 64 and more are different ways; compared with another implementation once
         "what is the name of it?": 12689882524614931559,

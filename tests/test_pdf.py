@@ -46,31 +46,11 @@ def test_the_title_of_a_pdf_is_that_of_its_properties_if_its_pages_show_it():
         [[f"{1984 + n}", PROSE, f"{90 - n}"] for n in range(4)],
         [[f"Room {n}", PROSE, f"{count} %"] for n, count in enumerate((4, 4, 2, 7, 5))],
         [["Civil", "A word for the town side of the port.", "1984"]],
-        [
-            ["mix", PROSE, "livid"],
-            ["vivid", PROSE, "XIV"],
-            ["mild", PROSE, "MIX"],
-            ["i", PROSE, "c"],
-            ["v", PROSE, "x"],
-        ],
+        [[top, PROSE, end] for top, end in zip("mix vivid mild i v".split(), "livid XIV MIX c x".split(), strict=True)],
         [["Letter", PROSE, "1"], ["Letter", PROSE, "2"]],
         [["Prices", "Adults ........ 12", "Dogs . . . . . free", "Herring ........ 12.50", "Cod.....7"]],
     ],
-    ids=[
-        *(
-            "table",
-            "slides",
-            "steps",
-            "counts",
-            "items",
-            "years",
-            "percents",
-            "glossary",
-            "words",
-            "two_pages",
-            "prices",
-        ),
-    ],
+    ids="table slides steps counts items years percents glossary words two_pages prices".split(),
 )
 def test_lines_that_may_be_text_stay_at_the_edges_of_pages(pages):
     text = pdf_text(pages)

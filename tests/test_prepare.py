@@ -1,6 +1,5 @@
 """`realm prepare`: a whole folder or none, and every fault named before the slow part."""
 
-import argparse
 import bz2
 import json
 import os
@@ -31,7 +30,7 @@ from realm_jax.data.spans import Span
 from realm_jax.data.store import PassageStore
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
-from realm_jax.storage import StorageError, digest
+from realm_jax.storage import StorageError
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.xz", ".tsv.gz")
 
@@ -186,23 +185,30 @@ def model_folder(folder: Path, place: str = ".", **files: object) -> Path:
         (folder / place / "vocab.txt").write_text("".join(f"{piece}\n" for piece in PIECES))
     for name, value in files.items():
         (folder / place / f"{name}.json").write_text(json.dumps(value))
+    if place == "0_Transformer":
+        modules = [{"path": place, "type": "sentence_transformers.models.Transformer"}]
+        (folder / "modules.json").write_text(json.dumps(modules))
     return folder
 
 
+CASED = {"tokenizer_config": {"do_lower_case": False}}
+
+
 @pytest.mark.parametrize(
-    "files, piece",
+    "place, files, piece",
     [
-        ({"tokenizer_config": {"do_lower_case": False}}, "Paris"),
-        ({"tokenizer_config": {"do_lower_case": True}}, "paris"),
-        ({"tokenizer": FAST}, "Paris"),
-        ({"tokenizer": FAST | {"normalizer": LOWER}}, "paris"),
-        ({"tokenizer": FAST, "tokenizer_config": {"do_lower_case": True}}, "paris"),
-        ({"settings": {"format_version": 1, "lower_case": False}}, "Paris"),
-        ({}, "paris"),
+        (".", CASED, "Paris"),
+        (".", {"tokenizer_config": {"do_lower_case": True}}, "paris"),
+        (".", {"tokenizer": FAST}, "Paris"),
+        (".", {"tokenizer": FAST | {"normalizer": LOWER}}, "paris"),
+        (".", {"tokenizer": FAST, "tokenizer_config": {"do_lower_case": True}}, "paris"),
+        (".", {"settings": {"format_version": 1, "lower_case": False}}, "Paris"),
+        (".", {}, "paris"),
+        *((place, CASED, "Paris") for place in ("query_embedder", "embedder", "reader", "0_Transformer")),
     ],
 )
-def test_capitals_are_kept_where_the_tokenizer_of_the_model_keeps_them(tmp_path, passages, files, piece):
-    prepare(passages, tmp_path / "data", vocab=model_folder(tmp_path / "model", **files))
+def test_a_vocabulary_is_found_where_a_model_has_it_and_keeps_its_capitals(tmp_path, passages, place, files, piece):
+    prepare(passages, tmp_path / "data", vocab=model_folder(tmp_path / "model", place, **files))
     tokenizer = WordPiece.load(tmp_path / "data" / "tokenizer")
     assert tokenizer.pieces(tokenizer.encode("Paris").ids) == [piece]
 
@@ -216,33 +222,20 @@ def test_a_vocabulary_that_is_named_itself_is_read_as_the_tokenizer_beside_it_sa
         prepare(passages, tmp_path / "data", vocab=model / "vocab.txt")
 
 
-@pytest.mark.parametrize("place", ["query_embedder", "embedder", "reader", "0_Transformer"])
-def test_a_vocabulary_is_found_where_a_model_has_it(tmp_path, passages, place):
-    model = model_folder(tmp_path / "model", place, tokenizer_config={"do_lower_case": False})
-    if place == "0_Transformer":
-        modules = [{"path": place, "type": "sentence_transformers.models.Transformer"}]
-        (model / "modules.json").write_text(json.dumps(modules))
-    prepare(passages, tmp_path / "data", vocab=model)
-    assert WordPiece.load(tmp_path / "data" / "tokenizer").fingerprint == WordPiece(PIECES, False).fingerprint
-
-
 @pytest.mark.parametrize(
     "files, message",
     [
         ({"tokenizer": {"model": {"type": "BPE", "vocab": {}}}}, "tokenizer.json: not a tokenizer that can be read"),
         ({"tokenizer": {"model": {"type": "WordPiece", "vocab": {"a": 7}}}}, "not numbered from 0 to 0; fetch it"),
         ({"tokenizer_config": []}, "tokenizer_config.json: holds no settings; fetch it again"),
+        (None, "^--vocab=.*/model: .* has no vocab.txt and no tokenizer.json; name"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path, passages, files, message):
+    model = model_folder(tmp_path / "model", **files or {})
+    if files is None:
+        (model / "vocab.txt").unlink()
     with pytest.raises(UserError, match=message):
-        prepare(passages, tmp_path / "data", vocab=model_folder(tmp_path / "model", **files))
-
-
-def test_a_model_without_a_vocabulary_is_named(tmp_path, passages):
-    model = model_folder(tmp_path / "model")
-    (model / "vocab.txt").unlink()
-    with pytest.raises(UserError, match=f"^--vocab={model}: .* has no vocab.txt and no tokenizer.json; name"):
         prepare(passages, tmp_path / "data", vocab=model)
 
 
@@ -287,6 +280,14 @@ def test_a_finder_that_changed_under_its_name_is_told(tmp_path, passages, monkey
         prepare(passages, tmp_path / "data", **given)
 
 
+def test_a_finder_that_uses_devices_runs_in_one_process(tmp_path, passages, monkeypatch):
+    monkeypatch.setattr(no_spans, "uses_devices", True, raising=False)
+    workers, each = [], page.Processes.each
+    monkeypatch.setattr(page.Processes, "each", lambda self, *rest: [workers.append(self.workers), each(self, *rest)])
+    prepare(passages, tmp_path / "data", vocabulary_size=300, shards=2, workers=2, spans=f"{__name__}:no_spans")
+    assert workers == [1]
+
+
 def test_a_tagged_folder_is_not_what_prepare_would_make(tmp_path, passages):
     prepare(passages, tmp_path / "data", vocabulary_size=300)
     path = tmp_path / "data" / "PREPARED.json"
@@ -318,15 +319,15 @@ def test_text_that_the_vocabulary_does_not_cover_is_reported(tmp_path, known, un
     assert lines == ([] if percent is None else [f"{line} for its language with --vocab"])
 
 
-def test_a_question_whose_gold_passage_has_no_words_is_left_out(tmp_path, passages, questions, capsys):
-    with passages.open("a") as stream:
-        stream.write('{"id": "blank", "text": "\\u200b"}\n')
-    with questions.open("a") as stream:
-        stream.write('{"question": "q", "answers": ["a"], "gold_passage_id": "blank", "split": "dev"}\n')
-    prepare(passages, tmp_path / "data", questions=[questions], vocabulary_size=300)
+def test_a_question_stays_while_one_of_its_gold_passages_has_words(tmp_path, capsys):
+    texts = [{"id": "oslo", "text": "Oslo is a town."}, {"id": "empty", "text": "\u200b"}]
+    golds = {"oslo": 1, "empty": 1}, {"empty": 1, "lost": 1}, {"empty": 1, "oslo": 2}, {"empty": 1}
+    asked = [{"question": f"q{number}", "gold_passages": gold} for number, gold in enumerate(golds)]
+    files = write_lines(tmp_path / "p.jsonl", texts), write_lines(tmp_path / "q.jsonl", asked)
+    prepare(files[0], tmp_path / "data", questions=[f"dev={files[1]}"], vocabulary_size=300)
+    assert split_questions(tmp_path / "data", "dev") == ["q0", "q2"]
     out = capsys.readouterr().out
-    assert "dropped 1 no words in the text" in out and "dropped 1 whose gold passage has no words" in out
-    assert split_questions(tmp_path / "data", "dev") == ["when did oslo burn"]
+    assert "dropped 1 no words in the text" in out and "dropped 2 whose gold passage has no words" in out
 
 
 def test_questions_with_only_a_gold_passage_are_kept(tmp_path, passages):
@@ -379,28 +380,13 @@ def test_of_several_gold_passages_one_has_to_be_there(tmp_path, passages, capsys
     assert note == {"times": 3, "names": {"nowhere": 2, "elsewhere": 1}}
 
 
-def test_a_question_stays_while_one_of_its_gold_passages_has_words(tmp_path):
-    texts = [{"id": "oslo", "text": "Oslo is a town."}, {"id": "empty", "text": "\u200b"}]
-    golds = {"oslo": 1, "empty": 1}, {"empty": 1, "lost": 1}, {"empty": 1, "oslo": 2}
-    asked = [{"question": f"q{number}", "gold_passages": gold} for number, gold in enumerate(golds)]
-    files = write_lines(tmp_path / "p.jsonl", texts), write_lines(tmp_path / "q.jsonl", asked)
-    prepare(files[0], tmp_path / "data", questions=[f"dev={files[1]}"], vocabulary_size=300)
-    assert split_questions(tmp_path / "data", "dev") == ["q0", "q2"]
-
-
 def test_a_run_knows_the_questions_of_a_folder_again(tmp_path, passages, questions):
-    """Runs have recorded the digest of this content."""
+    """Runs have recorded this digest."""
     prepare(passages, tmp_path / "data", questions=[questions], vocabulary_size=300)
-    sources = open_sources(tmp_path / "data")
-    content = {
-        split: [
-            {"question": one.question, "answers": one.answers, "fields": one.fields, "line": one.line}
-            | {"gold_passage_id": next(iter(one.gold), None)}
-            for one in asked
-        ]
-        for split, asked in sources.questions.items()
-    }
-    assert sources.fingerprints()["questions"] == digest(json.dumps(content, sort_keys=True).encode())
+    assert (
+        open_sources(tmp_path / "data").fingerprints()["questions"]
+        == "6796a6c2880fa6a2834d10c4f77d9563baf80151dfcd263e4d737f6bc6009227"
+    )
 
 
 def test_samples_of_questions_come_in_the_order_of_their_files(tmp_path, passages):
@@ -422,20 +408,27 @@ def test_a_vocabulary_is_learned_from_a_part_of_large_texts(tmp_path, passages, 
     assert tokenizer.pieces(tokenizer.encode("Norway").ids) != ["norway"]
 
 
-def test_a_full_disk_is_the_users_error_and_what_is_there_is_gone_on_with(tmp_path, passages, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        (
+            OSError(28, "No space left on device"),
+            "No space left on device; make room there, then run the command again",
+        ),
+        (StorageError("the storage is out of reach"), "out of reach"),
+    ],
+)
+def test_what_is_finished_stays_after_a_late_fault(tmp_path, passages, monkeypatch, fault, message):
+    def fail(*_: object) -> None:
+        raise fault
 
     with monkeypatch.context() as patch:
-        patch.setattr(page, "pack_shard", full)
-        with pytest.raises(
-            UserError, match="No space left on device; make room there, then run the command again to resume"
-        ):
+        patch.setattr(page, "pack_shard", fail)
+        with pytest.raises(UserError, match=message):
             prepare(passages, tmp_path / "data", vocabulary_size=300)
     assert sorted(os.listdir(tmp_path)) == [".data.partial", "passages.jsonl"]
-    with monkeypatch.context() as patch:
-        patch.setattr(articles, "read_part", lambda *_: pytest.fail("articles were read again"))
-        prepare(passages, tmp_path / "data", vocabulary_size=300)
+    monkeypatch.setattr(articles, "read_part", lambda *_: pytest.fail("articles were read again"))
+    prepare(passages, tmp_path / "data", vocabulary_size=300)
     assert sorted(os.listdir(tmp_path)) == ["data", "passages.jsonl"]
 
 
@@ -495,18 +488,14 @@ def test_beam_s_workers_write_what_processes_write(tmp_path, questions, shards):
 
 
 def test_beam_knows_every_option_that_the_document_names():
-    options = pytest.importorskip("apache_beam.options.pipeline_options")
+    pytest.importorskip("apache_beam")
+    from realm_jax.corpora.pipelines import _parser
+
     text = (Path(__file__).parents[1] / "docs" / "preparing.md").read_text(encoding="utf-8")
     commands = re.findall(r"--beam='(.*?)'", text, re.S)
-    assert [re.search(r"--runner=(\w+)", command)[1] for command in commands] == [
-        "DataflowRunner", "FlinkRunner", "DirectRunner",
-    ]  # fmt: skip
-    parser = argparse.ArgumentParser()
-    for kind in (o for o in vars(options).values() if isinstance(o, type) and issubclass(o, options.PipelineOptions)):
-        if "_add_argparse_args" in vars(kind):
-            kind._add_argparse_args(parser)
+    assert re.findall(r"--runner=(\w+)", " ".join(commands)) == ["DataflowRunner", "FlinkRunner", "DirectRunner"]
     for command in commands:
-        parser.parse_args(shlex.split(command))
+        _parser().parse_args(shlex.split(command))
 
 
 @pytest.mark.parametrize("beam", [None, "--runner=DirectRunner --direct_num_workers=2"])
@@ -605,20 +594,6 @@ def test_a_broken_line_of_ones_own_is_named_or_counted(tmp_path, passages, beam)
     assert PassageStore.open(tmp_path / "data" / "passages").documents == 3
 
 
-def test_what_is_finished_stays_after_a_late_fault(tmp_path, passages, monkeypatch):
-    def fail(*_: object, **__: object) -> None:
-        raise StorageError("the storage is out of reach")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(page, "pack_shard", fail)
-        with pytest.raises(UserError, match="out of reach"):
-            prepare(passages, tmp_path / "data", vocabulary_size=100)
-    monkeypatch.setattr(articles, "clean", fail)  # nothing is read again
-    prepare(passages, tmp_path / "data", vocabulary_size=100)
-    assert PassageStore.open(tmp_path / "data" / "passages").documents == 3
-    assert {path.name for path in tmp_path.iterdir()} == {"passages.jsonl", "data"}
-
-
 def test_a_command_that_lost_its_bucket_to_another_says_so(tmp_path, passages, monkeypatch):
     pytest.importorskip("apache_beam")
     url, options = f"file://{tmp_path}/bucket", {"vocabulary_size": 100, "beam": "--runner=DirectRunner"}
@@ -647,6 +622,7 @@ def test_a_command_that_lost_its_bucket_to_another_says_so(tmp_path, passages, m
         ({"beam": "--runner=DirectRunner", "workers": 2}, "--workers"),
         ({"shards": 10**9}, "--shards=1000000000"),
         ({"max_answer_words": 5}, "need --questions"),
+        ({"output": ""}, "^--output: is empty; name a folder to make$"),
     ],
 )
 def test_arguments_are_checked_before_a_text_is_read(tmp_path, passages, monkeypatch, options, message):
@@ -654,11 +630,5 @@ def test_arguments_are_checked_before_a_text_is_read(tmp_path, passages, monkeyp
         pytest.importorskip("apache_beam")
     monkeypatch.setattr(articles.Processes, "extract", lambda *_: pytest.fail("too late"))
     with pytest.raises(UserError, match=message):
-        prepare(passages, tmp_path / "data", **options)
+        prepare(passages, **{"output": tmp_path / "data"} | options)
     assert [path.name for path in tmp_path.iterdir()] == ["passages.jsonl"]
-
-
-def test_an_empty_output_is_named(tmp_path, capsys):
-    texts = write_lines(tmp_path / "a.jsonl", [{"id": "a", "title": "A", "text": "Ada was born in 1800."}])
-    assert cli.main(["prepare", f"--passages={texts}", "--output="]) == 2
-    assert capsys.readouterr().err == "realm: error: --output: is empty; name a folder to make\n"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realm_jax.corpora import texts, wikipedia
-from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
+from realm_jax.corpora.articles import Article, Skipped
 from realm_jax.corpora.texts import open_texts
 from realm_jax.corpora.wikipedia import ELEMENT, SECTION, TEMPLATE, Page, clean_page, dump_files, read_pages
 from realm_jax.errors import UserError
@@ -70,7 +70,7 @@ def test_read_pages_reports_where_a_damaged_dump_ends(tmp_path, pack):
     path = Path(write_dump(tmp_path / f"w.xml{suffix}", *map(page_xml, range(2000)), pack=pack))
     path.write_bytes(path.read_bytes()[:-200])
     *pages, damage = read_pages(str(path))
-    assert isinstance(damage, CorruptRecord) and damage.reason == wikipedia.UNREADABLE_DUMP
+    assert damage.is_damage and damage.reason == wikipedia.UNREADABLE_DUMP
     assert f"after page {len(pages):,}" in damage.where
     assert [int(found.id) for found in pages] == list(range(len(pages)))
 
@@ -79,7 +79,7 @@ def test_read_pages_reports_where_a_damaged_dump_ends(tmp_path, pack):
 def test_read_pages_reports_an_encoding_that_nobody_knows(tmp_path, encoding):
     (tmp_path / "w.xml").write_text(f'<?xml version="1.0" encoding="{encoding}"?>{HEAD}{page_xml(1)}{TAIL}')
     (damage,) = read_pages(str(tmp_path / "w.xml"))
-    assert isinstance(damage, CorruptRecord) and damage.reason == wikipedia.UNREADABLE_DUMP
+    assert damage.is_damage and damage.reason == wikipedia.UNREADABLE_DUMP
 
 
 def test_a_missing_parser_is_named_with_how_to_install_it(tmp_path, monkeypatch):
@@ -91,7 +91,7 @@ def test_a_missing_parser_is_named_with_how_to_install_it(tmp_path, monkeypatch)
 def test_read_pages_reports_a_page_without_its_fields_and_goes_on(tmp_path):
     broken = page_xml(1).replace("<id>1</id>", "")
     found = list(read_pages(write_dump(tmp_path / "w.xml", broken, page_xml(2))))
-    assert [type(outcome) for outcome in found] == [CorruptRecord, Page]
+    assert [type(outcome) for outcome in found] == [Skipped, Page]
 
 
 def test_dump_files_rejects_a_folder_with_the_same_dump_twice(tmp_path):
@@ -133,7 +133,7 @@ def test_a_folder_with_a_dump_is_read_as_a_dump(tmp_path):
     ],
 )
 def test_clean_page_gives_the_reason_why_a_page_is_no_article(dropped, reason):
-    assert clean_page(dropped, Counter()) == FilteredRecord(reason, dropped.title)
+    assert clean_page(dropped, Counter()) == Skipped(reason, dropped.title)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_no_markup_raises(pieces):
 def test_the_words_of_a_real_piece_of_a_dump(shared_data):
     pages = [found for path in dump_files(str(shared_data / "wiki_dump")) for found in read_pages(path)]
     outcomes = [clean_page(found, Counter()) for found in pages if isinstance(found, Page)]
-    reasons = Counter(found.reason if isinstance(found, FilteredRecord) else "article" for found in outcomes)
+    reasons = Counter(found.reason if isinstance(found, Skipped) else "article" for found in outcomes)
     assert reasons == {
         "article": 96,
         "redirect": 99,

@@ -10,8 +10,8 @@ from dataclasses import fields
 from typing import Any
 
 from realm_jax.cli.argument_types import positive
-from realm_jax.corpora.outcomes import Counts
-from realm_jax.corpora.run import DEFAULT_VOCABULARY_SIZE, Options, Path_, Prepared
+from realm_jax.corpora.articles import Counts
+from realm_jax.corpora.run import DEFAULT_VOCABULARY_SIZE, Options, Path_
 from realm_jax.corpora.run import prepare as prepare_folder
 from realm_jax.data import spans
 from realm_jax.data.packing import DEFAULT_LIMIT
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def prepare(passages: Path_, output: Path_, **further: Any) -> None:
-    """Write a prepared folder and print a summary.
+    """Write a prepared folder and print a summary: what was made and what was skipped, with samples.
 
     Args:
         passages: file, pattern or folder of the texts.
@@ -146,32 +146,23 @@ def prepare(passages: Path_, output: Path_, **further: Any) -> None:
     made = prepare_folder(Options(passages, output, **further))
     if made is None:
         print(f"{output} was prepared from the same inputs with the same settings; nothing to do")
-    else:
-        _print_summary(made)
-        print(f"{output} is ready after {time.monotonic() - started:.0f} seconds")
-
-
-def _print_summary(made: Prepared) -> None:
-    """Print what was made and what was skipped, with samples."""
+        return
     for name, summary in made.summaries.items():
-        line = f"{name}: {summary.articles:,} articles -> {summary.passages:,} passages"
         counts = made.counts[name]
-        print(_with_reasons(line, "dropped", counts.dropped + counts.damaged) + _with_reasons("", "", summary.notes))
-        _print_notes(counts)
+        line = f"{name}: {summary.articles:,} articles -> {summary.passages:,} passages"
+        changes = _with_reasons("", "", summary.notes)
+        print(_with_reasons(line, "dropped", counts.dropped + counts.damaged) + changes)
         _print_samples(counts)
-    asked = ", ".join(f"{split} {count:,}" for split, count in made.manifest["questions"].items()) or "none"
-    print(_with_reasons(f"questions: {asked}", "dropped", made.questions.dropped + made.questions.damaged))
-    _print_notes(made.questions)
+    splits = ", ".join(f"{split} {count:,}" for split, count in made.manifest["questions"].items()) or "none"
+    print(_with_reasons(f"questions: {splits}", "dropped", made.questions.dropped + made.questions.damaged))
     _print_samples(made.questions)
     print(f"vocabulary: {made.vocabulary:,} word pieces")
-
-
-def _print_notes(counts: Counts) -> None:
-    for kind, times, names in counts.common_notes():
-        print(f"  {times:,} × {kind}, such as {', '.join(one for one, _ in names[:5])}")
+    print(f"{output} is ready after {time.monotonic() - started:.0f} seconds")
 
 
 def _print_samples(counts: Counts) -> None:
+    for kind, note in counts.common_notes().items():
+        print(f"  {note['times']:,} × {kind}, such as {', '.join(list(note['names'])[:5])}")
     for reason, samples in sorted(counts.samples.items()):
         print(f"  {reason}, such as: " + " | ".join(sample[:100] for _, _, sample in samples))
 

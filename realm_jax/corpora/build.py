@@ -13,20 +13,20 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from itertools import chain, pairwise
+from operator import iadd
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-from realm_jax.corpora.articles import read_shard
-from realm_jax.corpora.outcomes import Article
+from realm_jax.corpora.articles import Article, read_shard, shard_file
 from realm_jax.data import packing, sentences, spans
 from realm_jax.data.store import Passage, SegmentWriter, append_segment, segment_folder
 from realm_jax.data.tokenizer import Tokenizer, Tokens
 from realm_jax.errors import UserError
 from realm_jax.storage import open_folder
 
+PACKED = "packed.json"  # a file beside a shard that became a segment
 SMALLEST_LIMIT = 16  # below this a title leaves no room worth packing into
 _BATCH_ARTICLES = 512
 _BATCH_CHARACTERS = 1_000_000  # about a second of work and tens of MB of tokens with their offsets
@@ -49,13 +49,8 @@ class PackingSummary:
 
     def add(self, other: "PackingSummary") -> None:
         """Add the counts of another batch."""
-        self.articles += other.articles
-        self.documents += other.documents
-        self.passages += other.passages
-        self.tokens += other.tokens
-        self.unknown += other.unknown
-        self.wordless += other.wordless
-        self.notes += other.notes
+        for one in fields(self):
+            setattr(self, one.name, iadd(getattr(self, one.name), getattr(other, one.name)))
 
     @property
     def unknown_share(self) -> float:
@@ -116,13 +111,9 @@ def pack_shard(packer: "PassagePacker", store: str, articles: str, shard: int) -
             summary = _write(writer, packer, read_shard(source, shard))
         for path in sorted(segment.iterdir()) if is_remote else ():
             open_folder(store).write(f"{segment.name}/{path.name}", path.read_bytes())
-    source.write_json(packed_name(shard), {"entry": writer.entry, "summary": summary.to_json()})
+    packed = {"entry": writer.entry, "summary": summary.to_json()}  # "entry": of the segment, for STORE.json
+    source.write_json(shard_file(shard, PACKED), packed)
     return summary.articles
-
-
-def packed_name(shard: int) -> str:
-    """The file beside a shard that became a segment: what STORE.json says of it, and what became of its articles."""
-    return f"{shard:05d}.packed.json"
 
 
 def check_limit(limit: int) -> None:
@@ -140,11 +131,6 @@ class PassagePacker:
         self.limit = limit
         self._finder_name = finder
         self._find = spans.finder(finder)
-
-    @property
-    def uses_devices(self) -> bool:
-        """True if its span finder has to run in one process of a machine."""
-        return spans.uses_devices(self._find)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (PassagePacker, (self.tokenizer, self.limit, self._finder_name))
@@ -186,36 +172,26 @@ class PassagePacker:
         found = spans.to_token_spans(spans_of_text, *columns)
         rows = packing.pack([part.stop - part.start for part in parts], len(title_tokens), self.limit)
         begins = [*(parts[first].start for first, _ in rows), len(tokens.ids)]
-        bounds = np.searchsorted([start for start, _, _ in found], begins)
-        own = [found[start:stop] for start, stop in pairwise(bounds.tolist())]
+        bounds = np.searchsorted([start for start, _, _ in found], begins).tolist()
         # Passages divide the whole text: what has no tokens, such as a mark alone, belongs to the passage before it.
         cuts = [0, *(parts[first].begin for first, _ in rows[1:]), len(text)]
-        return [
-            _passage(article, text[begin:end], title_tokens, tokens, parts[first:last], inside)
-            for (begin, end), (first, last), inside in zip(pairwise(cuts), rows, own, strict=True)
-            if text[begin:end].strip()  # not for a token of white space, nor for the rest of a letter of many tokens
-        ]
-
-
-def _passage(
-    article: Article,
-    text: str,
-    title_tokens: NDArray[Any],
-    tokens: Tokens,
-    parts: list[packing.Part],
-    found: list[tuple[int, int, str]],
-) -> Passage:
-    """One row: its sentences and spans count pieces from the row's first piece."""
-    base = parts[0].start
-    return Passage(
-        document_id=article.id,
-        title=article.title,
-        text=text.strip(),
-        title_tokens=title_tokens,
-        body_tokens=tokens.ids[base : parts[-1].stop],
-        sentences=np.array([(part.start - base, part.stop - base) for part in parts], np.int32),
-        spans=[(start - base, end - base, kind) for start, end, kind in found],
-    )
+        passages = []
+        for (begin, end), (first, last), inside in zip(pairwise(cuts), rows, pairwise(bounds), strict=True):
+            if not text[begin:end].strip():  # a token of white space, or the rest of a letter of many tokens
+                continue
+            base = parts[first].start  # sentences and spans count pieces from the first one of the row
+            passages.append(
+                Passage(
+                    document_id=article.id,
+                    title=article.title,
+                    text=text[begin:end].strip(),
+                    title_tokens=title_tokens,
+                    body_tokens=tokens.ids[base : parts[last - 1].stop],
+                    sentences=np.array([(one.start - base, one.stop - base) for one in parts[first:last]], np.int32),
+                    spans=[(start - base, stop - base, kind) for start, stop, kind in found[slice(*inside)]],
+                )
+            )
+        return passages
 
 
 def _without_title_line(article: Article) -> str:

@@ -9,8 +9,8 @@
 
 Any may be packed (`.gz`, `.xz`, `.bz2`, `.zst`). An article is called by the path of its file in the folder, with `#n`
 for the n-th of a file (its line, where it has lines), unless it has an id of its own. A document that cannot be read is
-a `FilteredRecord`, since folders of people hold such files; a broken record of a file of records is damage.
-Read `find` and `read` next.
+left out for a reason, since folders of people hold such files; a broken record of a file of records is damage. Read
+`find` and `read` next.
 """
 
 import glob
@@ -18,7 +18,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -28,8 +28,8 @@ from typing import IO, Any, NamedTuple
 from urllib.parse import unquote
 
 from realm_jax.corpora import markup, pdf, raw_records
-from realm_jax.corpora.encodings import REPLACED, Encoding, Notes, find_encoding, note_encoding, without_nuls
-from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
+from realm_jax.corpora.articles import Article, Outcome, Skipped
+from realm_jax.corpora.encodings import REPLACED, Notes, find_encoding, note_encoding, without_nuls
 from realm_jax.data.files import (
     PACKED,
     UNPACKING_FAULTS,
@@ -40,9 +40,8 @@ from realm_jax.data.files import (
     size_of,
     zstd,
 )
-from realm_jax.data.lines import BATCH_ROWS, OTHER_COLUMNS, json_records, table_rows, text_lines
+from realm_jax.data.lines import BATCH_ROWS, OTHER_COLUMNS, BadRecord, json_records, sample, table_rows, text_lines
 from realm_jax.data.questions import is_flat_squad
-from realm_jax.data.records import BadRecord, sample
 from realm_jax.errors import UserError
 from realm_jax.storage import StorageError
 
@@ -60,8 +59,6 @@ _CORPUS, _BESIDE_CORPUS = re.compile(r"corpus\.jsonl(\.\w+)?"), re.compile(r"que
 _BESIDE_ROWS = re.compile(r"(.*/)?(dataset_info\.json|dataset_dict\.json|state\.json|cache-[^/]*\.arrow)")
 _QUOTED_TITLE = re.compile(r'"(.*)"\n')
 
-Found = Article | CorruptRecord | FilteredRecord
-
 
 class DocumentFile(NamedTuple):
     """A file of documents. path: or URL; name: in the folder that was named, with `/`.
@@ -74,7 +71,7 @@ class DocumentFile(NamedTuple):
     name: str
     ending: str
     title: str
-    why_not: FilteredRecord | None = None
+    why_not: Skipped | None = None
 
 
 class Format(NamedTuple):
@@ -84,7 +81,7 @@ class Format(NamedTuple):
     the file.
     """
 
-    read: Callable[[DocumentFile], Iterator[Found]]
+    read: Callable[[DocumentFile], Iterator[Outcome]]
     needs: tuple[str, ...] = ()
     of_records: bool = False
     any_size: bool = False
@@ -96,19 +93,19 @@ def find(source: str) -> list[DocumentFile]:
     A file that is named itself and has no known ending holds JSON objects. Raises UserError where no file is known, and
     where a library is missing.
     """
-    found = _without_links(list(_named(source)))
-    known = {file.ending for file in found if file.ending}
+    files = _without_links(list(_named(source)))
+    known = {file.ending for file in files if file.ending}
     if not known:
-        held = f"none of its {len(found):,} files (such as {found[0].name})" if found else "no file in it"
+        held = f"none of its {len(files):,} files (such as {files[0].name})" if files else "no file in it"
         raise UserError(
             f"{source}: {held} has a known ending; name a file or a folder with some of {' '.join(FORMATS)}"
         )
-    if zstd is None and any(file.name.lower().endswith(".zst") for file in found):
+    if zstd is None and any(file.name.lower().endswith(".zst") for file in files):
         raise UserError(f"{source}: .zst needs backports.zstd; run `pip install 'realm_jax[documents]'`")
     missing = [(one, needed) for one in sorted(known) for needed in FORMATS[one].needs if find_spec(needed) is None]
     if missing:
         raise UserError(f"{source}: {missing[0][0]} needs {missing[0][1]}; run `pip install 'realm_jax[documents]'`")
-    return found
+    return files
 
 
 def _named(source: str) -> Iterator[DocumentFile]:
@@ -126,21 +123,25 @@ def _named(source: str) -> Iterator[DocumentFile]:
 
 
 def _without_links(files: list[DocumentFile]) -> list[DocumentFile]:
-    """Files, of which links to nothing are not read, nor what is the same file as another: the one that is no link
-    stays, or the first."""
-    lost = {file.path for file in files if os.path.islink(file.path) and not os.path.exists(file.path)}
-    files = [_left_out(file, DANGLING) if file.path in lost else file for file in files]
-    here = [file for file in files if file.ending and "://" not in file.path]
-    real = {file.path: os.path.realpath(file.path) for file in here}
-    names: dict[str, str] = {}
-    for file in sorted(here, key=lambda file: os.path.islink(file.path)):
-        names.setdefault(real[file.path], file.name)
-    found = ((file, names.get(real.get(file.path, ""), file.name)) for file in files)
-    return [file if target == file.name else _left_out(file, LINKED, f" → {target}") for file, target in found]
+    """Leave out links to nothing, and of the names of one file all but the first that is no link."""
+    is_here = {file.path: file.ending and "://" not in file.path for file in files}
+    names: dict[str, str] = {}  # by real path
+    for file in sorted(files, key=lambda file: os.path.islink(file.path)):
+        if is_here[file.path] and os.path.exists(file.path):
+            names.setdefault(os.path.realpath(file.path), file.name)
+    kept = []
+    for file in files:
+        name = names.get(os.path.realpath(file.path)) if is_here[file.path] else file.name
+        if os.path.islink(file.path) and not os.path.exists(file.path):
+            file = _left_out(file, DANGLING)
+        elif name not in (None, file.name):
+            file = _left_out(file, LINKED, f" → {name}")
+        kept.append(file)
+    return kept
 
 
 def _left_out(file: DocumentFile, reason: str, further: str = "") -> DocumentFile:
-    return file._replace(ending="", why_not=FilteredRecord(reason, f"{file.name}{further}"))
+    return file._replace(ending="", why_not=Skipped(reason, f"{file.name}{further}"))
 
 
 def _file(path: str, name: str) -> DocumentFile:
@@ -156,36 +157,34 @@ def is_small(file: DocumentFile) -> bool:
     return not file.ending or not FORMATS[file.ending].any_size or size_of(file.path) <= SMALL
 
 
-def read(file: DocumentFile) -> Iterator[Found]:
+def read(file: DocumentFile) -> Iterator[Outcome]:
     """The articles of a file, and what cannot be read. Raises StorageError and MemoryError alone."""
     if file.why_not is not None:
         yield file.why_not
         return
     if not file.ending or _BESIDE_ROWS.fullmatch(file.name):
-        yield FilteredRecord(BESIDE_ROWS if file.ending else UNKNOWN, file.name)
+        yield Skipped(BESIDE_ROWS if file.ending else UNKNOWN, file.name)
         return
     try:
         yield from FORMATS[file.ending].read(file)
     except (StorageError, MemoryError):
         raise
     except BadRecord as fault:
-        yield FilteredRecord(fault.reason, f"{file.name}: {fault.message}")
+        yield Skipped(fault.reason, f"{file.name}: {fault.message}")
     except Exception as fault:  # libraries have errors of their own
-        yield _unreadable(file, " ".join(str(fault).split()) or type(fault).__name__)
-
-
-def _unreadable(file: DocumentFile, message: str) -> Found:
-    if not FORMATS[file.ending].of_records:
-        return FilteredRecord(f"damaged {file.ending} files", f"{file.name}: {message[:200]}")
-    located = re.fullmatch(rf"({re.escape(file.path)}(?::\d+)?):? (.*)", message)
-    where, message = located.groups() if located else (file.path, message)
-    return CorruptRecord(where, UNFINISHED, message)
+        message = " ".join(str(fault).split()) or type(fault).__name__
+        if FORMATS[file.ending].of_records:
+            located = re.fullmatch(rf"({re.escape(file.path)}(?::\d+)?):? (.*)", message)
+            where, message = located.groups() if located else (file.path, message)
+            yield Skipped(UNFINISHED, message, where)
+        else:
+            yield Skipped(f"damaged {file.ending} files", f"{file.name}: {message[:200]}")
 
 
 # --- Documents --------------------------------------------------------------------------------------------------------
 
 
-def _plain_text(file: DocumentFile) -> Iterator[Found]:
+def _plain_text(file: DocumentFile) -> Iterator[Outcome]:
     """A text file as one article, or a large one as several."""
     with open_unpacked(file.path) as stream:
         encoding, notes = find_encoding(iter(partial(stream.read, PIECE), b"")), Notes()
@@ -214,7 +213,7 @@ def _pieces(lines: io.TextIOWrapper) -> Iterator[str]:
         yield "".join(piece)
 
 
-def _whole(convert: Callable[[bytes, Notes], markup.Plain], file: DocumentFile) -> Iterator[Found]:
+def _whole(convert: Callable[[bytes, Notes], markup.Plain], file: DocumentFile) -> Iterator[Outcome]:
     """A document that a function of its bytes makes plain."""
     with open_unpacked(file.path) as stream:
         data = stream.read(LARGEST + 1)
@@ -226,7 +225,7 @@ def _whole(convert: Callable[[bytes, Notes], markup.Plain], file: DocumentFile) 
     yield _document(file, convert(data, notes), notes)
 
 
-def _document(file: DocumentFile, plain: markup.Plain, notes: Notes, number: str = "") -> Found:
+def _document(file: DocumentFile, plain: markup.Plain, notes: Notes, number: str = "") -> Outcome:
     if not plain.text.strip():
         raise BadRecord("no words", "remove it", WORDLESS)
     if replaced := notes.pop((REPLACED, ""), 0):
@@ -237,7 +236,7 @@ def _document(file: DocumentFile, plain: markup.Plain, notes: Notes, number: str
 # --- Records ----------------------------------------------------------------------------------------------------------
 
 
-def _article(file: DocumentFile, number: int, where: str, record: dict[str, Any], identity: str = "") -> Found:
+def _article(file: DocumentFile, number: int, where: str, record: dict[str, Any], record_id: str = "") -> Outcome:
     """The article of a record: of a row, or of an object with the names of ours, Atlas's, BEIR's or Pyserini's."""
     fields = {str(name).strip().lower(): value for name, value in record.items()}
     contents = fields.get("contents")
@@ -247,31 +246,36 @@ def _article(file: DocumentFile, number: int, where: str, record: dict[str, Any]
     if isinstance(title, str) and isinstance(section, str) and title.strip() and section.strip():
         fields["title"] = f"{title}: {section}"  # of Atlas, where sections of one article share the title
     fields |= {name: "" for name in raw_records.TEXT if name in fields and fields[name] is None}
-    found = raw_records.article(fields, where, identity or f"{file.name}#{number}")
-    if isinstance(found, Article) and found.text.strip():
-        return replace(found, line=number, file=file.name)
-    if isinstance(found, Article):
-        return FilteredRecord(WORDLESS, f"{where}: {sample(record)}")
-    return replace(found, sample=f"{found.reason}: {found.sample}")
+    outcome = raw_records.article(fields, where, record_id or f"{file.name}#{number}")
+    if isinstance(outcome, Skipped):
+        return replace(outcome, sample=f"{outcome.reason}: {outcome.sample}")
+    if not outcome.text.strip():
+        return Skipped(WORDLESS, f"{where}: {sample(record)}")
+    return replace(outcome, line=number, file=file.name)
 
 
-def _json_objects(file: DocumentFile) -> Iterator[Found]:
+def _json_objects(file: DocumentFile) -> Iterator[Outcome]:
     """Objects that stand one a line or in one array."""
     number = 0
     for number, record in json_records(file.path):
         where = f"{file.path}:{number}"
         if isinstance(record, BadRecord):
-            yield CorruptRecord(where, record.reason, record.message)
+            yield Skipped(record.reason, record.message, where)
         else:
             yield _article(file, number, where, record)
     if not number:
         raise BadRecord("no records", "give one object a line", EMPTY)
 
 
-def _json(file: DocumentFile) -> Iterator[Found]:
+def _json(file: DocumentFile) -> Iterator[Outcome]:
     """A single object, which may stretch over lines and hold the records of its "data" as SQuAD's does; or several."""
-    whole = _single_object(file.path)
-    if whole is None:
+    with open_unpacked(file.path) as stream:
+        head = stream.read(LARGEST) if stream.peek(1)[:1] != b"[" else b""
+    try:
+        whole = json.loads(head)
+    except (ValueError, RecursionError):
+        whole = None
+    if not isinstance(whole, dict):
         yield from _json_objects(file)
         return
     data = whole.get("data")
@@ -279,20 +283,9 @@ def _json(file: DocumentFile) -> Iterator[Found]:
         for number, record in enumerate(_contexts(data), 1):
             yield _article(file, number, f"{file.path}, record {number:,}", record)
         return
-    found = _article(file, 1, file.path, whole, file.name)
-    is_other = isinstance(found, CorruptRecord)  # settings of a program, for example
-    yield FilteredRecord(raw_records.NO_FIELD, f"{file.name}: {sample(whole)}") if is_other else found
-
-
-def _single_object(path: str) -> dict[str, Any] | None:
-    """What a file holds if that is one JSON object of a size that fits into memory."""
-    with open_unpacked(path) as stream:
-        head = stream.read(LARGEST) if stream.peek(1)[:1] != b"[" else b""
-    try:
-        found = json.loads(head)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+    outcome = _article(file, 1, file.path, whole, file.name)
+    is_other = isinstance(outcome, Skipped) and outcome.is_damage  # settings of a program, for example
+    yield Skipped(raw_records.NO_FIELD, f"{file.name}: {sample(whole)}") if is_other else outcome
 
 
 def _contexts(data: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -312,9 +305,10 @@ def _contexts(data: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {"title": title, "text": before}
 
 
-def _table(file: DocumentFile) -> Iterator[Found]:
+def _table(file: DocumentFile) -> Iterator[Outcome]:
     """Rows of a table whose first line names its columns; it shows what stands between these, too."""
-    encoding, notes = _encoding_of_table(file.path), Notes()
+    with open_unpacked(file.path) as stream:
+        encoding, notes = find_encoding(_readable_chunks(stream)), Notes()
     note_encoding(encoding, notes)
     codec = encoding.name.removesuffix("-sig")
     _, first = next(text_lines(file.path, codec), (1, ""))
@@ -324,20 +318,15 @@ def _table(file: DocumentFile) -> Iterator[Found]:
     _, names = next(rows, (1, []))
     _check_columns(names)
     for line, row in rows:
+        where = f"{file.path}:{line}"
         if len(row) == len(names):
-            found = _article(file, line, f"{file.path}:{line}", dict(zip(names, row, strict=True)))
-            if isinstance(found, Article) and notes:
-                found, notes = replace(found, notes=notes), Notes()
-            yield found
+            outcome = _article(file, line, where, dict(zip(names, row, strict=True)))
+            if isinstance(outcome, Article) and notes:
+                outcome, notes = replace(outcome, notes=notes), Notes()
+            yield outcome
         else:
             message = f"the row has {len(row)} columns, the first line names {len(names)}"
-            yield CorruptRecord(f"{file.path}:{line}", OTHER_COLUMNS, message)
-
-
-def _encoding_of_table(path: str) -> Encoding:
-    """The encoding of a table; in one that is UTF-8, rows that are not are damaged."""
-    with open_unpacked(path) as stream:
-        return find_encoding(_readable_chunks(stream))
+            yield Skipped(OTHER_COLUMNS, message, where)
 
 
 def _readable_chunks(stream: IO[bytes]) -> Iterator[bytes]:
@@ -347,23 +336,21 @@ def _readable_chunks(stream: IO[bytes]) -> Iterator[bytes]:
             yield chunk
 
 
-def _parquet(file: DocumentFile) -> Iterator[Found]:
-    from pyarrow import parquet
+def _arrow(file: DocumentFile) -> Iterator[Outcome]:
+    """Rows of a Parquet file, or of a file of a Hugging Face data set, which is a stream of Arrow's."""
+    from pyarrow import ipc, parquet
 
     with open_unpacked(file.path) as stream:
-        rows = parquet.ParquetFile(stream)
-        columns = _check_columns(rows.schema_arrow.names)
-        yield from _rows(file, rows.iter_batches(BATCH_ROWS, columns=columns))
-
-
-def _arrow(file: DocumentFile) -> Iterator[Found]:
-    """A file of a Hugging Face data set, which is a stream of Arrow's."""
-    from pyarrow import ipc
-
-    with open_unpacked(file.path) as stream:
-        batches = ipc.open_stream(stream)
-        columns = _check_columns(batches.schema.names)
-        yield from _rows(file, (batch.select(columns) for batch in batches))
+        if file.ending == ".parquet":
+            table = parquet.ParquetFile(stream)
+            batches = table.iter_batches(BATCH_ROWS, columns=_check_columns(table.schema_arrow.names))
+        else:
+            table = ipc.open_stream(stream)
+            columns = _check_columns(table.schema.names)
+            batches = (batch.select(columns) for batch in table)
+        rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+        for number, row in enumerate(rows, 1):
+            yield _article(file, number, f"{file.path}, row {number:,}", row)
 
 
 def _check_columns(names: list[str]) -> list[str]:
@@ -374,12 +361,6 @@ def _check_columns(names: list[str]) -> list[str]:
             f"its columns are {sample(', '.join(names))}", f'call one "{raw_records.TEXT[1]}"', raw_records.NO_FIELD
         )
     return known
-
-
-def _rows(file: DocumentFile, batches: Iterable[Any]) -> Iterator[Found]:
-    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-    for number, row in enumerate(rows, 1):
-        yield _article(file, number, f"{file.path}, row {number:,}", row)
 
 
 _PAGE = Format(partial(_whole, markup.web_page), ("lxml",))
@@ -399,7 +380,7 @@ FORMATS = {
     ".jsonl": Format(_json_objects, (), of_records=True, any_size=True),
     ".csv": _TABLE,
     ".tsv": _TABLE,
-    ".parquet": Format(_parquet, ("pyarrow",), of_records=True, any_size=True),
+    ".parquet": Format(_arrow, ("pyarrow",), of_records=True, any_size=True),
     ".arrow": Format(_arrow, ("pyarrow",), of_records=True, any_size=True),
 }
 _ENDING = re.compile(rf"({'|'.join(map(re.escape, FORMATS))})({'|'.join(map(re.escape, PACKED))})?$", re.IGNORECASE)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import regex
 
-from realm_jax.data.records import BadRecord
+from realm_jax.data.lines import BadRecord
 
 Notes = Counter[tuple[str, str]]  # how often something was left out or replaced, by kind and name
 
@@ -69,21 +69,11 @@ UTF_8 = Encoding("utf-8")
 
 
 def find_encoding(chunks: Iterable[bytes], is_page: bool = False) -> Encoding:
-    """Find the encoding of a text.
+    """Find the encoding of a text from all its bytes, in order. Raises BadRecord if they are no text, or none fits.
 
     A byte order mark decides. Bytes are UTF-8 if they are valid, or if at least as many characters are valid as bytes
-    are not: a stray byte does not change how the rest is decoded. Otherwise a page may declare its encoding, and of
-    other texts it is detected.
-
-    Args:
-        chunks: all bytes of the text, in order.
-        is_page: whether the text is a web page, which may declare its encoding.
-
-    Returns:
-        The encoding, with the confidence of the detector.
-
-    Raises:
-        BadRecord: the bytes are no text, or no encoding fits them.
+    are not: a stray byte does not change how the rest is decoded. Otherwise a web page (`is_page`) may declare its
+    encoding, and of other texts it is detected.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     size = nuls = valid = invalid = sampled = 0
@@ -176,18 +166,9 @@ def _detected(data: bytes) -> Encoding:
 
 
 def decode(data: bytes, notes: Notes, is_page: bool = False) -> str:
-    """Decode a whole document.
+    """Decode a document by `find_encoding`; U+FFFD stands for what is no text.
 
-    Args:
-        data: its bytes.
-        notes: counts the encoding if it is not UTF-8, and the bytes that were replaced.
-        is_page: whether it is a web page, which may declare its encoding.
-
-    Returns:
-        The text, in which U+FFFD stands for what is no text.
-
-    Raises:
-        BadRecord: the bytes are no text, or no encoding fits them.
+    `notes` counts the encoding if it is not UTF-8, and the bytes that were replaced.
     """
     encoding = find_encoding([data], is_page)
     note_encoding(encoding, notes)

@@ -1,9 +1,11 @@
 """Convert documents with markup to titles and plain paragraphs: web pages, Markdown, reStructuredText, Word.
 
-Markdown, reStructuredText and Word become HTML first, through libraries of the extra `documents`, which are imported
-where they are needed. One function takes the words out of HTML: a blank line stands between paragraphs, headings, list
-items and rows of tables. Text is left out only if the page itself says that it is not content (a script, a navigation
-bar), and these words are counted. Not for files: read `realm_jax.corpora.documents` next. Not for PDF: see `pdf.py`.
+A converter takes the bytes of a document and gives its title and text; `notes` counts what is left out, and BadRecord
+says that the bytes are no text, or an empty page. Markdown, reStructuredText and Word become HTML first, through
+libraries of the extra `documents`, which are imported where they are needed. One function takes the words out of HTML:
+a blank line stands between paragraphs, headings, list items and rows of tables. Text is left out only if the page
+itself says that it is not content (a script, a navigation bar), and these words are counted. Not for files: read
+`realm_jax.corpora.documents` next. Not for PDF: see `pdf.py`.
 """
 
 import io
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 from realm_jax.corpora.encodings import Notes, decode
-from realm_jax.data.records import BadRecord
+from realm_jax.data.lines import BadRecord
 
 
 class Plain(NamedTuple):
@@ -75,18 +77,9 @@ _SPACE, _SPACE_IN_LINE, _BLANK_LINE = re.compile(r"\s+"), re.compile(r"[^\S\n]+"
 
 
 def web_page(data: bytes, notes: Notes) -> Plain:
-    """Take the text of a web page, without what the page itself marks as furniture around it.
+    """Take the text of a web page, without navigation and footer, which the page itself marks as such.
 
-    Args:
-        data: the bytes of the page.
-        notes: counts the words that are left out.
-
-    Returns:
-        Title and text. Navigation and the footer of the page are left out. If the page marks its main part, and that
-        has most of the words that are no links, the rest is left out as well.
-
-    Raises:
-        BadRecord: the page is empty or no text.
+    If the page marks its main part, and that has most of the words that are no links, the rest is left out as well.
     """
     text = decode(data, notes, is_page=True)
     page, left_out = _tree(text), Notes()
@@ -264,18 +257,7 @@ _ENDS = ("", r"</(?:script|style|pre|textarea)>", "-->", r"\?>", r"\]\]>", ">")
 
 
 def markdown(data: bytes, notes: Notes) -> Plain:
-    """Take the text of a Markdown document.
-
-    Args:
-        data: the bytes of the document.
-        notes: counts the keys of front matter that are left out.
-
-    Returns:
-        Title and text. The title is that of the front matter, otherwise the first heading.
-
-    Raises:
-        BadRecord: the bytes are no text.
-    """
+    """Take the text of a Markdown document. Its title is that of the front matter, otherwise the first heading."""
     text = decode(data, notes).replace("\r\n", "\n")
     front = _FRONT_MATTER.match(text)
     keys = _front_matter(front["mark"], front["keys"]) if front else None
@@ -426,16 +408,6 @@ def restructured_text(data: bytes, notes: Notes) -> Plain:
 
     Of directives and roles that docutils does not know, such as those of Sphinx, all words are text. What docutils
     cannot read, such as a malformed table, stays as it is written.
-
-    Args:
-        data: the bytes of the document.
-        notes: counts how the bytes were decoded.
-
-    Returns:
-        Title and text.
-
-    Raises:
-        BadRecord: the bytes are no text.
     """
     from docutils import nodes
     from docutils.core import publish_doctree, publish_from_doctree
@@ -529,18 +501,7 @@ _WRAPPERS = tuple(f"{_WORD}{name}" for name in ("fldSimple", "customXml", "dir",
 
 
 def word_document(data: bytes, notes: Notes) -> Plain:
-    """Take the text of a Word file (.docx).
-
-    Args:
-        data: the bytes of the file.
-        notes: counts the elements that are left out because nobody knows them.
-
-    Returns:
-        Title and text. The title is a heading, otherwise that of the file's properties.
-
-    Raises:
-        BadRecord: the file is too large.
-    """
+    """Take the text of a Word file (.docx). Its title is a heading, otherwise that of the file's properties."""
     import mammoth
 
     with zipfile.ZipFile(io.BytesIO(data)) as packed:
@@ -553,9 +514,8 @@ def word_document(data: bytes, notes: Notes) -> Plain:
     style = "p[style-name='Title'] => h1:fresh"
     no_images = mammoth.images.img_element(lambda _: {})
     result = mammoth.convert_to_html(target, style_map=style, convert_image=no_images)
-    for unknown in re.findall(
-        r"unrecognised element was ignored: (\S+)", "\n".join(m.message for m in result.messages)
-    ):
+    messages = "\n".join(message.message for message in result.messages)
+    for unknown in re.findall(r"unrecognised element was ignored: (\S+)", messages):
         notes[UNKNOWN_ELEMENTS, unknown] += 1
     plain, properties = _of_html(result.value), parts.get("docProps/core.xml")
     if plain.title or properties is None:

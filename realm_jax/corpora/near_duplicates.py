@@ -21,8 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.corpora.articles import duplicates_name, read_lines
-from realm_jax.corpora.outcomes import Article
+from realm_jax.corpora.articles import Article, read_lines, shard_file
 from realm_jax.storage import open_folder
 
 COPIES = "COPIES.json"
@@ -84,39 +83,27 @@ def find_near_duplicates(fingerprints: Sequence[NDArray[np.void]]) -> NDArray[np
 
 
 def fingerprint_shard(url: str, shard: int) -> int:
-    """Write the fingerprints of a shard, unless they are there, and return their number.
-
-    Args:
-        url: path or URL of the folder of the shards.
-        shard: its number.
-    """
-    folder = open_folder(url)
-    if _fingerprints_name(shard) in folder.names():
+    """Write the fingerprints of a shard of the folder `url`, unless they are there, and return their number."""
+    folder, name = open_folder(url), shard_file(shard, "fingerprints")
+    if name in folder.names():
         return 0
     fingerprints = [fingerprint(article).tobytes() for _, article in read_lines(folder, shard)]
-    folder.write(_fingerprints_name(shard), b"".join(fingerprints))
+    folder.write(name, b"".join(fingerprints))
     return len(fingerprints)
 
 
 def drop_near_duplicates(url: str, shards: int) -> Counter[str]:
-    """Decide which articles are copies, once every shard has its fingerprints, and return their number by reason.
-
-    Args:
-        url: path or URL of the folder of the shards.
-        shards: how many there are.
-    """
+    """Decide which articles are copies, once all shards have fingerprints, and return their number by reason."""
     folder = open_folder(url)
     if COPIES not in folder.names():
-        found = [np.frombuffer(folder.read(_fingerprints_name(shard)), FINGERPRINT) for shard in range(shards)]
-        reasons = find_near_duplicates(found)
-        for shard, of_shard in enumerate(np.split(reasons, np.cumsum([len(rows) for rows in found])[:-1])):
-            folder.write(duplicates_name(shard), of_shard.tobytes())
+        names = [shard_file(shard, "fingerprints") for shard in range(shards)]
+        fingerprints = [np.frombuffer(folder.read(name), FINGERPRINT) for name in names]
+        reasons = find_near_duplicates(fingerprints)
+        ends = np.cumsum([len(of_shard) for of_shard in fingerprints])
+        for shard, of_shard in enumerate(np.split(reasons, ends[:-1])):
+            folder.write(shard_file(shard, "copies"), of_shard.tobytes())
         counts = {reason: int((reasons == code).sum()) for code, reason in enumerate(REASONS) if code}
         folder.write_json(COPIES, {reason: times for reason, times in counts.items() if times})
-        for shard in range(shards):
-            folder.remove(_fingerprints_name(shard))
+        for name in names:
+            folder.remove(name)
     return Counter({reason: int(times) for reason, times in folder.read_json(COPIES).items()})
-
-
-def _fingerprints_name(shard: int) -> str:
-    return f"{shard:05d}.fingerprints"

@@ -11,10 +11,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from realm_jax.corpora.outcomes import Article, FilteredRecord
+from realm_jax.corpora.articles import Article, Outcome, Skipped
 from realm_jax.data import sentences
 from realm_jax.data.languages import language
-from realm_jax.data.records import sample
+from realm_jax.data.lines import sample
 
 # Which articles stay; PREPARED.json records these. Ranges hold both ends and count what is left after cleaning: shorter
 # than the lower ends are stubs, galleries and failed extractions; longer than the upper ends are lists, transcripts and
@@ -28,25 +28,18 @@ RULES: dict[str, Any] = {
 }
 
 
-def clean(article: Article, rules: dict[str, Any] = RULES) -> Article | FilteredRecord:
+def clean(article: Article, rules: dict[str, Any] = RULES) -> Outcome:
     """The article with a title of one line and with paragraphs apart by blank lines, or why it is left out."""
     title = " ".join(_lines(article.title))
     text = "\n\n".join(_paragraphs(_lines(article.text)))
-    reason = _misfit("characters", len(text), rules["characters"])
-    reason = reason or _misfit("words", len(text.split()), rules["words"])
-    reason = reason or _misfit("sentences", len(sentences.split(text)), rules["sentences"])
-    if reason:
-        return FilteredRecord(reason, sample(text or article.text))
+    for name, parts in (("characters", str), ("words", str.split), ("sentences", sentences.split)):
+        low, high = rules[name]
+        if not low <= (count := len(parts(text))) <= high:
+            reason = f"fewer than {low:,} {name}" if count < low else f"more than {high:,} {name}"
+            return Skipped(reason, sample(text or article.text))
     if rules["languages"] and (code := language(text)) not in rules["languages"]:
-        return FilteredRecord(f"in another language ({code})", sample(text))
+        return Skipped(f"in another language ({code})", sample(text))
     return Article(article.id, title, text, article.line, article.file)
-
-
-def _misfit(name: str, count: int, limits: Sequence[int]) -> str:
-    low, high = limits
-    if count < low:
-        return f"fewer than {low:,} {name}"
-    return f"more than {high:,} {name}" if count > high else ""
 
 
 # --- Lines ------------------------------------------------------------------------------------------------------------
@@ -110,7 +103,7 @@ def _paragraphs(lines: Sequence[str]) -> list[str]:
             continue
         if line[0].islower() and paragraphs and not _SENTENCE_END.search(paragraphs[-1]):
             paragraphs[-1] += f" {line}"
-        elif not _is_fragment(line):
+        elif line.count(" ") + 1 >= _SHORTEST_PROSE or _SENTENCE_END.search(line):  # no heading, button, name or date
             paragraphs.append(line)
     return paragraphs
 
@@ -118,8 +111,3 @@ def _paragraphs(lines: Sequence[str]) -> list[str]:
 def _is_boilerplate(line: str) -> bool:
     """Whether a line belongs to the page around an article."""
     return not line or (line.count(" ") < _LONGEST_BOILERPLATE and _BOILERPLATE.match(line) is not None)
-
-
-def _is_fragment(line: str) -> bool:
-    """Whether a line is a heading, a button, a name or a date."""
-    return line.count(" ") + 1 < _SHORTEST_PROSE and not _SENTENCE_END.search(line)

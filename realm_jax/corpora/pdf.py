@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from realm_jax.corpora.encodings import Notes
 from realm_jax.corpora.markup import Plain
-from realm_jax.data.records import BadRecord
+from realm_jax.data.lines import BadRecord
 
 LINES_LEFT_OUT = "lines of PDF files left out"  # kind of note
 _EDGE = 2  # lines at the top, and at the bottom, that may be running heads, feet and page numbers
@@ -48,17 +48,9 @@ _LIGATURES = str.maketrans({"ﬀ": "ff", "ﬁ": "fi", "ﬂ": "fl", "ﬃ": "ffi",
 
 
 def pdf_document(data: bytes, notes: Notes) -> Plain:
-    """Take the text of a PDF file.
+    """Take the text of a PDF file. Its title is that of the file's properties if the first pages show it.
 
-    Args:
-        data: the bytes of the file.
-        notes: counts the lines that are left out.
-
-    Returns:
-        Title and text. The title is that of the file's properties if the first pages show it, otherwise empty.
-
-    Raises:
-        BadRecord: the file is encrypted or damaged, or has no text.
+    `notes` counts the lines that are left out. Raises BadRecord if the file is encrypted or damaged, or has no text.
     """
     import pypdfium2
 
@@ -88,12 +80,7 @@ def _sensible_title(named: str, beginning: str) -> str:
 
 
 def paragraphs(pages: list[list[str]], notes: Notes) -> Iterator[str]:
-    """Yield the paragraphs of the lines of all pages.
-
-    Args:
-        pages: the lines of each page.
-        notes: counts the page numbers and repeated running heads and feet, which are left out.
-    """
+    """Yield the paragraphs of the lines of all pages, without page numbers and repeated heads, which are counted."""
     text = "\n".join("\n".join(lines) for lines in pages).lower()
     words, compounds = set(re.findall(_LETTERS, text)), set(_COMPOUND.findall(text))
 
@@ -159,15 +146,10 @@ def _without_furniture(pages: list[list[str]], notes: Notes) -> Iterator[list[st
 
 
 def _heads_by_run(line: str, page: int) -> dict[tuple[str, bool, int], str]:
-    """Return the runs of page numbers that a line may belong to, with the rest of the line.
+    """Return the runs of page numbers that a line at the edge of a page may belong to.
 
-    Args:
-        line: a line at the edge of a page.
-        page: the index of the page in the file.
-
-    Returns:
-        From (style, is Roman, index of the page with number 0) to the line without its number. No number is above the
-        count of pages so far: 1984, 1985 and 1986 on the first three pages are years of a chronicle.
+    From (style, is Roman, index of the page with number 0) to the line without its number. No number is above the
+    count of pages so far: 1984, 1985 and 1986 on the first three pages are years of a chronicle.
     """
     heads = {}
     for style, pattern in _PAGE_NUMBER_STYLES.items():

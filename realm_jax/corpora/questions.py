@@ -3,15 +3,15 @@
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from realm_jax.corpora.outcomes import CorruptRecord, Counts
+from realm_jax.corpora.articles import Counts, Skipped
+from realm_jax.data.lines import BadRecord
 from realm_jax.data.questions import PUBLISHED, Question, parse_questions
-from realm_jax.data.records import BadRecord
 from realm_jax.errors import UserError
 
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")  # it becomes a file name
@@ -46,37 +46,32 @@ class SelectedQuestions:
     counts: Counts
     absent: set[str] = field(default_factory=set)  # gold passages that do not exist: misses if a question has others
 
-    def to_manifest(self) -> dict[str, Any]:
-        """Return the counts as PREPARED.json has them."""
-        counts = self.counts.to_json()
-        notes = {"notes": self.counts.notes_to_json()} if counts["notes"] else {}
-        return {key: counts[key] for key in ("records", "dropped", "damaged", "samples")} | notes
-
-    def all(self) -> Iterator[LocatedQuestion]:
-        """Return the questions, split after split."""
-        return chain.from_iterable(self.splits.values())
-
     def gold(self) -> set[str]:
         """Return the ids of all gold passages."""
-        return {name for located in self.all() for name in located.question.gold}
+        return {name for located in chain.from_iterable(self.splits.values()) for name in located.question.gold}
 
-    def note_absent_golds(self, existing: Iterable[str]) -> list[LocatedQuestion]:
-        """Find and count the gold passages that do not exist; return the questions that have no other."""
+    def check_golds(self, existing: Iterable[str], passages: str, skip_damage: bool) -> None:
+        """Leave out, as damage, the questions of which no gold passage exists, and count the others that lack one.
+
+        Args:
+            existing: ids of the passages.
+            passages: what the user calls these.
+            skip_damage: whether to count such questions, and not to raise UserError for the first one.
+        """
         self.absent = self.gold().difference(existing)
-        lost = []
-        for located in self.all():
-            if located.has_only(self.absent):
-                lost.append(located)
-            else:
-                self.counts.notes.update((ABSENT, name) for name in self.absent.intersection(located.question.gold))
-        return lost
-
-    def drop(self, lost: Collection[LocatedQuestion]) -> None:
-        """Leave out, as damage, the questions that `note_absent_golds` returned."""
-        for question, where, file in lost:
-            fault = f"gold_passage_id {next(iter(question.gold))!r} is not there"
-            self.counts.count_skipped(CorruptRecord(where, NO_SUCH_GOLD, fault), file, question.line)
         for split, questions in self.splits.items():
+            for located in questions:
+                question, where, file = located
+                if not located.has_only(self.absent):
+                    self.counts.notes.update((ABSENT, name) for name in self.absent.intersection(question.gold))
+                    continue
+                gold = next(iter(question.gold))
+                if not skip_damage:
+                    raise UserError(
+                        f"{where}: gold_passage_id {gold!r} is not in {passages}; correct it, or use --ignore-gold"
+                    )
+                lost = Skipped(NO_SUCH_GOLD, f"gold_passage_id {gold!r} is not there", where)
+                self.counts.count_skipped(lost, file, question.line)
             self.splits[split] = [located for located in questions if not located.has_only(self.absent)]
 
     def with_stored_golds(self, wordless: Collection[str]) -> dict[str, list[Question]]:
@@ -111,18 +106,18 @@ def question_files(argument: str | os.PathLike[str]) -> list[QuestionFile]:
     return [QuestionFile(name, file) for name, file in judgments.items() if split in (None, name)]
 
 
-def published_identity(file: QuestionFile) -> dict[str, str] | None:
-    """Return name and SHA-256 of the questions of a published data set; None for a file."""
+def published_questions(file: QuestionFile) -> list[Question] | None:
+    """Return the questions of a published data set; None for a file."""
     if not file.path.startswith(PUBLISHED):
         return None
     from realm_jax.data import open_qa  # here, because TFDS takes a second to import
 
-    return {"file": file.path, "sha256": open_qa.fingerprint(open_qa.read(file.path, file.split))}
+    return open_qa.read(file.path, file.split)
 
 
 def read_all(
     files: list[QuestionFile],
-    sources: Sequence[str],
+    sources: Collection[str],
     max_answer_words: int | None,
     ignore_gold: bool,
     skip_damage: bool = False,
@@ -144,15 +139,13 @@ def read_all(
     for number, file in enumerate(files):
         unanswerable, before = Counter[str](), counts.records
         questions: Iterable[tuple[int, Question | BadRecord]]
-        if file.path.startswith(PUBLISHED):
-            from realm_jax.data import open_qa  # here, because TFDS takes a second to import
-
-            questions = ((question.line, question) for question in open_qa.read(file.path, file.split))
+        if (published := published_questions(file)) is not None:
+            questions = ((question.line, question) for question in published)
         else:
             questions = parse_questions(file.path, dropped=unanswerable)
         for line, question in questions:
             counts.records += 1
-            split = file.split
+            split: Any = file.split
             if isinstance(question, Question) and split is None:
                 split = question.fields.get("split")
                 if not isinstance(split, str) or not _SPLIT_NAME.fullmatch(split):
@@ -161,9 +154,8 @@ def read_all(
                 if not skip_damage:
                     raise UserError(f"{file.path}:{line}: {question}")
                 where = f"{Path(file.path).name}:{line}"
-                counts.count_skipped(CorruptRecord(where, UNREADABLE, str(question)), number, line)
+                counts.count_skipped(Skipped(UNREADABLE, str(question), where), number, line)
                 continue
-            assert split is not None
             if sources and question.fields.get("source") not in sources:
                 counts.dropped["of other sources"] += 1
                 continue
@@ -175,8 +167,8 @@ def read_all(
             elif not answers and not gold:
                 counts.dropped["without answers, their gold passages ignored"] += 1
             else:
-                located = replace(question, answers=answers, gold=gold)
-                splits[split].append(LocatedQuestion(located, f"{file.path}:{line}", number))
+                selected = replace(question, answers=answers, gold=gold)
+                splits[split].append(LocatedQuestion(selected, f"{file.path}:{line}", number))
         if counts.records == before and not skip_damage:
             raise UserError(f'{file.path} holds no questions; give one {{"question", "answers"}} object a line')
         counts.dropped += unanswerable

@@ -2,7 +2,7 @@
 
 A source is cut into *parts*: small picklable functions, each of which reads its records. Whoever has a part reads it
 alone, in any process or on any machine, and all parts together give every record once. What cannot be read is a
-`CorruptRecord` in its place, for the caller to count or refuse; only what concerns a source as a whole (not found, not
+`Skipped` in its place, for the caller to count or refuse; only what concerns a source as a whole (not found, not
 installed, storage fails) is a UserError. Not for files of passages in the project's own format: see `texts.py`.
 Read `parts` next.
 """
@@ -16,10 +16,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from realm_jax.corpora.outcomes import Article, CorruptRecord
+from realm_jax.corpora.articles import Article, Outcome, Skipped
 from realm_jax.data.files import PACKED, matching, size_of
-from realm_jax.data.lines import parse_json, read_lines
-from realm_jax.data.records import BadRecord, applied, sample
+from realm_jax.data.lines import BadRecord, applied, parse_json, read_lines, sample
 from realm_jax.errors import UserError
 
 PART_BYTES = 1 << 28  # of a plain JSON Lines file; a packed one, which cannot be entered midway, is one part
@@ -36,8 +35,9 @@ _TITLE, _ID, _ADDRESS = ("title", "headline"), ("id", "_id", "docid", "doc_id", 
 NULL_TEXT, NO_FIELD = "the text is null", 'without a field "text" or the like'  # reasons
 FIELDS = frozenset((*TEXT, *_TITLE, *_ID, "section"))
 
-Records = Iterator[Article | CorruptRecord]
-Part = partial[Records]  # gives the records in the order of the source; raises UserError when it cannot be reached
+Part = partial[
+    Iterator[Outcome]
+]  # gives the records in the order of the source; raises UserError when it cannot be reached
 
 
 def parts(source: str) -> list[Part]:
@@ -52,18 +52,38 @@ def parts(source: str) -> list[Part]:
     with split "train" unless one is named. Raises UserError when there is nothing to read.
     """
     kind, colon, rest = source.partition(":")
-    if colon and kind in ("hf", "tfds"):
-        name, _, split = rest.partition("@")
-        if not name:
-            raise UserError(f"{source} names no dataset; write {kind}:NAME, such as {_EXAMPLES[kind]}")
-        return list((_hub_parts if kind == "hf" else _tfds_parts)(name, split or "train"))
-    return list(_file_parts(source))
+    if not colon or kind not in _EXAMPLES:
+        files = [(path, Path(path).suffix.lower() in PACKED) for path in matching(source)]
+        return [
+            partial(_read_lines, path, start, None if is_packed else min(start + PART_BYTES, size))
+            for path, is_packed in files
+            for size in [1 if is_packed else size_of(path)]
+            for start in range(0, size, PART_BYTES)
+        ]
+    name, _, split = rest.partition("@")
+    split = split or "train"
+    if not name:
+        raise UserError(f"{source} names no dataset; write {kind}:NAME, such as {_EXAMPLES[kind]}")
+    with _hub_errors(kind, name, split):
+        if kind == "hf":
+            shards = _hub_dataset(name, split).num_shards
+            return [partial(_read_hub, name, split, number, shards) for number in range(shards)]
+        splits = _tfds_builder(name).info.splits
+        if split not in splits:
+            raise UserError(f"tfds:{name} has no split {split!r}; it has {', '.join(splits) or 'none'}")
+        records = splits[split].num_examples
+        ranges = [(start, min(start + PART_RECORDS, records)) for start in range(0, records, PART_RECORDS)]
+        return [partial(_read_tfds, name, split, *of_part) for of_part in ranges]
 
 
 _EXAMPLES = {"hf": "hf:cc_news", "tfds": "tfds:wikipedia/20230601.en"}
+_ADVICE = {
+    "hf": "check its name and your access",
+    "tfds": "check its name, and that `tfds build` prepared it where TFDS_DATA_DIR says",
+}
 
 
-def article(record: Any, where: str, otherwise: str = "") -> Article | CorruptRecord:
+def article(record: Any, where: str, otherwise: str = "") -> Outcome:
     """The article that a raw record holds. Strings may be UTF-8 bytes; an absent or null title is empty.
 
     The id is a string or an integer. Without one it is `otherwise`; without that the address, or made of the content,
@@ -71,84 +91,64 @@ def article(record: Any, where: str, otherwise: str = "") -> Article | CorruptRe
     documents can be found, and a title that stayed would be read twice.
     """
     if not isinstance(record, dict):
-        return CorruptRecord(where, "not a record with named fields", sample(record))
+        return Skipped("not a record with named fields", sample(record), where)
     try:
         text = _text(record, TEXT, "text")
         title = _text(record, _TITLE, "title") or ""
         identity = _text(record, _ID, "id") or otherwise or _text(record, _ADDRESS, "id")
-    except _InvalidField as fault:
-        return CorruptRecord(where, str(fault), sample(record))
+    except BadRecord as fault:
+        return Skipped(fault.reason, sample(record), where)
     if text is None:
         known = any(name in record for name in TEXT)
-        return CorruptRecord(where, NULL_TEXT if known else NO_FIELD, sample(record))
+        return Skipped(NULL_TEXT if known else NO_FIELD, sample(record), where)
     if title.strip() and not text.strip():
         title, text = "", title
     content = f"{title}\0{text}".encode()
     return Article(identity or hashlib.blake2b(content, digest_size=16).hexdigest(), title, text)
 
 
-class _InvalidField(Exception):
-    """A field that does not hold text."""
-
-
 def _text(record: dict[str, Any], names: tuple[str, ...], kind: str) -> str | None:
-    """The string under the first of `names` that holds something; None if all are absent or null.
-
-    Raises _InvalidField."""
+    """The string under the first of `names` that holds something; None if all are absent or null. Raises BadRecord."""
     values = [record[name] for name in names if record.get(name) is not None]
     value = next((value for value in values if value != ""), values[0] if values else None)
+    fault = ""
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8")
         except UnicodeDecodeError:
-            raise _InvalidField(f"the {kind} is not UTF-8") from None
-    if kind == "id" and isinstance(value, int) and not isinstance(value, bool):
+            fault = "is not UTF-8"
+    elif kind == "id" and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if value is not None and not isinstance(value, str):
-        raise _InvalidField(f"the {kind} is not a string")
-    if value is not None and _SURROGATE.search(value):
-        raise _InvalidField(f"the {kind} has half of a surrogate pair")
+    elif value is not None and not isinstance(value, str):
+        fault = "is not a string"
+    elif value is not None and _SURROGATE.search(value):
+        fault = "has half of a surrogate pair"
+    if fault:
+        raise BadRecord(f"the {kind} {fault}", "correct it")
     return value
 
 
-# --- JSON Lines -------------------------------------------------------------------------------------------------------
+# --- Reading a part --------------------------------------------------------------------------------------------------
 
 
-def _file_parts(pattern: str) -> Iterator[Part]:
-    for path in matching(pattern):
-        packed = Path(path).suffix.lower() in PACKED
-        size = 1 if packed else size_of(path)
-        for start in range(0, size, PART_BYTES):
-            yield partial(_read_lines, path, start, None if packed else min(start + PART_BYTES, size))
-
-
-def _read_lines(path: str, start: int, stop: int | None) -> Records:
+def _read_lines(path: str, start: int, stop: int | None) -> Iterator[Outcome]:
     """The records of the lines that begin in [start, stop), counted in unpacked bytes; all, when `stop` is None.
 
-    There is a last `CorruptRecord` where a packed file is cut off or damaged: what follows is lost.
+    The last is damage where a packed file is cut off or damaged: what follows is lost.
     """
     lines = read_lines(path, start, stop)
     known = ((line.byte, line.data) for line in lines if isinstance(line.data, BadRecord) or line.data.strip())
     for byte, record in applied(parse_json, known):
         where = f"{path} at byte {byte:,}"
         if isinstance(record, BadRecord):
-            yield CorruptRecord(where, record.reason, record.sample)
+            yield Skipped(record.reason, record.sample, where)
         else:
             yield article(record, where)
 
 
-# --- Hubs -------------------------------------------------------------------------------------------------------------
-
-
-def _hub_parts(name: str, split: str) -> Iterator[Part]:
-    with _hub_errors(f"hf:{name}@{split}", _HUB_ADVICE):
-        shards = _hub_dataset(name, split).num_shards
-    yield from (partial(_read_hub, name, split, number, shards) for number in range(shards))
-
-
-def _read_hub(name: str, split: str, number: int, shards: int) -> Records:
+def _read_hub(name: str, split: str, number: int, shards: int) -> Iterator[Outcome]:
     """Shard `number` of `shards` of a Hugging Face dataset."""
-    with _hub_errors(f"hf:{name}@{split}", _HUB_ADVICE):
+    with _hub_errors("hf", name, split):
         for row, record in enumerate(_hub_dataset(name, split).shard(num_shards=shards, index=number)):
             yield article(record, f"hf:{name}@{split}, shard {number}, row {row:,}")
 
@@ -160,20 +160,18 @@ def _hub_dataset(name: str, split: str) -> Any:
     return datasets.load_dataset(path, config or None, split=split, streaming=True)
 
 
-def _tfds_parts(name: str, split: str) -> Iterator[Part]:
-    with _hub_errors(f"tfds:{name}@{split}", _TFDS_ADVICE):
-        splits = _tfds_builder(name).info.splits
-        if split not in splits:
-            raise UserError(f"tfds:{name} has no split {split!r}; it has {', '.join(splits) or 'none'}")
-        records = splits[split].num_examples
-    for start in range(0, records, PART_RECORDS):
-        yield partial(_read_tfds, name, split, start, min(start + PART_RECORDS, records))
-
-
-def _read_tfds(name: str, split: str, start: int, stop: int) -> Records:
+def _read_tfds(name: str, split: str, start: int, stop: int) -> Iterator[Outcome]:
     """Records [start, stop) of a split of a TensorFlow dataset."""
-    with _hub_errors(f"tfds:{name}@{split}", _TFDS_ADVICE):
-        for row, record in enumerate(_tfds_records(_tfds_builder(name), f"{split}[{start}:{stop}]"), start):
+    with _hub_errors("tfds", name, split):
+        builder, rows = _tfds_builder(name), f"{split}[{start}:{stop}]"
+        if builder.info.file_format.value == "array_record":  # which is read without TensorFlow, unlike all others
+            records = builder.as_data_source(rows)
+        else:
+            advice = "run `pip install tensorflow`, or prepare it as array_record"
+            _imported("tensorflow", f"tfds:{builder.name}", advice)
+            tfds = import_module("tensorflow_datasets")
+            records = tfds.as_numpy(builder.as_dataset(split=rows, shuffle_files=False))
+        for row, record in enumerate(records, start):
             yield article(record, f"tfds:{name}@{split}, row {row:,}")
 
 
@@ -188,15 +186,6 @@ def _tfds_builder(name: str) -> Any:
     return builder
 
 
-def _tfds_records(builder: Any, split: str) -> Any:
-    """The records of a split or slice. ArrayRecord files are read without TensorFlow, all others with it."""
-    if builder.info.file_format.value == "array_record":
-        return builder.as_data_source(split)
-    _imported("tensorflow", f"tfds:{builder.name}", "run `pip install tensorflow`, or prepare it as array_record")
-    tfds = import_module("tensorflow_datasets")
-    return tfds.as_numpy(builder.as_dataset(split=split, shuffle_files=False))
-
-
 def _imported(module: str, source: str, remedy: str) -> Any:
     try:
         return import_module(module)
@@ -204,12 +193,8 @@ def _imported(module: str, source: str, remedy: str) -> Any:
         raise UserError(f"{source} needs {module} ({fault}); {remedy}") from None
 
 
-_HUB_ADVICE = "check its name and your access"
-_TFDS_ADVICE = "check its name, and that `tfds build` prepared it where TFDS_DATA_DIR says"
-
-
 @contextmanager
-def _hub_errors(source: str, advice: str) -> Iterator[None]:
+def _hub_errors(kind: str, name: str, split: str) -> Iterator[None]:
     """Turn any exception of a hub into a UserError that names the dataset."""
     try:
         yield
@@ -217,4 +202,4 @@ def _hub_errors(source: str, advice: str) -> Iterator[None]:
         raise
     except Exception as fault:
         reason = " ".join(str(fault).split())[:100] or type(fault).__name__
-        raise UserError(f"{source} cannot be read ({reason}); {advice}") from None
+        raise UserError(f"{kind}:{name}@{split} cannot be read ({reason}); {_ADVICE[kind]}") from None

@@ -6,16 +6,21 @@
     OUTPUT/PREPARED.json                  written last: inputs, settings, and what became of every record
     OUTPUT/articles/…                     while the work is not done: the articles of each shard, and where to resume
 
-Where texts come from: `texts.py`. How articles are cut into passages: `build.py`. What does the work, processes of this
-machine or Apache Beam: `Runner` in `articles.py`.
+Everything is written into a hidden folder next to the output, which takes the output's name at the very end; in a
+bucket PREPARED.json comes last instead. Interrupted output is never taken for complete, and the same command resumes
+it. Where texts come from: `texts.py`. How articles are cut into passages: `build.py`. What does the work: processes of
+this machine (`Processes` in `articles.py`) or Apache Beam (`pipelines.py`).
 """
 
 import json
 import logging
 import os
+import resource
+import shutil
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -23,14 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from realm_jax.console import StageProgress
-from realm_jax.corpora.articles import Processes, Runner, read_shard
-from realm_jax.corpora.build import PackingSummary, PassagePacker, check_limit, pack_shard, packed_name
+from realm_jax.corpora.articles import Article, Counts, Processes, read_shard, shard_file
+from realm_jax.corpora.build import PACKED, PackingSummary, PassagePacker, check_limit, pack_shard
 from realm_jax.corpora.near_duplicates import COPIES, drop_near_duplicates, fingerprint_shard
-from realm_jax.corpora.outcomes import Article, Counts
-from realm_jax.corpora.partial_output import ARTICLES, TOKENIZER, check_owner, is_prepared, staged_output
-from realm_jax.corpora.questions import QuestionFile, published_identity, question_files, read_all
+from realm_jax.corpora.questions import QuestionFile, published_questions, question_files, read_all
 from realm_jax.corpora.texts import identity, open_texts
 from realm_jax.data import spans as span_finders
+from realm_jax.data.lines import Path_
 from realm_jax.data.packing import DEFAULT_LIMIT
 from realm_jax.data.questions import has_judgments, queries_file, question_lines
 from realm_jax.data.sources import FORMAT_VERSION
@@ -39,13 +43,16 @@ from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.data.store import new_version
 from realm_jax.data.tokenizer_files import FoundTokenizer, are_complete, lower_case_of, tokenizer_file, tokenizer_of
 from realm_jax.data.wordpiece import WordPiece, check_size
-from realm_jax.errors import UserError
-from realm_jax.storage import open_folder
+from realm_jax.errors import Resumable, UserError, full_disk
+from realm_jax.storage import Folder, StorageError, exclusive_lock, open_folder, publish_folder
 
 logger = logging.getLogger(__name__)
 
-Path_ = str | os.PathLike[str]
-
+TOKENIZER = "tokenizer"
+ARTICLES = "articles"  # while the work is not done
+INPUTS, CLAIM = "INPUTS.json", "CLAIM.json"  # in it: what is prepared, and by which command
+PARTIAL_ENTRIES = (ARTICLES, TOKENIZER, "passages", "pretraining", "questions")  # what an interrupted command may leave
+OTHER_FILES = 100  # that a process has open besides the shards
 DEFAULT_VOCABULARY_SIZE = 30_522  # the size of bert-base-uncased's vocabulary
 LEARN_FROM = 100_000_000  # characters of text to learn a vocabulary from: about a minute and a half
 UNKNOWN_SHARE = 0.05  # more [UNK] than this says that the vocabulary is for another language
@@ -107,7 +114,13 @@ def prepare(options: Options) -> Prepared | None:
         check_size(options.vocabulary_size)
     if not options.questions and (options.question_sources or options.max_answer_words or options.ignore_gold):
         raise UserError("--question-sources, --max-answer-words and --ignore-gold need --questions; add it")
-    runner = _runner(options.workers, options.beam)
+    runner: Any = Processes(options.workers or os.cpu_count() or 1)
+    if options.beam is not None:
+        if options.workers is not None:
+            raise UserError("--workers: Beam's runners have options of their own for it; leave --workers or --beam out")
+        from realm_jax.corpora.pipelines import Beam  # here, since few have Apache Beam
+
+        runner = Beam.of(options.beam)
 
     # --- Open the inputs, and see whether they are prepared already ---------------------------------------------------
     question_inputs = [file for argument in options.questions for file in question_files(argument)]
@@ -115,7 +128,9 @@ def prepare(options: Options) -> Prepared | None:
     if options.pretraining:
         sources["pretraining"] = open_texts(options.pretraining)
     shards = {name: options.shards or source.shards for name, source in sources.items()}
-    runner.check(max(shards.values()))
+    most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES
+    if options.beam is None and (most := max(shards.values())) > most_files:
+        raise UserError(f"--shards={most}: this machine may open {most_files} files; give fewer, or raise `ulimit -n`")
     inputs: dict[str, Any] = {"passages": None, "pretraining": None, "vocab": None}
     inputs |= {name: source.identity for name, source in sources.items()}
     settings = {name: getattr(options, name) for name in _SETTINGS} | {"shards": shards}
@@ -156,15 +171,8 @@ def prepare(options: Options) -> Prepared | None:
 
         # --- Gold passages have to exist, or the question is damage; checked before the slow part ---------------------
         if questions.gold():
-            lost = questions.note_absent_golds(
-                article.id for article in _articles(article_folders["passages"], shards["passages"])
-            )
-            if lost and not options.skip_damage:
-                gold, name = next(iter(lost[0].question.gold)), sources["passages"].name
-                raise UserError(
-                    f"{lost[0].where}: gold_passage_id {gold!r} is not in {name}; correct it, or use --ignore-gold"
-                )
-            questions.drop(lost)
+            ids = (article.id for article in _articles(article_folders["passages"], shards["passages"]))
+            questions.check_golds(ids, sources["passages"].name, options.skip_damage)
 
         # --- The tokenizer: one that an interrupted command left, the given one, or one that is learned ---------------
         if are_complete(names := folder.names(TOKENIZER)):
@@ -180,6 +188,8 @@ def prepare(options: Options) -> Prepared | None:
 
         # --- Passages: a worker packs a shard; shards that an interrupted command packed stay -------------------------
         packer = PassagePacker(tokenizer, options.limit, options.spans)
+        if span_finders.uses_devices(finder) and options.beam is None:
+            runner = Processes(1)  # a network has the devices of this process; workers would each need their memory
         summaries: dict[str, PackingSummary] = {}
         stores: dict[str, dict[str, Any]] = {}
         for name in sources:
@@ -187,12 +197,11 @@ def prepare(options: Options) -> Prepared | None:
             article_folder = open_folder(article_folders[name])
             with StageProgress(name, counts[name].articles) as bar:
                 done = {*article_folder.names()}
-                missing = [shard for shard in range(shards[name]) if packed_name(shard) not in done]
+                missing = [shard for shard in range(shards[name]) if shard_file(shard, PACKED) not in done]
                 if missing:
-                    runner.each(
-                        partial(pack_shard, packer, f"{root}/{name}"), article_folders[name], missing, bar.update
-                    )
-            packed_shards = [article_folder.read_json(packed_name(shard)) for shard in range(shards[name])]
+                    pack = partial(pack_shard, packer, f"{root}/{name}")
+                    runner.each(pack, article_folders[name], missing, bar.update)
+            packed_shards = [article_folder.read_json(shard_file(shard, PACKED)) for shard in range(shards[name])]
             summary, entries = PackingSummary(), [packed["entry"] for packed in packed_shards]
             for packed in packed_shards:
                 summary.add(PackingSummary.from_json(packed["summary"]))
@@ -225,11 +234,14 @@ def prepare(options: Options) -> Prepared | None:
         manifest |= {"limit": options.limit, "inputs": inputs}
         manifest["counts"] = {
             name: count.to_json()
-            | {"notes": count.notes_to_json(), "unknown_token_share": round(summaries[name].unknown_share, 4)}
+            | {"notes": count.common_notes(), "unknown_token_share": round(summaries[name].unknown_share, 4)}
             for name, count in counts.items()
         }
         if question_inputs:
-            manifest["counts"]["questions"] = questions.to_manifest()
+            counted = questions.counts.to_json()
+            kept = {key: counted[key] for key in ("records", "dropped", "damaged", "samples")}
+            notes = questions.counts.common_notes()
+            manifest["counts"]["questions"] = kept | ({"notes": notes} if notes else {})
         check_owner(root, claim)
         folder.write_json(PREPARED, manifest)
     return Prepared(manifest, counts, summaries, questions.counts, tokenizer.size)
@@ -240,21 +252,12 @@ def _articles(folder: str, shards: int) -> Iterator[Article]:
     return chain.from_iterable(read_shard(open_folder(folder), shard) for shard in range(shards))
 
 
-def _runner(workers: int | None, beam: str | None) -> Runner:
-    """What does the work, by --workers or by the options of --beam. Raises UserError for both at once."""
-    if beam is None:
-        return Processes(workers or os.cpu_count() or 1)
-    if workers is not None:
-        raise UserError("--workers: Beam's runners have options of their own for it; leave it out, or leave --beam out")
-    from realm_jax.corpora.pipelines import Beam  # here, since few have Apache Beam
-
-    return Beam.of(beam)
-
-
 def _question_identity(file: QuestionFile) -> dict[str, Any]:
     """What tells questions from others; judgments have their texts in a file of their own."""
-    if (published := published_identity(file)) is not None:
-        return published
+    if (questions := published_questions(file)) is not None:
+        from realm_jax.data import open_qa  # here, because TFDS takes a second to import
+
+        return {"file": file.path, "sha256": open_qa.fingerprint(questions)}
     texts = {"queries": identity(queries_file(file.path))["sha256"]} if has_judgments(file.path) else {}
     return identity(file.path) | texts
 
@@ -279,3 +282,109 @@ def vocabulary_file(name: str) -> FoundTokenizer:
             path = found
     said = lower_case_of(path.parent)
     return FoundTokenizer(path, said is None or said.value)
+
+
+# --- The output folder while it is being written ----------------------------------------------------------------------
+
+
+class PreparedOtherwise(UserError):
+    """A folder is prepared, from other inputs or with other settings."""
+
+
+def is_prepared(output: str, inputs: dict[str, Any], skip_damage: bool) -> bool:
+    """Whether `output` is already what would be made. Raises UserError when it is anything else."""
+    folder = open_folder(output)
+    names = folder.names()
+    if not (names or os.path.lexists(output)):
+        return False
+    advice = "choose another --output or remove the folder"
+    if PREPARED not in names:
+        if "://" in output and INPUTS in folder.names(ARTICLES):
+            return False  # begun, and not done
+        raise UserError(f"{output} exists and is not a prepared folder; {advice}")
+    manifest = folder.read_json(PREPARED)
+    if not isinstance(manifest.get("inputs"), dict):
+        raise UserError(f"{output}/{PREPARED} is damaged; {advice}")
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise UserError(f"{output} was prepared by another version of this program; {advice}")
+    if "tagged" in manifest:
+        raise UserError(f"{output} has the spans of a tagger that this version cannot run; {advice}")
+    if manifest.get("inputs") != inputs:
+        changed = [name for name, value in inputs.items() if manifest["inputs"].get(name) != value]
+        raise PreparedOtherwise(f"{output} was prepared with other {' and '.join(changed)}; {advice}")
+    lost = sum(sum(counts["damaged"].values()) for counts in manifest["counts"].values())
+    if lost and not skip_damage:
+        raise UserError(
+            f"{output} was prepared with --skip-damage, which found damage in {lost} places; give the flag again to "
+            "keep it as it is, or remove the folder"
+        )
+    for store in ("passages", "pretraining") if manifest.get("pretraining") else ("passages",):
+        if STORE not in folder.names(store):
+            raise UserError(f"{output} is damaged (no {store}/{STORE}); remove the folder")
+    return True
+
+
+@contextmanager
+def staged_output(output: str, inputs: dict[str, Any], anywhere: bool, claim: str) -> Iterator[str]:
+    """Where to work: a hidden folder beside `output`, which takes its name at the end, or the bucket itself.
+
+    Partial output of the same inputs is resumed. After a UserError nothing stays, unless it can be resumed.
+    """
+    if "://" in output:
+        if not anywhere:
+            raise UserError(f"--output={output}: processes of this machine write to its disk; give --beam, or a path")
+        _resume_or_reset(open_folder(output), inputs, claim)
+        yield output
+        open_folder(output).remove(ARTICLES)
+        return
+    final = Path(output)
+    root = final.absolute().parent / f".{final.name}.partial"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise UserError(f"cannot write into {root.parent} ({fault.strerror}); choose another --output") from None
+    with exclusive_lock(root):
+        _resume_or_reset(open_folder(root), inputs, claim)
+        try:
+            yield str(root)
+        except (Resumable, StorageError):
+            raise
+        except UserError:
+            shutil.rmtree(root, ignore_errors=True)
+            raise
+        except OSError as fault:
+            if not (full := full_disk(fault)):
+                raise
+            place = Path(fault.filename or root).parent
+            raise UserError(f"{place}: {full}; make room there, then run the command again to resume") from fault
+        done = root.with_name(f".{final.name}.articles")
+        shutil.rmtree(done, ignore_errors=True)
+        (root / ARTICLES).rename(done)
+        (root / ".lock").unlink()
+        publish_folder(root, final)
+        shutil.rmtree(done, ignore_errors=True)
+
+
+def _resume_or_reset(folder: Folder, inputs: dict[str, Any], claim: str) -> None:
+    """Resume what an earlier command with the same inputs left; remove partial output of other inputs."""
+    record, found = f"{ARTICLES}/{INPUTS}", None
+    if INPUTS in folder.names(ARTICLES):
+        with suppress(UserError):
+            found = folder.read_json(record)
+    if found == inputs:
+        logger.info("%s: resuming", folder.url)
+    else:
+        begun = sorted({*folder.names()} & {*PARTIAL_ENTRIES})
+        if begun:
+            logger.warning("%s: removing partial output of other inputs: %s", folder.url, ", ".join(begun))
+        for name in begun:
+            folder.remove(name)
+        folder.write_json(record, inputs)
+    folder.write_json(f"{ARTICLES}/{CLAIM}", {"command": claim})
+
+
+def check_owner(root: str, claim: str) -> None:
+    """Raise UserError if another command has taken over the folder: a bucket has no locks."""
+    folder = open_folder(root)
+    if CLAIM not in folder.names(ARTICLES) or folder.read_json(f"{ARTICLES}/{CLAIM}") != {"command": claim}:
+        raise UserError(f"{root}: another command is writing there; wait for it, or stop it and repeat this one")

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from realm_jax.corpora import documents, news, raw_records, wikipedia
-from realm_jax.corpora.articles import ArticleSource
-from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
+from realm_jax.corpora.articles import Article, ArticleSource, Outcome, Skipped
 from realm_jax.data.files import is_folder, matching, size_of
-from realm_jax.data.records import Path_
+from realm_jax.data.lines import Path_
 from realm_jax.errors import UserError
 from realm_jax.storage import file_digest
 
@@ -26,55 +25,44 @@ _DUMP = re.compile(r"\.xml[\w*?\[\]-]*(\.bz2|\.gz)?$")
 
 
 def open_texts(name: Path_) -> ArticleSource:
-    """A source of articles by what a user calls it. Raises UserError if it cannot be read.
+    """Open a source of articles by what a user calls it. Raises UserError if it cannot be read.
 
     `news:SOURCE` is a source of raw news that is cleaned, filtered and freed of copies; `hf:NAME` and `tfds:NAME` are
     data sets of these hubs; a folder with dumps of MediaWiki, and what ends like one or like a pattern of such names,
     is one; anything else names documents: a file, a pattern, a folder.
     """
     source = os.fspath(name)
-    if source.startswith(NEWS):
-        return _open_news(source)
     if source.startswith(HUBS):
         parts = tuple(raw_records.parts(source))
-        return ArticleSource(source, parts, call, _keep, [{"source": source}], UNKNOWN_SHARDS)
+        return ArticleSource(source, parts, call, None, [{"source": source}], UNKNOWN_SHARDS)
+    if source.startswith(NEWS):
+        _require("datasketch", f"{source}: news")
+        records = source.removeprefix(NEWS)
+        if records.startswith(HUBS):
+            identities, shards = [{"source": records, "news": news.RULES}], UNKNOWN_SHARDS
+        else:
+            files = matching(records)
+            identities, shards = [*map(_identity, files), {"news": news.RULES}], _shards(files)
+        parts = tuple(raw_records.parts(records))
+        return ArticleSource(source, parts, call, _clean_news, identities, shards, without_copies=True)
     if _DUMP.search(source) or (is_folder(source) and wikipedia.is_dump_folder(source)):
-        return _open_dump(source)
-    return _open_documents(source)
+        _require("mwparserfromhell", f"{source}: a dump of Wikipedia")
+        files = wikipedia.dump_files(source)
+        identities = [*map(_identity, files)]
+        return ArticleSource(
+            source, tuple(files), wikipedia.read_pages, wikipedia.clean_page, identities, _shards(files)
+        )
+    found = documents.find(source)
+    # Of what is not read nothing but the name counts.
+    identities = [(_identity(file.path) if file.ending else {}) | {"file": file.name} for file in found]
+    shards = _shards([file.path for file in found if file.ending])
+    small = all(map(documents.is_small, found))
+    return ArticleSource(source, tuple(found), documents.read, None, identities, shards, small_parts=small)
 
 
 def _require(library: str, what: str) -> None:
     if find_spec(library) is None:
         raise UserError(f"{what} needs {library}; run `pip install 'realm_jax[documents]'`")
-
-
-def _open_dump(source: str) -> ArticleSource:
-    _require("mwparserfromhell", f"{source}: a dump of Wikipedia")
-    files = wikipedia.dump_files(source)
-    return ArticleSource(
-        source, tuple(files), wikipedia.read_pages, wikipedia.clean_page, _identities(files), _shards(files)
-    )
-
-
-def _open_documents(source: str) -> ArticleSource:
-    found = documents.find(source)
-    # Of what is not read nothing but the name counts.
-    known = [_identity(file.path) | {"file": file.name} if file.ending else {"file": file.name} for file in found]
-    shards = _shards([file.path for file in found if file.ending])
-    small = all(map(documents.is_small, found))
-    return ArticleSource(source, tuple(found), documents.read, _keep, known, shards, small_parts=small)
-
-
-def _open_news(source: str) -> ArticleSource:
-    records = source.removeprefix(NEWS)
-    _require("datasketch", f"{source}: news")
-    if records.startswith(HUBS):
-        known, shards = [{"source": records, "news": news.RULES}], UNKNOWN_SHARDS
-    else:
-        files = matching(records)
-        known, shards = [*_identities(files), {"news": news.RULES}], _shards(files)
-    parts = tuple(raw_records.parts(records))
-    return ArticleSource(source, parts, call, _clean_news, known, shards, without_copies=True)
 
 
 def identity(path: Path_) -> dict[str, Any]:
@@ -89,11 +77,6 @@ def identity(path: Path_) -> dict[str, Any]:
         raise UserError(f"cannot read {path} ({fault.strerror}); check the path and its permissions") from None
 
 
-def _identities(files: list[str]) -> list[dict[str, Any]]:
-    """Return name and SHA-256 of each file, or its size if it is in a bucket."""
-    return list(map(_identity, files))
-
-
 def _identity(path: str) -> dict[str, Any]:
     return {"file": path, "bytes": size_of(path)} if "://" in path else identity(path)
 
@@ -102,26 +85,20 @@ def _shards(files: list[str]) -> int:
     return min(MOST_SHARDS, max(1, -(-sum(map(size_of, files)) // SHARD_BYTES)))
 
 
-def _clean_news(article: Article, _: Counter[Any]) -> Article | FilteredRecord:
+def _clean_news(article: Article, _: Counter[Any]) -> Outcome:
     return news.clean(article)
-
-
-def _keep(found: Article | FilteredRecord, notes: Counter[Any]) -> Article | FilteredRecord:
-    if isinstance(found, Article):
-        notes.update(found.notes)
-    return found
 
 
 def read_passages(path: Path_) -> Iterator[Article]:
     """The articles of one file. Raises UserError, with file and line, for what cannot be read and an id met twice."""
     lines_of_ids: dict[str, int] = {}
-    for found in chain.from_iterable(map(documents.read, documents.find(os.fspath(path)))):
-        if isinstance(found, FilteredRecord):
-            raise UserError(f"{found.sample} ({found.reason}); correct it, or name another file")
-        if isinstance(found, CorruptRecord):
-            raise UserError(f"{found.where}: {found.sample}")
-        if found.id in lines_of_ids:
-            before = f"was already given on line {lines_of_ids[found.id]}; ids must be unique"
-            raise UserError(f"{os.fspath(path)}:{found.line}: id {found.id!r} {before}")
-        lines_of_ids[found.id] = found.line
-        yield found
+    for outcome in chain.from_iterable(map(documents.read, documents.find(os.fspath(path)))):
+        if isinstance(outcome, Skipped):
+            if outcome.is_damage:
+                raise UserError(f"{outcome.where}: {outcome.sample}")
+            raise UserError(f"{outcome.sample} ({outcome.reason}); correct it, or name another file")
+        if outcome.id in lines_of_ids:
+            before = f"was already given on line {lines_of_ids[outcome.id]}; ids must be unique"
+            raise UserError(f"{os.fspath(path)}:{outcome.line}: id {outcome.id!r} {before}")
+        lines_of_ids[outcome.id] = outcome.line
+        yield outcome

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 from xml.etree import ElementTree
 
+from realm_jax.corpora.articles import Article, Outcome, Skipped
 from realm_jax.corpora.encodings import Notes
-from realm_jax.corpora.outcomes import Article, CorruptRecord, FilteredRecord
 from realm_jax.data.files import UNPACKING_FAULTS, files_below, is_folder, matching, open_unpacked
 from realm_jax.errors import UserError
 
@@ -81,15 +81,10 @@ def is_dump_folder(folder: str) -> bool:
     return False
 
 
-def read_pages(path: str) -> Iterator[Page | CorruptRecord]:
-    """Read the pages of a dump, one after the other. Memory does not grow with the file.
+def read_pages(path: str) -> Iterator[Page | Skipped]:
+    """Yield the pages of a dump with their last revisions, while memory does not grow with the file.
 
-    Args:
-        path: of a file that is plain or packed, or its URL.
-
-    Yields:
-        Each page with its last revision, and damage: a page without its fields, or the place from which on the file
-        cannot be read.
+    Damage is a page without its fields, or the place from which on the file cannot be read.
     """
     number = 0
     with open_unpacked(path) as stream:
@@ -103,19 +98,19 @@ def read_pages(path: str) -> Iterator[Page | CorruptRecord]:
                     root.clear()
         # LookupError, ValueError: of an encoding that the dump declares and nobody knows
         except (ElementTree.ParseError, LookupError, ValueError, *UNPACKING_FAULTS) as fault:
-            yield CorruptRecord(f"{path}, after page {number:,}", UNREADABLE_DUMP, " ".join(str(fault).split()))
+            yield Skipped(UNREADABLE_DUMP, " ".join(str(fault).split()), f"{path}, after page {number:,}")
 
 
 def _name(element: Any) -> str:
     return str(element.tag).rpartition("}")[2]  # without the namespace, which has the version of the format
 
 
-def _page(element: Any, where: str) -> Page | CorruptRecord:
+def _page(element: Any, where: str) -> Page | Skipped:
     fields: dict[str, Any] = {_name(child): child for child in element}  # of several revisions the last one
     revision = {_name(child): child.text for child in fields.get("revision", ())}
     page_id, title, namespace = ((fields[n].text or "").strip() if n in fields else "" for n in ("id", "title", "ns"))
     if not (page_id and title and namespace and "revision" in fields):
-        return CorruptRecord(where, NO_FIELD, title or page_id)
+        return Skipped(NO_FIELD, title or page_id, where)
     model, wikitext = revision.get("model") or "wikitext", revision.get("text") or ""
     return Page(page_id, title, namespace, "redirect" in fields, model, wikitext, where)
 
@@ -144,27 +139,23 @@ _SECTIONS = frozenset(
 )
 
 
-def clean_page(page: Page, notes: Notes) -> Article | FilteredRecord:
-    """Return the text of a page, or why it has none.
+def clean_page(page: Page, notes: Notes) -> Outcome:
+    """Return the text of a page, or why it has none; `notes` counts templates, elements and sections that are left out.
 
     A pure function: the same text in every process. Headings are paragraphs of their own; a heading without text under
     it is left out.
-
-    Args:
-        page: a page of a dump.
-        notes: counts templates, elements and sections that are left out.
     """
     if page.namespace != "0":
-        return FilteredRecord("not in the namespace of articles", page.title)
+        return Skipped("not in the namespace of articles", page.title)
     if page.is_redirect or _REDIRECT.match(page.wikitext):
-        return FilteredRecord("redirect", page.title)
+        return Skipped("redirect", page.title)
     if page.model != "wikitext":
-        return FilteredRecord("not wikitext", page.title)
+        return Skipped("not wikitext", page.title)
     if page.title.startswith(_LISTS):
-        return FilteredRecord("list, index or outline", page.title)
+        return Skipped("list, index or outline", page.title)
     wikitext = _COMMENT.sub("", page.wikitext)
     if "(disambiguation)" in page.title or _DISAMBIGUATION.search(wikitext):
-        return FilteredRecord("disambiguation page", page.title)
+        return Skipped("disambiguation page", page.title)
 
     paragraphs: list[str] = []
     headings: list[tuple[int, str]] = []  # (level, text) of those that no text came after yet
@@ -186,7 +177,7 @@ def clean_page(page: Page, notes: Notes) -> Article | FilteredRecord:
             paragraphs += [*(above for _, above in headings if above), text]
             headings = []
     text = "\n\n".join(paragraphs)
-    return Article(page.id, page.title, text) if text else FilteredRecord("no text", page.title)
+    return Article(page.id, page.title, text) if text else Skipped("no text", page.title)
 
 
 # --- Wikitext ---------------------------------------------------------------------------------------------------------

@@ -102,24 +102,22 @@ def storage_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         raise (UserError if missing else StorageError)(message) from None
 
 
-def open_stored(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Open a file for reading as it is stored. Raises UserError, then and at every later call."""
-    name = os.fspath(path)
-    with storage_errors(name):
-        if "://" in name:
-            files, root = file_system(name)
-            stream = files.open(root, "rb")
-        else:
-            stream = open(name, "rb", buffering=0)
-    return io.BufferedReader(_RawFile(stream, name), _BUFFER)
-
-
 @contextmanager
 def open_unpacked(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Open a file for reading; the ending of its name says how it is packed. Reading may raise UNPACKING_FAULTS."""
+    """Open a file for reading; the ending of its name says how it is packed.
+
+    Opening and reading raise UserError for faults of storage, and reading UNPACKING_FAULTS.
+    """
+    name = os.fspath(path)
     with ExitStack() as stack:
-        stored = stack.enter_context(open_stored(path))
-        unpack = PACKED.get(Path(path).suffix.lower())
+        with storage_errors(name):
+            if "://" in name:
+                files, root = file_system(name)
+                raw = files.open(root, "rb")
+            else:
+                raw = open(name, "rb", buffering=0)
+        stored = stack.enter_context(io.BufferedReader(_RawFile(raw, name), _BUFFER))
+        unpack = PACKED.get(Path(name).suffix.lower())
         yield stack.enter_context(unpack(stored, "rb")) if unpack else stored
 
 

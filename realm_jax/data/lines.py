@@ -1,28 +1,28 @@
 """Records of text files, plain or packed, here or in a bucket: lines, JSON objects, columns.
 
-Everything streams, a JSON array of any size too. What cannot be read is a `BadRecord` in its place. Only what leaves no
-place to go on from (in an array, in a table, in storage) is raised here. Not for what the records mean: read
-`realm_jax.data.questions` next, or `realm_jax.corpora.texts` for passages.
+Everything streams, a JSON array of any size too. What cannot be read is a `BadRecord` in its place, and whoever reads
+decides: `strictly` raises a UserError with file and line, others count it. Only what leaves no place to go on from (in
+an array, in a table, in storage) is raised here. Not for what the records mean: read `realm_jax.data.questions`, or
+`realm_jax.corpora.texts` for passages.
 """
 
 import codecs
 import csv
 import json
+import os
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from io import TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 from realm_jax.data.files import PACKED, UNPACKING_FAULTS, open_unpacked
-from realm_jax.data.records import SAMPLE, BadRecord, Path_, applied, sample, strictly
 from realm_jax.errors import UserError
 
-Records = Iterator[tuple[int, dict[str, Any] | BadRecord]]  # each with the line that it begins on, from 1
-
+SAMPLE = 80  # characters
 OTHER_COLUMNS = "a row with other columns than the first line"  # why a row is a bad record
 BATCH_ROWS = 256  # of a Parquet file
 MOST_LINES = 10_000  # of a quoted field between tabs
@@ -34,6 +34,66 @@ _CHUNK = 1 << 20  # bytes of an array that are read at a time, at the least
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"[ \t\n\r]*")  # what JSON takes for white space
 
+Path_ = str | os.PathLike[str]
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+# --- Good and bad records ---------------------------------------------------------------------------------------------
+
+
+class BadRecord(UserError):
+    """A record of a file that cannot be read, in words that follow file and line, which the caller adds.
+
+    message, advice: what is wrong, and what to do. reason: the same for all such records, to count them by; the message
+    unless given. sample: the beginning of the record.
+    """
+
+    def __init__(self, message: str, advice: str, reason: str = "", sample: str = ""):
+        super().__init__(f"{message}; {advice}")
+        self.message, self.reason, self.sample = message, reason or message, sample
+
+
+def sample(value: Any) -> str:
+    """The beginning of a record, as one line that any file or terminal takes."""
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    # Few characters of each field: a record may hold millions.
+    if isinstance(value, dict):
+        value = {str(key)[:SAMPLE]: str(field)[:SAMPLE] for key, field in list(value.items())[:8]}
+    line = " ".join(str(value)[: 4 * SAMPLE].split())[:SAMPLE]
+    return line.encode("utf-8", "replace").decode("utf-8")
+
+
+def applied(
+    function: Callable[[_T], _R], records: Iterable[tuple[int, _T | BadRecord]]
+) -> Iterator[tuple[int, _R | BadRecord]]:
+    """What a function gives for each record, with its line; what it raises as a BadRecord takes the record's place."""
+    for line, record in records:
+        if isinstance(record, BadRecord):
+            yield line, record
+            continue
+        try:
+            result = function(record)
+        except BadRecord as fault:
+            yield line, fault
+        else:
+            yield line, result
+
+
+def strictly(path: Path_, records: Iterable[tuple[int, _T | BadRecord]]) -> Iterator[tuple[int, _T]]:
+    """The records with their lines. Raises UserError, with file and line, at the first bad one."""
+    for line, record in records:
+        if isinstance(record, BadRecord):
+            raise UserError(f"{path}:{line}: {record}")
+        yield line, record
+
+
+# --- Lines ------------------------------------------------------------------------------------------------------------
+
+
+Records = Iterator[tuple[int, dict[str, Any] | BadRecord]]  # each with the line that it begins on, from 1
+
 
 class Line(NamedTuple):
     """A line with its end. number: from 1, of what was read; byte: the place in the unpacked file that it begins at."""
@@ -43,23 +103,10 @@ class Line(NamedTuple):
     data: bytes | BadRecord
 
 
-def is_table(path: Path_) -> bool:
-    """Whether a file's name ends as those of tables do, whatever it is packed with: `psgs_w100.tsv.gz`."""
-    return ending_of(path) in (".tsv", ".csv")
-
-
-def is_parquet(path: Path_) -> bool:
-    """Whether a file's name ends as those of Parquet's tables do."""
-    return ending_of(path) == ".parquet"
-
-
 def ending_of(path: Path_) -> str:
     """The ending of a file's name in small letters, without that of its packing."""
     name = Path(path)
     return (Path(name.stem) if name.suffix.lower() in PACKED else name).suffix.lower()
-
-
-# --- Lines ------------------------------------------------------------------------------------------------------------
 
 
 def read_lines(path: Path_, start: int = 0, stop: int | None = None) -> Iterator[Line]:
@@ -147,61 +194,45 @@ def table_rows(path: Path_, delimiter: str = "\t", encoding: str = "utf-8") -> I
     Blank lines are skipped. encoding: as of `text_lines`.
     """
     csv.field_size_limit(LONGEST_LINE)  # 131,072 by default; a long article has more
-    lines, width = _Lookahead(text_lines(path, encoding)), 0
-    while (first := lines.peek()) is not None:
-        number, text = first
+    lines, width = text_lines(path, encoding), 0
+    ahead = deque[tuple[int, str]]()  # lines that were looked at and are not taken yet
+
+    def texts() -> Iterator[str]:
+        yield from (text for _, text in ahead)
+        for line in lines:
+            ahead.append(line)
+            yield line[1]
+
+    while ahead or next(texts(), None) is not None:
+        number, text = ahead[0]
         try:
-            row, used = _row(lines, text, delimiter, width) if _SPECIAL.search(text) else (text.split(delimiter), 1)
+            row, used = _row(texts, text, delimiter, width) if _SPECIAL.search(text) else (text.split(delimiter), 1)
         except csv.Error as fault:
             raise UserError(f"{path}:{number}: no row of columns ({fault}): look at its quotes and line ends") from None
-        lines.take(used)
+        for _ in range(used):
+            ahead.popleft()
         if text and row:
             width = width or len(row)
             yield number, row
 
 
-class _Lookahead:
-    """Lines, with their numbers, that can be looked at before they are taken."""
-
-    def __init__(self, lines: Iterator[tuple[int, str]]):
-        self._lines, self._held = lines, deque[tuple[int, str]]()
-
-    def peek(self) -> tuple[int, str] | None:
-        """The next line; None behind the last one."""
-        if not self._held and (line := next(self._lines, None)) is not None:
-            self._held.append(line)
-        return self._held[0] if self._held else None
-
-    def take(self, number: int) -> None:
-        """Leave so many lines behind, which were looked at."""
-        for _ in range(number):
-            self._held.popleft()
-
-    def texts(self) -> Iterator[str]:
-        """The texts of the lines that are not taken yet."""
-        yield from (text for _, text in self._held)
-        for line in self._lines:
-            self._held.append(line)
-            yield line[1]
-
-
-def _row(lines: _Lookahead, text: str, delimiter: str, width: int) -> tuple[list[str], int]:
+def _row(texts: Callable[[], Iterator[str]], text: str, delimiter: str, width: int) -> tuple[list[str], int]:
     """The row that begins with this line, and how many lines it stretches over. Raises csv.Error.
 
-    width: columns of the first row; 0 for that row itself.
+    texts: gives this line and those below. width: columns of the first row; 0 for that row itself.
     """
     if delimiter != "\t" or "\r" in text:
-        return _quoted_row(lines.texts(), delimiter)
+        return _quoted_row(texts(), delimiter)
     plain = text.split(delimiter)
     with suppress(csv.Error):
         row, _ = _quoted_row(iter([text]), delimiter)
         return (plain if len(row) != width == len(plain) else row), 1
     try:
-        row, used = _quoted_row(islice(lines.texts(), MOST_LINES), delimiter)
+        row, used = _quoted_row(islice(texts(), MOST_LINES), delimiter)
     except csv.Error:
         return plain, 1
-    texts = filter(None, islice(lines.texts(), used))
-    are_rows = width > 1 and all(one.count(delimiter) == width - 1 for one in texts)
+    spanned = filter(None, islice(texts(), used))
+    are_rows = width > 1 and all(one.count(delimiter) == width - 1 for one in spanned)
     return (plain, 1) if are_rows or (width and len(row) != width) else (row, used)
 
 
@@ -334,7 +365,9 @@ class _Array:
                 record, end = _DECODER.raw_decode(self.text, self.at)
                 break
             except json.JSONDecodeError as fault:
-                if self._is_malformed(fault) or not self._more():
+                # What is merely cut off fails at its end, or in an open string.
+                is_cut = fault.msg.startswith("Unterminated string") or fault.pos > len(self.text) - len("-Infinity")
+                if not is_cut or not self._more():
                     raise self._fault(fault.msg, fault.pos) from None
             except (ValueError, RecursionError) as fault:
                 raise self._fault(str(fault), self.at) from None
@@ -345,11 +378,6 @@ class _Array:
                 raise UserError(f"{self.path}:{self.line}: {fault}") from None
         self._advance(end)
         return record
-
-    def _is_malformed(self, fault: json.JSONDecodeError) -> bool:
-        """Whether no further text could complete it: what is merely cut off fails at its end, or in an open string."""
-        unfinished = fault.msg.startswith("Unterminated string") or fault.pos > len(self.text) - len("-Infinity")
-        return not unfinished
 
     def _next(self) -> str:
         """The next character that is not white space, or nothing at the end of the file."""

@@ -47,7 +47,6 @@ class QuestionSet:
 
     @property
     def names(self) -> list[str]:
-        """All file names."""
         return [name for part in self.files.values() for name in part]
 
 
@@ -88,14 +87,13 @@ SETS: dict[str, QuestionSet] = {
 def split_of(question: str) -> str:
     """Return the split that ORQA gives to a question of the official training data: one in ten is for development.
 
-    The choice follows from the text: FarmHash's Fingerprint64 of its UTF-8 bytes, modulo ten. (ORQA takes it modulo
-    100,000 first, which changes nothing.)
+    ORQA takes the fingerprint modulo 100,000 before, which changes nothing.
     """
     return "dev" if farmhash.fingerprint64(question.encode("utf-8")) % 10 == 0 else "train"
 
 
 class OpenQa(tfds.core.GeneratorBasedBuilder):
-    """Questions with answer strings, or with regular expressions, in ORQA's splits and in the order of the files.
+    """Questions in ORQA's splits and in the order of the files.
 
     Features: `question` and `answers`, verbatim; `match`, "string" or "regex"; `id`, as published or file and line;
     `source`, the name of the set.

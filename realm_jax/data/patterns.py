@@ -8,7 +8,6 @@ groups, which `re` does not have, could fill the memory, so they are refused bef
 import logging
 import re
 import warnings
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -60,12 +59,13 @@ def pattern_error(pattern: str) -> str | None:
         return str(fault)
 
 
-def _run(find: Callable[[Any], Any], pattern: str) -> Any:
-    """Return what `find` returns for the compiled pattern; None if that fails or takes too long."""
+def _run(method: str, pattern: str, text: str) -> Any:
+    """Return what a method of the compiled pattern returns; None if that fails or takes too long."""
     if pattern_error(pattern) is not None:
         return None
     try:
-        return find(_compiled(pattern))
+        result = getattr(_compiled(pattern), method)(text, timeout=SECONDS)
+        return list(result) if method == "finditer" else result
     except (TimeoutError, MemoryError):
         _warn_once(pattern)
         return None
@@ -80,20 +80,19 @@ def _warn_once(pattern: str) -> None:
 
 def match(pattern: str, text: str) -> Any:
     """Return the match at the start of a text; None without one, or if the pattern fails or takes too long."""
-    return _run(lambda compiled: compiled.match(text, timeout=SECONDS), pattern)
+    return _run("match", pattern, text)
 
 
 def full_match(pattern: str, text: str) -> Any:
     """Return the match of a whole text; None as for `match`."""
-    return _run(lambda compiled: compiled.fullmatch(text, timeout=SECONDS), pattern)
+    return _run("fullmatch", pattern, text)
 
 
 def search(pattern: str, text: str) -> Any:
     """Return the first match anywhere in a text; None as for `match`."""
-    return _run(lambda compiled: compiled.search(text, timeout=SECONDS), pattern)
+    return _run("search", pattern, text)
 
 
 def find_all(pattern: str, text: str) -> list[tuple[int, int]]:
     """Return (start, end) of all matches that do not overlap; empty if the pattern fails or takes too long."""
-    spans = _run(lambda compiled: [found.span() for found in compiled.finditer(text, timeout=SECONDS)], pattern)
-    return spans or []
+    return [match.span() for match in _run("finditer", pattern, text) or ()]

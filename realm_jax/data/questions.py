@@ -21,23 +21,25 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from realm_jax.data import patterns
 from realm_jax.data.files import UNPACKING_FAULTS, open_unpacked
 from realm_jax.data.lines import (
+    BadRecord,
+    Path_,
     Records,
+    applied,
     check_characters,
     ending_of,
-    is_parquet,
-    is_table,
     json_records,
     parquet_records,
+    strictly,
     table_rows,
     text_lines,
 )
-from realm_jax.data.records import BadRecord, Path_, applied, strictly
 from realm_jax.errors import UserError
 
 PUBLISHED = "tfds:"  # begins the name of a data set, `tfds:open_qa/nq_open`, which may replace a file name
@@ -116,7 +118,7 @@ def has_judgments(path: Path_) -> bool:
             case [_, _, _, _] if has_tabs:
                 continue
             case [_, _, grade]:
-                return (has_tabs and is_table(path)) or row == JUDGMENT_COLUMNS or _whole_number(grade) is not None
+                return (has_tabs and _is_table(path)) or row == JUDGMENT_COLUMNS or _whole_number(grade) is not None
             case [_, iteration, _, rank, _, _] if iteration in ITERATIONS and _whole_number(rank) is not None:
                 raise UserError(f"{path}:{line}: is a ranking (a run of TREC), not judgments; name the file of qrels")
             case _:
@@ -182,14 +184,19 @@ def _whole_number(text: str) -> int | None:
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 
+def _is_table(path: Path_) -> bool:
+    return ending_of(path) in (".tsv", ".csv")
+
+
 def _table_records(path: Path_) -> Records:
     """Return the questions of a table; the number of columns of its first line tells its kind."""
     lines = ((line, text) for line, text in text_lines(path) if text.strip())
-    columns = next((text for _, text in lines), "\t").count("\t") + 1
+    first = next(lines, (1, "\t"))
+    columns = first[1].count("\t") + 1
     if columns == 2:
         return applied(_answers_row, table_rows(path))
-    if columns == 4:  # a quote is a character like any other: regular expressions are not quoted
-        return applied(_curated_trec_row, ((line, text.split("\t")) for line, text in text_lines(path) if text.strip()))
+    if columns == 4:
+        return applied(_curated_trec_row, chain([first], lines))
     raise UserError(
         f"{path}:1: the first line has {columns} columns; tables of questions have two (question, list of "
         "answers) or four (id, type, question, regular expression), judgments three (query-id, corpus-id, score) "
@@ -214,8 +221,9 @@ def _answers_row(row: list[str]) -> dict[str, Any]:
     return {"question": row[0], "answers": answers}
 
 
-def _curated_trec_row(row: list[str]) -> dict[str, Any]:
-    """Convert a row `id, type, question, regular expression`."""
+def _curated_trec_row(text: str) -> dict[str, Any]:
+    """Convert a row `id, type, question, regular expression`, in which a quote is a character like any other."""
+    row = text.split("\t")
     if len(row) != 4:
         raise BadRecord(f"the row has {len(row)} columns, the first line four", "correct the row")
     return {"question": row[2], "answers": [row[3]], "match": "regex", "id": row[0]}
@@ -306,9 +314,9 @@ def _json_question(record: dict[str, Any]) -> dict[str, Any]:
 # What a file looks like, and its records `{"question", "answers", …}` with their lines; the first match counts.
 FORMATS: tuple[tuple[Callable[[Path_], bool], Callable[[Path_], Records]], ...] = (
     (has_judgments, _judged_records),
-    (is_table, _table_records),
+    (_is_table, _table_records),
     (_is_squad, _squad_records),
-    (is_parquet, lambda path: applied(_json_question, parquet_records(path))),
+    (lambda path: ending_of(path) == ".parquet", lambda path: applied(_json_question, parquet_records(path))),
     (lambda path: True, lambda path: applied(_json_question, json_records(path))),
 )
 
@@ -390,8 +398,7 @@ def _checked(record: dict[str, Any], need_right: bool = True) -> Question:
     if answers and (fault := match_fault(record.get("match"))) is not None:
         raise fault
     normal = ("question", "answers", key, "gold_passage_id", "gold_passages")
-    fields = {name: value for name, value in record.items() if name not in normal}
-    checked = Question(question, list(answers), gold, fields)
+    checked = Question(question, list(answers), gold, {name: record[name] for name in record if name not in normal})
     for answer in answers if checked.is_regex else []:
         if (reason := patterns.pattern_error(answer)) is not None:
             message = f"{answer[:40]!r} is not a regular expression ({reason})"

@@ -72,17 +72,15 @@ def open_sources(
     tokenizer = open_tokenizer(folder / "tokenizer")
     passages = _open_store(folder / "passages", tokenizer, version)
     pretraining = _open_store(folder / "pretraining", tokenizer) if manifest.get("pretraining") else passages
-    asked = _read_questions(folder, manifest) if questions else {}
-    return Sources(tokenizer, passages, pretraining, asked)
-
-
-def _read_questions(folder: Path, manifest: dict[str, Any]) -> dict[str, list[Question]]:
-    questions = {split: read_questions(folder / "questions" / f"{split}.jsonl") for split in manifest["questions"]}
-    for split, found in questions.items():
-        if len(found) != (wanted := manifest["questions"][split]):
-            path = folder / "questions" / f"{split}.jsonl"
-            raise UserError(f"{path} is damaged ({len(found)} questions, not {wanted}); prepare the folder again")
-    return questions
+    by_split = {}
+    for split, count in manifest["questions"].items() if questions else ():
+        path = folder / "questions" / f"{split}.jsonl"
+        by_split[split] = read_questions(path)
+        if len(by_split[split]) != count:
+            raise UserError(
+                f"{path} is damaged ({len(by_split[split])} questions, not {count}); prepare the folder again"
+            )
+    return Sources(tokenizer, passages, pretraining, by_split)
 
 
 def _open_store(folder: Path, tokenizer: Tokenizer, version: str | None = None) -> PassageStore:

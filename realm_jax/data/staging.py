@@ -70,7 +70,8 @@ def _copy(folder: Folder, copy: Path, manifest: dict[str, Any], stores: dict[str
         for segment in folder.read_json(f"{name}/{STORE}")["segments"]
         for file, known in segment["files"].items()
     }
-    missing = {name: size for name, size in large.items() if not _has(copy / name, size)}
+    present = {name for name, size in large.items() if (copy / name).is_file() and (copy / name).stat().st_size == size}
+    missing = {name: size for name, size in large.items() if name not in present}
     wanted, free = sum(missing.values()) + MARGIN, shutil.disk_usage(copy).free
     if free < wanted:
         raise StorageError(
@@ -91,7 +92,3 @@ def _copy(folder: Folder, copy: Path, manifest: dict[str, Any], stores: dict[str
         except UserError:
             shutil.rmtree(copy / name)  # so that it is copied again
             raise
-
-
-def _has(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size

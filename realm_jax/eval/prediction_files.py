@@ -20,9 +20,8 @@ from urllib.parse import quote
 
 import numpy as np
 
-from realm_jax.data.lines import json_records
+from realm_jax.data.lines import json_records, strictly
 from realm_jax.data.questions import GRADES, Question, are_grades, gold_of, gold_record, match_fault
-from realm_jax.data.records import strictly
 from realm_jax.errors import UserError
 from realm_jax.storage import read_json, write_json_atomic
 
