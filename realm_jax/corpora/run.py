@@ -122,7 +122,7 @@ def prepare(options: Options) -> Prepared | None:
     if vocabulary is not None:
         inputs["vocab"] = identity(vocabulary.path)
         settings |= {"vocabulary_size": None} | vocabulary.settings()
-    if (finder_identity := span_finders.identity(finder)) is not None:
+    if (finder_identity := finder.identity) is not None:
         settings["spans_identity"] = finder_identity
     inputs["questions"] = [{"split": file.split} | _question_identity(file) for file in question_inputs]
     inputs["settings"] = settings
