@@ -23,7 +23,7 @@ from realm_jax.cli.output import stdout, write_output
 from realm_jax.config import default, validate
 from realm_jax.config_flags import add_config_argument, load_config
 from realm_jax.console import printable
-from realm_jax.data.evidence import EvidenceSpans, evidence_spans
+from realm_jax.data.evidence import EvidenceSpans, find_evidence
 from realm_jax.data.examples import Example, Lengths, lengths_from, masked_arrays, spans_of
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.data.store import PassageStore
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, html: Path | None) -> None:
     data, masking, width = config.data, config.realm.masking, config.model.span_width
     lengths = lengths_from(data.query_length, store.limit, masking, data.predictions, 1, width)
     screen = stdout()
-    evidence = evidence_spans(store, *lengths.hidden) if masking == "evidence" else None
+    evidence = find_evidence(store, *lengths.hidden).spans if masking == "evidence" else None
     for row in chosen_rows(store, args.document, args.rows, config.seed):
         show_passage(screen, store, row, sources.tokenizer)
         query = masked_query(store, row, sources.tokenizer, lengths, masking, config.seed, evidence)
