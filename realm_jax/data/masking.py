@@ -68,10 +68,15 @@ def mask(
     row = np.array(ids, dtype=np.int32)
     length = len(row) if room is None else min(room, len(row))
     if kind in OF_SPANS:
-        within = np.asarray(spans, dtype=np.int32).reshape(-1, 2)
-        hidden = _salient(within, row[:length].tolist(), vocabulary.special_ids, rng)
+        pieces, special = row[:length].tolist(), vocabulary.special_ids
+        fitting = [
+            (first, last)
+            for first, last in np.asarray(spans, dtype=np.int32).reshape(-1, 2).tolist()
+            if 0 <= first < last <= length and special.isdisjoint(pieces[first:last])  # [UNK] is no answer
+        ]
+        hidden = np.arange(*fitting[rng.integers(len(fitting))]) if fitting else np.zeros(0, np.int64)
     elif kind == "uniform":
-        hidden = _uniform(length, _budget(length, max_predictions), rng)
+        hidden = np.sort(rng.permutation(length)[: _budget(length, max_predictions)])
     else:
         hidden = _random_spans(length, _budget(length, max_predictions), rng)
     if not len(hidden):
@@ -102,24 +107,6 @@ def _check_kind(kind: str) -> None:
 def _budget(length: int, max_predictions: int) -> int:
     """15 % of the pieces, but at least one where there is one."""
     return min(max(1, round(MASKED_SHARE * length)), max_predictions, length)
-
-
-def _salient(
-    spans: NDArray[np.int32], ids: list[int], special: frozenset[int], rng: np.random.Generator
-) -> NDArray[np.int64]:
-    """Choose one span of those within `ids` that hold no special piece: [UNK] is no answer."""
-    fitting = [
-        (first, last)
-        for first, last in spans.tolist()
-        if 0 <= first < last <= len(ids) and special.isdisjoint(ids[first:last])
-    ]
-    if not fitting:
-        return np.zeros(0, np.int64)
-    return np.arange(*fitting[rng.integers(len(fitting))])
-
-
-def _uniform(length: int, budget: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    return np.sort(rng.permutation(length)[:budget])
 
 
 def _random_spans(length: int, budget: int, rng: np.random.Generator) -> NDArray[np.int64]:
