@@ -53,10 +53,3 @@ def test_nothing_but_the_overhang_is_lost(first: list[int], second: list[int], l
     assert laid_out.ids.tolist() == expected + [0] * (length - len(expected))
     assert laid_out.ids.dtype == laid_out.segments.dtype == np.int32
     assert int(laid_out.segments.sum()) == len(kept_second) + 1
-
-
-def test_a_layout_without_room_for_its_special_tokens_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 places cannot hold its 3 special tokens"):
-        joint([7], [8], 2, SPECIAL)
-    with pytest.raises(ValueError, match="one row"):
-        query([[7]], 5, SPECIAL)

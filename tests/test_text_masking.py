@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realm_jax.data.masking import KINDS, OF_SPANS, Masked, mask, predictions_needed
-from realm_jax.errors import UserError
 
 
 class Vocabulary(NamedTuple):
@@ -113,10 +112,3 @@ def test_predictions_are_sized_to_the_kind() -> None:
     assert predictions_needed("salient", 94) == 10
     assert predictions_needed("uniform", 94) == predictions_needed("random_span", 94) == 14
     assert predictions_needed("salient", 3) == 3
-
-
-def test_an_unknown_kind_is_an_error_that_lists_the_kinds() -> None:
-    with pytest.raises(UserError, match="masking 'salent'.*salient, evidence, uniform, random_span"):
-        mask("salent", [5], NO_SPANS, generator(), VOCABULARY, 10)
-    with pytest.raises(UserError, match="no such kind"):
-        predictions_needed("", 5)

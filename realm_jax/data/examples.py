@@ -10,6 +10,7 @@ resumes: the input position is one integer. Examples that have lengths are sorte
 that a batch is padded to what its longest example needs.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from realm_jax.data import layouts
 from realm_jax.data.masking import mask, predictions_needed
 from realm_jax.data.store import NO_SPAN, PassageStore, salient_reach, sentences_of_spans
-from realm_jax.data.tokenizer import Tokenizer
+from realm_jax.data.tokenizer import NO_TOKEN, Tokenizer
 from realm_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 Example = dict[str, Any]  # arrays of one example; scalars are NumPy scalars
 Maker = Callable[[int, np.random.Generator], Example]
 MINIMUM_SENTENCE = 4  # tokens; shorter ones ("Yes.") tell nothing about their passage
+BLANK = 2  # [MASK]s of a blank; one answers as many questions: `docs/results/adaptation.md`
+QUESTION_WORDS = re.compile(r"\b(how (many|much|long|old|far)|whom?|whose|what|which|when|where)\b", re.IGNORECASE)
 
 
 class Lengths(NamedTuple):
@@ -175,6 +178,21 @@ def question_arrays(ids: Sequence[int], answers: Sequence[str], tokenizer: Token
         sizes[place] = len(answer)
     query = query_arrays(np.asarray(ids, np.int32), lengths.query, tokenizer)
     return query | {"answers": pieces, "answer_lengths": sizes}
+
+
+def cloze_pieces(question: str, tokenizer: Tokenizer) -> NDArray[np.int32]:
+    """Lay a question out as a sentence with a blank: "[MASK] [MASK] wrote Emma?".
+
+    REALM by pointing (`realm.marginal=span`) teaches a reader with hidden names and no question, so that it points at
+    what stands in a blank. The blank takes the place of the first English question word, or stands at the end; without
+    a [MASK] there is none.
+    """
+    if tokenizer.mask_id == NO_TOKEN:
+        return np.asarray(tokenizer.encode(question).ids, np.int32)
+    word = QUESTION_WORDS.search(question)
+    before, after = (question, "") if word is None else (question[: word.start()], question[word.end() :])
+    ids = [*tokenizer.encode(before).ids, *[tokenizer.mask_id] * BLANK, *tokenizer.encode(after).ids]
+    return np.asarray(ids, np.int32)
 
 
 def row_has_answer(store: PassageStore, row: int, answers: Sequence[NDArray], lengths: Lengths) -> bool:

@@ -5,9 +5,8 @@
     joint     [CLS] query [SEP] body [SEP]    the same; fine-tuning can have `title [SEP]` before the body
 
 Special tokens are always kept; an earlier sequence takes the room first, a later one gets what is left. Padding stands
-on the right, with segment 0. A length without room for the special tokens raises ValueError. Pure functions on NumPy
-arrays; the step that trains builds the same joint layout on the device, and these are what it is tested against. Next
-to read: `tokenizer.py`, where the ids come from.
+on the right, with segment 0. Pure functions on NumPy arrays; the step that trains builds the same joint layout on the
+device, and these are what it is tested against. Next to read: `tokenizer.py`, where the ids come from.
 """
 
 from typing import NamedTuple
@@ -71,17 +70,12 @@ def joint(
 
 def _join_sequences(sequences: list[ArrayLike], length: int, special: SpecialTokens) -> Layout:
     room = length - 1 - len(sequences)
-    if room < 0:
-        raise ValueError(f"a layout of {length} places cannot hold its {1 + len(sequences)} special tokens")
     ids = np.full(length, special.pad, np.int32)
     segments = np.zeros(length, np.int32)
     ids[0] = special.cls
     used = 1
     for number, sequence in enumerate(sequences):
-        row = np.asarray(sequence, np.int32)
-        if row.ndim != 1:
-            raise ValueError(f"a layout is built from one row of ids, not from an array of shape {row.shape}")
-        kept = row[:room]
+        kept = np.asarray(sequence, np.int32)[:room]
         room -= len(kept)
         end = used + len(kept)
         ids[used:end] = kept

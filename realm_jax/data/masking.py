@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from realm_jax.data.tokenizer import Tokenizer
-from realm_jax.errors import UserError
 
 KINDS = ("salient", "evidence", "uniform", "random_span")
 OF_SPANS = ("salient", "evidence")  # that hide a salient span, "evidence" one of `data/evidence.py`
@@ -60,11 +59,7 @@ def mask(
 
     Returns:
         The masked sentence, or None when there is nothing to mask: no span that fits, or no piece.
-
-    Raises:
-        UserError: there is no such kind.
     """
-    _check_kind(kind)
     row = np.array(ids, dtype=np.int32)
     length = len(row) if room is None else min(room, len(row))
     if kind in OF_SPANS:
@@ -88,20 +83,10 @@ def mask(
 
 
 def predictions_needed(kind: str, length: int) -> int:
-    """Positions to predict in a sentence of `length` pieces: the size of the fixed prediction arrays.
-
-    Raises:
-        UserError: there is no such kind.
-    """
-    _check_kind(kind)
+    """Positions to predict in a sentence of `length` pieces: the size of the fixed prediction arrays."""
     if kind in OF_SPANS:
         return min(SALIENT_PREDICTIONS, length)
     return _budget(length, length)
-
-
-def _check_kind(kind: str) -> None:
-    if kind not in KINDS:
-        raise UserError(f"masking {kind!r}: there is no such kind; choose one of {', '.join(KINDS)}")
 
 
 def _budget(length: int, max_predictions: int) -> int:

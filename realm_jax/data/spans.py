@@ -9,7 +9,7 @@ Next to read: `masking.py`.
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple, TypeVar
 
@@ -320,18 +320,7 @@ class _Run(NamedTuple):
 
 
 def _names(text: str) -> list[Span]:
-    runs = list(_runs(text))
-    sure = {word for run in runs for word in _WORD.findall(text, run.start, run.end)[run.opens :]}
-    names = []
-    for run in runs:
-        trimmed = _trim(text, run)
-        if trimmed is not None and _is_name(text, trimmed, sure):
-            kind = DATE if text[trimmed.start : trimmed.end] in _MONTHS else NAME
-            names.append(Span(trimmed.start, trimmed.end, kind, 1.0))
-    return names
-
-
-def _runs(text: str) -> Iterator[_Run]:
+    runs = []
     for start, end in split(text):
         is_first = True
         for match in _NAME.finditer(text, start, end):
@@ -340,7 +329,15 @@ def _runs(text: str) -> Iterator[_Run]:
             is_after_quote = text[max(0, first - 2) : first].rstrip()[-1:] in _OPENING_QUOTES
             is_after_quote |= text[max(0, first - 1) : first] == '"'
             is_first = False
-            yield _Run(first, match.end(), opens or is_after_quote)
+            runs.append(_Run(first, match.end(), opens or is_after_quote))
+    sure = {word for run in runs for word in _WORD.findall(text, run.start, run.end)[run.opens :]}
+    names = []
+    for run in runs:
+        trimmed = _trim(text, run)
+        if trimmed is not None and _is_name(text, trimmed, sure):
+            kind = DATE if text[trimmed.start : trimmed.end] in _MONTHS else NAME
+            names.append(Span(trimmed.start, trimmed.end, kind, 1.0))
+    return names
 
 
 def _trim(text: str, run: _Run) -> _Run | None:

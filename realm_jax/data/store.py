@@ -353,9 +353,7 @@ class PassageStore:
 
     def stored_range(self, rows: slice) -> tuple[slice, slice | NDArray[np.int64]]:
         """Return adjacent stored rows that contain adjacent rows, and the index of the rows among them."""
-        start, stop, step = rows.indices(self._rows)
-        if step != 1:
-            raise ValueError(f"rows must be adjacent, not a slice with step {step}")
+        start, stop, _ = rows.indices(self._rows)
         if isinstance(self.visible_rows, slice) or stop <= start:
             return slice(start, max(start, stop)), slice(None)
         stored = self.visible_rows[start:stop]
@@ -406,8 +404,6 @@ class PassageStore:
         self, length: int, special: SpecialTokens, start: int, stop: int
     ) -> tuple[NDArray[Any], NDArray[np.uint16], NDArray[np.uint16]]:
         """Return `document_matrix` of the stored rows `start` to `stop` - 1."""
-        if length < 3:
-            raise ValueError(f"length must hold the three special pieces, not {length}")
         ids = np.full((stop - start, length), special.pad, self.dtype)  # [rows, length]
         lengths = np.empty(stop - start, np.uint16)  # [rows]
         title_lengths = np.empty(stop - start, np.uint16)  # [rows]

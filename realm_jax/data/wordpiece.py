@@ -80,6 +80,7 @@ class WordPiece(Tokenizer):
         tokenizer = tokenizers.Tokenizer(models.WordPiece(ids, unk_token=UNK))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece(CONTINUATION, cleanup=False)  # words stay apart by one space
         self.lower_case = lower_case
         self._vocabulary = tuple(vocabulary)
         pad, unknown, cls, sep, mask = (ids[piece] for piece in SPECIAL_PIECES)
@@ -196,11 +197,6 @@ class WordPiece(Tokenizer):
     @cached_property
     def _begins_unit(self) -> NDArray[np.bool_]:
         return np.array([not piece.startswith(CONTINUATION) or piece == CONTINUATION for piece in self._vocabulary])
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Join pieces into readable text: continuations closed up, words apart by one space, [PAD] left out."""
-        joined = " ".join(self._vocabulary[number] for number in ids if number != self.pad_id)
-        return joined.replace(" " + CONTINUATION, "")
 
     @property
     def cased(self) -> list[str]:

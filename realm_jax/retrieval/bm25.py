@@ -72,8 +72,6 @@ class Bm25:
 
     def __init__(self, texts: Iterable[str], language: str = PLAIN) -> None:
         tokens = [_tokens(text, language) for text in texts]
-        if not tokens:
-            raise ValueError("BM25 needs at least one text")
         self.size, self.language = len(tokens), language
         self._index = _bm25s().BM25() if any(tokens) else None  # the library fails on texts without any word
         if self._index is not None:
