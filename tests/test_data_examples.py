@@ -1,7 +1,6 @@
 """From a prepared folder to batches: what each kind of example promises, and the order they come in."""
 
 import itertools
-import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from capitals import write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,11 +39,6 @@ def article(number: int) -> dict[str, str]:
         f"In the end the work of {name} was read by all of them."
     )
     return {"id": f"article-{number}", "title": f"Life {number}", "text": text}
-
-
-def write_lines(path: Path, records: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 @pytest.fixture(scope="session")

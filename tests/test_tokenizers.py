@@ -113,6 +113,7 @@ def test_offsets_are_words_without_the_space_before_them(tokenizer):
 def test_any_text_is_the_same_in_any_company(tokenizer, texts):
     for text, alone in zip(texts, tokenizer.tokens(texts), strict=True):
         assert alone.ids.tolist() == tokenizer.encode(text).ids
+        assert len(tokenizer.unit_starts(text, alone)) == len(alone.ids)
         assert (alone.starts <= alone.ends).all() and (np.diff(alone.starts) >= 0).all()
         assert not len(alone.ids) or alone.ends[-1] <= len(text)
         parts = [tokenizer.encode(line).ids for line in text.split("\n")]

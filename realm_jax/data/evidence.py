@@ -182,9 +182,9 @@ def recurring_spans(store: PassageStore, max_tokens: int) -> NDArray[np.int32]:
     """
     parts = []
     for segment in store.segments:
-        found = _recurring_in_segment(segment, max_tokens)  # [n, 4]
-        found[:, 0] = store.rows_at(segment.start + found[:, 0])
-        parts.append(found[found[:, 0] >= 0].astype(np.int32))
+        recurring = _recurring_in_segment(segment, max_tokens)  # [n, 4]
+        recurring[:, 0] = store.rows_at(segment.start + recurring[:, 0])
+        parts.append(recurring[recurring[:, 0] >= 0].astype(np.int32))
     return np.concatenate(parts)
 
 

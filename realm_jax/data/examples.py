@@ -173,9 +173,9 @@ def question_arrays(ids: Sequence[int], answers: Sequence[str], tokenizer: Token
     fitting = [answer for answer in encoded if 0 < len(answer) <= lengths.span_width]
     pieces = np.zeros((lengths.answers, lengths.span_width), np.int32)
     sizes = np.zeros(lengths.answers, np.int32)
-    for place, answer in enumerate(fitting[: lengths.answers]):
-        pieces[place, : len(answer)] = answer
-        sizes[place] = len(answer)
+    for number, answer in enumerate(fitting[: lengths.answers]):
+        pieces[number, : len(answer)] = answer
+        sizes[number] = len(answer)
     query = query_arrays(np.asarray(ids, np.int32), lengths.query, tokenizer)
     return query | {"answers": pieces, "answer_lengths": sizes}
 
@@ -204,10 +204,10 @@ def row_has_answer(store: PassageStore, row: int, answers: Sequence[NDArray], le
 
 def contains_items(text: bytes, wanted: bytes, size: int) -> bool:
     """Whether some items of `size` bytes each stand in a row of such items."""
-    place = text.find(wanted)
-    while place >= 0 and place % size:
-        place = text.find(wanted, place + 1)
-    return place >= 0
+    offset = text.find(wanted)
+    while offset >= 0 and offset % size:
+        offset = text.find(wanted, offset + 1)
+    return offset >= 0
 
 
 def truncated_body(store: PassageStore, row: int, lengths: Lengths) -> NDArray:
@@ -223,8 +223,8 @@ def truncated_title(store: PassageStore, row: int, lengths: Lengths) -> NDArray:
 def require_passages(count: int, store: PassageStore, what: str, task: str, kept: NDArray[np.bool_] | None) -> None:
     """Raise UserError unless there are some passages to learn from. kept: rows that are not held out, None for all."""
     if not count:
-        left = "" if kept is None else " in a document that is not held out (config.evaluation.held_out)"
-        raise UserError(f"{store.folder}: {task} needs at least one passage with {what}{left}, and there is none")
+        where = "" if kept is None else " in a document that is not held out (config.evaluation.held_out)"
+        raise UserError(f"{store.folder}: {task} needs at least one passage with {what}{where}, and there is none")
 
 
 # --- order and batches ------------------------------------------------------------------------------------------------

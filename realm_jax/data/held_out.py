@@ -68,12 +68,12 @@ def masked_pieces(store: PassageStore, query_length: int, share: float) -> list[
 
     Sentences of which too little is left are skipped.
     """
-    kept = trained_rows(store, share)
-    if kept is None:
+    is_trained = trained_rows(store, share)
+    if is_trained is None:
         return []
     masked = []
     rows, numbers = salient_sentences(store, query_length)
-    held_out = ~kept[rows]
+    held_out = ~is_trained[rows]
     for row, number in zip(rows[held_out].tolist(), numbers[held_out].tolist(), strict=True):
         pieces, spans = spans_of(store, row, number)
         pieces = _without_one_of(spans, pieces, query_length - 2)
@@ -162,10 +162,10 @@ def _held_out_sentence(
         begin = store.sentences(row)[number, 0]
         spans = np.array([[evidence.spans.starts[span], evidence.spans.ends[span]]]) - begin
         rows = tuple(evidence.rows_of(int(span)).tolist())
-    left = _without_one_of(spans, pieces, room)
-    enough = len(left) >= MINIMUM_SENTENCE
-    masked = tokenizer.decode(left) if enough else ""
-    return HeldOutSentence(row, number, tokenizer.decode(pieces[:room]), masked, rows if enough else ())
+    remaining = _without_one_of(spans, pieces, room)
+    is_enough = len(remaining) >= MINIMUM_SENTENCE
+    masked = tokenizer.decode(remaining) if is_enough else ""
+    return HeldOutSentence(row, number, tokenizer.decode(pieces[:room]), masked, rows if is_enough else ())
 
 
 def passages_without(
@@ -177,9 +177,9 @@ def passages_without(
     A sentence has all of its own words in common with its passage, and none but those of the subject with what is left.
     """
     shortened: dict[int, tuple[int, Example]] = {}  # row → number of the sentence, and the passage without it
-    for place, sentence in enumerate(sentences):
+    for index, sentence in enumerate(sentences):
         row = sentence.row
-        left = pieces_without(store.body_tokens(row), *store.sentences(row)[sentence.number])
-        if row not in shortened and len(left) >= LEAST_LEFT:
-            shortened[row] = place, document_arrays(store.title_tokens(row), left, length, tokenizer)
-    return [place for place, _ in shortened.values()], [arrays for _, arrays in shortened.values()]
+        body = pieces_without(store.body_tokens(row), *store.sentences(row)[sentence.number])
+        if row not in shortened and len(body) >= LEAST_LEFT:
+            shortened[row] = index, document_arrays(store.title_tokens(row), body, length, tokenizer)
+    return [index for index, _ in shortened.values()], [arrays for _, arrays in shortened.values()]

@@ -201,7 +201,7 @@ class Tokenizer:
 
         A token of several units counts as the first of one that has them all.
         """
-        units = np.zeros(len(text) + 1, np.int64)
+        units = np.zeros(len(text) + 2, np.int64)  # the last two are before the first token, and behind the text
         for number, unit in enumerate(_UNIT.finditer(text), start=1):
             units[unit.start() : unit.end()] = number
         before = np.concatenate([[NO_TOKEN], np.maximum.accumulate(tokens.ends)[:-1]])

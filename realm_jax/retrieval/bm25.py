@@ -142,8 +142,8 @@ def load_or_build(store: PassageStore, language: str, workdir: Path) -> Bm25:
 
     language: `retrieval.language` of a config. Nothing is written.
     """
-    kept = _load_saved(_index_folder(store, language, workdir), COMPARED)
-    return Bm25(searchable_texts(store), language or language_of(store)) if kept is None else kept
+    saved = _load_saved(_index_folder(store, language, workdir), COMPARED)
+    return Bm25(searchable_texts(store), language or language_of(store)) if saved is None else saved
 
 
 def save_index(store: PassageStore, language: str, workdir: Path) -> None:
@@ -157,12 +157,12 @@ def save_index(store: PassageStore, language: str, workdir: Path) -> None:
     others = PosixFolder(final.parent)
     for name in others.names():
         others.remove(name)
-    made = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
     try:
-        load_or_build(store, language, workdir).save(made)
-        publish_folder(made, final)
+        load_or_build(store, language, workdir).save(partial)
+        publish_folder(partial, final)
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
