@@ -20,8 +20,7 @@ from realm_jax.assemble import make_model, make_run
 from realm_jax.cli import main as cli
 from realm_jax.cli.adapt import check_outside
 from realm_jax.cli.prepare import prepare
-from realm_jax.data.cloze import cloze_pieces
-from realm_jax.data.examples import query_arrays
+from realm_jax.data.examples import cloze_pieces, query_arrays
 from realm_jax.data.questions import Question
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError

@@ -92,6 +92,11 @@ def test_recall_counts_what_was_found_in_any_order():
 # --- As files
 
 
+@pytest.fixture
+def folder(tmp_path):
+    return PosixFolder(tmp_path)
+
+
 def make(folder, settings, min_recall=0.0, step=1, vectors=VECTORS, asked=ASKED, edits=()):
     """A generation. edits: how many rows each added, of the last."""
     segments = [("one", len(vectors) - sum(edits)), *((f"edit {n}", rows) for n, rows in enumerate(edits) if rows)]
@@ -111,8 +116,7 @@ def learnt(folder, manifest):
     return [folder.read(name) for name in names if name.endswith(("serialized_partitioner.pb", "ah_codebook.pb"))]
 
 
-def test_a_generation_carries_its_searcher_and_its_recall(tmp_path):
-    folder = PosixFolder(tmp_path)
+def test_a_generation_carries_its_searcher_and_its_recall(folder):
     manifest = make(folder, TREES, min_recall=0.5)
     assert read_manifest(folder, manifest.generation) == manifest
     assert 0.9 < manifest.recall["recall@8"] <= 1
@@ -125,9 +129,8 @@ def test_a_generation_carries_its_searcher_and_its_recall(tmp_path):
 MOVED, ASKED_OF_MOVED = (rows + 0.05 * np.sin(40 * rows[:, ::-1]) for rows in (VECTORS, ASKED))
 
 
-def test_a_generation_takes_what_the_one_before_has_learnt(tmp_path):
+def test_a_generation_takes_what_the_one_before_has_learnt(folder):
     """Codes are of the new vectors, centroids and codebooks of the first generation, also in the third."""
-    folder = PosixFolder(tmp_path)
     first = make(folder, TREES)
     second = make(folder, TREES, step=2, vectors=MOVED, asked=ASKED_OF_MOVED)
     third = make(folder, TREES, step=3)
@@ -141,9 +144,8 @@ def test_a_generation_takes_what_the_one_before_has_learnt(tmp_path):
     assert measured == second.recall["recall@8"] >= first.recall["recall@8"] - searchers.LOSS
 
 
-def test_what_no_longer_suits_is_learnt_anew(tmp_path, caplog):
+def test_what_no_longer_suits_is_learnt_anew(folder, caplog):
     """The rows of all clusters change places, and the axes as well."""
-    folder = PosixFolder(tmp_path)
     few = dataclasses.replace(TREES, leaves=200, searched=10)
     first = make(folder, few)
     turn = np.linalg.qr(np.random.default_rng(1).normal(size=(32, 32)))[0].astype(np.float32)
@@ -154,9 +156,8 @@ def test_what_no_longer_suits_is_learnt_anew(tmp_path, caplog):
     assert second.recall["recall@8"] > 0.9
 
 
-def test_what_cannot_be_taken_is_learnt(tmp_path, caplog):
+def test_what_cannot_be_taken_is_learnt(folder, caplog):
     """Of other settings or another size, refused, or with damaged files."""
-    folder = PosixFolder(tmp_path)
     first = make(folder, TREES)
     other = make(folder, dataclasses.replace(TREES, leaves=50), step=2, vectors=MOVED)
     larger = make(folder, TREES, step=3, vectors=np.concatenate([VECTORS, MOVED[:9]]))
@@ -192,8 +193,7 @@ def test_a_bucket_s_generation_takes_what_the_one_before_has_learnt(monkeypatch,
     assert learnt(folder, first) == learnt(folder, second)
 
 
-def test_small_shards_have_nothing_to_take(tmp_path):
-    folder = PosixFolder(tmp_path)
+def test_small_shards_have_nothing_to_take(folder):
     assert make(folder, SETTINGS).searcher["trained"] is make(folder, SETTINGS, step=2).searcher["trained"] is None
 
 
@@ -222,8 +222,7 @@ def test_an_edit_builds_a_shard_of_what_it_added_and_shares_the_others(tmp_path,
     assert found.min() >= 8000 and twice.recall == {"recall@8": 1.0}
 
 
-def test_many_added_rows_have_a_tree_which_the_next_edit_shares(tmp_path):
-    folder = PosixFolder(tmp_path)
+def test_many_added_rows_have_a_tree_which_the_next_edit_shares(folder):
     few = dataclasses.replace(SOME_TREES, tree_from=500)
     make(folder, few)
     many = make(folder, few, vectors=ADDED[:8800], edits=[800])
@@ -232,22 +231,19 @@ def test_many_added_rows_have_a_tree_which_the_next_edit_shares(tmp_path):
     assert more.searcher["shards"][3] == many.searcher["shards"][3]
 
 
-def test_an_edit_that_adds_nothing_builds_nothing(tmp_path, monkeypatch):
-    folder = PosixFolder(tmp_path)
+def test_an_edit_that_adds_nothing_builds_nothing(folder, monkeypatch):
     first = make(folder, SOME_TREES)
     monkeypatch.setattr(searchers, "build_shard", None)
     assert make(folder, SOME_TREES, edits=[0]).searcher["shards"] == first.searcher["shards"]
 
 
-def test_shards_that_are_shared_stay_when_their_generation_is_removed(tmp_path):
-    folder = PosixFolder(tmp_path)
+def test_shards_that_are_shared_stay_when_their_generation_is_removed(folder):
     first, edited = make(folder, SOME_TREES), make(folder, SOME_TREES, vectors=ADDED[:8300], edits=[300])
     remove_generation(folder, first.generation)
     load_searcher(folder, edited, load_vectors(folder, edited)).search(ASKED, 8)
 
 
-def test_a_shared_shard_that_is_damaged_is_built_anew(tmp_path):
-    folder = PosixFolder(tmp_path)
+def test_a_shared_shard_that_is_damaged_is_built_anew(folder):
     first = make(folder, SOME_TREES)
     file = first.searcher["shards"][1]["files"][0][0]
     folder.write(file, folder.read(file)[:-1])
@@ -259,23 +255,20 @@ def test_a_shared_shard_that_is_damaged_is_built_anew(tmp_path):
 
 
 @pytest.mark.parametrize("change", [{"leaves": 50}, {"budget": 100}])
-def test_settings_that_changed_share_nothing(tmp_path, change):
-    folder = PosixFolder(tmp_path)
+def test_settings_that_changed_share_nothing(folder, change):
     make(folder, SOME_TREES)
     edited = make(folder, dataclasses.replace(SOME_TREES, **change), vectors=ADDED[:8300], edits=[300])
     assert rows_of(edited) == shard_ranges(8300, 3000)
 
 
-def test_the_next_generation_has_the_whole_corpus_in_equal_shards(tmp_path):
-    folder = PosixFolder(tmp_path)
+def test_the_next_generation_has_the_whole_corpus_in_equal_shards(folder):
     make(folder, SOME_TREES)
     make(folder, SOME_TREES, vectors=ADDED, edits=[900])
     after = make(folder, SOME_TREES, vectors=ADDED, edits=[900], step=2)
     assert rows_of(after) == shard_ranges(8900, 3000) and after.searcher["trained"] is None
 
 
-def test_too_low_a_recall_is_refused(tmp_path):
-    folder = PosixFolder(tmp_path)
+def test_too_low_a_recall_is_refused(folder, tmp_path):
     poor = dataclasses.replace(TREES, leaves=500, searched=1, budget=8)
     with pytest.raises(Rejected, match=r"recall@8 of its searcher is 0\.\d+, below config.scann.min_recall=0.99"):
         make(folder, poor, min_recall=0.99)
@@ -288,8 +281,7 @@ def test_too_low_a_recall_is_refused(tmp_path):
     assert {path: path.stat().st_mtime_ns for path in chunks} == chunks, "nothing is embedded again"
 
 
-def test_a_damaged_searcher_is_named(tmp_path):
-    folder = PosixFolder(tmp_path)
+def test_a_damaged_searcher_is_named(folder):
     manifest = make(folder, TREES)
     file = manifest.searcher["shards"][1]["files"][0]
     folder.write(file[0], folder.read(file[0])[:-1])
@@ -297,7 +289,7 @@ def test_a_damaged_searcher_is_named(tmp_path):
         load_searcher(folder, manifest, VECTORS)
 
 
-def test_a_shard_that_goes_bad_before_publication_is_built_again(tmp_path, monkeypatch):
+def test_a_shard_that_goes_bad_before_publication_is_built_again(folder, tmp_path, monkeypatch):
     build, spoiled = searchers._build, []
 
     def spoil(folder, manifest, settings, work):
@@ -307,7 +299,6 @@ def test_a_shard_that_goes_bad_before_publication_is_built_again(tmp_path, monke
             spoiled[0].write_bytes(spoiled[0].read_bytes()[:-1])
 
     monkeypatch.setattr(searchers, "_build", spoil)
-    folder = PosixFolder(tmp_path)
     with pytest.raises(Damaged, match="scann_config.pb has"):
         make(folder, TREES)
     good = {path: path.stat().st_mtime_ns for path in tmp_path.glob("index/*/scann-*/*.done")}
@@ -317,8 +308,7 @@ def test_a_shard_that_goes_bad_before_publication_is_built_again(tmp_path, monke
     assert {path: path.stat().st_mtime_ns for path in good} == good, "the others stay"
 
 
-def test_a_pickle_beside_the_files_is_never_read(tmp_path):
-    folder = PosixFolder(tmp_path)
+def test_a_pickle_beside_the_files_is_never_read(folder, tmp_path):
     manifest = make(folder, SETTINGS)
     home = (tmp_path / manifest.searcher["shards"][0]["files"][0][0]).parent
     (home / "scann_docids.pkl").write_bytes(b"cos\nsystem\n(S'touch owned'\ntR.")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from realm_jax.data.cloze import BLANK, cloze_pieces
+from realm_jax.data.examples import BLANK, cloze_pieces
 from realm_jax.data.sources import open_sources
 
 

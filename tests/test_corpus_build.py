@@ -34,7 +34,7 @@ def finds(monkeypatch, span: str, kind: str) -> None:
     def find(text):
         return [spans.Span(m.start(), m.end(), kind, 1.0) for m in re.finditer(re.escape(span), text)]
 
-    monkeypatch.setattr(spans, "finder", lambda name: find)
+    monkeypatch.setattr(spans, "finder", lambda name: spans.SpanFinder(name, find))
 
 
 def pieces(store: PassageStore, row: int) -> str:

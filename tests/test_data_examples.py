@@ -1,7 +1,6 @@
 """From a prepared folder to batches: what each kind of example promises, and the order they come in."""
 
 import itertools
-import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -9,15 +8,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from capitals import write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realm_jax.cli.prepare import prepare
+from realm_jax.data import evidence, layouts
 from realm_jax.data import examples as data
-from realm_jax.data import layouts, recurring
+from realm_jax.data.evidence import recurring_spans
 from realm_jax.data.examples import Examples, Lengths, batches, dataset, lengths_from
 from realm_jax.data.questions import Question
-from realm_jax.data.recurring import recurring_spans
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.data.store import PassageStore, Segment, remove_documents
 from realm_jax.errors import UserError
@@ -41,11 +41,6 @@ def article(number: int) -> dict[str, str]:
     return {"id": f"article-{number}", "title": f"Life {number}", "text": text}
 
 
-def write_lines(path: Path, records: list[dict]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory) -> Path:
     """A folder whose corpus is its pre-training text, with two questions."""
@@ -59,6 +54,12 @@ def prepared(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def sources(prepared) -> Sources:
     return open_sources(prepared)
+
+
+@pytest.fixture(scope="module")
+def salient(sources) -> Examples:
+    """REALM's queries: a sentence with one of its salient spans hidden."""
+    return realm.masked_examples(sources.passages, sources.tokenizer, LENGTHS, "salient", pretraining_is_corpus=True)
 
 
 def decode(sources: Sources, ids: np.ndarray, length: int) -> str:
@@ -211,9 +212,9 @@ def test_recurring_spans_are_those_of_plain_loops(passages, room):
     """Found in another sentence of the same passage, wholly inside it; not across two, nor in a title. Hashes of
     different runs may be equal, because what they propose is compared."""
     expected = [recurring_by_loops(row, one, runs_of(one), room) for row, one in enumerate(passages)]
-    for base in (recurring._BASE, np.uint64(0)):
+    for base in (evidence.HASH_BASE, np.uint64(0)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(recurring, "_BASE", base)
+            patch.setattr(evidence, "HASH_BASE", base)
             found = recurring_spans(store_of(passages), room)
         assert found.tolist() == list(itertools.chain(*expected))
 
@@ -315,9 +316,7 @@ def test_the_warm_up_s_shares(sources):
     told = np.mean([holds(body_of(example), answer_of(example)) for example in made])
     assert 0.23 < empty < 0.37
     assert 0.25 < told < 0.45  # 0.3, and what the 0.4 share tells by chance
-
-
-def test_the_warm_up_beside_nothing_has_the_null_document(sources):
+    # Beside nothing there is the null document.
     example = warmup(sources, 1.0, 0.0).make(0, np.random.default_rng(0))
     cls, sep = sources.tokenizer.cls_id, sources.tokenizer.sep_id
     assert example["document"][:4].tolist() == [cls, sep, sep, 0]
@@ -377,47 +376,36 @@ def test_masked_queries_are_their_sentence_but_for_the_predictions(sources, kind
             assert all(query[place] == sources.tokenizer.mask_id for place in places)
 
 
-def test_salient_queries_hide_one_whole_span(sources):
-    store = sources.passages
-    examples = realm.masked_examples(store, sources.tokenizer, LENGTHS, "salient", pretraining_is_corpus=True)
-    salient = {
-        tuple(store.body_tokens(0)[start:end].tolist()[: LENGTHS.predictions]) for start, end, _ in store.spans(0)
-    }
-    drawn = Counter(tuple(answer_of(examples.make(0, rng))) for rng in rngs(60))
-    assert set(drawn) == salient
-
-
-def test_a_span_is_chosen_uniformly_over_its_passage(sources):
+def test_a_whole_span_is_hidden_which_is_chosen_uniformly_over_its_passage(sources, salient):
     """Sentences with two spans are drawn twice as often as those with one."""
     store = sources.passages
-    examples = realm.masked_examples(store, sources.tokenizer, LENGTHS, "salient", pretraining_is_corpus=True)
-    counts = np.zeros(len(store.sentences(0)))
+    spans = {tuple(store.body_tokens(0)[start:end].tolist()[: LENGTHS.predictions]) for start, end, _ in store.spans(0)}
+    counts, drawn = np.zeros(len(store.sentences(0))), set()
     for rng in rngs(600):
-        sentence = examples.make(0, rng)["sentence"]
+        example = salient.make(0, rng)
+        sentence = example["sentence"]
+        drawn.add(tuple(answer_of(example)))
         (number,) = (
             i
             for i, (start, end) in enumerate(store.sentences(0))
             if sentence[: end - start].tolist() == store.body_tokens(0)[start:end].tolist()
         )
         counts[number] += 1
-    spans = np.array([len(data.spans_of(store, 0, number)[1]) for number in range(len(counts))])
-    assert spans.max() == 2 and (counts[spans == 0] == 0).all()
-    np.testing.assert_allclose(counts / counts.sum(), spans / spans.sum(), atol=0.06)
+    assert drawn == spans
+    of_sentences = np.array([len(data.spans_of(store, 0, number)[1]) for number in range(len(counts))])
+    assert of_sentences.max() == 2 and (counts[of_sentences == 0] == 0).all()
+    np.testing.assert_allclose(counts / counts.sum(), of_sentences / of_sentences.sum(), atol=0.06)
 
 
-def test_the_own_row_is_set_only_where_the_text_is_the_corpus(sources):
-    for pretraining_is_corpus, wanted in ((True, 3), (False, -1)):
-        examples = realm.masked_examples(sources.passages, sources.tokenizer, LENGTHS, "salient", pretraining_is_corpus)
-        assert examples.make(3, np.random.default_rng(0))["own_row"] == wanted
+def test_the_own_row_is_set_only_where_the_text_is_the_corpus(sources, salient):
+    other = realm.masked_examples(sources.passages, sources.tokenizer, LENGTHS, "salient", pretraining_is_corpus=False)
+    assert [examples.make(3, np.random.default_rng(0))["own_row"] for examples in (salient, other)] == [3, -1]
 
 
-def test_the_sentence_is_found_in_its_own_row_on_the_device(sources):
+def test_the_sentence_is_found_in_its_own_row_on_the_device(sources, salient):
     """The two rules of exclusion agree: the row of an example is the one passage that holds its sentence."""
-    examples = realm.masked_examples(
-        sources.passages, sources.tokenizer, LENGTHS, "salient", pretraining_is_corpus=True
-    )
     ids, _, _ = sources.passages.document_matrix(LENGTHS.document, sources.tokenizer.special)
-    made = [examples.make(index, np.random.default_rng(index)) for index in range(examples.total)]
+    made = [salient.make(index, np.random.default_rng(index)) for index in range(salient.total)]
     sentences, lengths = (np.stack([one[name] for one in made]) for name in ("sentence", "sentence_length"))
     found = np.asarray(contains_phrase(np.broadcast_to(ids, (len(made), *ids.shape)), sentences, lengths))
     for row, holders in enumerate(found):
@@ -444,18 +432,11 @@ def test_answers_that_are_longer_than_a_span_are_dropped_and_make_room(sources):
     assert examples.make(0, np.random.default_rng(0))["answer_lengths"].tolist() == [0, 0], "all are too long"
 
 
-@pytest.mark.parametrize(
-    "questions, message",
-    [
-        ([], "no training questions .* --questions train=FILE"),
-        (
-            [Question("when", ["19[67]9"], fields={"match": "regex"}), Question("who", ["a king"])],
-            "1 of 2 training questions have regular expressions",
-        ),
-    ],
-)
-def test_questions_that_cannot_be_learned_from_are_refused(sources, questions, message):
-    with pytest.raises(UserError, match=message):
+def test_questions_that_cannot_be_learned_from_are_refused(sources):
+    with pytest.raises(UserError, match="no training questions .* --questions train=FILE"):
+        qa_examples.question_examples([], sources.tokenizer, LENGTHS)
+    questions = [Question("when", ["19[67]9"], fields={"match": "regex"}), Question("who", ["a king"])]
+    with pytest.raises(UserError, match="1 of 2 training questions have regular expressions"):
         qa_examples.question_examples(questions, sources.tokenizer, LENGTHS)
 
 
@@ -490,12 +471,9 @@ def steps(*arguments, **named) -> list[dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("start", [0, 1, 5, 11, 12])
-def test_the_batch_of_a_step_is_the_same_wherever_a_run_begins(sources, start):
-    examples = realm.masked_examples(
-        sources.passages, sources.tokenizer, LENGTHS, "salient", pretraining_is_corpus=True
-    )
-    whole = steps(examples, 3, REALM, 4, start=0, stop=12)
-    resumed = steps(examples, 3, REALM, 4, start=start, stop=12)
+def test_the_batch_of_a_step_is_the_same_wherever_a_run_begins(salient, start):
+    whole = steps(salient, 3, REALM, 4, start=0, stop=12)
+    resumed = steps(salient, 3, REALM, 4, start=start, stop=12)
     assert len(resumed) == 12 - start
     for wanted, found in zip(whole[start:], resumed, strict=True):
         assert wanted.keys() == found.keys()

@@ -39,18 +39,8 @@ def world(encyclopedia):
     return Encyclopedia(encyclopedia.settings)
 
 
-@pytest.fixture(scope="module")
-def held_out_entities(encyclopedia, world):
-    return [world.entity(int(question["gold_passage_id"].split("-")[1])) for question in encyclopedia.dev_questions]
-
-
 def words(text):
     return re.findall(r"\w+", text)
-
-
-def tokens(text):
-    """Words and marks, as many as a tokenizer that knows every word makes of them."""
-    return re.findall(r"\w+|[^\w\s]", text)
 
 
 def sentences(text):
@@ -73,25 +63,16 @@ def values_in(world, text):
     return singles + pairs
 
 
-def test_same_seed_gives_the_same_bytes_and_another_seed_other_facts(tmp_path):
+def test_same_seed_gives_the_same_json_lines_and_another_seed_other_facts(tmp_path):
+    made = generate(1, entities=200, held_out=20, train_questions=100)
     for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
-        settings = EncyclopediaSettings(seed, entities=200, held_out=20, train_questions=100)
-        write(Encyclopedia(settings), tmp_path / folder)
-    for path in (tmp_path / "a").iterdir():
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
-        assert path.read_bytes() != (tmp_path / "c" / path.name).read_bytes()
-
-
-def test_json_lines_round_trip(tmp_path):
-    made = generate(3, entities=150, held_out=10, train_questions=50)
-    paths = write(Encyclopedia(made.settings), tmp_path)
-    assert [path.name for path in paths] == [
-        "passages.jsonl",
-        "pretraining.jsonl",
-        "questions-train.jsonl",
-        "questions-dev.jsonl",
-    ]
-    read = [[json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in paths]
+        paths = write(Encyclopedia(replace(made.settings, seed=seed)), tmp_path / folder)
+    for path in paths:
+        content = (tmp_path / "a" / path.name).read_bytes()
+        assert content == (tmp_path / "b" / path.name).read_bytes() != path.read_bytes()
+    names = ["passages", "pretraining", "questions-train", "questions-dev"]
+    assert [path.name for path in paths] == [f"{name}.jsonl" for name in names]
+    read = [[*map(json.loads, (tmp_path / "a" / path.name).read_text(encoding="utf-8").splitlines())] for path in paths]
     assert read == [*made[1:]]
     assert set(read[0][0]) == set(read[1][0]) == {"id", "title", "text"}
     assert set(read[2][0]) == {"question", "answers", "gold_passage_id", "relation", "replaced_words", "entity"}
@@ -101,6 +82,7 @@ def test_default_sizes(encyclopedia):
     assert len(encyclopedia.passages) == 3200
     assert len(encyclopedia.train_questions) == 4000
     assert len(encyclopedia.dev_questions) == 600
+    tokens = re.compile(r"\w+|[^\w\s]").findall  # as many as a tokenizer that knows every word makes of a text
     assert max(len(tokens(passage["text"])) for passage in encyclopedia.passages) <= 60
     texts = [record["text"] for record in chain(encyclopedia.passages, encyclopedia.pretraining)]
     asked = [record["question"] for record in chain(encyclopedia.train_questions, encyclopedia.dev_questions)]
@@ -128,7 +110,9 @@ def test_words_of_names_synonyms_values_and_phrasings_are_distinct(world):
     assert max(counted.values()) == 1
 
 
-def test_passage_states_every_fact_and_repeats_one(encyclopedia, world):
+def test_passage_states_every_fact_repeats_one_and_uses_no_synonyms(encyclopedia, world):
+    synonyms = set(world.synonyms.values())
+    assert not any(synonyms.intersection(words(passage["text"])) for passage in encyclopedia.passages)
     for index in range(0, 3200, 50):
         text = encyclopedia.passages[index]["text"]
         told = Counter(values_in(world, text))
@@ -136,11 +120,6 @@ def test_passage_states_every_fact_and_repeats_one(encyclopedia, world):
         assert sorted(told.values()) == [1, 1, 2]
         assert len(set(sentences(text))) == 4
         assert encyclopedia.passages[index]["title"] in sentences(text)[0]
-
-
-def test_passages_never_use_synonyms(encyclopedia, world):
-    synonyms = set(world.synonyms.values())
-    assert not any(synonyms.intersection(words(passage["text"])) for passage in encyclopedia.passages)
 
 
 def test_answer_stands_in_the_gold_passage(encyclopedia):
@@ -169,7 +148,9 @@ def test_plain_training_questions_teach_no_synonyms(encyclopedia):
         assert {**other, "question": "", "replaced_words": 0} == {**question, "question": ""}
 
 
-def test_held_out_entities_are_asked_only_in_dev(encyclopedia, world, held_out_entities):
+def test_held_out_entities_are_asked_only_in_dev(encyclopedia, world):
+    numbers = [int(question["gold_passage_id"].split("-")[1]) for question in encyclopedia.dev_questions]
+    held_out_entities = [world.entity(number) for number in numbers]
     held_out = {entity.name for entity in held_out_entities}
     asked = Counter((question["entity"], question["relation"]) for question in encyclopedia.dev_questions)
     assert len(held_out) == 200 and len(asked) == 600 and set(asked.values()) == {1}
@@ -178,11 +159,8 @@ def test_held_out_entities_are_asked_only_in_dev(encyclopedia, world, held_out_e
     assert not held_out & (spoken | trained)
     passages = {passage["title"] for passage in encyclopedia.passages}
     assert {tuple(title.split()) for title in passages} == held_out | spoken
-
-
-def test_words_and_values_of_held_out_entities_are_learnt_from_others(encyclopedia, world, held_out_entities):
     seen = Counter(token for item in encyclopedia.pretraining for token in words(item["text"]))
-    for entity in held_out_entities:
+    for entity in held_out_entities:  # their words and values are learned from others
         for word in entity.name:
             assert seen[world.synonyms.get(word, word)] >= 5
         assert all(seen[token] for value in entity.values for token in words(value))

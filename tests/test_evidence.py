@@ -9,7 +9,7 @@ from articles import prepared_articles
 
 from realm_jax.cli.prepare import prepare
 from realm_jax.data import evidence
-from realm_jax.data.evidence import EvidenceSpans, evidence_spans, find_evidence
+from realm_jax.data.evidence import find_evidence
 from realm_jax.data.examples import Lengths
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.data.store import PassageStore
@@ -32,8 +32,8 @@ def forget():
     find_evidence.cache_clear()
 
 
-def one_by_one(store: PassageStore) -> set[tuple[int, int, int, int]]:
-    """Row, sentence, start and end of what `evidence_spans` should find."""
+def one_by_one(store: PassageStore) -> dict[tuple[int, int, int, int], list[int]]:
+    """What `find_evidence` should find: (row, sentence, start, end) → rows that are evidence."""
     rows = range(len(store))
     texts = [{*store.body_tokens(row).tolist(), *store.title_tokens(row).tolist()} for row in rows]
     frequency = {word: sum(word in text for text in texts) for word in set().union(*texts)}
@@ -49,21 +49,20 @@ def one_by_one(store: PassageStore) -> set[tuple[int, int, int, int]]:
     holders: dict[tuple[int, ...], set[int]] = {}
     for row, *_, name in spans:
         holders.setdefault(name, set()).add(row)
-    found = set()
+    found = {}
     for row, number, start, end, name in spans:
         first, last = store.sentences(row)[number]
         words = {*store.body_tokens(row)[first:last].tolist()} - {*name}
         total = sum(weight[word] for word in words)
         few = len(holders[name]) <= evidence.HOLDERS and total >= evidence.LEAST_WEIGHT
-        others = holders[name] - {row} if few else set()
-        shares = [sum(weight[word] for word in words & texts[other]) / total for other in others]
-        if any(evidence.LEAST <= share < evidence.MOST for share in shares):
-            found.add((row, number, start, end))
+        shares = {
+            other: sum(weight[word] for word in words & texts[other]) / total
+            for other in sorted(holders[name] - {row} if few else set())
+        }
+        others = [other for other, share in shares.items() if evidence.LEAST <= share < evidence.MOST]
+        if others:
+            found[row, number, start, end] = others
     return found
-
-
-def as_set(found: EvidenceSpans) -> set[tuple[int, ...]]:
-    return set(zip(*(part.tolist() for part in found), strict=True))
 
 
 @pytest.mark.parametrize("pairs", [evidence.PAIRS, 7])
@@ -71,30 +70,17 @@ def test_evidence_is_what_a_search_one_by_one_finds(sources, monkeypatch, pairs)
     monkeypatch.setattr(evidence, "PAIRS", pairs)
     monkeypatch.setattr(evidence, "HOLDERS", 22)
     store = sources.passages
-    found, wanted = evidence_spans(store, ROOM, LONGEST), one_by_one(store)
-    assert as_set(found) == wanted
+    found, wanted = find_evidence(store, ROOM, LONGEST), one_by_one(store)
+    spans = zip(*(part.tolist() for part in found.spans), strict=True)
+    assert {span: found.rows_of(number).tolist() for number, span in enumerate(spans)} == wanted
     assert 0 < len(wanted) < store.counts("spans").sum()
-    assert (np.diff(found.rows) >= 0).all()
-
-
-def test_a_name_that_recurs_without_more_is_no_evidence(sources, monkeypatch):
-    """All that is left are sentences of which another passage says a part."""
-    store = sources.passages
-    found = evidence_spans(store, ROOM, LONGEST)
-    for row, number in {*zip(found.rows.tolist(), found.sentences.tolist(), strict=True)}:
-        start, end = store.sentences(row)[number]
-        own = {*store.body_tokens(row)[start:end].tolist()}
-        others = [own & {*store.body_tokens(other).tolist()} for other in range(len(store)) if other != row]
-        assert max(map(len, others)) >= 4
-    monkeypatch.setattr(evidence, "LEAST", 0.0)
-    find_evidence.cache_clear()
-    assert len(evidence_spans(store, ROOM, LONGEST).rows) > 2 * len(found.rows)
+    assert (np.diff(found.spans.rows) >= 0).all()
 
 
 def test_queries_hide_spans_with_evidence_and_no_others(sources):
     store, lengths = sources.passages, Lengths(ROOM + 2, 64, LONGEST, 2, LONGEST)
     examples = realm.masked_examples(store, sources.tokenizer, lengths, "evidence", pretraining_is_corpus=True)
-    found = evidence_spans(store, ROOM, LONGEST)
+    found = find_evidence(store, ROOM, LONGEST).spans
     rows = np.unique(found.rows)
     assert examples.total == len(rows)
     for index, row in enumerate(rows):
@@ -140,13 +126,3 @@ def test_a_corpus_without_evidence_is_refused(tmp_path):
     sources, lengths = open_sources(tmp_path / "ready"), Lengths(32, 64, 4, 2, 4)
     with pytest.raises(UserError, match="a salient span that another passage is evidence for, and there is none"):
         realm.masked_examples(sources.passages, sources.tokenizer, lengths, "evidence", pretraining_is_corpus=True)
-
-
-def test_what_is_evidence_for_a_span_holds_it_elsewhere(sources):
-    store, found = sources.passages, find_evidence(sources.passages, ROOM, LONGEST)
-    assert len(found.spans.rows) and len(found.rows) >= len(found.spans.rows)
-    for number, (row, _, start, end) in enumerate(zip(*found.spans, strict=True)):
-        told = found.rows_of(number).tolist()
-        assert told and row not in told and told == sorted({*told})
-        span = store.body_tokens(row)[start:end].tobytes()
-        assert all(span in store.body_tokens(other).tobytes() for other in told)

@@ -13,11 +13,11 @@ from tiny_run import with_config
 
 from realm_jax.data.evidence import find_evidence
 from realm_jax.data.held_out import trained_rows
-from realm_jax.data.neighbours import GROUP
 from realm_jax.errors import UserError
 from realm_jax.models.inputs import Documents
 from realm_jax.tasks import make_task
 from realm_jax.tasks.evidence_contrast import evidence_loss, without_span
+from realm_jax.tasks.groups import GROUP
 
 NAME = "evidence_contrast"
 pytestmark = pytest.mark.usefixtures("quick_steps")

@@ -44,6 +44,7 @@ def test_fine_tuning_on_hybrid_candidates_trains_the_query_tower(fine):
 
 
 def test_questions_retrieve_the_fused_list_and_record_where_it_is_from(fine):
+    assert ranks_by_search([3, 1]) == {"vectors": 3, "bm25": 1} and ranks_by_search([0, 2]) == {"bm25": 2}
     run, _, params = fine
     questions = run.sources.questions["dev"]
     vectors = run.embed(params)
@@ -84,10 +85,6 @@ def test_words_find_no_more_passages_than_share_one(fine):
     assert record["retrieved"] == [] and record["passage"] is None and not record["reader_oracle"]
     (told,) = answers(trained, [nothing.question])
     assert told["passage"] is None and told["candidates"] == [] and told["nbest"] == []
-
-
-def test_ranks_are_recorded_by_name():
-    assert ranks_by_search([3, 1]) == {"vectors": 3, "bm25": 1} and ranks_by_search([0, 2]) == {"bm25": 2}
 
 
 @pytest.mark.parametrize("search", ["hybrid", pytest.param("bm25", marks=pytest.mark.slow)])

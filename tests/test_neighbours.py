@@ -7,11 +7,10 @@ from hypothesis import strategies as st
 from tiny_run import open_config, tiny_config
 
 from realm_jax.config import add_sections
-from realm_jax.data.neighbours import GROUP, groups_of_neighbours
 from realm_jax.errors import UserError
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
-from realm_jax.tasks.groups import check_groups, grouped_rows
+from realm_jax.tasks.groups import GROUP, check_groups, grouped_rows, groups_of_neighbours
 
 
 def groups_of(vectors, documents, allowed, most=1000, seed=0):

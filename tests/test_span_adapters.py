@@ -15,8 +15,8 @@ from numpy_bert import gelu_erf, hidden_states, linear
 from weight_folders import save_tensors
 
 from realm_jax.cli.prepare import prepare
-from realm_jax.data import span_adapters
-from realm_jax.data.spans import Span, finder
+from realm_jax.data import spans as span_finders
+from realm_jax.data.spans import Span, finder, without_overlaps
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokens
 from realm_jax.errors import UserError
@@ -97,7 +97,7 @@ def test_an_absent_pipeline_is_an_error_of_one_line(spacy, name, message):
 
 
 def test_spacy_gets_long_texts_in_parts_of_whole_sentences(spacy, monkeypatch):
-    monkeypatch.setattr(span_adapters, "PART", 100)
+    monkeypatch.setattr(span_finders, "SPACY_CHARACTERS", 100)
     Spacy.longest = 0
     text = " ".join([TEXT] * 20)
     spans = finder("spacy:en_core_web_sm")(text)
@@ -108,7 +108,7 @@ def test_spacy_gets_long_texts_in_parts_of_whole_sentences(spacy, monkeypatch):
 def test_the_first_of_two_overlapping_names_stays():
     text = "The New York Times"
     names = [Span(4, 12, "GPE", 1.0), Span(8, 18, "ORG", 1.0), Span(13, 18, "ORG", 1.0)]
-    assert span_adapters.without_overlaps(text, names) == [names[0], names[2]]
+    assert without_overlaps(text, names) == [names[0], names[2]]
 
 
 # --- tags to names ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Packing: whole sentences in order, as many as fit, nothing lost."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,10 +65,3 @@ def test_split_long_fills_a_part_before_it_begins_the_next() -> None:
 def test_split_long_takes_the_last_of_the_best_cuts() -> None:
     assert split_long([3, 1, 2, 1, 2, 0], room=4) == [(0, 4), (4, 6)]
     assert split_long([3, 0, 0, 0, 0, 0], room=4) == [(0, 4), (4, 6)]
-
-
-def test_a_limit_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="no room"):
-        pack([1], title_length=2, limit=5)
-    with pytest.raises(ValueError, match="parts of 0 pieces"):
-        split_long([3], room=0)

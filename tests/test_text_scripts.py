@@ -1,6 +1,7 @@
 """Passages in any script, by any tokenizer: no character is lost, no cut parts a word or a letter and its marks."""
 
 import unicodedata
+from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -52,31 +53,25 @@ MARKS = ["\u0301", "\u0323", "\u064b", "\u093f", "\u0bbf", "\u05b8", "\u0e34", "
 ALL = "".join(SCRIPTS.values())
 
 
+LOWER = sorted({*letters(unicodedata.normalize("NFD", ALL.lower())), *letters(ALL)})
+STRIPPED = normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents()])
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "lower case": lambda: WordPiece([*SPECIAL_PIECES, *LOWER]),
+    "cased": lambda: WordPiece([*SPECIAL_PIECES, *LOWER], lower_case=False),
+    "cased, stripped": lambda: Tokenizer(bert(LOWER, lowercase=False, strip_accents=True)),
+    "lower case, accents": lambda: Tokenizer(bert(LOWER, strip_accents=False)),
+    "unclean": lambda: Tokenizer(bert(LOWER, clean_text=False, handle_chinese_chars=False)),
+    "whole words": lambda: WordPiece([*SPECIAL_PIECES, "the"]),
+    "bytes": lambda: Tokenizer(byte_level()),
+    "bytes behind a space": lambda: Tokenizer(byte_level(add_prefix_space=True)),
+    "Unigram": lambda: Tokenizer(unigram(unicodedata.normalize("NFKC", ALL))),
+    "Unigram, stripped": lambda: Tokenizer(unigram(ALL, STRIPPED)),
+}
+
+
 @cache
 def tokenizer(name: str) -> Tokenizer:
-    pieces = [*letters(unicodedata.normalize("NFD", ALL.lower())), *letters(ALL)]
-    lower = sorted({*pieces})
-    made = {
-        "lower case": lambda: WordPiece([*SPECIAL_PIECES, *lower]),
-        "cased": lambda: WordPiece([*SPECIAL_PIECES, *lower], lower_case=False),
-        "cased, stripped": lambda: Tokenizer(bert(lower, lowercase=False, strip_accents=True)),
-        "lower case, accents": lambda: Tokenizer(bert(lower, strip_accents=False)),
-        "unclean": lambda: Tokenizer(bert(lower, clean_text=False, handle_chinese_chars=False)),
-        "whole words": lambda: WordPiece([*SPECIAL_PIECES, "the"]),
-        "bytes": lambda: Tokenizer(byte_level()),
-        "bytes behind a space": lambda: Tokenizer(byte_level(add_prefix_space=True)),
-        "Unigram": lambda: Tokenizer(unigram(unicodedata.normalize("NFKC", ALL))),
-        "Unigram, stripped": lambda: Tokenizer(
-            unigram(ALL, normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents()]))
-        ),
-    }
-    return made[name]()
-
-
-TOKENIZERS = [
-    "lower case", "cased", "cased, stripped", "lower case, accents", "unclean", "whole words", "bytes",
-    "bytes behind a space", "Unigram", "Unigram, stripped",
-]  # fmt: skip
+    return TOKENIZERS[name]()
 
 
 def passages(name: str, text: str, limit: int, title: str = "") -> list[Passage]:

@@ -41,20 +41,15 @@ def write(folder: Path, text: str | bytes) -> Path:
 def test_questions_equal_the_reference_word_pieces(reference: WordPiece) -> None:
     questions = list(lines_of("gold/wordpiece_questions.jsonl.gz"))
     encodings = reference.encode_batch([question["text"] for question in questions])
-    equal = sum(
-        reference.pieces(ours.ids) == theirs["wordpieces"] for ours, theirs in zip(encodings, questions, strict=True)
-    )
-    print(f"questions with the reference word pieces: {equal} of {len(questions)}")
-    assert equal == len(questions) == 2_643
+    assert [reference.pieces(ours.ids) for ours in encodings] == [question["wordpieces"] for question in questions]
+    assert len(questions) == 2_643
 
 
 @needs_data
 def test_passages_equal_the_reference_ids(reference: WordPiece) -> None:
     gold = list(lines_of("gold/wordpiece_passages.jsonl.gz"))
     texts = {passage["id"]: passage["text"] for passage in lines_of("wiki_qa/passages.jsonl.gz")}
-    equal = sum(reference.encode(texts[line["passage_id"]]).ids == line["ids"] for line in gold)
-    print(f"passages with the reference ids: {equal} of {len(gold)}")
-    assert equal == len(gold) == 528
+    assert all(reference.encode(texts[line["passage_id"]]).ids == line["ids"] for line in gold) and len(gold) == 528
 
 
 def test_offsets_are_characters_of_the_text_as_given() -> None:
@@ -99,14 +94,9 @@ def test_save_and_load_keep_everything(tmp_path: Path) -> None:
 
 
 def test_fingerprint_changes_with_vocabulary_order_and_case() -> None:
-    swapped = [*SMALL[:-2], SMALL[-1], SMALL[-2]]
-    prints = {
-        WordPiece(SMALL).fingerprint,
-        WordPiece(SMALL, lower_case=False).fingerprint,
-        WordPiece(swapped).fingerprint,
-        WordPiece(SMALL[:-1]).fingerprint,
-    }
-    assert len(prints) == 4
+    others = [*SMALL[:-2], SMALL[-1], SMALL[-2]], SMALL[:-1]
+    tokenizers = WordPiece(SMALL), WordPiece(SMALL, lower_case=False), *map(WordPiece, others)
+    assert len({tokenizer.fingerprint for tokenizer in tokenizers}) == 4
 
 
 TEXTS = ["The lion of Kavad sleeps in Kavad, the lioness does not.", "Ströme fließen; lions roar 1843 times."] * 3
@@ -119,12 +109,8 @@ def test_a_trained_vocabulary_splits_and_rebuilds_its_own_text() -> None:
     for text in TEXTS:
         encoding = tokenizer.encode(text)
         assert tokenizer.unk_id not in encoding.ids
-        assert tokenizer.decode(encoding.ids).replace(" ", "") == wordpiece_normal(text)
+        assert tokenizer.decode(encoding.ids).replace(" ", "") == text.lower().replace("ö", "o").replace(" ", "")
     assert len(tokenizer.encode("lion").ids) == 1
-
-
-def wordpiece_normal(text: str) -> str:
-    return text.lower().replace("ö", "o").replace(" ", "")
 
 
 def test_training_gives_the_same_vocabulary_in_another_process() -> None:
@@ -132,13 +118,9 @@ def test_training_gives_the_same_vocabulary_in_another_process() -> None:
         "import sys, json; from realm_jax.data.wordpiece import WordPiece; "
         "print(WordPiece.train(json.loads(sys.argv[1]), 120).fingerprint)"
     )
-    prints = {
-        subprocess.run(
-            [sys.executable, "-c", program, json.dumps(TEXTS)], check=True, capture_output=True, text=True
-        ).stdout.strip()
-        for _ in range(2)
-    }
-    assert prints == {WordPiece.train(iter(TEXTS), size=120).fingerprint}
+    command = [sys.executable, "-c", program, json.dumps(TEXTS)]
+    outputs = {subprocess.run(command, check=True, capture_output=True, text=True).stdout for _ in range(2)}
+    assert outputs == {f"{WordPiece.train(iter(TEXTS), size=120).fingerprint}\n"}
 
 
 @pytest.mark.parametrize(
@@ -157,14 +139,9 @@ def test_a_bad_vocabulary_is_named_with_its_line(tmp_path: Path, content: str | 
         WordPiece.from_vocab(write(tmp_path, content))
 
 
-def test_windows_line_ends_are_read(tmp_path: Path) -> None:
-    tokenizer = WordPiece.from_vocab(write(tmp_path, "\r\n".join(SMALL) + "\r\n"))
-    assert tokenizer.fingerprint == WordPiece(SMALL).fingerprint
-
-
-def test_a_byte_order_mark_is_no_piece(tmp_path: Path) -> None:
-    tokenizer = WordPiece.from_vocab(write(tmp_path, "\ufeff" + "\n".join(SMALL)))
-    assert tokenizer.fingerprint == WordPiece(SMALL).fingerprint
+@pytest.mark.parametrize("text", ["\r\n".join(SMALL) + "\r\n", "\ufeff" + "\n".join(SMALL)])
+def test_windows_line_ends_and_a_byte_order_mark_are_no_part_of_a_piece(tmp_path: Path, text: str) -> None:
+    assert WordPiece.from_vocab(write(tmp_path, text)).fingerprint == WordPiece(SMALL).fingerprint
 
 
 def test_an_absent_or_foreign_tokenizer_folder_is_named(tmp_path: Path) -> None:

@@ -72,13 +72,19 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # name → change
 
 @pytest.mark.parametrize("config", [None, {"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": True}])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_tokenizer_json_is_used_as_it_is(name, config, tmp_path):
+def test_a_tokenizer_json_is_used_as_it_is_and_so_is_its_export(name, config, tmp_path):
     model, normalizer = CHANGES[name]
     content = bert(PIECES, model, **normalizer)
     tokenizer = read(model_folder(tmp_path / "model", content, config))
     assert_same_ids(tokenizer, content)
     assert isinstance(tokenizer, WordPiece) == (name in ("defaults", "cased"))
     assert tokenizer.lower_case == normalizer.get("lowercase", True)
+    exported = model_folder(tmp_path / "out", None, None)
+    for file, part in tokenizer.pretrained_files(64).items():
+        (exported / file).write_bytes(part)
+    (exported / "config.json").write_text('{"model_type": "bert"}')
+    assert read(exported).fingerprint == tokenizer.fingerprint
+    assert_same_ids(read(exported), content)
 
 
 @pytest.mark.parametrize(
@@ -105,11 +111,8 @@ STATED = {  # tokenizer_config.json → the normalizer that transformers makes o
 @pytest.mark.parametrize("name", STATED)
 def test_the_normalizer_of_bert_tokenizer_is_what_its_config_says(name, files, tmp_path):
     config, normalizer = STATED[name]
-    whole = (
-        None
-        if files == "vocab.txt"
-        else bert(PIECES, {"max_input_chars_per_word": 5}, clean_text=False, lowercase=False)
-    )
+    other = bert(PIECES, {"max_input_chars_per_word": 5}, clean_text=False, lowercase=False)
+    whole = None if files == "vocab.txt" else other
     config = config | {"tokenizer_class": "BertTokenizer"}
     folder = model_folder(tmp_path / "model", whole, config, vocabulary=files != "tokenizer.json")
     assert_same_ids(read(folder), bert(PIECES, **normalizer))
@@ -142,19 +145,6 @@ def test_special_tokens_are_known_by_name_without_a_post_processor(tmp_path):
     settings = json.loads(bert(PIECES, strip_accents=False)) | {"post_processor": None, "added_tokens": []}
     tokenizer = read(model_folder(tmp_path / "model", json.dumps(settings).encode(), None))
     assert tokenizer.special == (0, 2, 3, 4) and tokenizer.unk_id == 1
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_an_exported_tokenizer_gives_the_same_ids(name, tmp_path):
-    model, normalizer = CHANGES[name]
-    tokenizer = read(model_folder(tmp_path / "model", bert(PIECES, model, **normalizer), None))
-    (tmp_path / "out").mkdir()
-    for file, content in tokenizer.pretrained_files(64).items():
-        (tmp_path / "out" / file).write_bytes(content)
-    (tmp_path / "out" / "config.json").write_text('{"model_type": "bert"}')
-    again = read(tmp_path / "out")
-    assert again.fingerprint == tokenizer.fingerprint
-    assert again.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
 
 
 def test_an_exported_tokenizer_is_that_of_transformers(tmp_path):
@@ -198,17 +188,9 @@ def test_a_config_that_changed_beside_the_same_vocabulary_is_another_tokenizer(t
 
 @pytest.mark.parametrize("files", ["vocab.txt", "both"])
 def test_prepared_data_with_usual_word_pieces_record_the_vocabulary_alone(files, tmp_path, passages):
-    folder = model_folder(
-        tmp_path / "model",
-        None if files == "vocab.txt" else bert(PIECES),
-        {
-            "tokenizer_class": "BertTokenizer",
-            "do_lower_case": True,
-            "strip_accents": None,
-            "tokenize_chinese_chars": True,
-        },
-        vocabulary=True,
-    )
+    config = {"tokenizer_class": "BertTokenizer", "do_lower_case": True, "tokenize_chinese_chars": True}
+    whole = None if files == "vocab.txt" else bert(PIECES)
+    folder = model_folder(tmp_path / "model", whole, config | {"strip_accents": None}, vocabulary=True)
     prepare(passages, tmp_path / "data", vocab=folder, workers=1)
     inputs = json.loads((tmp_path / "data" / "PREPARED.json").read_text())["inputs"]
     assert inputs["vocab"] == identity(folder / "vocab.txt") and not {"tokenizer", "lower_case"} & {*inputs["settings"]}

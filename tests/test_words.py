@@ -59,30 +59,35 @@ def kept_files(workdir):
     return sorted(path.name for path in (workdir / FOLDER).iterdir())
 
 
-def test_bm25_finds_titles_and_texts_whatever_the_case():
-    index = Bm25(searchable_texts(SHELF))
-    assert index.search(["what orbits EARTH", "a drink of leaves", "paris tower"], 1).tolist() == [[0], [3], [2]]
+@pytest.mark.parametrize(
+    "texts, language, questions, rows",
+    [
+        # titles and texts, whatever the case
+        (searchable_texts(SHELF), "none", ["what orbits EARTH", "a drink of leaves", "paris tower"], [[0], [3], [2]]),
+        # no candidate without a common word
+        (["alpha beta", "gamma"], "none", ["omega", "", "gamma"], [[-1, -1], [-1, -1], [1, -1]]),
+        (["🙂", "🙃🙃", ""], "none", ["smile", "🙂"], [[-1, -1], [-1, -1]]),
+        # rare words count for more
+        (["the cat and the dog", "the zebra", "the dog", "the bird", "the fish"], "none", ["the zebra"], [[1]]),
+        # words of one stem, in a language that has stems
+        (["The tallest towers of Paris", "A leaf of tea"], "en", ["Which tower is tall in Paris?", "tea leaves"],
+         [[0], [1]]),
+        (["towers", "leaf"], "none", ["tower"], [[-1]]),
+        # a Turkish capital with a dot is an i
+        (["Köprü İstanbul", "stanbul i"], "none", ["istanbul", "İSTANBUL"], [[0, -1], [0, -1]]),
+        (["Köprü İstanbul", "stanbul i"], "tr", ["istanbul", "İSTANBUL"], [[0, -1], [0, -1]]),
+        # vowel signs belong to their word
+        (["किताब मेज पर है", "कलम"], "none", ["किताब", "क", "त"], [[0, -1], [-1, -1], [-1, -1]]),
+        # of equal texts the lower row comes first
+        (["tea"] * 9 + ["tea tea"], "none", ["tea"], [[9, *range(9)]]),
+    ],
+)  # fmt: skip
+def test_bm25_finds(texts, language, questions, rows):
+    assert Bm25(texts, language).search(questions, len(rows[0])).tolist() == rows
 
 
-def test_bm25_gives_no_candidate_for_texts_without_a_common_word():
-    index = Bm25(["alpha beta", "gamma"])
-    assert index.search(["omega", "", "gamma"], 5).tolist() == [[-1, -1], [-1, -1], [1, -1]]
-    assert index.search([], 5).shape == (0, 2)
-
-
-def test_bm25_over_texts_without_a_word_finds_nothing():
-    assert Bm25(["🙂", "🙃🙃", ""]).search(["smile", "🙂"], 2).tolist() == [[-1, -1], [-1, -1]]
-
-
-def test_bm25_prefers_rare_words():
-    index = Bm25(["the cat and the dog", "the zebra", "the dog", "the bird", "the fish"])
-    assert index.search(["the zebra"], 1).tolist() == [[1]]
-
-
-def test_words_of_one_stem_match():
-    index = Bm25(["The tallest towers of Paris", "A leaf of tea"], "en")
-    assert index.search(["Which tower is tall in Paris?", "tea leaves"], 1).tolist() == [[0], [1]]
-    assert Bm25(["towers", "leaf"]).search(["tower"], 1).tolist() == [[-1]], "plain words have no stems"
+def test_no_question_has_no_rows():
+    assert Bm25(["alpha", "gamma"]).search([], 5).shape == (0, 2)
 
 
 def test_a_letter_with_a_mark_is_one_letter_in_either_form():
@@ -92,25 +97,9 @@ def test_a_letter_with_a_mark_is_one_letter_in_either_form():
         assert index.search([composed, in_parts, "ZOE"], 1).tolist() == [[0], [0], [1]]
 
 
-@pytest.mark.parametrize("language", ["none", "tr"])
-def test_a_turkish_capital_with_a_dot_is_an_i(language):
-    index = Bm25(["Köprü İstanbul", "stanbul i"], language)
-    assert index.search(["istanbul", "İSTANBUL"], 2).tolist() == [[0, -1], [0, -1]]
-
-
-def test_vowel_signs_belong_to_their_word():
-    index = Bm25(["किताब मेज पर है", "कलम"])
-    assert index.search(["किताब", "क", "त"], 2).tolist() == [[0, -1], [-1, -1], [-1, -1]]
-
-
 @given(st.text(st.characters(codec="ascii")))
 def test_plain_english_has_the_words_that_python_finds(text):
     assert bm25._tokens(text, "none") == re.findall(r"\b\w+\b", text.lower())
-
-
-def test_of_equal_texts_the_lower_row_comes_first():
-    index = Bm25(["tea"] * 9 + ["tea tea"])
-    assert index.search(["tea"], 10)[0].tolist() == [9, *range(9)]
 
 
 def test_ties_at_the_cut_go_to_the_lower_row_whatever_is_asked_for():
@@ -190,11 +179,26 @@ def flip_a_bit(path):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("name", ["data.csc.index.npy", "indices.csc.index.npy", "vocab.index.json"])
-def test_an_index_with_a_flipped_bit_is_made_anew(tmp_path, kept, caplog, name):
-    flip_a_bit(kept / name)
+def tear(path):
+    path.write_bytes(b"torn")
+
+
+@pytest.mark.parametrize(
+    "name, damage",
+    [
+        ("data.csc.index.npy", flip_a_bit), ("indices.csc.index.npy", flip_a_bit), ("vocab.index.json", flip_a_bit),
+        ("indices.csc.index.npy", tear),
+    ],
+)  # fmt: skip
+def test_a_damaged_index_is_made_anew_in_memory_and_where_a_run_keeps_it(tmp_path, kept, caplog, name, damage):
+    damage(kept / name)
     assert load_or_build(SHELF, "en", tmp_path).search(["towers", "tea"], 1).tolist() == [[2], [3]]
     assert f"{kept} is damaged" in caplog.text
+    save_index(SHELF, "en", tmp_path)
+    assert Bm25.load(kept).search(["towers"], 1).tolist() == [[2]]
+    before = (kept / ABOUT).stat().st_mtime_ns
+    save_index(SHELF, "en", tmp_path)
+    assert (kept / ABOUT).stat().st_mtime_ns == before, "what is whole is left as it is"
 
 
 def test_a_record_of_an_index_with_another_number_is_not_believed(tmp_path, kept, caplog):
@@ -219,28 +223,6 @@ def test_what_else_lies_where_the_index_is_kept_goes(tmp_path):
     save_index(SHELF, "en", tmp_path)
     (only,) = kept_files(tmp_path)
     assert (tmp_path / FOLDER / only / ABOUT).is_file()
-
-
-def test_a_damaged_index_is_made_anew_in_memory(tmp_path, caplog):
-    save_index(SHELF, "en", tmp_path)
-    (place,) = (tmp_path / FOLDER).iterdir()
-    (place / "indices.csc.index.npy").write_bytes(b"torn")
-    load_or_build.cache_clear()
-    assert load_or_build(SHELF, "en", tmp_path).search(["towers"], 1).tolist() == [[2]]
-    assert "is damaged" in caplog.text and (place / ABOUT).is_file()
-
-
-def test_a_damaged_index_is_written_anew_where_a_run_keeps_it(tmp_path, caplog):
-    save_index(SHELF, "en", tmp_path)
-    (place,) = (tmp_path / FOLDER).iterdir()
-    (place / "indices.csc.index.npy").write_bytes(b"torn")
-    load_or_build.cache_clear()
-    save_index(SHELF, "en", tmp_path)
-    assert "is damaged" in caplog.text
-    assert Bm25.load(place).search(["towers"], 1).tolist() == [[2]]
-    before = (place / ABOUT).stat().st_mtime_ns
-    save_index(SHELF, "en", tmp_path)
-    assert (place / ABOUT).stat().st_mtime_ns == before, "what is whole is left as it is"
 
 
 def test_a_corpus_of_stop_words_cannot_be_searched_by_words(tmp_path):

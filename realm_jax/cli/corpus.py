@@ -155,7 +155,7 @@ def edit(data: Path, action: str, what: list[str]) -> PassageStore:
     if "tagged" in manifest:
         raise UserError(f"{data}: has the spans of a tagger that this version cannot run; prepare the folder again")
     made = manifest["inputs"]["settings"]
-    if spans.identity(spans.finder(made["spans"])) != made.get("spans_identity"):
+    if spans.finder(made["spans"]).identity != made.get("spans_identity"):
         raise UserError(
             f"{data}: {made['spans']} is not the span finder used there; restore it, or prepare the folder again"
         )

@@ -23,7 +23,7 @@ from realm_jax.cli.output import checked_output, print_json, stdout, write_outpu
 from realm_jax.config import default, validate
 from realm_jax.config_flags import add_config_argument, load_config
 from realm_jax.console import printable
-from realm_jax.data.evidence import evidence_spans
+from realm_jax.data.evidence import find_evidence
 from realm_jax.data.examples import lengths_from, masked_arrays, spans_of
 from realm_jax.data.sources import open_sources
 from realm_jax.data.store import PassageStore
@@ -116,7 +116,7 @@ def run_data(args: argparse.Namespace, html: Path | None) -> None:
     sources, data, masking = open_sources(args.subject, flag=""), config.data, config.realm.masking
     store, tokenizer = sources.passages if data.text == "passages" else sources.pretraining, sources.tokenizer
     lengths = lengths_from(data.query_length, store.limit, masking, data.predictions, 1, config.model.span_width)
-    evidence = evidence_spans(store, *lengths.hidden) if masking == "evidence" else None
+    evidence = find_evidence(store, *lengths.hidden).spans if masking == "evidence" else None
     if args.document is None:
         rng = np.random.default_rng(config.seed)
         rows = sorted(rng.choice(len(store), min(args.rows, len(store)), replace=False).tolist())

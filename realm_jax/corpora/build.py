@@ -140,7 +140,7 @@ class PassagePacker:
         summary = PackingSummary(articles=len(articles))
         texts = [_without_title_line(article) for article in articles]
         titles, bodies = self.tokenizer.tokens([article.title for article in articles]), self.tokenizer.tokens(texts)
-        spans_of_texts = spans.find_many(self._find, texts)
+        spans_of_texts = self._find.find_many(texts)
         passages: list[Passage] = []
         for article, text, title, tokens, found in zip(articles, texts, titles, bodies, spans_of_texts, strict=True):
             rows = self._passages(article, text, title, tokens, found, summary)

@@ -137,7 +137,7 @@ def prepare(options: Options) -> Prepared | None:
     if vocabulary is not None:
         inputs["vocab"] = identity(vocabulary.path)
         settings |= {"vocabulary_size": None} | vocabulary.settings()
-    if (finder_identity := span_finders.identity(finder)) is not None:
+    if (finder_identity := finder.identity) is not None:
         settings["spans_identity"] = finder_identity
     inputs["questions"] = [{"split": file.split} | _question_identity(file) for file in question_inputs]
     inputs["settings"] = settings
@@ -188,7 +188,7 @@ def prepare(options: Options) -> Prepared | None:
 
         # --- Passages: a worker packs a shard; shards that an interrupted command packed stay -------------------------
         packer = PassagePacker(tokenizer, options.limit, options.spans)
-        if span_finders.uses_devices(finder) and options.beam is None:
+        if finder.uses_devices and options.beam is None:
             runner = Processes(1)  # a network has the devices of this process; workers would each need their memory
         summaries: dict[str, PackingSummary] = {}
         stores: dict[str, dict[str, Any]] = {}

@@ -6,10 +6,11 @@ entities are held out: their passages are in the corpus, but no pre-training sen
 of them, and the development questions are about them alone.
 
 Not for judging answers on natural language: use real passages and questions for that.
-Record i is a pure function of (settings, i), so a million passages need no big tables.
-Read `Phrasings` and `PHRASINGS` next: they are all the English there is.
+Every record has a random generator of its own, so a million passages need no big tables. Read `PHRASINGS`
+next: it is all the English there is.
 """
 
+import itertools
 import json
 import math
 import re
@@ -82,7 +83,7 @@ PHRASINGS: dict[str, Phrasings] = {
 # fmt: on
 RELATIONS = tuple(PHRASINGS)
 REPEATED_FACTS = 1  # lets a sentence taken out of an article often be rebuilt from the rest
-NEWS_PER_FACT = 2  # pre-training sentences about each fact, in phrasings that the entity's article does not use
+NEWS_SENTENCES = 2 * len(RELATIONS)  # pre-training sentences on an entity, in phrasings that its article does not use
 PRONOUN_RATE = 0.25  # of the sentences of an article after the first say "it" for the name
 SYNONYM_RATE = 0.95  # of name words with a synonym, outside the passages; 0.36 * 0.95 changes 57 % of the names
 VALUES = 160  # distinct ones that a relation draws from, so chance is about 1 / 160
@@ -92,34 +93,32 @@ MONTHS = ("January", "March", "April", "June", "August", "October")  # not May: 
 
 @dataclass(frozen=True)
 class EncyclopediaSettings:
-    """What an encyclopedia is a pure function of.
+    """All that an encyclopedia follows from. Raises UserError if the sizes or rates are impossible.
 
-    Raises UserError when the sizes or rates cannot be kept.
+    Attributes:
+        seed: seeds all random draws.
+        entities: number of entities, and so of passages.
+        held_out: entities that only the corpus and the development questions mention; every relation of each is asked.
+        train_questions: questions about the other entities; no fact is asked twice before every fact was asked once.
+        synonym_share: share of name words that have a synonym.
+        plain_questions: training questions use no synonyms, so that only the pre-training text can teach them.
     """
 
     seed: int
     entities: int = 3200
-    """Entities, and so passages."""
     held_out: int = 200
-    """Entities that only the corpus and the development questions speak of; every relation of each is asked."""
     train_questions: int = 4000
-    """Questions about the other entities; no fact is asked twice before every fact was asked once."""
     synonym_share: float = 0.36
-    """Share of name words that have a synonym."""
     plain_questions: bool = False
-    """Whether training questions call everything as its article does: synonyms can then be learnt from the pre-training
-    text alone."""
 
     def __post_init__(self) -> None:
-        known_facts = (self.entities - self.held_out) * len(RELATIONS)
-        limits: dict[str, tuple[float, float]] = {
-            "entities": (2, math.inf),
-            "held_out": (1, self.entities - 1),
-            "train_questions": (0, known_facts * QUESTION_PHRASINGS),
-            "synonym_share": (0, 1),
-        }
-        for key, (low, high) in limits.items():
-            value = getattr(self, key)
+        most_questions = (self.entities - self.held_out) * len(RELATIONS) * QUESTION_PHRASINGS
+        for key, value, low, high in (
+            ("entities", self.entities, 2, math.inf),
+            ("held_out", self.held_out, 1, self.entities - 1),
+            ("train_questions", self.train_questions, 0, most_questions),
+            ("synonym_share", self.synonym_share, 0, 1),
+        ):
             if not low <= value <= high:
                 raise UserError(f"encyclopedia: {key} is {value}; choose a value from {low} to {high}")
 
@@ -133,7 +132,7 @@ class Entity(NamedTuple):
 
 
 class Encyclopedia:
-    """Small tables (words, synonyms, value pools), and the records that follow from them, one after another.
+    """Small tables (words, synonyms, value pools), and the records that follow from them.
 
     Held-out entities are spread evenly: entity floor(j * entities / held_out) is the j-th of them, so that no
     position in the corpus tells them apart.
@@ -141,35 +140,101 @@ class Encyclopedia:
 
     def __init__(self, settings: EncyclopediaSettings) -> None:
         self.settings = settings
+        self.known = settings.entities - settings.held_out
         rng = self._random("words", 0)
-        # Each name word is shared by sqrt(entities) / 2.2 entities: 26 of 3,200.
-        pool = math.ceil(2.2 * math.sqrt(settings.entities))
-        words = _invented_words(rng, 4 * pool + 3 * VALUES)
+
+        # Distinct pronounceable lower-case words that no phrasing uses.
+        pool = math.ceil(2.2 * math.sqrt(settings.entities))  # so 26 of 3,200 entities share a name word
+        count = 4 * pool + 3 * VALUES
+        onsets = "b br d dr f fl g gr h j k kr l m n p pl r s st t tr v w z".split()
+        vowels, codas = "aeiou", "k l lm m n nd r rk rn sk st x".split()
+        phrases = [phrase for phrasings in PHRASINGS.values() for group in phrasings for phrase in group]
+        taken = {word.lower() for text in (*phrases, *MONTHS) for word in re.findall(r"\w+", text)}
+        words: list[str] = []
+        syllables = 2 if count < 50_000 else 3  # two syllables make 187,500 words
+        while len(words) < count:
+            parts = [onsets[_below(rng, len(onsets))] + vowels[_below(rng, len(vowels))] for _ in range(syllables)]
+            word = "".join(parts) + codas[_below(rng, len(codas))]
+            if word not in taken:
+                taken.add(word)
+                words.append(word)
         self.firsts, self.seconds = words[:pool], words[pool : 2 * pool]
         common = round(settings.synonym_share * pool)
         replaceable = self.firsts[:common] + self.seconds[:common]
         self.synonyms = dict(zip(replaceable, words[2 * pool :], strict=False))
-        self.pools = _value_pools(rng, [word.capitalize() for word in words[4 * pool :]], VALUES)
+
+        # Distinct values of each relation; no word serves two relations.
+        names = [word.capitalize() for word in words[4 * pool :]]
+        surnames, regions, given_names = (names[start : start + VALUES] for start in range(0, 3 * VALUES, VALUES))
+        given_names = given_names[: VALUES // 2]  # shared, to keep words few
+        years = _shuffled(rng, range(1500, 2000))[:VALUES]
+        self.pools = {
+            "discoverer": [f"{given_names[_below(rng, len(given_names))]} {surname}" for surname in surnames],
+            "region": regions,
+            "date": [
+                f"{MONTHS[_below(rng, len(MONTHS))]} {year}" if number % 4 == 0 else str(year)
+                for number, year in enumerate(years)
+            ],
+        }
         self.rounds = [[_below(rng, pool) for _ in range(pool)] for _ in range(4)]
-        self.news_sentences = NEWS_PER_FACT * len(RELATIONS)
-        self.news_items = math.ceil(self.news_sentences / 2)
-        self.known = settings.entities - settings.held_out
 
     def passages(self) -> Iterator[Record]:
-        """{"id", "title", "text"}, one an entity: the corpus Z."""
-        return map(self._passage, range(self.settings.entities))
+        """Yield {"id", "title", "text"}, one an entity: the corpus Z."""
+        for number in range(self.settings.entities):
+            entity, rng = self.entity(number), self._random("passage", number)
+            name = " ".join(entity.name)
+            sentences: list[str] = []
+            for relation, phrasing in _shuffled(rng, self._article_plan(number)):
+                is_pronoun = bool(sentences) and rng.random() < PRONOUN_RATE
+                the, capital = ("it", "It") if is_pronoun else (f"the {name}", f"The {name}")
+                sentences.append(phrasing.format(the=the, The=capital, value=entity.values[relation]))
+            yield {"id": f"entity-{number}", "title": name, "text": " ".join(sentences)}
 
     def pretraining(self) -> Iterator[Record]:
-        """{"id", "title", "text"}, a news item of one to three sentences: the pre-training text X."""
-        return map(self._news, range(self.known * self.news_items))
+        """Yield {"id", "title", "text"}, a news item of one to three sentences: the pre-training text X."""
+        index = 0
+        for position in range(self.known):
+            entity = self.entity(self._known_entity(position))
+            rng = self._random("news plan", entity.number)
+            used = {phrasing for _, phrasing in self._article_plan(entity.number)}
+            plan: list[tuple[int, str]] = []  # relation and phrasing of every sentence
+            for relation, repeats in enumerate(_counts(rng, NEWS_SENTENCES)):
+                phrasings = _shuffled(rng, PHRASINGS[RELATIONS[relation]].statement)
+                plan += [(relation, phrasing) for phrasing in phrasings if phrasing not in used][:repeats]
+            sizes = [1] * math.ceil(NEWS_SENTENCES / 2)  # sentences of each item
+            while sum(sizes) < NEWS_SENTENCES:
+                open_items = [item for item, size in enumerate(sizes) if size < 3]
+                sizes[open_items[_below(rng, len(open_items))]] += 1
+            plan = _shuffled(rng, plan)
+            for start, stop in itertools.pairwise(itertools.accumulate(sizes, initial=0)):
+                rng = self._random("news", index)
+                sentences = []
+                for relation, phrasing in plan[start:stop]:
+                    name, _ = self._spoken_name(rng, entity)
+                    value = entity.values[relation]
+                    sentences.append(phrasing.format(the=f"the {name}", The=f"The {name}", value=value))
+                yield {"id": f"news-{index}", "title": f"dispatch {index + 1}", "text": " ".join(sentences)}
+                index += 1
 
     def train_questions(self) -> Iterator[Record]:
-        """{"question", "answers", "gold_passage_id", "relation", "replaced_words", "entity"}."""
-        return map(self._train_question, range(self.settings.train_questions))
+        """Yield {"question", "answers", "gold_passage_id", "relation", "replaced_words", "entity"}."""
+        facts = self.known * len(RELATIONS)
+        # A stride without a common divisor visits every fact once before any fact twice.
+        stride = max(int(facts * 0.618), 1)
+        while math.gcd(stride, facts) != 1:
+            stride += 1
+        for index in range(self.settings.train_questions):
+            around, position = divmod(index, facts)
+            fact = position * stride % facts
+            known, relation = divmod(fact, len(RELATIONS))
+            yield self._question("train", index, self._known_entity(known), relation, around, fact)
 
     def dev_questions(self) -> Iterator[Record]:
-        """The same fields, about held-out entities only."""
-        return map(self._dev_question, range(self.settings.held_out * len(RELATIONS)))
+        """Yield the same fields, about held-out entities only."""
+        for index in range(self.settings.held_out * len(RELATIONS)):
+            number, relation = divmod(index, len(RELATIONS))
+            entity = number * self.settings.entities // self.settings.held_out
+            yield self._question("dev", index, entity, relation, 0, index)
 
     def entity(self, index: int) -> Entity:
         # A Feistel network is a bijection of the pairs, so no two entities share a name and no table is needed.
@@ -180,19 +245,8 @@ class Encyclopedia:
         values = tuple(self.pools[relation][_below(rng, len(self.pools[relation]))] for relation in RELATIONS)
         return Entity(index, (self.firsts[first], self.seconds[second]), values)
 
-    def _passage(self, index: int) -> Record:
-        entity, rng = self.entity(index), self._random("passage", index)
-        plan = self._article_plan(index)
-        name = " ".join(entity.name)
-        sentences: list[str] = []
-        for relation, phrasing in _shuffled(rng, plan):
-            pronoun = bool(sentences) and rng.random() < PRONOUN_RATE
-            the, capital = ("it", "It") if pronoun else (f"the {name}", f"The {name}")
-            sentences.append(phrasing.format(the=the, The=capital, value=entity.values[relation]))
-        return {"id": f"entity-{index}", "title": name, "text": " ".join(sentences)}
-
     def _article_plan(self, entity: int) -> list[tuple[int, str]]:
-        """What the article of an entity says as (relation, phrasing): every fact, and a random one of them twice."""
+        """Return relation and phrasing of an article's sentences: every fact, and a random one of them twice."""
         rng = self._random("article plan", entity)
         return [
             (relation, phrasing)
@@ -200,32 +254,8 @@ class Encyclopedia:
             for phrasing in _shuffled(rng, PHRASINGS[RELATIONS[relation]].statement)[:repeats]
         ]
 
-    def _news(self, index: int) -> Record:
-        which, item = divmod(index, self.news_items)
-        entity = self.entity(self._known_entity(which))
-        start, stop, plan = self._news_plan(entity.number, item)
-        rng = self._random("news", index)
-        sentences = []
-        for relation, phrasing in plan[start:stop]:
-            name, _ = self._spoken_name(rng, entity)
-            sentences.append(phrasing.format(the=f"the {name}", The=f"The {name}", value=entity.values[relation]))
-        return {"id": f"news-{index}", "title": f"dispatch {index + 1}", "text": " ".join(sentences)}
-
-    def _train_question(self, index: int) -> Record:
-        facts = self.known * len(RELATIONS)
-        around, position = divmod(index, facts)
-        # A stride without a common divisor visits every fact once before any fact twice.
-        fact = (position * _stride(facts)) % facts
-        which, relation = divmod(fact, len(RELATIONS))
-        return self._question("train", index, self._known_entity(which), relation, around, fact)
-
-    def _dev_question(self, index: int) -> Record:
-        which, relation = divmod(index, len(RELATIONS))
-        entity = which * self.settings.entities // self.settings.held_out
-        return self._question("dev", index, entity, relation, 0, index)
-
-    def _question(self, split: str, index: int, which: int, relation: int, around: int, fact: int) -> Record:
-        entity = self.entity(which)
+    def _question(self, split: str, index: int, number: int, relation: int, around: int, fact: int) -> Record:
+        entity = self.entity(number)
         choices = _shuffled(self._random(f"{split} phrasing", fact), PHRASINGS[RELATIONS[relation]].question)
         name, replaced = self._spoken_name(self._random(f"{split} question", index), entity)
         if split == "train" and self.settings.plain_questions:
@@ -240,26 +270,11 @@ class Encyclopedia:
         }
 
     def _known_entity(self, position: int) -> int:
-        """Index of an entity by its position among those not held out: the complement of floor(j N / H)."""
+        """Return an entity by its position among those not held out: the complement of floor(j N / H)."""
         return -(-(position + 1) * self.settings.entities // self.known) - 1
 
-    def _news_plan(self, entity: int, item: int) -> tuple[int, int, list[tuple[int, str]]]:
-        """Every news sentence of an entity as (relation, phrasing), and the range of them that one item tells."""
-        rng = self._random("news plan", entity)
-        used = {phrasing for _, phrasing in self._article_plan(entity)}
-        plan = []
-        for relation, repeats in enumerate(_counts(rng, self.news_sentences)):
-            phrasings = _shuffled(rng, PHRASINGS[RELATIONS[relation]].statement)
-            plan += [(relation, phrasing) for phrasing in phrasings if phrasing not in used][:repeats]
-        sizes = [1] * self.news_items
-        for _ in range(self.news_sentences - self.news_items):
-            open_items = [position for position, size in enumerate(sizes) if size < 3]
-            sizes[open_items[_below(rng, len(open_items))]] += 1
-        start = sum(sizes[:item])
-        return start, start + sizes[item], _shuffled(rng, plan)
-
     def _spoken_name(self, rng: Random, entity: Entity) -> tuple[str, int]:
-        """The name with each word replaced by its synonym at the synonym rate, and how many were."""
+        """Replace each word of a name by its synonym at the synonym rate; also return how many were replaced."""
         replaced = [rng.random() < SYNONYM_RATE and word in self.synonyms for word in entity.name]
         words = [self.synonyms[word] if swap else word for word, swap in zip(entity.name, replaced, strict=True)]
         return " ".join(words), sum(replaced)
@@ -269,7 +284,7 @@ class Encyclopedia:
 
 
 def write(encyclopedia: Encyclopedia, folder: Path | str) -> list[Path]:
-    """Writes the four JSONL files into `folder` (made if absent), one record at a time; returns their paths."""
+    """Write the four JSONL files into `folder` (made if absent), one record at a time; return their paths."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, Iterator[Record]] = {
@@ -285,7 +300,7 @@ def write(encyclopedia: Encyclopedia, folder: Path | str) -> list[Path]:
 
 
 def _below(rng: Random, limit: int) -> int:
-    """A whole number from 0 to limit - 1; Python promises the same sequence in all versions for `random()` alone."""
+    """Draw from 0 to limit - 1; Python promises the same sequence in all versions for `random()` alone."""
     return int(rng.random() * limit)
 
 
@@ -295,46 +310,6 @@ def _shuffled(rng: Random, items: Sequence[Item]) -> list[Item]:
 
 
 def _counts(rng: Random, sentences: int) -> list[int]:
-    """How often each relation is stated: `sentences` are spread as evenly as possible, the rest at random."""
+    """Spread sentences over the relations as evenly as possible, the rest at random."""
     every, rest = divmod(sentences, len(RELATIONS))
     return _shuffled(rng, [every + 1] * rest + [every] * (len(RELATIONS) - rest))
-
-
-def _stride(size: int) -> int:
-    """A step near the golden section of `size` without a common divisor, so that its multiples visit everything."""
-    stride = max(int(size * 0.618), 1)
-    while math.gcd(stride, size) != 1:
-        stride += 1
-    return stride
-
-
-def _invented_words(rng: Random, count: int) -> list[str]:
-    """Distinct pronounceable lower-case words that no phrasing uses."""
-    onsets = "b br d dr f fl g gr h j k kr l m n p pl r s st t tr v w z".split()
-    vowels, codas = "aeiou", "k l lm m n nd r rk rn sk st x".split()
-    phrases = [phrase for phrasings in PHRASINGS.values() for group in phrasings for phrase in group]
-    taken = {word.lower() for text in (*phrases, *MONTHS) for word in re.findall(r"\w+", text)}
-    words: list[str] = []
-    syllables = 2 if count < 50_000 else 3  # two syllables make 187,500 words
-    while len(words) < count:
-        parts = [onsets[_below(rng, len(onsets))] + vowels[_below(rng, len(vowels))] for _ in range(syllables)]
-        word = "".join(parts) + codas[_below(rng, len(codas))]
-        if word not in taken:
-            taken.add(word)
-            words.append(word)
-    return words
-
-
-def _value_pools(rng: Random, names: list[str], count: int) -> dict[str, list[str]]:
-    """`count` distinct values for each relation out of 3 * count capitalised names; no word serves two relations."""
-    surnames, regions, given = (names[part * count : (part + 1) * count] for part in range(3))
-    given = given[: max(count // 2, 1)]  # given names are shared, to keep words few
-    years = _shuffled(rng, range(1500, 2000))[:count]
-    return {
-        "discoverer": [f"{given[_below(rng, len(given))]} {surname}" for surname in surnames],
-        "region": regions,
-        "date": [
-            f"{MONTHS[_below(rng, len(MONTHS))]} {year}" if place % 4 == 0 else str(year)
-            for place, year in enumerate(years)
-        ],
-    }

@@ -1,19 +1,22 @@
-"""Salient spans for which the corpus holds evidence: what is worth hiding, where most names recur by coincidence.
+"""Salient spans for which the corpus holds evidence, in other passages or in another sentence of their own.
+
+Most names recur by coincidence, so these spans are worth hiding.
 
 A span that is hidden in a sentence x teaches retrieval only where another passage z says what it is. Such a passage
 holds the span y, and more of x besides: evidence(z) is the share of x's words, without those of y, that z has too, each
 word weighted by its inverse document frequency. Words that a tenth of all passages have count for nothing. How often
 this is right, and what share of a corpus it leaves, stands in `docs/results/adaptation.md`.
+
+A span that occurs again in another sentence of its passage can be read off the rest of the passage.
 """
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.data.store import PassageStore
+from realm_jax.data.store import PassageStore, Segment
 
 if TYPE_CHECKING:
     from scipy import sparse  # in functions otherwise: what only answers needs no evidence, and starts sooner
@@ -23,7 +26,9 @@ LEAST_WEIGHT = 8.0  # nats: a sentence with fewer rare words says too little
 HOLDERS = 50  # passages that may hold the span: what stands everywhere is learned without retrieval
 COMMON = 0.1  # share of the passages that have a word which counts for nothing
 PAIRS = 1 << 17  # of a sentence and a passage, compared at a time
-HASH_BASE = np.uint64(0x9E37_79B9_7F4A_7C15)
+HASH_BASE = np.uint64(0x9E37_79B9_7F4A_7C15)  # of polynomial hashes of tokens: odd, with well-mixed bits
+_HASHED = 3  # tokens of a recurring run that are hashed; the others are compared
+_BITS = 22  # of the table that says which hashes spans have
 
 
 class EvidenceSpans(NamedTuple):
@@ -42,9 +47,9 @@ class EvidenceSpans(NamedTuple):
 
     def of_sentence(self, store: PassageStore, row: int, number: int) -> NDArray[np.int64]:
         """Those of one sentence, relative to its start, [m, 2]."""
-        found = self.of_row(row)
-        own = found.sentences == number
-        return np.stack([found.starts[own], found.ends[own]], axis=1) - store.sentences(row)[number, 0]
+        spans = self.of_row(row)
+        inside = spans.sentences == number
+        return np.stack([spans.starts[inside], spans.ends[inside]], axis=1) - store.sentences(row)[number, 0]
 
 
 class Evidence(NamedTuple):
@@ -67,142 +72,164 @@ class Evidence(NamedTuple):
         return Evidence(EvidenceSpans(*(part[good] for part in self.spans)), numbers, self.rows[pairs])
 
 
-class _Spans(NamedTuple):
-    """All salient spans within their sentences: row, number of the sentence among all of the store, start and end in
-    the body, and a number that is the same for the same pieces. int64 [n] each."""
-
-    rows: NDArray[np.int64]
-    sentences: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    names: NDArray[np.int64]
-
-
-class _Words(NamedTuple):
-    """sentences: each with the weights of its words, [sentences, vocabulary]; passages: which words each has, titles
-    too, [rows, vocabulary]; weights [vocabulary]."""
-
-    sentences: "sparse.csr_matrix"
-    passages: "sparse.csr_matrix"
-    weights: NDArray[np.float64]
-
-
-def evidence_spans(store: PassageStore, room: int, longest: int) -> EvidenceSpans:
-    """Every span that ends within `room` pieces of its sentence's start, has `longest` pieces at most, and for which
-    some other passage is evidence."""
-    return find_evidence(store, room, longest).spans
-
-
 @lru_cache(maxsize=2)  # 20 s for 49,000 passages, and tasks and what measures them ask for the same
 def find_evidence(store: PassageStore, room: int, longest: int) -> Evidence:
-    """`evidence_spans`, with the passages that are evidence for each. Kept for the last two corpora: not to be written
-    to."""
-    tokens, bounds = _bodies(store)
-    found = _spans(store, tokens, bounds, room, longest)
-    words = _words(store, tokens, bounds)
-    own = _own_weights(words, tokens, bounds, found)
-    totals = np.asarray(words.sentences.sum(axis=1))[found.sentences, 0] - own
-    pairs = [np.zeros((0, 2), np.int64)]
-    for spans, rows in _pairs(found):
-        shared = _overlaps(words, found.sentences[spans], rows) - own[spans]
-        share = shared / np.maximum(totals[spans], LEAST_WEIGHT)
-        kept = (share >= LEAST) & (share < MOST) & (totals[spans] >= LEAST_WEIGHT)
-        pairs.append(np.stack([spans[kept], rows[kept]], axis=1))
-    good, numbers = np.unique(np.concatenate(pairs)[:, 0], return_inverse=True)
-    first = np.concatenate([[0], np.cumsum(store.counts("sentences"))])[found.rows]
-    parts = (found.rows, found.sentences - first, found.starts, found.ends)
-    return Evidence(EvidenceSpans(*(part[good] for part in parts)), numbers, np.concatenate(pairs)[:, 1])
+    """Find the spans for which some other passage is evidence, and these passages.
 
+    Args:
+        store: the corpus.
+        room: tokens of a sentence that are looked at; a span ends within them.
+        longest: most tokens of a span.
 
-def _bodies(store: PassageStore) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The pieces of all bodies, one after another, and where each begins, [rows + 1]."""
+    Returns:
+        What was found; it is kept for the last two corpora, so it must not be written to.
+    """
+    # --- The tokens of all bodies, one after another, and the sentences in them ---------------------------------------
     bodies = [store.body_tokens(row) for row in range(len(store))]
-    bounds = np.concatenate([[0], np.cumsum([len(body) for body in bodies])])
-    return np.concatenate(bodies).astype(np.int64), bounds
+    titles = [store.title_tokens(row) for row in range(len(store))]
+    tokens = np.concatenate(bodies).astype(np.int64)
+    bounds = np.concatenate([[0], np.cumsum([len(body) for body in bodies])])  # [rows + 1], in `tokens`
+    sentence_counts = store.counts("sentences")
+    sentences = store.column("sentences") + np.repeat(bounds[:-1], sentence_counts)[:, None]  # [sentences, 2]
+    sentence_starts, sentence_lengths = sentences[:, 0], sentences[:, 1] - sentences[:, 0]
 
-
-def _spans(
-    store: PassageStore, tokens: NDArray[np.int64], bounds: NDArray[np.int64], room: int, longest: int
-) -> _Spans:
-    """The salient spans that may be hidden, and are held by 2 to HOLDERS passages."""
-    starts, ends = store.column("spans")[:, :2].astype(np.int64).T
+    # --- Spans that may be hidden, held by 2 to HOLDERS passages ------------------------------------------------------
+    starts, ends = store.column("spans")[:, :2].astype(np.int64).T  # [spans] each, in their body
     rows = np.repeat(np.arange(len(store)), store.counts("spans"))
-    sentences = np.concatenate([store.sentences(row) for row in range(len(store))]).astype(np.int64)
-    counts = store.counts("sentences")
-    begin = np.repeat(bounds[:-1], counts) + sentences[:, 0]  # of each sentence, in `tokens`: they increase
-    number = np.searchsorted(begin, bounds[rows] + starts, side="right") - 1
-    offset = begin[number] - bounds[rows]
-    kept = (ends <= offset + np.minimum(room, sentences[number, 1] - sentences[number, 0])) & (starts >= offset)
-    kept &= ends - starts <= longest
-    rows, number, starts, ends = (part[kept] for part in (rows, number, starts, ends))
-    names = _names(tokens, bounds[rows] + starts, ends - starts)
-    held = np.unique(np.stack([names, rows]), axis=1)  # a passage that has it twice holds it once
-    holders = np.bincount(held[0], minlength=names.max(initial=-1) + 1)[names]
-    kept = (holders > 1) & (holders <= HOLDERS)
-    return _Spans(*(part[kept] for part in (rows, number, starts, ends, names)))
-
-
-def _names(tokens: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A number for each run of pieces, the same for the same pieces, from a hash of 64 bits."""
+    owners = np.searchsorted(sentence_starts, bounds[rows] + starts, side="right") - 1  # sentence of each span
+    offsets = sentence_starts[owners] - bounds[rows]
+    is_candidate = (ends <= offsets + np.minimum(room, sentence_lengths[owners])) & (starts >= offsets)
+    is_candidate &= ends - starts <= longest
+    rows, owners, starts, ends = (part[is_candidate] for part in (rows, owners, starts, ends))
+    # A number for each run of tokens, the same for the same tokens, from a hash of 64 bits.
+    lengths, first_tokens = ends - starts, bounds[rows] + starts
     hashes = lengths.astype(np.uint64)
     for offset in range(int(lengths.max(initial=0))):
-        pieces = tokens[np.minimum(starts + offset, len(tokens) - 1)].astype(np.uint64)
-        hashes = np.where(offset < lengths, (hashes ^ (pieces + np.uint64(1))) * HASH_BASE, hashes)
-    return np.unique(hashes, return_inverse=True)[1].astype(np.int64)
+        step = tokens[np.minimum(first_tokens + offset, len(tokens) - 1)].astype(np.uint64)
+        hashes = np.where(offset < lengths, (hashes ^ (step + np.uint64(1))) * HASH_BASE, hashes)
+    names = np.unique(hashes, return_inverse=True)[1].astype(np.int64)
+    held = np.unique(np.stack([names, rows]), axis=1)  # a passage that has a name twice holds it once
+    holders = np.bincount(held[0], minlength=names.max(initial=-1) + 1)[names]
+    is_candidate = (holders > 1) & (holders <= HOLDERS)
+    rows, owners, starts, ends, names = (part[is_candidate] for part in (rows, owners, starts, ends, names))
+
+    # --- Words of passages, titles too, and of sentences, and what they weigh -----------------------------------------
+    vocabulary = 1 + max(int(part.max(initial=0)) for part in (tokens, *titles))
+    in_bodies = np.repeat(np.arange(len(store)), np.diff(bounds))
+    in_titles = np.repeat(np.arange(len(store)), [len(title) for title in titles])
+    of_passages = np.concatenate([in_bodies, in_titles]), np.concatenate([tokens, *titles])
+    passage_words = _incidence(*of_passages, (len(store), vocabulary))
+    frequency = np.asarray(passage_words.sum(axis=0), np.float64)[0]
+    weights = np.where(frequency > COMMON * len(store), 0.0, np.log((len(store) + 1) / (frequency + 0.5)))
+    numbers, positions = _ranges(sentence_starts, sentence_lengths)
+    sentence_words = _incidence(numbers, tokens[positions], (len(sentences), vocabulary)).multiply(weights).tocsr()
+    numbers, positions = _ranges(bounds[rows] + starts, ends - starts)
+    # Every passage that holds a span has the words of the span, so these count on neither side.
+    span_weights = np.asarray(_incidence(numbers, tokens[positions], (len(rows), vocabulary)) @ weights)
+    totals = np.asarray(sentence_words.sum(axis=1))[owners, 0] - span_weights
+
+    # --- Every span with every other passage that holds it, some PAIRS at a time --------------------------------------
+    held = np.unique(np.stack([names, rows]), axis=1)
+    first_holders = np.searchsorted(held[0], names)
+    counts = np.searchsorted(held[0], names, side="right") - first_holders
+    pairs = [np.zeros((0, 2), np.int64)]
+    for part in np.array_split(np.arange(len(counts)), -(-int(counts.sum()) // PAIRS) or 1):
+        numbers, positions = _ranges(first_holders[part], counts[part])
+        spans, passages = part[numbers], held[1, positions]
+        spans, passages = (values[passages != rows[spans]] for values in (spans, passages))
+        shared = np.asarray(sentence_words[owners[spans]].multiply(passage_words[passages]).sum(axis=1))[:, 0]
+        share = (shared - span_weights[spans]) / np.maximum(totals[spans], LEAST_WEIGHT)
+        is_evidence = (share >= LEAST) & (share < MOST) & (totals[spans] >= LEAST_WEIGHT)
+        pairs.append(np.stack([spans[is_evidence], passages[is_evidence]], axis=1))
+    all_pairs = np.concatenate(pairs)
+    supported, numbers = np.unique(all_pairs[:, 0], return_inverse=True)
+    first_sentences = np.concatenate([[0], np.cumsum(sentence_counts)])[rows]
+    columns = (rows, owners - first_sentences, starts, ends)
+    return Evidence(EvidenceSpans(*(part[supported] for part in columns)), numbers, all_pairs[:, 1])
 
 
-def _words(store: PassageStore, tokens: NDArray[np.int64], bounds: NDArray[np.int64]) -> _Words:
-    rows, titles = len(store), [store.title_tokens(row) for row in range(len(store))]
-    size = int(max(tokens.max(initial=0), max((title.max(initial=0) for title in titles), default=0))) + 1
-    in_titles = np.repeat(np.arange(rows), [len(title) for title in titles])
-    in_bodies = np.repeat(np.arange(rows), np.diff(bounds))
-    pieces = np.concatenate([tokens, *titles]).astype(np.int64)
-    passages = _which(np.concatenate([in_bodies, in_titles]), pieces, (rows, size))
-    frequency = np.asarray(passages.sum(axis=0), np.float64)[0]
-    weights = np.where(frequency > COMMON * rows, 0.0, np.log((rows + 1) / (frequency + 0.5)))
-    sentences = [store.sentences(row) + bounds[row] for row in range(rows)]
-    begin, end = np.concatenate(sentences).T
-    owner = np.repeat(np.arange(len(begin)), end - begin)
-    places = np.arange(len(owner)) + np.repeat(begin - np.cumsum(end - begin) + end - begin, end - begin)
-    held = _which(owner, tokens[places], (len(begin), size))
-    return _Words(held.multiply(weights).tocsr(), passages, weights)
-
-
-def _which(rows: NDArray[np.int64], words: NDArray[np.int64], shape: tuple[int, int]) -> "sparse.csr_matrix":
-    """A matrix of 1 where a row has a word."""
+def _incidence(rows: NDArray[np.int64], words: NDArray[np.int64], shape: tuple[int, int]) -> "sparse.csr_matrix":
+    """Return a matrix of 1 where a row has a word."""
     from scipy import sparse
 
-    places = rows.astype(np.int32), words.astype(np.int32)
-    found = sparse.csr_matrix((np.ones(len(rows), np.float32), places), shape)
-    found.data[:] = 1.0
-    return found
+    matrix = sparse.csr_matrix((np.ones(len(rows), np.float32), (rows.astype(np.int32), words.astype(np.int32))), shape)
+    matrix.data[:] = 1.0
+    return matrix
 
 
-def _own_weights(
-    words: _Words, tokens: NDArray[np.int64], bounds: NDArray[np.int64], spans: _Spans
-) -> NDArray[np.float64]:
-    """The weight of the different words of each span, which every passage that holds it has, [n]."""
-    lengths = spans.ends - spans.starts
-    owner = np.repeat(np.arange(len(lengths)), lengths)
-    places = np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    pieces = tokens[(bounds[spans.rows] + spans.starts)[owner] + places]
-    held = _which(owner, pieces, (len(lengths), len(words.weights)))
-    return np.asarray(held @ words.weights)
+def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the numbers of several ranges one after another: which range each is of, and the number itself."""
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    return owners, np.arange(len(owners)) + np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
 
 
-def _pairs(spans: _Spans) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Every span with every other passage that holds it, some PAIRS at a time: numbers of spans, and rows."""
-    held = np.unique(np.stack([spans.names, spans.rows]), axis=1)
-    first = np.searchsorted(held[0], spans.names)
-    counts = np.searchsorted(held[0], spans.names, side="right") - first
-    for part in np.array_split(np.arange(len(counts)), -(-int(counts.sum()) // PAIRS) or 1):
-        which = np.repeat(part, counts[part])
-        places = np.arange(len(which)) - np.repeat(np.cumsum(counts[part]) - counts[part], counts[part])
-        rows = held[1, first[which] + places]
-        others = rows != spans.rows[which]
-        yield which[others], rows[others]
+# --- In the same passage ----------------------------------------------------------------------------------------------
 
 
-def _overlaps(words: _Words, sentences: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The weight of the words that a sentence and a passage share, for each pair [n]."""
-    return np.asarray(words.sentences[sentences].multiply(words.passages[rows]).sum(axis=1))[:, 0]
+def recurring_spans(store: PassageStore, max_tokens: int) -> NDArray[np.int32]:
+    """List salient spans that end within `max_tokens` of their sentence's start and recur in their passage.
+
+    A loop over the rows takes three quarters of an hour for thirteen million passages. So runs of tokens are compared
+    by hashes for a whole segment at once, and what hashes propose is compared by tokens.
+
+    Args:
+        store: the passages.
+        max_tokens: tokens of a sentence that a query has room for.
+
+    Returns:
+        int32 [n, 4], in order: row, sentence, number of the span in the row, and the first other sentence that holds
+        its tokens. Sentences are numbered in their row.
+    """
+    parts = []
+    for segment in store.segments:
+        recurring = _recurring_in_segment(segment, max_tokens)  # [n, 4]
+        recurring[:, 0] = store.rows_at(segment.start + recurring[:, 0])
+        parts.append(recurring[recurring[:, 0] >= 0].astype(np.int32))
+    return np.concatenate(parts)
+
+
+def _recurring_in_segment(segment: Segment, max_tokens: int) -> NDArray[np.int64]:
+    """Do the work of `recurring_spans` for one segment, with rows of the segment."""
+    tokens, token_offsets = segment.columns["tokens"], segment.offsets["tokens"]
+    body_starts = token_offsets[:-1] + segment.columns["title_lengths"]  # [rows], in `tokens`
+    sentence_rows = segment.value_rows("sentences")  # [sentences]
+    sentence_starts, sentence_ends = body_starts[sentence_rows] + segment.columns["sentences"].T  # [sentences] each
+    span_rows, spans = segment.value_rows("spans"), segment.columns["spans"]
+    starts = body_starts[span_rows] + spans[:, 0]  # [spans], in `tokens`
+    lengths = spans[:, 1] - spans[:, 0]
+    owners = np.searchsorted(sentence_starts, starts, "right") - 1  # [spans]: sentence of each span
+    in_reach = np.flatnonzero(starts + lengths - sentence_starts[owners] <= max_tokens)
+    others = np.full(len(spans), -1)  # [spans]: first other sentence with the same tokens
+    # Runs of two passages have different hashes, because a hash begins with the row.
+    hashes = segment.value_rows("tokens").astype(np.uint64) * HASH_BASE
+    for length in range(1, _HASHED + 1):
+        hashes = (hashes[: len(tokens) - length + 1] + tokens[length - 1 :]) * HASH_BASE  # [tokens - length + 1]
+        pending = in_reach[np.minimum(lengths[in_reach], _HASHED) == length]
+        # A small table of the spans' hashes proposes positions; most positions of a corpus are none.
+        is_wanted = np.zeros(1 << _BITS, bool)
+        is_wanted[hashes[starts[pending]] >> np.uint64(64 - _BITS)] = True
+        proposed = np.flatnonzero(is_wanted[hashes >> np.uint64(64 - _BITS)])
+        # Sorted by hash, and by position where hashes are equal: both in one number, which sorts five times faster.
+        low = np.uint64((1 << len(proposed).bit_length()) - 1)
+        keys = np.sort(hashes[proposed] & ~low | np.arange(len(proposed), dtype=np.uint64))
+        proposed = proposed[keys & low]
+        span_keys = hashes[starts[pending]] & ~low
+        position, stop = np.searchsorted(keys, span_keys), np.searchsorted(keys, span_keys | low, "right")
+        # Every pending span compares its next proposed position, until one holds its tokens or none is left.
+        open_spans = np.arange(len(pending))
+        while len(open_spans := open_spans[position[open_spans] < stop[open_spans]]):
+            at, here = proposed[position[open_spans]], pending[open_spans]
+            other = np.searchsorted(sentence_starts, at, "right") - 1
+            good = (other >= 0) & (other != owners[here]) & (sentence_rows[other] == span_rows[here])
+            good &= at + lengths[here] <= sentence_ends[other]
+            for offset in range(int(lengths[here[good]].max(initial=0))):
+                within = np.flatnonzero(good & (offset < lengths[here]))
+                good[within] = tokens[at[within] + offset] == tokens[starts[here[within]] + offset]
+            others[here[good]] = other[good]
+            position[open_spans] += 1
+            open_spans = open_spans[~good]
+    recurring = np.flatnonzero(others >= 0)
+    rows = span_rows[recurring]
+    first_sentences, first_spans = segment.offsets["sentences"][rows], segment.offsets["spans"][rows]
+    sentences, other_sentences = owners[recurring] - first_sentences, others[recurring] - first_sentences
+    return np.stack([rows, sentences, recurring - first_spans, other_sentences], axis=1)

@@ -10,17 +10,18 @@ resumes: the input position is one integer. Examples that have lengths are sorte
 that a batch is padded to what its longest example needs.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.data import layouts
-from realm_jax.data.masking import Masked, mask, predictions_needed
+from realm_jax.data.masking import mask, predictions_needed
 from realm_jax.data.store import NO_SPAN, PassageStore, salient_reach, sentences_of_spans
-from realm_jax.data.tokenizer import Tokenizer
+from realm_jax.data.tokenizer import NO_TOKEN, Tokenizer
 from realm_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 Example = dict[str, Any]  # arrays of one example; scalars are NumPy scalars
 Maker = Callable[[int, np.random.Generator], Example]
 MINIMUM_SENTENCE = 4  # tokens; shorter ones ("Yes.") tell nothing about their passage
+BLANK = 2  # [MASK]s of a blank; one answers as many questions: `docs/results/adaptation.md`
+QUESTION_WORDS = re.compile(r"\b(how (many|much|long|old|far)|whom?|whose|what|which|when|where)\b", re.IGNORECASE)
 
 
 class Lengths(NamedTuple):
@@ -86,19 +89,15 @@ def masked_arrays(
 ) -> Example:
     """A masked sentence as a query, with its targets; positions count [CLS]. With nothing to mask it weighs 0."""
     masked = mask(kind, sentence, spans, rng, tokenizer, lengths.predictions, room=lengths.query - 2)
-    ids = sentence if masked is None else masked.ids
-    return target_arrays(masked, lengths.predictions, 1) | query_arrays(ids, lengths.query, tokenizer)
-
-
-def target_arrays(masked: Masked | None, most: int, offset: int = 0) -> Example:
-    """Positions, `offset` added, and targets of what is hidden, [most] each; weights 0 where there is nothing."""
-    positions, targets, weights = np.zeros(most, np.int32), np.zeros(most, np.int32), np.zeros(most, np.float32)
+    positions, targets = np.zeros((2, lengths.predictions), np.int32)  # [predictions] both
+    weights = np.zeros(lengths.predictions, np.float32)
     if masked is not None:
         count = len(masked.positions)
-        positions[:count] = masked.positions + offset
+        positions[:count] = masked.positions + 1
         targets[:count] = masked.targets
         weights[:count] = 1.0
-    return {"positions": positions, "targets": targets, "weights": weights}
+    arrays = {"positions": positions, "targets": targets, "weights": weights}
+    return arrays | query_arrays(sentence if masked is None else masked.ids, lengths.query, tokenizer)
 
 
 def spans_of(store: PassageStore, row: int, number: int) -> tuple[NDArray, NDArray]:
@@ -174,11 +173,26 @@ def question_arrays(ids: Sequence[int], answers: Sequence[str], tokenizer: Token
     fitting = [answer for answer in encoded if 0 < len(answer) <= lengths.span_width]
     pieces = np.zeros((lengths.answers, lengths.span_width), np.int32)
     sizes = np.zeros(lengths.answers, np.int32)
-    for place, answer in enumerate(fitting[: lengths.answers]):
-        pieces[place, : len(answer)] = answer
-        sizes[place] = len(answer)
+    for number, answer in enumerate(fitting[: lengths.answers]):
+        pieces[number, : len(answer)] = answer
+        sizes[number] = len(answer)
     query = query_arrays(np.asarray(ids, np.int32), lengths.query, tokenizer)
     return query | {"answers": pieces, "answer_lengths": sizes}
+
+
+def cloze_pieces(question: str, tokenizer: Tokenizer) -> NDArray[np.int32]:
+    """Lay a question out as a sentence with a blank: "[MASK] [MASK] wrote Emma?".
+
+    REALM by pointing (`realm.marginal=span`) teaches a reader with hidden names and no question, so that it points at
+    what stands in a blank. The blank takes the place of the first English question word, or stands at the end; without
+    a [MASK] there is none.
+    """
+    if tokenizer.mask_id == NO_TOKEN:
+        return np.asarray(tokenizer.encode(question).ids, np.int32)
+    word = QUESTION_WORDS.search(question)
+    before, after = (question, "") if word is None else (question[: word.start()], question[word.end() :])
+    ids = [*tokenizer.encode(before).ids, *[tokenizer.mask_id] * BLANK, *tokenizer.encode(after).ids]
+    return np.asarray(ids, np.int32)
 
 
 def row_has_answer(store: PassageStore, row: int, answers: Sequence[NDArray], lengths: Lengths) -> bool:
@@ -190,10 +204,10 @@ def row_has_answer(store: PassageStore, row: int, answers: Sequence[NDArray], le
 
 def contains_items(text: bytes, wanted: bytes, size: int) -> bool:
     """Whether some items of `size` bytes each stand in a row of such items."""
-    place = text.find(wanted)
-    while place >= 0 and place % size:
-        place = text.find(wanted, place + 1)
-    return place >= 0
+    offset = text.find(wanted)
+    while offset >= 0 and offset % size:
+        offset = text.find(wanted, offset + 1)
+    return offset >= 0
 
 
 def truncated_body(store: PassageStore, row: int, lengths: Lengths) -> NDArray:
@@ -209,8 +223,8 @@ def truncated_title(store: PassageStore, row: int, lengths: Lengths) -> NDArray:
 def require_passages(count: int, store: PassageStore, what: str, task: str, kept: NDArray[np.bool_] | None) -> None:
     """Raise UserError unless there are some passages to learn from. kept: rows that are not held out, None for all."""
     if not count:
-        left = "" if kept is None else " in a document that is not held out (config.evaluation.held_out)"
-        raise UserError(f"{store.folder}: {task} needs at least one passage with {what}{left}, and there is none")
+        where = "" if kept is None else " in a document that is not held out (config.evaluation.held_out)"
+        raise UserError(f"{store.folder}: {task} needs at least one passage with {what}{where}, and there is none")
 
 
 # --- order and batches ------------------------------------------------------------------------------------------------
@@ -235,53 +249,46 @@ def dataset(
     source = (seed, stream)
     shuffle_seed = int(np.random.SeedSequence(source).generate_state(1)[0])
     order = grain.MapDataset.range(examples.total // examples.group).shuffle(seed=shuffle_seed).repeat()
-    own = np.arange(batch_size) if rows is None else rows
+    own_rows = np.arange(batch_size) if rows is None else rows
+    lengths = examples.lengths
 
-    def make(position: int) -> dict[str, NDArray]:
+    def make(position: int) -> Example:
         place, member = divmod(position, examples.group)
         epoch, example = position // examples.total, int(order[place]) * examples.group + member
         return examples.make(example, np.random.default_rng((*source, epoch, example)))
 
-    def make_in_order(number: int) -> dict[str, NDArray]:
-        step, place = divmod(number, len(own))
-        return make(step * batch_size + int(own[place]))
+    if lengths is None:
 
-    if examples.lengths is None:
-        return grain.MapDataset.range(ENDLESS * len(own)).map(make_in_order).batch(len(own))
-    positions = lru_cache(4)(partial(_positions, order, examples.lengths, source, batch_size))
-    batch = partial(_batch_by_length, make, positions, own)
-    return grain.MapDataset.range(ENDLESS).map(batch)
+        def make_in_order(number: int) -> Example:
+            step, place = divmod(number, len(own_rows))
+            return make(step * batch_size + int(own_rows[place]))
+
+        return grain.MapDataset.range(ENDLESS * len(own_rows)).map(make_in_order).batch(len(own_rows))
+
+    @lru_cache(4)
+    def window_positions(window: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The batches of a window of steps: positions in the order of examples [WINDOW, batch_size], sorted by length,
+        the batches in random order, and the longest of each batch [WINDOW]."""
+        positions = window * WINDOW * batch_size + np.arange(WINDOW * batch_size)
+        in_order = lengths[[int(order[int(position)]) for position in positions]]
+        places = np.argsort(in_order, kind="stable").reshape(WINDOW, batch_size)
+        places = places[np.random.default_rng((*source, window)).permutation(WINDOW)]
+        return positions[places], in_order[places].max(axis=1)
+
+    def make_by_length(step: int) -> Example:
+        """The own rows of the batch of a step, with `joint` as long as the longest of the whole batch needs."""
+        positions, longest = window_positions(step // WINDOW)
+        parts = [make(int(position)) for position in positions[step % WINDOW][own_rows]]
+        batch = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+        width = -(-int(longest[step % WINDOW]) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        return batch | {"joint": batch["joint"][:, :width]}
+
+    return grain.MapDataset.range(ENDLESS).map(make_by_length)
 
 
 def padded_lengths(examples: Examples) -> int:
     """How many different lengths the batches of examples are padded to at most."""
     return 1 if examples.lengths is None else len(np.unique(-(-examples.lengths // LENGTH_MULTIPLE)))
-
-
-Window = tuple[NDArray[np.int64], NDArray[np.int64]]
-
-
-def _batch_by_length(
-    make: Callable[[int], dict[str, NDArray]], positions: Callable[[int], Window], own: NDArray[np.int64], step: int
-) -> dict[str, NDArray]:
-    """The rows `own` of the batch of a step, with `joint` as long as the longest of the whole batch needs."""
-    window, longest = positions(step // WINDOW)
-    parts = [make(int(position)) for position in window[step % WINDOW][own]]
-    batch = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
-    width = -(-int(longest[step % WINDOW]) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
-    return batch | {"joint": batch["joint"][:, :width]}
-
-
-def _positions(
-    order: "grain.MapDataset", lengths: NDArray[np.int64], source: tuple[int, int], batch_size: int, window: int
-) -> Window:
-    """The batches of a window of steps: positions in the order of examples [WINDOW, batch_size], sorted by length, the
-    batches in random order, and the longest of each batch [WINDOW]."""
-    positions = window * WINDOW * batch_size + np.arange(WINDOW * batch_size)
-    known = lengths[[int(order[int(position)]) for position in positions]]
-    places = np.argsort(known, kind="stable").reshape(WINDOW, batch_size)
-    places = places[np.random.default_rng((*source, window)).permutation(WINDOW)]
-    return positions[places], known[places].max(axis=1)
 
 
 def batches(

@@ -7,7 +7,7 @@ sentence and no evidence for it. Else they stay in the corpus like all others: a
 or read them for a training question.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import farmhash
@@ -58,8 +58,8 @@ def masked_sentences(
 
     At most `most` (0: all), evenly spread over the corpus.
     """
-    left = masked_pieces(store, query_length, share)
-    chosen = evenly_spaced(left, most or len(left))
+    masked = masked_pieces(store, query_length, share)
+    chosen = evenly_spaced(masked, most or len(masked))
     return [Question(tokenizer.decode(pieces), [], {store.document_id(row): 1}) for row, pieces in chosen]
 
 
@@ -68,13 +68,18 @@ def masked_pieces(store: PassageStore, query_length: int, share: float) -> list[
 
     Sentences of which too little is left are skipped.
     """
-    kept = trained_rows(store, share)
-    if kept is None:
+    is_trained = trained_rows(store, share)
+    if is_trained is None:
         return []
-    sentences = salient_sentences(store, query_length)
-    places = zip(*(part[~kept[sentences.rows]].tolist() for part in sentences), strict=True)
-    left = [(row, _without_span(store, row, number, query_length - 2)) for row, number in places]
-    return [(row, pieces) for row, pieces in left if len(pieces) >= MINIMUM_SENTENCE]
+    masked = []
+    rows, numbers = salient_sentences(store, query_length)
+    held_out = ~is_trained[rows]
+    for row, number in zip(rows[held_out].tolist(), numbers[held_out].tolist(), strict=True):
+        pieces, spans = spans_of(store, row, number)
+        pieces = _without_one_of(spans, pieces, query_length - 2)
+        if len(pieces) >= MINIMUM_SENTENCE:
+            masked.append((row, pieces))
+    return masked
 
 
 def evenly_spaced(items: Sequence[_T], most: int) -> list[_T]:
@@ -83,21 +88,18 @@ def evenly_spaced(items: Sequence[_T], most: int) -> list[_T]:
     return [items[place] for place in places.round().astype(int)]
 
 
-def _without_span(store: PassageStore, row: int, number: int, room: int) -> NDArray:
-    """The first `room` tokens of a sentence without one of the salient spans that end among them."""
-    pieces, spans = spans_of(store, row, number)
-    return without_one_of(spans[spans[:, 1] <= room], pieces)[:room]
+def _without_one_of(spans: NDArray, pieces: NDArray, room: int) -> NDArray:
+    """The first `room` pieces of a sentence without one of the spans [n, 2] that end among them.
 
-
-def without_one_of(spans: NDArray, pieces: NDArray) -> NDArray:
-    """Pieces of a sentence without one of its spans [n, 2]; none without a span, as a finder that is not ours may find
-    one that goes beyond its sentence."""
+    None without such a span: a finder that is not ours may find one that goes beyond its sentence.
+    """
+    spans = spans[spans[:, 1] <= room]
     if not len(spans):
         return pieces[:0]
-    return pieces_without(pieces, *spans[chosen_place(len(spans), pieces)])
+    return pieces_without(pieces, *spans[_chosen_place(len(spans), pieces)])[:room]
 
 
-def chosen_place(count: int, pieces: NDArray) -> int:
+def _chosen_place(count: int, pieces: NDArray) -> int:
     """One of `count` places, which follows from the sentence's own pieces: names, which often come first, and dates
     are hidden alike."""
     return int(farmhash.fingerprint64(pieces.tobytes())) % count
@@ -123,33 +125,28 @@ def held_out_sentences(
 ) -> list[HeldOutSentence]:
     """At most `most` sentences of held-out documents: first those with evidence, then others with a span to hide, then
     others; of each kind they are spread evenly over the corpus."""
+    # Sentences whose tokens stand elsewhere too, held out or not, are left out.
+    hashes = [
+        int(farmhash.fingerprint64(store.body_tokens(row)[start:end].tobytes()))
+        for row in range(len(store))
+        for start, end in store.sentences(row).tolist()
+    ]
+    _, places, times = np.unique(np.array(hashes, np.uint64), return_inverse=True, return_counts=True)
+    is_unique = times[places] == 1  # [sentences]
+    first_sentences = np.concatenate([[0], np.cumsum(store.counts("sentences"))])  # [rows + 1]
     kinds: tuple[list[HeldOutSentence], ...] = ([], [], [])
-    for row, number in _own_sentences(store, share):
-        found = _held_out_sentence(store, tokenizer, row, number, query_length - 2, evidence)
-        kinds[0 if found.evidence else 1 if found.masked else 2].append(found)
+    for row in range(len(store)):
+        if not is_held_out(store.document_id(row), share):
+            continue
+        starts, ends = store.sentences(row).T
+        is_long = ends - starts >= MINIMUM_SENTENCE
+        for number in np.flatnonzero(is_unique[first_sentences[row] : first_sentences[row + 1]] & is_long).tolist():
+            sentence = _held_out_sentence(store, tokenizer, row, number, query_length - 2, evidence)
+            kinds[0 if sentence.evidence else 1 if sentence.masked else 2].append(sentence)
     chosen: list[HeldOutSentence] = []
     for kind in kinds:
         chosen += evenly_spaced(kind, most - len(chosen))
     return chosen
-
-
-def _own_sentences(store: PassageStore, share: float) -> Iterator[tuple[int, int]]:
-    """Row and number of the sentences of held-out documents that stand nowhere else and are long enough to search."""
-    hashes = np.fromiter((hashed for row in range(len(store)) for hashed in _hashes(store, row)), np.uint64)
-    _, places, times = np.unique(hashes, return_inverse=True, return_counts=True)
-    first = np.concatenate([[0], np.cumsum(store.counts("sentences"))])
-    for row in range(len(store)):
-        if is_held_out(store.document_id(row), share):
-            starts, ends = store.sentences(row).T
-            alone = times[places[first[row] : first[row + 1]]] == 1
-            yield from ((row, int(number)) for number in np.flatnonzero(alone & (ends - starts >= MINIMUM_SENTENCE)))
-
-
-def _hashes(store: PassageStore, row: int) -> Iterator[int]:
-    """Of the pieces of each sentence of a row."""
-    body = store.body_tokens(row)
-    for start, end in store.sentences(row).tolist():
-        yield int(farmhash.fingerprint64(body[start:end].tobytes()))
 
 
 def _held_out_sentence(
@@ -158,17 +155,17 @@ def _held_out_sentence(
     """A sentence with a span hidden for which there is evidence, where it has one; else any within `room` pieces."""
     pieces, spans = spans_of(store, row, number)
     first, last = np.searchsorted(evidence.spans.rows, [row, row + 1])
-    known = first + np.flatnonzero(evidence.spans.sentences[first:last] == number)
+    supported = first + np.flatnonzero(evidence.spans.sentences[first:last] == number)
     rows: tuple[int, ...] = ()
-    if len(known):
-        span = known[chosen_place(len(known), pieces)]
+    if len(supported):
+        span = supported[_chosen_place(len(supported), pieces)]
         begin = store.sentences(row)[number, 0]
         spans = np.array([[evidence.spans.starts[span], evidence.spans.ends[span]]]) - begin
         rows = tuple(evidence.rows_of(int(span)).tolist())
-    left = without_one_of(spans[spans[:, 1] <= room], pieces)[:room]
-    enough = len(left) >= MINIMUM_SENTENCE
-    masked = tokenizer.decode(left) if enough else ""
-    return HeldOutSentence(row, number, tokenizer.decode(pieces[:room]), masked, rows if enough else ())
+    remaining = _without_one_of(spans, pieces, room)
+    is_enough = len(remaining) >= MINIMUM_SENTENCE
+    masked = tokenizer.decode(remaining) if is_enough else ""
+    return HeldOutSentence(row, number, tokenizer.decode(pieces[:room]), masked, rows if is_enough else ())
 
 
 def passages_without(
@@ -179,9 +176,10 @@ def passages_without(
 
     A sentence has all of its own words in common with its passage, and none but those of the subject with what is left.
     """
-    found: dict[int, tuple[int, Example]] = {}
-    for place, one in enumerate(sentences):
-        left = pieces_without(store.body_tokens(one.row), *store.sentences(one.row)[one.number])
-        if one.row not in found and len(left) >= LEAST_LEFT:
-            found[one.row] = place, document_arrays(store.title_tokens(one.row), left, length, tokenizer)
-    return [place for place, _ in found.values()], [arrays for _, arrays in found.values()]
+    shortened: dict[int, tuple[int, Example]] = {}  # row → number of the sentence, and the passage without it
+    for index, sentence in enumerate(sentences):
+        row = sentence.row
+        body = pieces_without(store.body_tokens(row), *store.sentences(row)[sentence.number])
+        if row not in shortened and len(body) >= LEAST_LEFT:
+            shortened[row] = index, document_arrays(store.title_tokens(row), body, length, tokenizer)
+    return [index for index, _ in shortened.values()], [arrays for _, arrays in shortened.values()]

@@ -33,23 +33,16 @@ class Layout(NamedTuple):
 
 
 def query(ids: ArrayLike, length: int, special: SpecialTokens) -> Layout:
-    """Lay out `[CLS] query [SEP]`; the query keeps its first `length - 2` pieces.
-
-    Raises:
-        ValueError: `length` has no room for the two special tokens.
-    """
-    return _join_sequences([_one_row(ids)], length, special)
+    """Lay out `[CLS] query [SEP]`; the query keeps its first `length - 2` pieces."""
+    return _join_sequences([ids], length, special)
 
 
 def document(title: ArrayLike, body: ArrayLike, length: int, special: SpecialTokens) -> Layout:
     """Lay out `[CLS] title [SEP] body [SEP]`; title and body share `length - 3` pieces, the title first.
 
     An empty title and body give the null document, `[CLS] [SEP] [SEP]`.
-
-    Raises:
-        ValueError: `length` has no room for the three special tokens.
     """
-    return _join_sequences([_one_row(title), _one_row(body)], length, special)
+    return _join_sequences([title, body], length, special)
 
 
 def joint(
@@ -70,24 +63,19 @@ def joint(
         max_query: pieces that the query keeps at most, so that it is the same query that the embedder saw (its length
             less 2); without it the query may take all the room and leave none to the body.
         title: pieces that stand before the body, with a [SEP] of their own; None: the layout has no title.
-
-    Raises:
-        ValueError: `length` has no room for the special tokens.
     """
-    titles = [] if title is None else [_one_row(title)]
-    return _join_sequences([_one_row(query_ids)[:max_query], *titles, _one_row(body)], length, special)
+    titles = [] if title is None else [title]
+    return _join_sequences([np.asarray(query_ids)[:max_query], *titles, body], length, special)
 
 
-def _join_sequences(sequences: list[NDArray[np.int32]], length: int, special: SpecialTokens) -> Layout:
+def _join_sequences(sequences: list[ArrayLike], length: int, special: SpecialTokens) -> Layout:
     room = length - 1 - len(sequences)
-    if room < 0:
-        raise ValueError(f"a layout of {length} places cannot hold its {1 + len(sequences)} special tokens")
     ids = np.full(length, special.pad, np.int32)
     segments = np.zeros(length, np.int32)
     ids[0] = special.cls
     used = 1
     for number, sequence in enumerate(sequences):
-        kept = sequence[:room]
+        kept = np.asarray(sequence, np.int32)[:room]
         room -= len(kept)
         end = used + len(kept)
         ids[used:end] = kept
@@ -95,10 +83,3 @@ def _join_sequences(sequences: list[NDArray[np.int32]], length: int, special: Sp
         segments[used : end + 1] = min(number, 1)
         used = end + 1
     return Layout(ids, segments, used)
-
-
-def _one_row(ids: ArrayLike) -> NDArray[np.int32]:
-    row = np.asarray(ids, dtype=np.int32)
-    if row.ndim != 1:
-        raise ValueError(f"a layout is built from one row of ids, not from an array of shape {row.shape}")
-    return row

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from realm_jax.data.tokenizer import Tokenizer
-from realm_jax.errors import UserError
 
 KINDS = ("salient", "evidence", "uniform", "random_span")
 OF_SPANS = ("salient", "evidence")  # that hide a salient span, "evidence" one of `data/evidence.py`
@@ -60,18 +59,19 @@ def mask(
 
     Returns:
         The masked sentence, or None when there is nothing to mask: no span that fits, or no piece.
-
-    Raises:
-        UserError: there is no such kind.
     """
-    _check_kind(kind)
     row = np.array(ids, dtype=np.int32)
     length = len(row) if room is None else min(room, len(row))
     if kind in OF_SPANS:
-        within = np.asarray(spans, dtype=np.int32).reshape(-1, 2)
-        hidden = _salient(within, row[:length].tolist(), vocabulary.special_ids, rng)
+        pieces, special = row[:length].tolist(), vocabulary.special_ids
+        fitting = [
+            (first, last)
+            for first, last in np.asarray(spans, dtype=np.int32).reshape(-1, 2).tolist()
+            if 0 <= first < last <= length and special.isdisjoint(pieces[first:last])  # [UNK] is no answer
+        ]
+        hidden = np.arange(*fitting[rng.integers(len(fitting))]) if fitting else np.zeros(0, np.int64)
     elif kind == "uniform":
-        hidden = _uniform(length, _budget(length, max_predictions), rng)
+        hidden = np.sort(rng.permutation(length)[: _budget(length, max_predictions)])
     else:
         hidden = _random_spans(length, _budget(length, max_predictions), rng)
     if not len(hidden):
@@ -83,43 +83,15 @@ def mask(
 
 
 def predictions_needed(kind: str, length: int) -> int:
-    """Positions to predict in a sentence of `length` pieces: the size of the fixed prediction arrays.
-
-    Raises:
-        UserError: there is no such kind.
-    """
-    _check_kind(kind)
+    """Positions to predict in a sentence of `length` pieces: the size of the fixed prediction arrays."""
     if kind in OF_SPANS:
         return min(SALIENT_PREDICTIONS, length)
     return _budget(length, length)
 
 
-def _check_kind(kind: str) -> None:
-    if kind not in KINDS:
-        raise UserError(f"masking {kind!r}: there is no such kind; choose one of {', '.join(KINDS)}")
-
-
 def _budget(length: int, max_predictions: int) -> int:
     """15 % of the pieces, but at least one where there is one."""
     return min(max(1, round(MASKED_SHARE * length)), max_predictions, length)
-
-
-def _salient(
-    spans: NDArray[np.int32], ids: list[int], special: frozenset[int], rng: np.random.Generator
-) -> NDArray[np.int64]:
-    """Choose one span of those within `ids` that hold no special piece: [UNK] is no answer."""
-    fitting = [
-        (first, last)
-        for first, last in spans.tolist()
-        if 0 <= first < last <= len(ids) and special.isdisjoint(ids[first:last])
-    ]
-    if not fitting:
-        return np.zeros(0, np.int64)
-    return np.arange(*fitting[rng.integers(len(fitting))])
-
-
-def _uniform(length: int, budget: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    return np.sort(rng.permutation(length)[:budget])
 
 
 def _random_spans(length: int, budget: int, rng: np.random.Generator) -> NDArray[np.int64]:

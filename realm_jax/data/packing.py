@@ -42,15 +42,8 @@ def max_title(limit: int = DEFAULT_LIMIT) -> int:
 
 
 def body_room(title_length: int, limit: int = DEFAULT_LIMIT) -> int:
-    """Pieces left to the body beside a title of `title_length` pieces (cut to `max_title`) and three special tokens.
-
-    Raises:
-        ValueError: the limit leaves no room for a body.
-    """
-    left = limit - SPECIAL_TOKENS - min(title_length, max_title(limit))
-    if left < 1:
-        raise ValueError(f"a limit of {limit} pieces leaves no room for a body")
-    return left
+    """Pieces left to the body beside a title of `title_length` pieces (cut to `max_title`) and three special tokens."""
+    return limit - SPECIAL_TOKENS - min(title_length, max_title(limit))
 
 
 def pack(sentence_lengths: Sequence[int], title_length: int, limit: int = DEFAULT_LIMIT) -> list[tuple[int, int]]:
@@ -137,17 +130,12 @@ def split_long(ranks: Sequence[int], room: int) -> list[tuple[int, int]]:
 
     Args:
         ranks: how good a cut before each token of the sentence is; the higher, the better.
-        room: most tokens of a part.
+        room: most tokens of a part, 1 at least.
 
     Returns:
         Half-open ranges of the sentence's tokens, in order, without gap or overlap. A part ends at the last of the
         best cuts within its room.
-
-    Raises:
-        ValueError: `room` is below 1.
     """
-    if room < 1:
-        raise ValueError(f"no sentence can be split into parts of {room} pieces")
     parts = []
     start = 0
     while len(ranks) - start > room:

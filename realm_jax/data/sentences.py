@@ -95,23 +95,23 @@ def split(text: str) -> list[tuple[int, int]]:
     The ranges are in order, do not overlap, have no white space at either end, and together hold every character of
     the text that is not white space. The same text always gives the same ranges.
     """
-    sentences = []
-    for start, end in _paragraphs(text):
-        for stop in [*_boundaries(text, start, end), end]:
-            trimmed = _trim(text, start, stop)
-            if trimmed is not None:
-                sentences.append(trimmed)
-            start = stop
-    return sentences
-
-
-def _paragraphs(text: str) -> Iterator[tuple[int, int]]:
+    paragraphs = []
     start = 0
     for blank in _BLANK_LINES.finditer(text):
         if not MARK.match(text, blank.end()):
-            yield start, blank.start()
+            paragraphs.append((start, blank.start()))
             start = blank.end()
-    yield start, len(text)
+    paragraphs.append((start, len(text)))
+    sentences = []
+    for start, end in paragraphs:
+        for stop in [*_boundaries(text, start, end), end]:
+            first, last = _skip_space(text, start, stop), stop
+            while first < last and text[last - 1].isspace():
+                last -= 1
+            if first < last:
+                sentences.append((first, last))
+            start = stop
+    return sentences
 
 
 def _boundaries(text: str, start: int, end: int) -> Iterator[int]:
@@ -124,18 +124,15 @@ def _boundaries(text: str, start: int, end: int) -> Iterator[int]:
             boundary = match.end("close")
             quotes += text.count(_QUOTE, counted, boundary)
             counted = boundary
-            if quotes % 2 and _is_lone_quote(text, match.end(), end):
+            after = match.end() + 1
+            if quotes % 2 and text.startswith(_QUOTE, match.end(), end) and (after == end or text[after].isspace()):
                 # Of two quotation marks with spaces around them, the second belongs to the sentence before it.
-                boundary = match.end() + 1
+                boundary = after
             ends = _ends_sentence(text, sentence, match, boundary, end)
         following = _skip_space(text, boundary, end)
         if ends and following < end and not MARK.match(text, following):
             yield boundary
             sentence = boundary
-
-
-def _is_lone_quote(text: str, place: int, end: int) -> bool:
-    return text.startswith(_QUOTE, place, end) and (place + 1 == end or text[place + 1].isspace())
 
 
 def _ends_sentence(text: str, sentence: int, match: re.Match[str], boundary: int, end: int) -> bool:
@@ -148,7 +145,9 @@ def _ends_sentence(text: str, sentence: int, match: re.Match[str], boundary: int
     first = text[word]
     stop, last = match["stop"], match.end("stop") - 1
     apart = stop[-1] == "." and last > sentence and text[last - 1].isspace()
-    before = _word_before(text, sentence, match.start("stop"))
+    word_start = max(sentence, match.start("stop") - _LONGEST_ABBREVIATION)
+    last_word = _LAST_WORD.search(text[word_start : match.start("stop")].rstrip())
+    before = last_word[0] if last_word else ""
     if "…" in stop or stop.count(".") > 2 or ".." in stop:
         return first.isupper()
     if first.islower():
@@ -181,19 +180,7 @@ def _is_title(word: str) -> bool:
     return word.lower() in _TITLES and not (len(word) == 1 and word.isupper())  # "c. 1400", but "vitamin C."
 
 
-def _word_before(text: str, sentence: int, stop: int) -> str:
-    match = _LAST_WORD.search(text[max(sentence, stop - _LONGEST_ABBREVIATION) : stop].rstrip())
-    return match[0] if match else ""
-
-
 def _skip_space(text: str, start: int, end: int) -> int:
     while start < end and text[start].isspace():
         start += 1
     return start
-
-
-def _trim(text: str, start: int, end: int) -> tuple[int, int] | None:
-    start = _skip_space(text, start, end)
-    while start < end and text[end - 1].isspace():
-        end -= 1
-    return (start, end) if start < end else None

@@ -2,16 +2,16 @@
 
 REALM tagged entities with a trained model and dates with a regular expression (Guu et al. 2020, section 3.4). The rules
 here need no model: dates in their usual forms, and runs of capitalised words. A better tagger is plugged in by name: a
-BERT for token classification, a pipeline of spaCy, or a function of your own that takes a text and returns `Span`s.
+BERT for token classification (`realm_jax/models/tagger.py`), a pipeline of spaCy, or a function of your own that takes
+a text and returns `Span`s. Names then come from the model, and dates from the rules, as in REALM.
 Next to read: `masking.py`.
 """
 
-import dataclasses
 import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,16 +21,14 @@ from realm_jax.errors import UserError
 
 T = TypeVar("T")
 DATE, NAME = "date", "name"
-# Finders with a model, by the first part of their name: what makes one, given the rest of the name.
-FACTORIES = {
-    "hf": "realm_jax.models.tagger:hugging_face",  # hf:NAME or hf:FOLDER; a name, since it brings JAX along
-    "spacy": "realm_jax.data.span_adapters:spacy_model",  # spacy:NAME
-}
 CHOICES = (
     "choose rules, hf:NAME or hf:FOLDER of a BERT for token classification, spacy:NAME, or package.module:function"
 )
 MAX_NAME_WORDS = 8  # longer runs of capitalised words are rows of tables
 MAX_CAPITALS_WORDS = 5  # longer runs in capital letters are headings
+# OntoNotes' kinds of dates and numbers: "two", "last year", "40 %" are nothing that a passage is found by.
+NO_NAMES = frozenset("DATE TIME CARDINAL ORDINAL QUANTITY PERCENT MONEY".split())
+SPACY_CHARACTERS = 50_000  # that spaCy gets at a time; it refuses a million, and memory grows with the text
 
 
 class Span(NamedTuple):
@@ -42,72 +40,38 @@ class Span(NamedTuple):
     score: float
 
 
-class SalientSpanFinder(Protocol):
-    """Finds the salient spans of a text: in order, not overlapping, none empty.
+# --- Finders by name --------------------------------------------------------------------------------------------------
 
-    It may have further attributes. identity: distinguishes models of the same name. find_many: takes texts and returns
-    the spans of each, for a model that reads batches. uses_devices: true if one process of a machine has to run it.
+
+class SpanFinder:
+    """Finds the salient spans of texts, and checks that they are in order, do not overlap and are not empty.
+
+    A failure of `find`, and spans that are not what they must be, raise UserError in one line with the finder's name.
+
+    Attributes:
+        identity: distinguishes models of the same name; None if the name is enough.
+        uses_devices: True if it computes on JAX's devices, which one process of a machine has to itself.
     """
 
-    def __call__(self, text: str) -> list[Span]: ...
+    def __init__(self, name: str, find: Any) -> None:
+        """Wrap a function from a text to its spans.
 
-
-def finder(name: str) -> SalientSpanFinder:
-    """Return the finder of that name: "rules", one of FACTORIES, or any `package.module:function` that can be imported.
-
-    Raises:
-        UserError: there is no such finder, or what it needs is not there. A finder that fails, or whose spans are not
-            what they must be, raises it too, in one line that names the finder.
-    """
-    if name == "rules":
-        return find_by_rules
-    first, colon, rest = name.partition(":")
-    if not (first and colon and rest):
-        raise UserError(f"span finder {name!r}: there is no such finder; {CHOICES}")
-    if first in FACTORIES:
-        module, _, function = FACTORIES[first].partition(":")
-        return _Checked(name, _function(module, function, name)(rest))
-    return _Checked(name, _function(first, rest, name))
-
-
-def identity(finder: SalientSpanFinder) -> str | None:
-    """What identifies a finder beyond its name; None if the name is enough."""
-    return getattr(finder, "identity", None)
-
-
-def uses_devices(finder: SalientSpanFinder) -> bool:
-    """True if a finder computes on JAX's devices, which one process of a machine has to itself."""
-    return bool(getattr(finder, "uses_devices", False))
-
-
-def find_many(finder: SalientSpanFinder, texts: Sequence[str]) -> list[list[Span]]:
-    """Return the spans of each text, in one call of a finder that takes many."""
-    batched = getattr(finder, "find_many", None)
-    return batched(texts) if batched else [finder(text) for text in texts]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Checked:
-    """A finder from elsewhere, whose spans are looked at."""
-
-    name: str
-    find: SalientSpanFinder
-
-    @property
-    def identity(self) -> str | None:
-        return identity(self.find)
-
-    @property
-    def uses_devices(self) -> bool:
-        return uses_devices(self.find)
+        find: the function. Optional attributes are `identity` and `uses_devices` as above, and `find_many`, which takes
+        texts and returns the spans of each, for a model that reads batches.
+        """
+        self._name, self._find = name, find
+        self.identity: str | None = getattr(find, "identity", None)
+        self.uses_devices = bool(getattr(find, "uses_devices", False))
 
     def __call__(self, text: str) -> list[Span]:
-        return self._check(text, self._run(text, lambda: list(self.find(text))))
+        """Return the spans of a text."""
+        return self._check(text, self._run(text, lambda: list(self._find(text))))
 
     def find_many(self, texts: Sequence[str]) -> list[list[Span]]:
-        if not hasattr(self.find, "find_many"):
+        """Return the spans of each text."""
+        if not hasattr(self._find, "find_many"):
             return [self(text) for text in texts]
-        spans_of_texts = self._run("".join(texts[:1]), lambda: find_many(self.find, texts))
+        spans_of_texts = self._run("".join(texts[:1]), lambda: self._find.find_many(texts))
         return [self._check(text, spans) for text, spans in zip(texts, spans_of_texts, strict=True)]
 
     def _run(self, text: str, find: Callable[[], T]) -> T:
@@ -116,36 +80,100 @@ class _Checked:
         except UserError:
             raise
         except Exception as fault:
-            raise UserError(f"span finder {self.name!r} fails: {_reason(fault)}; on {text[:40]!r}") from fault
+            raise UserError(f"span finder {self._name!r} fails: {_reason(fault)}; on {text[:40]!r}") from fault
 
-    def _check(self, text: str, found: list[Span]) -> list[Span]:
+    def _check(self, text: str, spans: list[Span]) -> list[Span]:
         reached = 0
-        for span in found:
-            whole = isinstance(span, Span) and isinstance(span.start, Integral) and isinstance(span.end, Integral)
-            if not (whole and isinstance(span.kind, str)):
-                raise UserError(f"span finder {self.name!r} gives {span!r}, which is no Span(start, end, kind, score)")
+        for span in spans:
+            is_range = isinstance(span, Span) and isinstance(span.start, Integral) and isinstance(span.end, Integral)
+            if not (is_range and isinstance(span.kind, str)):
+                raise UserError(f"span finder {self._name!r} gives {span!r}, which is no Span(start, end, kind, score)")
             if not reached <= span.start < span.end <= len(text):
                 raise UserError(
-                    f"span finder {self.name!r} gives {span.start} to {span.end}, where {reached} of {len(text)} "
+                    f"span finder {self._name!r} gives {span.start} to {span.end}, where {reached} of {len(text)} "
                     "characters are passed; spans must be in order, apart, not empty and inside the text"
                 )
             reached = span.end
-        return found
+        return spans
+
+
+def finder(name: str) -> SpanFinder:
+    """Return the finder of that name: "rules", "hf:NAME", "spacy:NAME", or any `package.module:function`.
+
+    Raises UserError if there is no such finder, or if it lacks what it needs.
+    """
+    if name == "rules":
+        return SpanFinder(name, find_by_rules)
+    first, colon, rest = name.partition(":")
+    if not (first and colon and rest):
+        raise UserError(f"span finder {name!r}: there is no such finder; {CHOICES}")
+    if first == "spacy":
+        return SpanFinder(name, spacy_model(rest))
+    module, function = ("realm_jax.models.tagger", "hugging_face") if first == "hf" else (first, rest)
+    try:  # by name, because the tagger imports JAX
+        find = getattr(importlib.import_module(module), function)
+    except Exception as fault:  # whatever a module does when it is imported
+        raise UserError(f"span finder {name!r}: {_reason(fault)}; {CHOICES}") from None
+    if not callable(find):
+        raise UserError(f"span finder {name!r}: {function} is not a function; {CHOICES}")
+    return SpanFinder(name, find(rest) if first == "hf" else find)
 
 
 def _reason(fault: Exception) -> str:
     return f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}"
 
 
-def _function(module: str, function: str, name: str) -> Any:
-    """A function of a module. name: of the finder, for errors."""
+def spacy_model(name: str) -> Callable[[str], list[Span]]:
+    """Return the finder of `spacy:NAME`: a pipeline with named entities, such as en_core_web_trf. Its scores are all 1.
+
+    Raises UserError if spaCy or the pipeline is not there, or if the pipeline has no named entities.
+    """
+    title = f"span finder 'spacy:{name}'"
     try:
-        found = getattr(importlib.import_module(module), function)
-    except Exception as fault:  # whatever a module does when it is imported
-        raise UserError(f"span finder {name!r}: {_reason(fault)}; {CHOICES}") from None
-    if not callable(found):
-        raise UserError(f"span finder {name!r}: {function} is not a function; {CHOICES}")
-    return found
+        spacy = importlib.import_module("spacy")
+    except ImportError as fault:
+        raise UserError(f"{title}: needs spacy, which is not there ({fault}); pip install 'realm_jax[spacy]'") from None
+    try:
+        nlp = spacy.load(name)
+    except Exception as fault:
+        raise UserError(f"{title}: {_reason(fault)}; python -m spacy download {name}") from None
+    if "ner" not in nlp.pipe_names:
+        raise UserError(f"{title}: the pipeline has no named entities; choose one with `ner`")
+
+    def find(text: str) -> list[Span]:
+        parts: list[list[int]] = []  # ranges of whole sentences
+        for start, end in split(text):
+            if parts and end - parts[-1][0] <= SPACY_CHARACTERS:
+                parts[-1][1] = end
+            else:
+                parts.append([start, end])
+        docs = nlp.pipe([text[start:end] for start, end in parts])
+        names = [
+            Span(entity.start_char + start, entity.end_char + start, entity.label_, 1.0)
+            for (start, _), doc in zip(parts, docs, strict=True)
+            for entity in doc.ents
+        ]
+        return with_dates(text, without_overlaps(text, names), find_dates(text))
+
+    return find
+
+
+def without_overlaps(text: str, names: Sequence[Span]) -> list[Span]:
+    """Return a model's names in order, without white space at their ends and without the kinds in `NO_NAMES`.
+
+    Of two names that overlap the first stays.
+    """
+    distinct: list[Span] = []
+    for name in sorted(names):
+        characters = text[name.start : name.end]
+        start = name.start + len(characters) - len(characters.lstrip())
+        end = start + len(characters.strip())
+        if name.kind not in NO_NAMES and (distinct[-1].end if distinct else 0) <= start < end:
+            distinct.append(Span(start, end, name.kind, name.score))
+    return distinct
+
+
+# --- Rules ------------------------------------------------------------------------------------------------------------
 
 
 def find_by_rules(text: str) -> list[Span]:
@@ -156,12 +184,16 @@ def find_by_rules(text: str) -> list[Span]:
     and 91 % of the name spans touch an annotated name; 84 % and 77 % agree to the character.
     """
     dates = [Span(match.start(), match.end(), DATE, 1.0) for match in _DATE.finditer(text) if _is_date(match)]
-    names = _names(_without(text, dates))
-    return sorted(dates + names)
+    parts = []  # of the text, with as many characters in place of each date that no name contains
+    last = 0
+    for date in dates:
+        parts += [text[last : date.start], _HIDDEN * (date.end - date.start)]
+        last = date.end
+    return sorted(dates + _names("".join([*parts, text[last:]])))
 
 
 def to_token_spans(
-    found: Sequence[Span], ids: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.int64],
+    spans: Sequence[Span], ids: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.int64],
     sentences: NDArray[np.integer], unknown: int,
 ) -> list[tuple[int, int, str]]:  # fmt: skip
     """Spans of characters as they are stored: (first piece, piece behind the last, kind), in order.
@@ -170,15 +202,15 @@ def to_token_spans(
     id of [UNK]. A span counts if its ends are ends of pieces, it lies in one sentence and no piece of it is [UNK],
     which nobody can predict.
     """
-    firsts = np.searchsorted(ends, [span.start for span in found], "right").tolist()
-    lasts = np.searchsorted(starts, [span.end for span in found], "left").tolist()
+    firsts = np.searchsorted(ends, [span.start for span in spans], "right").tolist()
+    lasts = np.searchsorted(starts, [span.end for span in spans], "left").tolist()
     owners = (np.searchsorted(sentences[:, 0], firsts, "right") - 1).tolist()
-    kept = set()
-    for span, first, last, owner in zip(found, firsts, lasts, owners, strict=True):
-        whole = first < last and starts[first] >= span.start and ends[last - 1] <= span.end
-        if whole and unknown not in ids[first:last] and owner >= 0 and last <= sentences[owner, 1]:
-            kept.add((first, last, span.kind))
-    return sorted(kept)
+    token_spans = set()
+    for span, first, last, owner in zip(spans, firsts, lasts, owners, strict=True):
+        is_aligned = first < last and starts[first] >= span.start and ends[last - 1] <= span.end
+        if is_aligned and unknown not in ids[first:last] and owner >= 0 and last <= sentences[owner, 1]:
+            token_spans.add((first, last, span.kind))
+    return sorted(token_spans)
 
 
 def find_dates(text: str) -> list[Span]:
@@ -191,20 +223,18 @@ def with_dates(text: str, names: Sequence[Span], dates: Sequence[Span]) -> list[
 
     "1998 FIFA World Cup" is a date and "FIFA World Cup", and "the Summer of 1969" is "Summer" and a date.
     """
-    kept = []
+    spans = [*dates]
     for name in names:
-        start = name.start
-        for date in (date for date in dates if date.start < name.end and name.start < date.end):
-            kept += _part_of(text, name, start, date.start)
-            start = date.end
-        kept += _part_of(text, name, start, name.end) if start > name.start else [name]
-    return sorted([*kept, *dates])
-
-
-def _part_of(text: str, name: Span, start: int, end: int) -> list[Span]:
-    """What of a name lies in a range, from its first word with a capital to its last."""
-    words = [word for word in _ANY_WORD.finditer(text, start, max(start, end)) if word[0][0].isupper()]
-    return [Span(words[0].start(), words[-1].end(), name.kind, name.score)] if words else []
+        inside = [date for date in dates if date.start < name.end and name.start < date.end]
+        if not inside:
+            spans.append(name)
+            continue
+        edges = [name.start, *(edge for date in inside for edge in (date.start, date.end)), name.end]
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            words = [word for word in _ANY_WORD.finditer(text, start, max(start, end)) if word[0][0].isupper()]
+            if words:
+                spans.append(Span(words[0].start(), words[-1].end(), name.kind, name.score))
+    return sorted(spans)
 
 
 # Dates
@@ -253,16 +283,6 @@ def _is_date(match: re.Match[str]) -> bool:
     return match["year"] is None or _UNIT.match(match.string, match.end()) is None
 
 
-def _without(text: str, dates: list[Span]) -> str:
-    """Overwrite the dates by as many characters that no name contains."""
-    parts = []
-    last = 0
-    for date in dates:
-        parts += [text[last : date.start], _HIDDEN * (date.end - date.start)]
-        last = date.end
-    return "".join([*parts, text[last:]])
-
-
 # Names
 
 _HIDDEN = "\0"  # stands for a date where names are looked for
@@ -300,7 +320,16 @@ class _Run(NamedTuple):
 
 
 def _names(text: str) -> list[Span]:
-    runs = list(_runs(text))
+    runs = []
+    for start, end in split(text):
+        is_first = True
+        for match in _NAME.finditer(text, start, end):
+            first, before = match.start(), text[start : match.start()]
+            opens = is_first and not any(character.isalnum() or character == _HIDDEN for character in before)
+            is_after_quote = text[max(0, first - 2) : first].rstrip()[-1:] in _OPENING_QUOTES
+            is_after_quote |= text[max(0, first - 1) : first] == '"'
+            is_first = False
+            runs.append(_Run(first, match.end(), opens or is_after_quote))
     sure = {word for run in runs for word in _WORD.findall(text, run.start, run.end)[run.opens :]}
     names = []
     for run in runs:
@@ -311,40 +340,21 @@ def _names(text: str) -> list[Span]:
     return names
 
 
-def _runs(text: str) -> Iterator[_Run]:
-    for start, end in split(text):
-        first = True
-        for match in _NAME.finditer(text, start, end):
-            opens = first and not any(
-                character.isalnum() or character == _HIDDEN for character in text[start : match.start()]
-            )
-            first = False
-            yield _Run(match.start(), match.end(), opens or _is_after_opening_quote(text, match.start()))
-
-
-def _is_after_opening_quote(text: str, start: int) -> bool:
-    return text[max(0, start - 2) : start].rstrip()[-1:] in _OPENING_QUOTES or text[max(0, start - 1) : start] == '"'
-
-
 def _trim(text: str, run: _Run) -> _Run | None:
     """Cut function words from the front of an opening run ("In Paris", "Most of Europe"), and a full stop at its end.
 
     Within a sentence they stay: there a capital says that they belong to a title ("The Hobbit", "In Utero").
     """
-    start, opens = run.start, run.opens
-    end = run.end - 1 if _ends_in_full_stop(text, run) else run.end
-    if not opens:
-        return _Run(start, end, opens)
+    # One initial may end the sentence too: "vitamin C.", not "the U.S.".
+    last_word = text[run.start : run.end].rsplit(maxsplit=1)[-1]
+    ends_sentence = len(last_word) == 2 and last_word[1] == "." and not text[run.end : run.end + 2].strip()
+    end = run.end - ends_sentence
+    if not run.opens:
+        return _Run(run.start, end, False)
     for match in _WORD.finditer(text, run.start, end):
         if match[0][0].isupper() and match[0].lower() not in _FUNCTION_WORDS:
-            return _Run(match.start(), end, opens and match.start() == run.start)
+            return _Run(match.start(), end, match.start() == run.start)
     return None
-
-
-def _ends_in_full_stop(text: str, run: _Run) -> bool:
-    """Whether the run ends in one initial that ends the sentence too: "vitamin C.", not "the U.S."."""
-    last = text[run.start : run.end].rsplit(maxsplit=1)[-1]
-    return len(last) == 2 and last[1] == "." and text[run.end : run.end + 2].strip() == ""
 
 
 def _is_name(text: str, run: _Run, sure: set[str]) -> bool:

@@ -57,7 +57,7 @@ FILES_PER_SEGMENT = len(COLUMNS) + len(RAGGED)  # they stay open while the segme
 
 _LONGEST_TITLE = np.iinfo(np.uint16).max
 _NAMED_PASSAGES = 3  # passages whose documents an error names
-_MATRIX_ROWS = 4096  # rows laid out at a time: keeps the index arrays of `_lay_out` near the processor
+_MATRIX_ROWS = 4096  # rows laid out at a time: keeps the index arrays near the processor
 
 
 # --- One segment ------------------------------------------------------------------------------------------------------
@@ -74,13 +74,11 @@ class Segment:
     """
 
     def __init__(self, folder: Path, entry: dict[str, Any], start: int = 0, span_kinds: Sequence[str] | None = None):
-        """Map all files. Raises UserError for a file that is not as `entry` says.
+        """Map all files of a folder, whose `entry` in STORE.json describes the segment.
 
-        Args:
-            folder: the segment's folder.
-            entry: the segment's description in STORE.json.
-            start: see the attribute.
-            span_kinds: kinds of spans of the whole store; None: those of the segment.
+        span_kinds: kinds of spans of the whole store; None: those of the segment.
+
+        Raises UserError for a file that is not as `entry` says.
         """
         self.folder = folder
         self.start = start
@@ -88,18 +86,18 @@ class Segment:
         self.fingerprint: str = entry["fingerprint"]
         self.span_kinds: list[str] = entry["span_kinds"]
         self.dtype = np.dtype(entry.get("dtype", TOKEN_DTYPE))
-        self._files: dict[str, dict[str, Any]] = entry["files"]
+        self.files: dict[str, dict[str, Any]] = entry["files"]
         store_kinds = list(self.span_kinds if span_kinds is None else span_kinds)
         self._kind_codes = np.array([store_kinds.index(kind) for kind in self.span_kinds], np.int32)  # [kinds]
         self.columns = {
-            name: self._map(name) for name in COLUMNS if name != "salient_reach" or file_name(name) in self._files
+            name: self._map(name) for name in COLUMNS if name != "salient_reach" or file_name(name) in self.files
         }
         self.offsets = {name: self._map(f"{name}.offsets") for name in RAGGED}
 
     def _map(self, name: str) -> NDArray[Any]:
         """Map one file after a look at its size. Raises UserError for a file that is not as it was written."""
         path = self.path(name)
-        written_bytes = self._files[path.name]["bytes"]
+        written_bytes = self.files[path.name]["bytes"]
         file_bytes = path.stat().st_size if path.exists() else None
         if file_bytes != written_bytes:
             state = "is missing" if file_bytes is None else f"has {file_bytes:,} bytes, not {written_bytes:,}"
@@ -153,12 +151,6 @@ class Segment:
         starts = np.flatnonzero(np.concatenate([np.ones(min(1, self.rows), bool), row_keys[1:] != row_keys[:-1]]))
         order = np.argsort(row_keys[starts], kind="stable")
         return row_keys[starts][order], starts[order], np.append(starts[1:], self.rows)[order]
-
-    def verify(self) -> None:
-        """Raise UserError naming the first file whose content is not what was written."""
-        for name, array in (self.columns | {f"{name}.offsets": self.offsets[name] for name in RAGGED}).items():
-            if digest(np.ascontiguousarray(array).data) != self._files[file_name(name)]["sha256"]:
-                raise UserError(f"{self.path(name)} is damaged; prepare the data again")
 
 
 def sentences_of_spans(segment: Segment) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
@@ -253,7 +245,7 @@ class PassageStore:
     def open(
         cls, folder: str | os.PathLike[str], vocabulary_size: int | None = None, version: str | None = None
     ) -> Self:
-        """Open a store without reading its content.
+        """Open a version of a store without reading its content.
 
         Args:
             folder: the store's folder.
@@ -261,9 +253,8 @@ class PassageStore:
             version: fingerprint of an earlier version; None: the newest.
 
         Raises:
-            UserError: there is no store, its format or the version is unknown, or a file is missing or has another size
-                than STORE.json says. `verify` finds flipped bits; so do readers if these make no text, no token or no
-                kind of span.
+            UserError: there is no such store or version, or a file has another size than STORE.json says. `verify`
+                finds flipped bits; so do readers if these make no text, no token or no kind of span.
         """
         folder = Path(folder)
         manifest = read_manifest(folder)
@@ -320,18 +311,19 @@ class PassageStore:
 
     def title(self, row: int) -> str:
         """Return the whole title, even if `title_tokens` holds only the first part of a very long one."""
-        segment, local = self._locate(row)
-        return segment.string("titles", local)
+        return self._string("titles", row)
 
     def text(self, row: int) -> str:
         """Return the slice of the article that the row's sentences cover."""
-        segment, local = self._locate(row)
-        return segment.string("texts", local)
+        return self._string("texts", row)
 
     def document_id(self, row: int) -> str:
         """Return the id of the article that the row was taken from."""
+        return self._string("document_ids", row)
+
+    def _string(self, name: str, row: int) -> str:
         segment, local = self._locate(row)
-        return segment.string("document_ids", local)
+        return segment.string(name, local)
 
     def _locate(self, row: int) -> tuple[Segment, int]:
         """Return the segment of a row and the row's number in it."""
@@ -361,9 +353,7 @@ class PassageStore:
 
     def stored_range(self, rows: slice) -> tuple[slice, slice | NDArray[np.int64]]:
         """Return adjacent stored rows that contain adjacent rows, and the index of the rows among them."""
-        start, stop, step = rows.indices(self._rows)
-        if step != 1:
-            raise ValueError(f"rows must be adjacent, not a slice with step {step}")
+        start, stop, _ = rows.indices(self._rows)
         if isinstance(self.visible_rows, slice) or stop <= start:
             return slice(start, max(start, stop)), slice(None)
         stored = self.visible_rows[start:stop]
@@ -414,61 +404,54 @@ class PassageStore:
         self, length: int, special: SpecialTokens, start: int, stop: int
     ) -> tuple[NDArray[Any], NDArray[np.uint16], NDArray[np.uint16]]:
         """Return `document_matrix` of the stored rows `start` to `stop` - 1."""
-        if length < 3:
-            raise ValueError(f"length must hold the three special pieces, not {length}")
         ids = np.full((stop - start, length), special.pad, self.dtype)  # [rows, length]
         lengths = np.empty(stop - start, np.uint16)  # [rows]
         title_lengths = np.empty(stop - start, np.uint16)  # [rows]
-        for segment in self.segments:
-            segment_stop = min(stop, segment.start + segment.rows)
-            for first in range(max(start, segment.start), segment_stop, _MATRIX_ROWS):
-                last = min(first + _MATRIX_ROWS, segment_stop)
-                part = slice(first - start, last - start)
-                lengths[part], title_lengths[part] = _lay_out(
-                    segment, first - segment.start, last - segment.start, special, ids[part]
+        blocks = (
+            (segment, first, min(first + _MATRIX_ROWS, stop, segment.start + segment.rows))
+            for segment in self.segments
+            for first in range(max(start, segment.start), min(stop, segment.start + segment.rows), _MATRIX_ROWS)
+        )
+        for segment, first, last in blocks:
+            block = slice(first - start, last - start)
+            offsets = segment.offsets["tokens"][first - segment.start : last - segment.start + 1]  # [rows + 1]
+            tokens = segment.columns["tokens"][offsets[0] : offsets[-1]]  # [tokens of all rows]
+            counts = np.diff(offsets)
+            titles = segment.columns["title_lengths"][first - segment.start : last - segment.start].astype(np.int64)
+            bodies = counts - titles
+            kept_titles = np.minimum(titles, length - 3)
+            used = np.minimum(kept_titles + bodies + 3, length)  # [rows]
+            kept_bodies = used - kept_titles - 3
+            if (titles > kept_titles).any() or (bodies > kept_bodies).any():
+                column = np.arange(len(tokens)) - np.repeat(offsets[:-1] - offsets[0], counts)  # of a token, in its row
+                is_cut_title = (column >= np.repeat(kept_titles, counts)) & (column < np.repeat(titles, counts))
+                tokens = tokens[~(is_cut_title | (column >= np.repeat(titles + kept_bodies, counts)))]
+            columns = np.arange(length, dtype=np.int32)  # [length]
+            last_columns, separators = (values.astype(np.int32)[:, None] for values in (used - 1, kept_titles + 1))
+            is_token = (columns < last_columns) & (columns != separators)  # [rows, length]: all but special tokens
+            is_token[:, 0] = False
+            block_ids, rows = ids[block], np.arange(last - first)
+            block_ids[is_token] = tokens
+            block_ids[:, 0] = special.cls
+            block_ids[rows, kept_titles + 1] = special.sep
+            block_ids[rows, used - 1] = special.sep
+            lengths[block], title_lengths[block] = used, kept_titles
+            # A token without an embedding would spread through the results as "not a number".
+            largest = block_ids.max(initial=0)
+            if self._vocabulary_size is not None and largest >= self._vocabulary_size:
+                raise UserError(
+                    f"{self.folder} is damaged: it holds token {largest}, but the vocabulary ends before "
+                    f"{self._vocabulary_size}; prepare the data again"
                 )
-                # A token without an embedding would spread through the results as "not a number".
-                largest = ids[part].max(initial=0)
-                if self._vocabulary_size is not None and largest >= self._vocabulary_size:
-                    raise UserError(
-                        f"{self.folder} is damaged: it holds token {largest}, but the vocabulary ends before "
-                        f"{self._vocabulary_size}; prepare the data again"
-                    )
         return ids, lengths, title_lengths
 
     def verify(self) -> None:
         """Read everything and compare checksums. Raises UserError that names the first damaged file."""
         for segment in self.segments:
-            segment.verify()
-
-
-def _lay_out(
-    segment: Segment, first: int, last: int, special: SpecialTokens, ids: NDArray[Any]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Write rows [first, last) of a segment into padded `ids` [rows, length]; their lengths and title lengths."""
-    length = ids.shape[1]
-    offsets = segment.offsets["tokens"][first : last + 1]  # [rows + 1]
-    tokens = segment.columns["tokens"][offsets[0] : offsets[-1]]  # [tokens of all rows]
-    counts = np.diff(offsets)
-    titles = segment.columns["title_lengths"][first:last].astype(np.int64)
-    bodies = counts - titles
-    kept_titles = np.minimum(titles, length - 3)
-    lengths = np.minimum(kept_titles + bodies + 3, length)
-    kept_bodies = lengths - kept_titles - 3
-    if (titles > kept_titles).any() or (bodies > kept_bodies).any():
-        column = np.arange(len(tokens)) - np.repeat(offsets[:-1] - offsets[0], counts)  # of each token, in its row
-        is_cut_title = (column >= np.repeat(kept_titles, counts)) & (column < np.repeat(titles, counts))
-        tokens = tokens[~(is_cut_title | (column >= np.repeat(titles + kept_bodies, counts)))]
-    columns = np.arange(length, dtype=np.int32)  # [length]
-    last_columns, separator_columns = (values.astype(np.int32)[:, None] for values in (lengths - 1, kept_titles + 1))
-    is_token = (columns < last_columns) & (columns != separator_columns)  # [rows, length]: all but special tokens
-    is_token[:, 0] = False
-    ids[is_token] = tokens
-    rows = np.arange(last - first)
-    ids[:, 0] = special.cls
-    ids[rows, kept_titles + 1] = special.sep
-    ids[rows, lengths - 1] = special.sep
-    return lengths, kept_titles
+            offsets = {f"{name}.offsets": array for name, array in segment.offsets.items()}
+            for name, array in (segment.columns | offsets).items():
+                if digest(np.ascontiguousarray(array).data) != segment.files[file_name(name)]["sha256"]:
+                    raise UserError(f"{segment.path(name)} is damaged; prepare the data again")
 
 
 # --- Writing ----------------------------------------------------------------------------------------------------------
@@ -495,20 +478,14 @@ class SegmentWriter:
     """
 
     def __init__(self, folder: Path, tokenizer: str, dtype: DTypeLike = TOKEN_DTYPE):
-        """Prepare to write `folder`; the block removes what an interrupted writer left there.
-
-        Args:
-            folder: the segment's folder.
-            tokenizer: fingerprint of the tokenizer.
-            dtype: of token ids.
-        """
+        """Prepare to write `folder`. tokenizer: its fingerprint. dtype: of token ids."""
         self.folder = folder
         self.entry: dict[str, Any] = {}
         self._tokenizer, self._dtype = tokenizer, np.dtype(dtype)
         self.span_kinds: dict[str, int] = {}
 
     def __enter__(self) -> Self:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)  # what an interrupted writer left there
         self.folder.mkdir(parents=True)
         self.sinks: dict[str, Sink] = {}
         for name in COLUMNS:
@@ -534,55 +511,56 @@ class SegmentWriter:
             "spans": [
                 [(start, end, kinds.setdefault(kind, len(kinds))) for start, end, kind in p.spans] for p in passages
             ],
-            "texts": [_utf8(passage.text) for passage in passages],
-            "titles": [_utf8(passage.title) for passage in passages],
-            "document_ids": [_utf8(passage.document_id) for passage in passages],
+            "texts": [passage.text.encode("utf-8") for passage in passages],
+            "titles": [passage.title.encode("utf-8") for passage in passages],
+            "document_ids": [passage.document_id.encode("utf-8") for passage in passages],
         }
         for name, rows in ragged_rows.items():
             sink, ends = self.sinks[name], np.cumsum([len(row) for row in rows], dtype=np.int64)  # [passages]
             self.sinks[f"{name}.offsets"].write(sink.items + ends)
-            sink.write(np.concatenate([row for row in rows if len(row)] or [np.zeros(0)]))
+            if name in UTF8:
+                sink.write(np.frombuffer(b"".join(rows), np.uint8))
+            else:
+                sink.write(np.concatenate([row for row in rows if len(row)] or [np.zeros(0)]))
         self.sinks["title_lengths"].write(np.array([len(passage.title_tokens) for passage in passages]))
         keys = [_document_key(passage.document_id) for passage in passages]
         self.sinks["document_keys"].write(np.array(keys, np.uint64))
 
     def __exit__(self, kind: type[BaseException] | None, *fault: object) -> None:
-        try:
-            files = {sink.path.name: sink.close() for sink in self.sinks.values()}
-            if kind is None:
-                self.entry = self._checked_entry(files)
-        finally:
-            if not self.entry:
-                shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _checked_entry(self, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Check the written segment, add the derived columns and describe it.
 
         Raises UserError for a document that was written twice and for a span outside of all sentences.
         """
-        kinds = list(self.span_kinds)
-        digests = {name: file["sha256"] for name, file in sorted(files.items())}
-        content = json.dumps({"tokenizer": self._tokenizer, "span_kinds": kinds, "files": digests}, sort_keys=True)
-        entry = {
-            "folder": self.folder.name,
-            "rows": self.sinks["title_lengths"].items,
-            "fingerprint": digest(content.encode()),
-            "span_kinds": kinds,
-            **({} if self._dtype == TOKEN_DTYPE else {"dtype": self._dtype.name}),
-            "files": files,
-        }
-        segment = Segment(self.folder, entry)
-        keys, starts, _ = segment.documents_by_key
-        if len(repeated := starts[1:][keys[1:] == keys[:-1]]):
-            document = segment.string("document_ids", int(repeated[0]))
-            raise UserError(f"document {document!r} was written twice; give each document its own id")
-        span_rows = segment.value_rows("spans")
-        if len(outside := span_rows[span_rows != sentences_of_spans(segment)[0]]):
-            document = segment.string("document_ids", int(outside[0]))
-            raise UserError(f"document {document!r} has a salient span outside of its sentences; leave it out")
-        sink = Sink(self.folder, "salient_reach", self._dtype)
-        sink.write(salient_reach(segment))
-        return entry | {"files": files | {sink.path.name: sink.close()}, "documents": len(keys)}
+        try:
+            files = {sink.path.name: sink.close() for sink in self.sinks.values()}
+            if kind is not None:
+                return
+            kinds = list(self.span_kinds)
+            digests = {name: file["sha256"] for name, file in sorted(files.items())}
+            content = json.dumps({"tokenizer": self._tokenizer, "span_kinds": kinds, "files": digests}, sort_keys=True)
+            entry = {
+                "folder": self.folder.name,
+                "rows": self.sinks["title_lengths"].items,
+                "fingerprint": digest(content.encode()),
+                "span_kinds": kinds,
+                **({} if self._dtype == TOKEN_DTYPE else {"dtype": self._dtype.name}),
+                "files": files,
+            }
+            segment = Segment(self.folder, entry)
+            keys, starts, _ = segment.documents_by_key
+            if len(repeated := starts[1:][keys[1:] == keys[:-1]]):
+                document = segment.string("document_ids", int(repeated[0]))
+                raise UserError(f"document {document!r} was written twice; give each document its own id")
+            span_rows = segment.value_rows("spans")
+            if len(outside := span_rows[span_rows != sentences_of_spans(segment)[0]]):
+                document = segment.string("document_ids", int(outside[0]))
+                raise UserError(f"document {document!r} has a salient span outside of its sentences; leave it out")
+            sink = Sink(self.folder, "salient_reach", self._dtype)
+            sink.write(salient_reach(segment))
+            self.entry = entry | {"files": files | {sink.path.name: sink.close()}, "documents": len(keys)}
+        finally:
+            if not self.entry:
+                shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Sink:
@@ -621,7 +599,7 @@ class Sink:
 
 
 def file_name(name: str) -> str:
-    """Return the name of a column's file."""
+    """Return the name of the file of a column, or of its offsets."""
     return f"{name}.utf8" if name in UTF8 else f"{name}.npy"
 
 
@@ -634,10 +612,6 @@ def file_type(name: str, token_dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tup
 def segment_folder(store: Path, number: int) -> Path:
     """Return the folder of a segment of a store."""
     return store / f"segment-{number:05d}"
-
-
-def _utf8(text: str) -> NDArray[np.uint8]:
-    return np.frombuffer(text.encode("utf-8"), np.uint8)
 
 
 def _document_key(document_id: str) -> int:
@@ -655,11 +629,8 @@ def append_segment(
 
     Readers see the rows once the block ends well; after an exception the folder is as before.
 
-    Args:
-        folder: the store's folder.
-        tokenizer: tokenizer of the rows.
-        limit: number of tokens of the longest passages.
-        replaces: documents of the newest version that the new one leaves out, or has in the new segment.
+    limit: number of tokens of the longest passages. replaces: documents of the newest version that the new one leaves
+    out, or has in the new segment.
 
     Raises:
         UserError: an existing store was made with another tokenizer or limit, has no document of `replaces`, or has a
@@ -728,11 +699,8 @@ def new_version(
 ) -> dict[str, Any]:
     """Return STORE.json with one more version than `earlier` has, or with the first one.
 
-    Args:
-        settings: limit, and fingerprint of the tokenizer.
-        segments: entries of the segments in the store's folder, as their writers describe them.
-        removed: [first, last): stored rows of each document that the version leaves out.
-        earlier: STORE.json with the earlier versions.
+    settings: limit, and fingerprint of the tokenizer. segments: entries of all segments, as their writers describe
+    them. removed: [first, last) stored rows of each document that the version leaves out. earlier: STORE.json so far.
     """
     fingerprints = [segment["fingerprint"] for segment in segments]
     content = {"segments": fingerprints, "removed": removed} if removed else fingerprints

@@ -12,9 +12,9 @@ Next to read: `layouts.py`, which puts the special tokens around ids.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -79,21 +79,21 @@ class Tokenizer:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._content, self._settings = content, settings
-        self._set_up(tokenizer, _special_tokens(tokenizer, source), _unknown(tokenizer, settings["model"]))
+        unknown_id, unknown = settings["model"].get("unk_id"), settings["model"].get("unk_token")
+        if not isinstance(unknown_id, int):  # a model names it by its number or by its token, or knows all characters
+            unknown_id = tokenizer.token_to_id(unknown) if unknown else None
+        self._set_up(tokenizer, _special_tokens(tokenizer, source), NO_TOKEN if unknown_id is None else unknown_id)
         self.lower_case = bool(lowers(settings.get("normalizer")))
 
     def _set_up(self, tokenizer: tokenizers.Tokenizer, special: SpecialTokens, unknown: int) -> None:
         tokenizer.encode_special_tokens = True  # as the text that they are
         self._tokenizer, self.special, self.unk_id = tokenizer, special, unknown
         self.pad_id, self.cls_id, self.sep_id, self.mask_id = special
-        self.size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-        """Number of ids, those of special tokens included."""
+        self.size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())  # special tokens included
         self.dtype = id_dtype(self.size)
-        """What ids are stored in."""
         added = tokenizer.get_added_tokens_decoder().items()
-        known = {*special, *(number for number, token in added if token.special), unknown} - {NO_TOKEN}
-        self.special_ids = frozenset(known)
-        """Ids of all special tokens, that of unknown characters among them."""
+        of_added = (number for number, token in added if token.special)
+        self.special_ids = frozenset({*special, *of_added, unknown} - {NO_TOKEN})  # also of unknown characters
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self._content,))
@@ -143,7 +143,10 @@ class Tokenizer:
         ids = np.fromiter(chain.from_iterable(encoding.ids for encoding in encodings), self.dtype, counts.sum())
         offsets = chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings))
         places = np.fromiter(offsets, np.int64, 2 * len(ids)).reshape(-1, 2)
-        begins = np.fromiter(chain.from_iterable(map(_line_begins, lines)), np.int64, len(counts))
+        begins = np.fromiter(
+            chain.from_iterable(accumulate((len(line) + 1 for line in part[:-1]), initial=0) for part in lines),
+            np.int64,
+        )  # [lines], in characters of their text
         starts, ends = (places + np.repeat(begins, counts)[:, None]).T.copy()
         bounds = np.concatenate([[0], np.cumsum(counts)])[np.cumsum([0, *map(len, lines)])]
         starts = self._without_space(texts, starts, ends, np.diff(bounds))
@@ -164,11 +167,11 @@ class Tokenizer:
 
     def _after(self, before: str, text: str) -> Tokens | None:
         """The tokens of `text` where `before` stands in front of it; None if one token is of both."""
-        found = self.tokens([before + text])[0]
-        own = found.starts >= len(before)
-        if (found.ends[~own] > len(before)).any():
+        tokens = self.tokens([before + text])[0]
+        of_text = tokens.starts >= len(before)
+        if (tokens.ends[~of_text] > len(before)).any():
             return None
-        return Tokens(found.ids[own], found.starts[own] - len(before), found.ends[own] - len(before))
+        return Tokens(tokens.ids[of_text], tokens.starts[of_text] - len(before), tokens.ends[of_text] - len(before))
 
     def offsets_of(self, text: str, ids: NDArray[Any]) -> NDArray[np.int64] | None:
         """The range of characters of each token of a stretch that was encoded within a longer text, int64 [tokens, 2].
@@ -176,28 +179,29 @@ class Tokenizer:
         ids: those tokens. None if the text does not give them again: it was cut within a word.
         """
         for before in self.CONTEXTS:
-            found = self._after(before, text)
-            if found is not None and np.array_equal(found.ids, ids):
-                return np.stack([found.starts, found.ends], axis=1)
+            tokens = self._after(before, text)
+            if tokens is not None and np.array_equal(tokens.ids, ids):
+                return np.stack([tokens.starts, tokens.ends], axis=1)
         return None
 
     def forms(self, text: str) -> list[list[int]]:
         """All tokens that a word or a phrase may have within a text, those of the text by itself first."""
-        found = (self._after(before, text) for before in self.CONTEXTS)
-        return [list(ids) for ids in dict.fromkeys(tuple(one.ids.tolist()) for one in found if one is not None)]
+        in_contexts = (self._after(before, text) for before in self.CONTEXTS)
+        distinct = dict.fromkeys(tuple(tokens.ids.tolist()) for tokens in in_contexts if tokens is not None)
+        return [list(ids) for ids in distinct]
 
     def encode_behind(self, before: str, text: str) -> list[int]:
         """The tokens of a text that goes on where `before` ends, without or with the space that one of them has."""
         is_joined = before and not before[-1].isspace() and not text[:1].isspace()
-        found = self._after(MARK if is_joined else " " if before else "", text.lstrip())
-        return self.encode(text).ids if found is None else list(found.ids.tolist())
+        tokens = self._after(MARK if is_joined else " " if before else "", text.lstrip())
+        return self.encode(text).ids if tokens is None else list(tokens.ids.tolist())
 
     def unit_starts(self, text: str, tokens: Tokens) -> NDArray[np.bool_]:
         """Which tokens of a text are the first of a unit: a run of letters and digits, or one mark; bool [tokens].
 
         A token of several units counts as the first of one that has them all.
         """
-        units = np.zeros(len(text) + 1, np.int64)
+        units = np.zeros(len(text) + 2, np.int64)  # the last two are before the first token, and behind the text
         for number, unit in enumerate(_UNIT.finditer(text), start=1):
             units[unit.start() : unit.end()] = number
         before = np.concatenate([[NO_TOKEN], np.maximum.accumulate(tokens.ends)[:-1]])
@@ -229,44 +233,28 @@ def lowers(value: Any) -> bool | None:
     return value.get("type") == "Lowercase" or bool(value.get("lowercase"))
 
 
-def _line_begins(lines: list[str]) -> Iterator[int]:
-    """Where each line begins in the text."""
-    place = 0
-    for line in lines:
-        yield place
-        place += len(line) + 1
-
-
 def _special_tokens(tokenizer: tokenizers.Tokenizer, source: str) -> SpecialTokens:
-    """Those that stand before and behind a text say what [CLS] and [SEP] are; padding and mask are known by name.
+    """Find the special tokens: [CLS] and [SEP] by what stands around an encoded text, padding and mask by name.
 
     Raises UserError if one is missing.
     """
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a").ids
-    place = next((n for n in range(1, len(whole)) if whole[n : n + len(plain)] == plain), len(whole))
+    start = next((n for n in range(1, len(whole)) if whole[n : n + len(plain)] == plain), len(whole))
     added = {
         token.content.strip("[]<>|").lower(): number
         for number, token in sorted(tokenizer.get_added_tokens_decoder().items(), reverse=True)
     }
-    found = {
-        "cls": whole[0] if place < len(whole) else None,
-        "sep": whole[-1] if place + len(plain) < len(whole) else None,
+    ids = {
+        "cls": whole[0] if start < len(whole) else None,
+        "sep": whole[-1] if start + len(plain) < len(whole) else None,
         "pad": added.get("pad"),
         "mask": added.get("mask"),
     }
-    for kind, number in found.items():
+    for kind, number in ids.items():
         if number is None:  # files of word pieces do not always say which tokens are special
-            found[kind] = tokenizer.token_to_id(f"[{kind.upper()}]")
-    missing = [f"[{kind.upper()}]" for kind, number in found.items() if number is None]
+            ids[kind] = tokenizer.token_to_id(f"[{kind.upper()}]")
+    missing = [f"[{kind.upper()}]" for kind, number in ids.items() if number is None]
     if missing:
         raise UserError(f"{source}: has no token for {' '.join(missing)}; choose the tokenizer of an encoder")
-    return SpecialTokens(**{kind: int(number) for kind, number in found.items() if number is not None})
-
-
-def _unknown(tokenizer: tokenizers.Tokenizer, model: dict[str, Any]) -> int:
-    """The id of what stands for unknown characters; NO_TOKEN for a model that knows all of them."""
-    if isinstance(number := model.get("unk_id"), int):
-        return number
-    found = tokenizer.token_to_id(model["unk_token"]) if model.get("unk_token") else None
-    return NO_TOKEN if found is None else int(found)
+    return SpecialTokens(**{kind: int(number) for kind, number in ids.items() if number is not None})

@@ -139,15 +139,30 @@ def read_tokenizer(path: Path, lower_case: bool) -> Tokenizer:
     if path != whole and (listed := read_pieces(path)) != pieces:
         settings, pieces = {}, listed
     stated = _stated_normalizer(path.parent, settings)
-    if pieces is None or _is_whole(settings):
-        read = _as_transformers_reads(settings, stated)
-        if pieces is not None and _is_plain(read, pieces):
-            return WordPiece(pieces, read["normalizer"]["lowercase"], str(path))
-        return Tokenizer(read_bytes(whole) if read == settings else json.dumps(read).encode(), str(path))
-    # A list of pieces, even if some program wrote it as JSON.
-    normalizer = NORMALIZER | {"lowercase": lower_case} | stated
-    word_pieces = WordPiece(pieces, normalizer["lowercase"], str(path))
-    return word_pieces if _is_default(normalizer) else Tokenizer(word_pieces.to_json(normalizer), str(path))
+    if pieces is None:
+        return Tokenizer(read_bytes(whole), str(path))
+    if not _is_whole(settings):  # a list of pieces, even if some program wrote it as JSON
+        normalizer = NORMALIZER | {"lowercase": lower_case} | stated
+        word_pieces = WordPiece(pieces, normalizer["lowercase"], str(path))
+        return word_pieces if _is_default(normalizer) else Tokenizer(word_pieces.to_json(normalizer), str(path))
+    # Word pieces with the normalizer that the files beside them state, as transformers reads them.
+    as_read, normalizer = settings, _table(settings.get("normalizer"))
+    if stated.keys() == NORMALIZER.keys():  # transformers then has all but the pieces from its class
+        usual = {key: MODEL[key] for key in ("continuing_subword_prefix", "max_input_chars_per_word")}
+        as_read = settings | {"normalizer": stated, "pre_tokenizer": SPLITTER, "model": settings["model"] | usual}
+    elif normalizer.get("type") == NORMALIZER["type"]:
+        as_read = settings | {"normalizer": normalizer | stated}
+    model, added = as_read["model"], as_read.get("added_tokens") or []
+    is_plain = (  # a `WordPiece` gives the same ids
+        {*SPECIAL_PIECES} <= {*pieces}
+        and {key: model.get(key) for key in MODEL} == MODEL
+        and as_read["pre_tokenizer"] == SPLITTER
+        and _is_default(as_read["normalizer"])
+        and all(token.get("special") and model["vocab"].get(token["content"]) == token["id"] for token in added)
+    )
+    if is_plain:
+        return WordPiece(pieces, as_read["normalizer"]["lowercase"], str(path))
+    return Tokenizer(read_bytes(whole) if as_read == settings else json.dumps(as_read).encode(), str(path))
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
@@ -195,29 +210,6 @@ def _stated_normalizer(folder: Path, settings: dict[str, Any]) -> dict[str, Any]
 def _is_whole(settings: dict[str, Any]) -> bool:
     """True for a tokenizer.json of word pieces that says how text is normalized and split."""
     return _table(settings.get("model")).get("type") == "WordPiece" and "pre_tokenizer" in settings
-
-
-def _as_transformers_reads(settings: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer.json with the normalizer that the files beside it state, if it is one of word pieces."""
-    if not _is_whole(settings):
-        return settings
-    if stated.keys() == NORMALIZER.keys():  # transformers then has all but the pieces from its class
-        usual = {key: MODEL[key] for key in ("continuing_subword_prefix", "max_input_chars_per_word")}
-        return settings | {"normalizer": stated, "pre_tokenizer": SPLITTER, "model": settings["model"] | usual}
-    normalizer = _table(settings.get("normalizer"))
-    return settings | {"normalizer": normalizer | stated} if normalizer.get("type") == NORMALIZER["type"] else settings
-
-
-def _is_plain(settings: dict[str, Any], pieces: list[str]) -> bool:
-    """True if a `WordPiece` of these pieces gives the same ids as a tokenizer.json."""
-    model, added = settings["model"], settings.get("added_tokens") or []
-    return (
-        {*SPECIAL_PIECES} <= {*pieces}
-        and {key: model.get(key) for key in MODEL} == MODEL
-        and settings["pre_tokenizer"] == SPLITTER
-        and _is_default(settings["normalizer"])
-        and all(token.get("special") and model["vocab"].get(token["content"]) == token["id"] for token in added)
-    )
 
 
 def _is_default(normalizer: Any) -> bool:

@@ -13,7 +13,7 @@ each time. Prepared data keep two files of it:
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -62,12 +62,29 @@ class WordPiece(Tokenizer):
         Raises:
             UserError: empty, too large, a piece twice, or a special token missing; the message names `source`.
         """
-        _check(vocabulary, source)
+        if not vocabulary:
+            raise UserError(f"{source}: the vocabulary is empty; one word piece per line is expected")
+        ids: dict[str, int] = {}
+        for number, piece in enumerate(vocabulary):
+            line = f"{source}, line {number + 1}"
+            if not piece.strip():
+                raise UserError(f"{line}: an empty word piece; remove the line or name the piece")
+            if piece in ids:
+                raise UserError(f"{line}: {piece!r} repeats line {ids[piece] + 1}; remove one of them")
+            ids[piece] = number
+        missing = [piece for piece in SPECIAL_PIECES if piece not in ids]
+        if missing:
+            raise UserError(f"{source}: no {' '.join(missing)}; a BERT vocabulary holds {' '.join(SPECIAL_PIECES)}")
+        if len(vocabulary) == len(SPECIAL_PIECES):
+            raise UserError(f"{source}: has only special tokens; choose a full vocabulary")
+        tokenizer = tokenizers.Tokenizer(models.WordPiece(ids, unk_token=UNK))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece(CONTINUATION, cleanup=False)  # words stay apart by one space
         self.lower_case = lower_case
         self._vocabulary = tuple(vocabulary)
-        ids = {piece: number for number, piece in enumerate(vocabulary)}
         pad, unknown, cls, sep, mask = (ids[piece] for piece in SPECIAL_PIECES)
-        self._set_up(_tokenizer(ids, lower_case), SpecialTokens(pad, cls, sep, mask), unknown)
+        self._set_up(tokenizer, SpecialTokens(pad, cls, sep, mask), unknown)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self._vocabulary, self.lower_case))
@@ -76,29 +93,31 @@ class WordPiece(Tokenizer):
     def from_vocab(cls, path: str | Path, lower_case: bool = True) -> "WordPiece":
         """Read a BERT `vocab.txt` (UTF-8, one piece per line, the id is the line number from 0).
 
-        Raises:
-            UserError: the file cannot be read, or is no usable vocabulary; names the file and, where one is at fault,
-                the line (from 1).
+        Raises UserError, with file and line, if it cannot be read or is no usable vocabulary.
         """
         return cls(read_pieces(Path(path)), lower_case, str(path))
 
     @classmethod
     def load(cls, folder: str | Path) -> "WordPiece":
-        """Read what `save` wrote.
-
-        Raises:
-            UserError: a file is absent, damaged or of another format version.
-        """
-        return cls.from_files(
-            {name: read_bytes(Path(folder) / name) for name in (SETTINGS_FILE, VOCABULARY_FILE)}, folder
-        )
+        """Read what `save` wrote. Raises UserError if a file is absent, damaged or of another format version."""
+        names = (SETTINGS_FILE, VOCABULARY_FILE)
+        return cls.from_files({name: read_bytes(Path(folder) / name) for name in names}, folder)
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes], folder: str | Path) -> "WordPiece":
         """What `files` gave, which was read in `folder`. Raises UserError as `load` does."""
-        lower_case = _lower_case_setting(files[SETTINGS_FILE], Path(folder) / SETTINGS_FILE)
-        path = Path(folder) / VOCABULARY_FILE
-        return cls(_lines(files[VOCABULARY_FILE], path), lower_case, str(path))
+        path, vocabulary = Path(folder) / SETTINGS_FILE, Path(folder) / VOCABULARY_FILE
+        try:
+            settings = json.loads(files[SETTINGS_FILE])
+            version, lower_case = settings["format_version"], settings["lower_case"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}: not the settings of a tokenizer; save it again") from None
+        if version != FORMAT_VERSION or not isinstance(lower_case, bool):
+            raise UserError(
+                f"{path}: format_version {version!r}, lower_case {lower_case!r}; this program reads "
+                f"format_version {FORMAT_VERSION} and lower_case true or false"
+            )
+        return cls(_pieces(files[VOCABULARY_FILE], vocabulary), lower_case, str(vocabulary))
 
     @classmethod
     def train(cls, texts: Iterable[str], size: int, lower_case: bool = True) -> "WordPiece":
@@ -111,10 +130,36 @@ class WordPiece(Tokenizer):
             UserError: `size` is out of range, or the texts hold no word.
         """
         check_size(size)
-        words = _count_words(texts, lower_case)
+        normalizer, splitter = normalizers.BertNormalizer(lowercase=lower_case), pre_tokenizers.BertPreTokenizer()
+        words: Counter[str] = Counter()
+        for text in texts:
+            words.update([word for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))])
         if not words:
             raise UserError("no word to learn a vocabulary from: the texts are empty")
-        return cls(_learn(words, size), lower_case, "trained vocabulary")
+        counts: Counter[str] = Counter()  # of characters
+        for word, count in words.items():
+            for character in word:
+                counts[character] += count
+        most_frequent = sorted(counts, key=lambda character: (-counts[character], character))
+        alphabet = most_frequent[: min((size - len(SPECIAL_PIECES)) // 2, MAX_ALPHABET)]
+        # The library's trainer numbers the continuations ("##a") in the order of a hash table and breaks ties between
+        # merges by those numbers, so its result changes from run to run. Naming every character, in both forms, as a
+        # special token fixes the numbers before it starts.
+        continuations = [CONTINUATION + character for character in alphabet]
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=size,
+            special_tokens=[*SPECIAL_PIECES, *alphabet, *continuations],
+            initial_alphabet=alphabet,
+            limit_alphabet=len(alphabet),
+            show_progress=False,
+        )
+        learner = tokenizers.Tokenizer(models.WordPiece(unk_token=UNK))
+        learner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        # The trainer counts itself, so it gets each word as often as we counted it, in lines of 10,000 words.
+        repeated = (word for word, count in words.items() for _ in range(count))
+        learner.train_from_iterator(iter(lambda: " ".join(islice(repeated, 10_000)), ""), trainer)
+        vocabulary = learner.get_vocab(with_added_tokens=False)
+        return cls(sorted(vocabulary, key=vocabulary.__getitem__), lower_case, "trained vocabulary")
 
     def files(self) -> dict[str, bytes]:
         """The content of `vocab.txt` and `settings.json`, in the order in which they are to be written."""
@@ -153,11 +198,6 @@ class WordPiece(Tokenizer):
     def _begins_unit(self) -> NDArray[np.bool_]:
         return np.array([not piece.startswith(CONTINUATION) or piece == CONTINUATION for piece in self._vocabulary])
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Join pieces into readable text: continuations closed up, words apart by one space, [PAD] left out."""
-        joined = " ".join(self._vocabulary[number] for number in ids if number != self.pad_id)
-        return joined.replace(" " + CONTINUATION, "")
-
     @property
     def cased(self) -> list[str]:
         """Pieces that text in lower case never has, save those in brackets: `[CLS]` and its like stand for no text."""
@@ -174,40 +214,15 @@ class WordPiece(Tokenizer):
         return {"lower_case": self.lower_case, "format_version": FORMAT_VERSION}
 
 
-# --- Reading and checking ---------------------------------------------------------------------------------------------
-
-
-def _tokenizer(ids: dict[str, int], lower_case: bool) -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(models.WordPiece(ids, unk_token=UNK))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    return tokenizer
-
-
-def _check(vocabulary: Sequence[str], source: str) -> None:
-    if not vocabulary:
-        raise UserError(f"{source}: the vocabulary is empty; one word piece per line is expected")
-    line_of: dict[str, int] = {}
-    for line, piece in enumerate(vocabulary, start=1):
-        if not piece.strip():
-            raise UserError(f"{source}, line {line}: an empty word piece; remove the line or name the piece")
-        if piece in line_of:
-            raise UserError(f"{source}, line {line}: {piece!r} repeats line {line_of[piece]}; remove one of them")
-        line_of[piece] = line
-    missing = [piece for piece in SPECIAL_PIECES if piece not in line_of]
-    if missing:
-        raise UserError(f"{source}: no {' '.join(missing)}; a BERT vocabulary holds {' '.join(SPECIAL_PIECES)}")
-    if len(vocabulary) == len(SPECIAL_PIECES):
-        raise UserError(f"{source}: has only special tokens; choose a full vocabulary")
+# --- Reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_pieces(path: Path) -> list[str]:
     """Read the pieces of a vocab.txt. Raises UserError."""
-    return _lines(read_bytes(path), path)
+    return _pieces(read_bytes(path), path)
 
 
-def _lines(raw: bytes, path: Path) -> list[str]:
-    """The pieces of a vocab.txt."""
+def _pieces(raw: bytes, path: Path) -> list[str]:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -218,75 +233,8 @@ def _lines(raw: bytes, path: Path) -> list[str]:
     return [line.removesuffix("\r") for line in lines]
 
 
-def _lower_case_setting(raw: bytes, path: Path) -> bool:
-    """What our settings.json says."""
-    try:
-        settings = json.loads(raw)
-        version, lower_case = settings["format_version"], settings["lower_case"]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path}: not the settings of a tokenizer; save it again") from None
-    if version != FORMAT_VERSION or not isinstance(lower_case, bool):
-        raise UserError(
-            f"{path}: format_version {version!r}, lower_case {lower_case!r}; this program reads "
-            f"format_version {FORMAT_VERSION} and lower_case true or false"
-        )
-    return lower_case
-
-
 def read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give a tokenizer's file") from None
-
-
-# --- Learning ---------------------------------------------------------------------------------------------------------
-
-
-def _count_words(texts: Iterable[str], lower_case: bool) -> Counter[str]:
-    normalizer = normalizers.BertNormalizer(lowercase=lower_case)
-    splitter = pre_tokenizers.BertPreTokenizer()
-    words: Counter[str] = Counter()
-    for text in texts:
-        words.update([word for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))])
-    return words
-
-
-def _learn(words: Counter[str], size: int) -> list[str]:
-    """Learn the pieces of a vocabulary from counted words.
-
-    The library's trainer numbers the continuations ("##a") in the order of a hash table and breaks ties between merges
-    by those numbers, so its result changes from run to run. Naming every character, in both forms, as a special token
-    fixes the numbers before it starts.
-    """
-    room = (size - len(SPECIAL_PIECES)) // 2
-    alphabet = _alphabet(words)[: min(room, MAX_ALPHABET)]
-    continuations = [CONTINUATION + character for character in alphabet]
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=size,
-        special_tokens=[*SPECIAL_PIECES, *alphabet, *continuations],
-        initial_alphabet=alphabet,
-        limit_alphabet=len(alphabet),
-        show_progress=False,
-    )
-    learner = tokenizers.Tokenizer(models.WordPiece(unk_token=UNK))
-    learner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    learner.train_from_iterator(_repeated(words), trainer)
-    vocabulary = learner.get_vocab(with_added_tokens=False)
-    return sorted(vocabulary, key=vocabulary.__getitem__)
-
-
-def _alphabet(words: Counter[str]) -> list[str]:
-    """All characters of the words, the most frequent first, ties in code point order."""
-    counts: Counter[str] = Counter()
-    for word, count in words.items():
-        for character in word:
-            counts[character] += count
-    return sorted(counts, key=lambda character: (-counts[character], character))
-
-
-def _repeated(words: Counter[str], at_once: int = 10_000) -> Iterator[str]:
-    """Yield each word as often as it was counted, in lines of at most `at_once` words: the trainer counts itself."""
-    stream = (word for word, count in words.items() for _ in range(count))
-    while line := list(islice(stream, at_once)):
-        yield " ".join(line)

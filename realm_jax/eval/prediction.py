@@ -14,8 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.data.cloze import cloze_pieces
-from realm_jax.data.examples import Bm25Hits, Example, query_arrays, row_has_answer, truncated_body, with_reader_query
+from realm_jax.data.examples import (
+    Bm25Hits,
+    Example,
+    cloze_pieces,
+    query_arrays,
+    row_has_answer,
+    truncated_body,
+    with_reader_query,
+)
 from realm_jax.data.questions import Question
 from realm_jax.eval.answers import contains_pattern, exact_match, normalise
 from realm_jax.eval.retrieval import answer_hits, documents_of, gold_hits, hit_at_k, mean_by_group, rank_measures
@@ -128,7 +135,7 @@ def _read(context: StepContext, depth: int, spans: int, params: Params, batch: A
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
     """Questions against one run's corpus. search: what finds the passages, one of `sections.SEARCHES`; rerank: what
-    orders them anew, if anything does; cloze: whether they are read as sentences with a blank (`data/cloze.py`);
+    orders them anew, if anything does; cloze: whether they are read as sentences with a blank (`cloze_pieces`);
     at_a_time: questions of a batch, None for `evaluation.batch_size`."""
 
     run: Run

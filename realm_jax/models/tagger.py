@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from realm_jax.cache import cache_programs
 from realm_jax.data import sentences
 from realm_jax.data.packing import sentence_parts
-from realm_jax.data.span_adapters import without_overlaps
-from realm_jax.data.spans import Span, find_dates, with_dates
+from realm_jax.data.spans import Span, find_dates, with_dates, without_overlaps
 from realm_jax.data.tokenizer import Tokenizer, Tokens
 from realm_jax.data.tokenizer_files import FoundTokenizer, lower_case_of, tokenizer_file
 from realm_jax.errors import UserError
@@ -176,11 +175,18 @@ class NetworkFinder:
             for part in chain.from_iterable(parts):
                 width = next((width for width in WIDTHS if part.stop - part.start + 2 <= width), self._longest)
                 windows[min(width, self._longest)].append((number, part.start, part.stop))
-        pending = []
+        pending, special = [], self._tokenizer.special
         for width, of_width in sorted(windows.items()):
             for begin in range(0, len(of_width), self._rows):
                 batch = of_width[begin : begin + self._rows]
-                pending.append((batch, self._dispatch(tokens_of_texts, batch, width)))
+                ids = np.full((self._rows, width), special.pad, self._tokenizer.dtype)
+                lengths = np.ones(self._rows, np.int32)  # rows beyond the windows are empty
+                for row, (number, first, last) in enumerate(batch):
+                    lengths[row] = last - first + 2
+                    ids[row, : lengths[row]] = [special.cls, *tokens_of_texts[number].ids[first:last], special.sep]
+                # The devices start; nothing waits for them yet.
+                results = self._best_labels(self._params, *jax.device_put((ids, lengths), self._by_window))
+                pending.append((batch, results))
         for batch, results in pending:
             label_ids, probabilities = (np.asarray(part) for part in results)  # [rows, width] both
             for row, (number, first, last) in enumerate(batch):
@@ -193,17 +199,6 @@ class NetworkFinder:
             with_dates(text, without_overlaps(text, of_text), of_rules)
             for text, of_text, of_rules in zip(texts, names, dates, strict=True)
         ]
-
-    def _dispatch(self, tokens_of_texts: list[Tokens], batch: list[tuple[int, int, int]], width: int) -> Any:
-        """Start a batch on the devices without waiting for it. Rows beyond the windows are empty."""
-        special = self._tokenizer.special
-        ids = np.full((self._rows, width), special.pad, self._tokenizer.dtype)
-        lengths = np.ones(self._rows, np.int32)
-        for row, (number, first, last) in enumerate(batch):
-            used = last - first + 2
-            ids[row, :used] = [special.cls, *tokens_of_texts[number].ids[first:last], special.sep]
-            lengths[row] = used
-        return self._best_labels(self._params, *jax.device_put((ids, lengths), self._by_window))
 
 
 def entities(

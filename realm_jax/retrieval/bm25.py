@@ -59,12 +59,12 @@ def language_of(store: PassageStore) -> str:
     """The language of most of SAMPLED passages, evenly spaced: a key of LANGUAGES, or PLAIN for any other."""
     rows = np.unique(np.linspace(0, len(store) - 1, min(SAMPLED, len(store))).astype(int)).tolist()
     counts = Counter(language(store.text(row)) for row in rows)
-    found = counts.most_common(1)[0][0] if counts else PLAIN
-    found = {"nb": "no", "nn": "no"}.get(found, found)
-    if found not in LANGUAGES:
-        logger.info("words: the corpus seems to be in %r, without stems or stop words here; using plain words", found)
+    code = counts.most_common(1)[0][0] if counts else PLAIN
+    code = {"nb": "no", "nn": "no"}.get(code, code)
+    if code not in LANGUAGES:
+        logger.info("words: the corpus seems to be in %r, without stems or stop words here; using plain words", code)
         return PLAIN
-    return found
+    return code
 
 
 class Bm25:
@@ -72,8 +72,6 @@ class Bm25:
 
     def __init__(self, texts: Iterable[str], language: str = PLAIN) -> None:
         tokens = [_tokens(text, language) for text in texts]
-        if not tokens:
-            raise ValueError("BM25 needs at least one text")
         self.size, self.language = len(tokens), language
         self._index = _bm25s().BM25() if any(tokens) else None  # the library fails on texts without any word
         if self._index is not None:
@@ -103,9 +101,14 @@ class Bm25:
         for number, question in enumerate(questions):
             tokens = _tokens(question, self.language)
             if tokens and self._index is not None:
-                every = self._index.get_scores(tokens)
-                best = _best(every, k)
-                rows[number, : len(best)], scores[number, : len(best)] = best, every[best]
+                all_scores = self._index.get_scores(tokens)  # [texts]
+                # Of equals at the cut the lower rows stay; the library's own choice among them depends on k.
+                least = np.partition(all_scores, -k)[-k]
+                best = np.flatnonzero(all_scores > max(least, 0))
+                if least > 0:
+                    best = np.concatenate([best, np.flatnonzero(all_scores == least)[: k - len(best)]])
+                best = best[np.lexsort((best, -all_scores[best]))]
+                rows[number, : len(best)], scores[number, : len(best)] = best, all_scores[best]
         return rows, scores
 
     def save(self, folder: Path) -> None:
@@ -139,8 +142,8 @@ def load_or_build(store: PassageStore, language: str, workdir: Path) -> Bm25:
 
     language: `retrieval.language` of a config. Nothing is written.
     """
-    kept = _load_saved(_index_folder(store, language, workdir), COMPARED)
-    return Bm25(searchable_texts(store), language or language_of(store)) if kept is None else kept
+    saved = _load_saved(_index_folder(store, language, workdir), COMPARED)
+    return Bm25(searchable_texts(store), language or language_of(store)) if saved is None else saved
 
 
 def save_index(store: PassageStore, language: str, workdir: Path) -> None:
@@ -154,12 +157,12 @@ def save_index(store: PassageStore, language: str, workdir: Path) -> None:
     others = PosixFolder(final.parent)
     for name in others.names():
         others.remove(name)
-    made = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
     try:
-        load_or_build(store, language, workdir).save(made)
-        publish_folder(made, final)
+        load_or_build(store, language, workdir).save(partial)
+        publish_folder(partial, final)
     except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
@@ -199,20 +202,6 @@ def _bm25s() -> Any:
     return bm25s
 
 
-def _best(scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """The rows of the k largest scores above 0, or as many as there are; of equals the lower row, at the cut as well.
-
-    The library's own choice among equals depends on k.
-    """
-    least = np.partition(scores, -k)[-k]
-    if least > 0:
-        above = np.flatnonzero(scores > least)
-        found = np.concatenate([above, np.flatnonzero(scores == least)[: k - len(above)]])
-    else:
-        found = np.flatnonzero(scores > 0)
-    return found[np.lexsort((found, -scores[found]))]
-
-
 @cache
 def _rules(language: str) -> tuple[frozenset[str], Any]:
     """Stop words and stemmer of a language."""
@@ -228,16 +217,12 @@ def _rules(language: str) -> tuple[frozenset[str], Any]:
 
 def _tokens(text: str, language: str) -> list[str]:
     """The words of a text in lower case, without stop words, as stems."""
-    stop, stemmer = _rules(language)
-    found = [word for word in _WORD.findall(_lowered(text)) if word not in stop]
+    stop_words, stemmer = _rules(language)
+    lowered = text.lower()
+    if not text.isascii():  # a letter with a mark is the same whether it came as one character or as two
+        lowered = unicodedata.normalize("NFC", text).lower().replace(_DOT_ABOVE, "")
+    words = [word for word in _WORD.findall(lowered) if word not in stop_words]
     if stemmer is None:
-        return found
+        return words
     with _ONE_AT_A_TIME:
-        return list(stemmer.stemWords(found))
-
-
-def _lowered(text: str) -> str:
-    """A text in lower case, in which a letter with a mark is the same whether it came as one character or as two."""
-    if text.isascii():
-        return text.lower()
-    return unicodedata.normalize("NFC", text).lower().replace(_DOT_ABOVE, "")
+        return list(stemmer.stemWords(words))

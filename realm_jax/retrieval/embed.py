@@ -8,7 +8,6 @@ next: `exact.py`, which searches the vectors.
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -142,31 +141,40 @@ class VectorCache:
     def __init__(self, encoder: str) -> None:
         """encoder: its digest."""
         self._entry = CacheEntry("vectors", encoder)
+        self.path = self._entry.path
         self._usable = True
-
-    @property
-    def path(self) -> Path:
-        """Where the vectors of this encoder lie."""
-        return self._entry.path
 
     def find(self, keys: NDArray[np.uint64]) -> tuple[NDArray[np.bool_], NDArray[np.float32] | None]:
         """Which of some rows are known, [rows], and their vectors, [rows, width]: arbitrary where a row is not, None
         if none is. Damaged parts are logged and skipped; so is a folder that cannot be read, once,
         and from then on nothing is kept either."""
-        parts = list(self._parts())
+        try:
+            items = self._entry.items()
+        except OSError as fault:
+            logger.warning("%s; all passages are embedded, and their vectors are not kept", fault)
+            self._usable, items = False, []
+        parts: list[tuple[NDArray[np.uint64], NDArray[np.float32]]] = []  # keys and memory-mapped vectors of each item
+        for item in items:
+            try:
+                arrays = self._entry.read(item)
+                parts.append((arrays["keys"].view(np.uint64), arrays["vectors"]))
+            except FileNotFoundError:  # another run made room
+                continue
+            except (Damaged, KeyError, ValueError) as fault:
+                logger.warning("%s/%s: %s; its passages are embedded again", self.path, item, fault)
         known = np.concatenate([np.empty((0, 2), np.uint64), *(part_keys for part_keys, _ in parts)])
         if not len(known):
             return np.zeros(len(keys), np.bool_), None
         order = np.argsort(known[:, 0], kind="stable")
         place = order[np.minimum(np.searchsorted(known[order, 0], keys[:, 0]), len(known) - 1)]
-        found = (known[place] == keys).all(axis=1)
+        is_known = (known[place] == keys).all(axis=1)
         vectors = np.empty((len(keys), parts[0][1].shape[1]), np.float32)
         first = 0
         for part_keys, part_vectors in parts:
-            rows = np.flatnonzero(found & (first <= place) & (place < first + len(part_keys)))
+            rows = np.flatnonzero(is_known & (first <= place) & (place < first + len(part_keys)))
             vectors[rows] = part_vectors[place[rows] - first]
             first += len(part_keys)
-        return found, vectors if found.any() else None
+        return is_known, vectors if is_known.any() else None
 
     def add(self, keys: NDArray[np.uint64], vectors: NDArray[np.float32]) -> None:
         """Store vectors of rows, evicting the least recently used. A failure is logged."""
@@ -178,19 +186,3 @@ class VectorCache:
                 logger.info("%d vectors are not kept: all together may have %d bytes", len(keys), cache_bytes())
         except OSError as fault:
             logger.warning("vectors are not kept for the next run: %s", fault)
-
-    def _parts(self) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.float32]]]:
-        """Keys and memory-mapped vectors of each item; none where the folder cannot be read."""
-        try:
-            items = self._entry.items()
-        except OSError as fault:
-            logger.warning("%s; all passages are embedded, and their vectors are not kept", fault)
-            self._usable, items = False, []
-        for item in items:
-            try:
-                arrays = self._entry.read(item)
-                yield arrays["keys"].view(np.uint64), arrays["vectors"]
-            except FileNotFoundError:  # another run made room
-                continue
-            except (Damaged, KeyError, ValueError) as fault:
-                logger.warning("%s/%s: %s; its passages are embedded again", self.path, item, fault)

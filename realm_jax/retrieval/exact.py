@@ -118,9 +118,9 @@ def _scored_again(queries: Array, vectors: Array, groups: Array) -> Array:
     bytes allow. The vectors of a group lie in one piece of memory, which their scores did not."""
     grouped = vectors.reshape(-1, GROUP * vectors.shape[1])
 
-    def of_query(asked: tuple[Array, Array]) -> Array:
-        query, own = asked
-        gathered = grouped[own].reshape(-1, vectors.shape[1])
+    def of_query(query_and_groups: tuple[Array, Array]) -> Array:
+        query, best_groups = query_and_groups
+        gathered = grouped[best_groups].reshape(-1, vectors.shape[1])  # [groups × GROUP, d]
         return jnp.einsum("d,nd->n", query, gathered, precision=EXACT, preferred_element_type=jnp.float32)
 
     each = groups.shape[1] * GROUP * vectors.shape[1] * vectors.dtype.itemsize

@@ -58,12 +58,15 @@ def fuse(
     best = xp.argsort(-fused, axis=1, stable=True)[:, :depth]
     rows = xp.concat([vector_rows, bm25_rows], axis=1)
     scores = xp.concat([vector_scores, bm25_vector_scores], axis=1)
-    ranks = xp.concat([_ranks_of_vectors(xp, same, by_vector), ranks_of("bm25", xp, bm25_rows)], axis=1)
-    found = xp.take_along_axis(fused, best, axis=1) >= 0
+    vector_ranks = xp.where(by_vector, xp.cumsum(by_vector, axis=1), 0)  # [queries, a]
+    ranks_in_words = xp.where(same, xp.arange(1, same.shape[2] + 1)[None, None], 0).sum(axis=2)  # [queries, a]
+    both_ranks = xp.stack([vector_ranks, ranks_in_words], axis=-1)
+    ranks = xp.concat([both_ranks, ranks_of("bm25", xp, bm25_rows)], axis=1)  # [queries, a + b, 2]
+    is_candidate = xp.take_along_axis(fused, best, axis=1) >= 0
     return FusedRanking(
-        xp.where(found, xp.take_along_axis(rows, best, axis=1), -1).astype("int32"),
+        xp.where(is_candidate, xp.take_along_axis(rows, best, axis=1), -1).astype("int32"),
         xp.take_along_axis(scores, best, axis=1),
-        xp.where(found[:, :, None], xp.take_along_axis(ranks, best[:, :, None], axis=1), 0).astype("int32"),
+        xp.where(is_candidate[:, :, None], xp.take_along_axis(ranks, best[:, :, None], axis=1), 0).astype("int32"),
     )
 
 
@@ -82,10 +85,3 @@ def _softmax(xp: Any, scores: Any, valid: Any) -> tuple[Any, Any, Any]:
     counted = xp.where(xp.cumsum(valid, axis=1) <= FUSION_DEPTH, weights, 0.0)
     total = xp.maximum(counted.sum(axis=1), 1e-30)[:, None]
     return weights / total, total, top
-
-
-def _ranks_of_vectors(xp: Any, same: Any, valid: Any) -> Any:
-    """Ranks [q, a, 2] of the rows that vectors found."""
-    places = xp.where(valid, xp.cumsum(valid, axis=1), 0)
-    in_words = xp.where(same, xp.arange(1, same.shape[2] + 1)[None, None], 0).sum(axis=2)
-    return xp.stack([places, in_words], axis=-1)

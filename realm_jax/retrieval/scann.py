@@ -99,7 +99,7 @@ def renew_shard(vectors: NDArray[np.float32], trained: Path, folder: Path) -> No
 
     vectors [rows, width], as many as before.
     """
-    searcher = _load(trained).searcher
+    searcher = load_shard(trained, 0, len(vectors)).searcher.searcher
     with _quiet():
         for start in range(0, len(vectors), BLOCK):
             rows = range(start, min(start + BLOCK, len(vectors)))
@@ -109,14 +109,10 @@ def renew_shard(vectors: NDArray[np.float32], trained: Path, folder: Path) -> No
 
 def load_shard(folder: Path, first: int, last: int) -> Shard:
     """A shard's searcher from its files, which the caller has verified. Nothing is unpickled."""
-    return Shard(first, last, _load(folder))
-
-
-def _load(folder: Path) -> Any:
     pybind = _scann()
     assets = (folder / "scann_assets.pbtxt").read_text()
     with _quiet():
-        return pybind.ScannSearcher(pybind.scann_pybind.ScannNumpy(str(folder), assets))
+        return Shard(first, last, pybind.ScannSearcher(pybind.scann_pybind.ScannNumpy(str(folder), assets)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,34 +143,27 @@ class Searcher:
         searched: leaves of every shard's tree to search, None for what it was built with.
         """
         queries = round_to_dtype(queries, self.vectors.dtype)
-        found = [_search_shard(shard, queries, self.budget, searched) for shard in self.shards]
-        rows, scores = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
-        keep = min(self.budget, rows.shape[1])
-        if keep < rows.shape[1]:
-            places = np.argpartition(-scores, keep - 1, axis=1)[:, :keep]
+        row_parts, score_parts = [], []  # [queries, ≤ budget] of each shard
+        for shard in self.shards:
+            shard_rows = shard.last - shard.first
+            local, scores = shard.searcher.search_batched_parallel(
+                queries, final_num_neighbors=min(self.budget, shard_rows), leaves_to_search=searched
+            )
+            is_missing = ~np.isfinite(scores) | (local >= shard_rows)  # a shard may return fewer
+            row_parts.append(np.where(is_missing, -1, local.astype(np.int64) + shard.first))
+            score_parts.append(np.where(is_missing, -np.inf, scores))
+        rows, scores = np.concatenate(row_parts, axis=1), np.concatenate(score_parts, axis=1)
+        if self.budget < rows.shape[1]:
+            places = np.argpartition(-scores, self.budget - 1, axis=1)[:, : self.budget]
             rows = np.take_along_axis(rows, places, axis=1)
-        return self._rescored(queries, rows, k)
-
-    def _rescored(self, queries: NDArray[np.float32], rows: NDArray[np.int64], k: int) -> NDArray[np.int32]:
         rows = np.sort(rows, axis=1)  # then a stable sort leaves ties with the lower row
-        candidates = self.vectors[np.maximum(rows, 0)].astype(np.float32)
+        candidates = self.vectors[np.maximum(rows, 0)].astype(np.float32)  # [queries, budget, width]
         scores = np.einsum("qd,qrd->qr", queries, candidates)
         if self.places is not None:
             rows = np.where(rows < 0, -1, self.places[rows])
         scores[rows < 0] = -np.inf
         best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         return np.take_along_axis(rows, best, axis=1).astype(np.int32)
-
-
-def _search_shard(
-    shard: Shard, queries: NDArray[np.float32], budget: int, searched: int | None
-) -> tuple[NDArray, NDArray]:
-    """Rows of the corpus and ScaNN's scores, [queries, ≤ budget] each; −1 where a shard returns fewer."""
-    count = min(budget, shard.last - shard.first)
-    rows, scores = shard.searcher.search_batched_parallel(queries, final_num_neighbors=count, leaves_to_search=searched)
-    rows = rows.astype(np.int64)
-    missing = ~np.isfinite(scores) | (rows >= shard.last - shard.first)
-    return np.where(missing, -1, rows + shard.first), np.where(missing, -np.inf, scores)
 
 
 def exact_rows(queries: NDArray[np.float32], vectors: NDArray, k: int) -> NDArray[np.int32]:
@@ -219,28 +208,20 @@ def check_scann() -> None:
 def _scann() -> Any:
     """ScaNN's NumPy interface. An installed TensorFlow stays out: beside its libraries ScaNN does not load."""
     if "scann.scann_ops.py.scann_ops_pybind" not in sys.modules:
-        with _without("tensorflow"):
-            try:
-                import scann.scann_ops.py.scann_ops_pybind  # noqa: F401
-            except ImportError as fault:
-                raise UserError(
-                    f"config.retrieval.backend=scann: ScaNN cannot be loaded ({fault}); it runs on Linux alone: "
-                    "install it there, or set config.retrieval.backend=device"
-                ) from None
+        is_hidden = "tensorflow" not in sys.modules
+        if is_hidden:
+            sys.modules["tensorflow"] = None  # type: ignore[assignment]  # as if it were not installed
+        try:
+            import scann.scann_ops.py.scann_ops_pybind  # noqa: F401
+        except ImportError as fault:
+            raise UserError(
+                f"config.retrieval.backend=scann: ScaNN cannot be loaded ({fault}); it runs on Linux alone: "
+                "install it there, or set config.retrieval.backend=device"
+            ) from None
+        finally:
+            if is_hidden:
+                del sys.modules["tensorflow"]
     return sys.modules["scann.scann_ops.py.scann_ops_pybind"]
-
-
-@contextmanager
-def _without(module: str) -> Iterator[None]:
-    """Make a module that was not imported yet look as if it were not installed."""
-    if module in sys.modules:
-        yield
-        return
-    sys.modules[module] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules[module]
 
 
 @contextmanager

@@ -5,11 +5,10 @@ FOLDER/vectors.parquet   id, part, title, text, vector of each passage, where py
 FOLDER/index.faiss       an index of faiss for exact search by inner products, where faiss is installed
 """
 
-import importlib
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,45 +25,38 @@ def write_vectors(folder: Path, store: PassageStore, vectors: NDArray[np.floatin
     vectors: [passages, width], rows as in the store. anew: write all of them, as the passages were edited.
     """
     vectors = np.ascontiguousarray(vectors, np.float32)
-    files: dict[str, tuple[str, Callable[[ModuleType, IO[bytes]], Any]]] = {
-        VECTORS: ("numpy", lambda library, file: library.save(file, vectors)),
-        TABLE: ("pyarrow", lambda library, file: _write_table(file, store, vectors)),
-        INDEX: ("faiss", lambda library, file: file.write(_faiss_index(library, vectors))),
+
+    def write_table(file: IO[bytes]) -> None:
+        import pyarrow
+        from pyarrow import parquet
+
+        rows, parts = range(len(store)), list[int]()
+        ids = [store.document_id(row) for row in rows]
+        for name, before in zip(ids, [None, *ids], strict=False):  # rows of a document are adjacent
+            parts.append(parts[-1] + 1 if name == before else 0)
+        columns = {
+            "id": ids,
+            "part": parts,
+            "title": [store.title(row) for row in rows],
+            "text": [store.text(row) for row in rows],
+            "vector": pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(vectors.reshape(-1)), vectors.shape[1]),
+        }
+        parquet.write_table(pyarrow.table(columns), file)
+
+    def write_index(file: IO[bytes]) -> None:
+        import faiss
+
+        index = faiss.IndexFlatIP(vectors.shape[1])
+        index.add(vectors)
+        file.write(bytes(faiss.serialize_index(index)))
+
+    writers: dict[str, Callable[[IO[bytes]], None]] = {
+        VECTORS: lambda file: np.save(file, vectors),
+        TABLE: write_table,
+        INDEX: write_index,
     }
-    for name, (package, write) in files.items():
-        library = _library(package)
-        if library is not None and (anew or not (folder / name).is_file()):
-            with open_atomic(folder / name) as file:
-                write(library, file)
-    return [name for name in files if (folder / name).is_file()]
-
-
-def _library(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
-
-
-def _write_table(file: IO[bytes], store: PassageStore, vectors: NDArray[np.float32]) -> None:
-    import pyarrow  # here, as it is optional
-    from pyarrow import parquet
-
-    rows, width, parts = range(len(store)), vectors.shape[1], list[int]()
-    ids = [store.document_id(row) for row in rows]
-    for name, before in zip(ids, [None, *ids], strict=False):  # rows of a document are adjacent
-        parts.append(parts[-1] + 1 if name == before else 0)
-    columns = {
-        "id": ids,
-        "part": parts,
-        "title": [store.title(row) for row in rows],
-        "text": [store.text(row) for row in rows],
-        "vector": pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(vectors.reshape(-1)), width),
-    }
-    parquet.write_table(pyarrow.table(columns), file)
-
-
-def _faiss_index(faiss: Any, vectors: NDArray[np.float32]) -> bytes:
-    index = faiss.IndexFlatIP(vectors.shape[1])
-    index.add(vectors)
-    return bytes(faiss.serialize_index(index))
+    for name, write in writers.items():
+        if anew or not (folder / name).is_file():
+            with contextlib.suppress(ImportError), open_atomic(folder / name) as file:  # some packages are optional
+                write(file)
+    return [name for name in writers if (folder / name).is_file()]

@@ -23,7 +23,6 @@ from realm_jax.data.examples import (
     query_arrays,
     require_passages,
 )
-from realm_jax.data.neighbours import GROUP, numbered
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import embedding_flops, score_flops
@@ -33,7 +32,7 @@ from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.sections import TaskSection
 from realm_jax.tasks.base import Embed, Means, Shapes, Task, batch_mean, document_shapes, query_shapes
-from realm_jax.tasks.groups import check_groups, grouped_rows
+from realm_jax.tasks.groups import GROUP, check_groups, grouped_rows, numbered
 
 Array = jax.Array
 MOST = HOLDERS - 1  # passages that can be evidence beside a sentence's own

@@ -13,6 +13,7 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.data.evidence import recurring_spans
 from realm_jax.data.examples import (
     Example,
     Examples,
@@ -24,7 +25,6 @@ from realm_jax.data.examples import (
     salient_sentences,
     spans_of,
 )  # fmt: skip
-from realm_jax.data.recurring import recurring_spans
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import reader_of, word_flops

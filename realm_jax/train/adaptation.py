@@ -23,7 +23,6 @@ from realm_jax.assemble import make_run
 from realm_jax.data.evidence import Evidence
 from realm_jax.data.examples import salient_sentences
 from realm_jax.data.held_out import HeldOutSentence, trained_rows
-from realm_jax.data.neighbours import GROUP
 from realm_jax.data.sources import open_sources
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import PassageStore
@@ -43,6 +42,7 @@ from realm_jax.sections import task_names
 from realm_jax.storage import exclusive_lock, open_folder, publish_folder, read_json, write_atomic, write_json_atomic
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
+from realm_jax.tasks.groups import GROUP
 from realm_jax.tasks.ict import Ict
 from realm_jax.train.adaptation_gate import (
     FEWEST,

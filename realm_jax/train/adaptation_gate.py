@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from realm_jax.data.evidence import Evidence, find_evidence
 from realm_jax.data.held_out import HeldOutSentence, held_out_sentences, passages_without
-from realm_jax.data.neighbours import numbered
 from realm_jax.data.questions import Question
 from realm_jax.eval import adaptation as judge
 from realm_jax.eval.format import duration
@@ -26,6 +25,7 @@ from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.tasks.base import Task
+from realm_jax.tasks.groups import numbered
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.index_source import embed_with_cache
 from realm_jax.train.init_from import recorded_start
