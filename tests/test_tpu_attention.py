@@ -16,6 +16,7 @@ from realm_jax.launch.plan import devices_to_compile_for
 from realm_jax.mesh import logical_sharding, make_mesh
 from realm_jax.models.attention import (
     AttentionDropout,
+    Dropout,
     cpu_attention,
     cudnn_attention,
     dot_product_attention,
@@ -104,6 +105,23 @@ def test_weights_drop_out_at_their_rate_and_independently():
     for other in (np.roll(keep, 1, 3), np.roll(keep, 1, 2), np.roll(keep, 1, 1), np.roll(keep, 1, 0)):
         correlation = ((keep - 0.9) * (other - 0.9)).mean() / 0.09
         assert abs(correlation) < 4 / count**0.5
+
+
+def test_hidden_states_that_drop_out_do_not_depend_on_padding():
+    """Rate and scale, other draws for every sequence and key, and none where nothing is asked for."""
+    states = jnp.ones((4, 64, 128))
+
+    def drop(states, seed=0, deterministic=False):
+        return np.asarray(Dropout(0.25).apply({}, states, deterministic, rngs={"dropout": jax.random.key(seed)}))
+
+    found = drop(states)
+    assert set(np.unique(found)) == {0.0, np.float32(1 / 0.75)}
+    assert (found == 0).mean() == pytest.approx(0.25, abs=0.01)
+    assert not np.array_equal(found[0], found[1]) and not np.array_equal(found, drop(states, seed=1))
+    np.testing.assert_array_equal(drop(jnp.pad(states, ((0, 0), (0, 16), (0, 0))))[:, :64], found)
+    np.testing.assert_array_equal(drop(states, deterministic=True), states)
+    assert drop(states.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    assert drop(states[:, 0]).shape == (4, 128)
 
 
 @pytest.mark.parametrize("way", [dot_product_attention, cpu_attention, cudnn_attention])

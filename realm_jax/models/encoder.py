@@ -100,17 +100,12 @@ class Embedder(nn.Module):
             axes, init = ("embed", "projection"), nn.initializers.glorot_uniform()
             vector = dense(self.projection, axes, c, "projection", init, jnp.float32)(vector)
         if self.normalization == "l2":
-            return l2_normalize(vector)
+            squares = jnp.square(vector).sum(axis=-1, keepdims=True)
+            return vector * jax.lax.rsqrt(jnp.maximum(squares, MIN_NORM**2))
         if self.normalization == "none":
             return vector
         vector = layer_norm("projection_norm", self.norm_epsilon, self.norm_scale)(vector)
         return Dropout(c.dropout)(vector, deterministic=deterministic)
-
-
-def l2_normalize(vectors: Array) -> Array:
-    """Vectors [..., size] divided by their length."""
-    squares = jnp.square(vectors).sum(axis=-1, keepdims=True)
-    return vectors * jax.lax.rsqrt(jnp.maximum(squares, MIN_NORM**2))
 
 
 @dataclasses.dataclass(frozen=True)

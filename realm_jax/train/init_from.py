@@ -251,10 +251,12 @@ def init_sources(config: ConfigDict) -> list[Source]:
     return sources
 
 
-def check_sources(config: ConfigDict, tokenizer: Tokenizer) -> None:
-    """Raise UserError if what a run is to start from is missing, or does not fit."""
+def check_sources(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> None:
+    """Raise UserError if what a run without a checkpoint of its own is to start from is missing, or does not fit."""
+    if has_checkpoint(config, workdir) or not (sources := init_sources(config)):
+        return
     model = make_model(config, tokenizer.size, prompt_encoder(tokenizer))
-    for source in init_sources(config):
+    for source in sources:
         if source.key == "init_from" and not config.model.reader and source.gives_reader and source.has_own_reader:
             values, reader = source.values(()), _reader_of(config, source)
             fit = all(values[f"model.{name}"] in (None, config.model[name]) for name in READER_KEYS)  # its embedders
@@ -391,11 +393,6 @@ def _inherited(
 
 
 # --- Parameters to start from -----------------------------------------------------------------------------------------
-
-
-def needs_init(config: ConfigDict, workdir: Path) -> bool:
-    """True if a run still needs its initial parameters: it has no checkpoint of its own."""
-    return any(config.get(key) for key in INIT_KEYS) and not has_checkpoint(config, workdir)
 
 
 def init_from_sources(run: Run, fresh: Params) -> Params:

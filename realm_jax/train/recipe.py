@@ -39,7 +39,6 @@ from realm_jax.train.init_from import (
     check_sources,
     fill_from_pretrained,
     init_from_sources,
-    needs_init,
     record_start,
 )
 from realm_jax.train.loop import train_task
@@ -75,8 +74,7 @@ def checked_run(config: ConfigDict, workdir: Path) -> Run:
     config = fill_from_pretrained(config, workdir)
     sources = open_sources(config.data.path, recorded_corpus(workdir))
     config = _with_possible_tasks(config, sources)
-    if needs_init(config, workdir):
-        check_sources(config, sources.tokenizer)
+    check_sources(config, workdir, sources.tokenizer)
     run = make_run(config, workdir, sources)
     for name in task_names(config):
         make_task(name, run).check_data()
