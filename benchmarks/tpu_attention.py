@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from realm_jax.flops import chip
 from realm_jax.launch.cost import program_cost, scores_held
 from realm_jax.launch.plan import devices_to_compile_for
-from realm_jax.models.attention import ATTENTION, LANES, TILE, AttentionDropout, tpu_packed_attention
+from realm_jax.models.attention import ATTENTION, LANES, TILE, AttentionDropout, tpu_attention
 from realm_jax.models.packing import packing
 
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
@@ -89,7 +89,7 @@ def compiled(way: str, place: NamedSharding, length: int, rate: float) -> str:
         dropout = AttentionDropout(rate, seeds) if rate else None
         if way == "packed":
             layout = packing(mask, 1, SEQUENCES * length, TILE)
-            attend = partial(tpu_packed_attention, layout=layout, heads=HEADS, dropout=dropout)
+            attend = partial(tpu_attention, mask=layout, heads=HEADS, dropout=dropout)
         else:
             attend = partial(ATTENTION[way], mask=mask, heads=HEADS, dropout=dropout)
         attended, back = jax.vjp(lambda *parts: attend(*parts), query, key, value)

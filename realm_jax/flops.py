@@ -12,6 +12,7 @@ import dataclasses
 
 from ml_collections import ConfigDict
 
+from realm_jax.models.encoder import POOLINGS
 from realm_jax.run import Run
 from realm_jax.sections import reader_section
 
@@ -58,7 +59,8 @@ def embedding_flops(config: ConfigDict, length: int, places: float = 0) -> float
     `Tower.forward`."""
     width, encoder = config.model.width, config.encoder
     head = 2 * width * ((width if encoder.pooling == "pooler" else 0) + encoder.projection)
-    return tower_of(config).forward(length, None if encoder.pooling == "mean" else 1, places) + head
+    positions = 1 if POOLINGS[encoder.pooling].position else None
+    return tower_of(config).forward(length, positions, places) + head
 
 
 def word_flops(run: Run) -> float:

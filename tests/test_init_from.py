@@ -6,7 +6,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from tiny_run import PEOPLE, prepare_people, tiny_config, train_tiny_run, with_config
+from tiny_run import PEOPLE, prepare_people, tiny_config, train_tiny_run
 
 from realm_jax.assemble import make_run
 from realm_jax.data.sources import open_sources
@@ -144,14 +144,6 @@ def test_names_what_does_not_fit(trained_run, tmp_path):
     other = make_run(config, tmp_path, open_sources(config.data.path), jax.devices()[:1])
     with pytest.raises(UserError, match="init_from: .*another vocabulary"):
         check(other)
-
-
-def test_another_config_shares_the_corpus_on_the_devices(trained_run):
-    config = trained_run.config.copy_and_resolve_references()
-    config.realm.marginal = "token"
-    other = with_config(trained_run, config)
-    assert other.documents is trained_run.documents
-    assert (trained_run.context.marginal, other.context.marginal) == ("example", "token"), "the loss knows"
 
 
 def test_a_reader_can_come_from_another_run_than_the_retriever(trained_run, tmp_path):

@@ -56,40 +56,21 @@ def closed_form(scores, words, weights, valid, kind: str) -> tuple[float, np.nda
     return loss, -(r * weights[:, None]).sum(axis=2) / weights.sum()
 
 
+@pytest.mark.parametrize("dtype, of_loss, tolerance", [("float64", 1e-12, 1e-9), ("float32", 1e-4, 1e-4)])
 @pytest.mark.parametrize("kind", ["example", "token"])
-def test_gradient_of_the_loss_is_minus_r(problem, kind):
+def test_gradient_of_the_loss_is_minus_r(problem, kind, dtype, of_loss, tolerance):
     """What trains the retriever: a passage's score rises iff it predicts the words better than the mixture does."""
     scores, words, weights, valid = problem
     loss, gradient = closed_form(scores, words, weights, valid, kind)
-    with jax.enable_x64(True):
+    with jax.enable_x64(dtype == "float64"):
         arrays = [jnp.asarray(x) for x in (words, weights, valid)]
-        found, slope = jax.value_and_grad(lambda s: masked_word_marginal(s, *arrays, kind).loss.value)(
-            jnp.asarray(scores)
-        )
-        assert slope.dtype == jnp.float64
-    np.testing.assert_allclose(float(found), loss, rtol=1e-12)
-    np.testing.assert_allclose(np.asarray(slope), gradient, rtol=1e-9, atol=1e-14)
+        program = jax.value_and_grad(lambda scores: masked_word_marginal(scores, *arrays, kind).loss.value)
+        found, slope = program(jnp.asarray(scores))
+        assert slope.dtype == dtype
+    np.testing.assert_allclose(float(found), loss, rtol=of_loss)
+    np.testing.assert_allclose(np.asarray(slope), gradient, rtol=tolerance, atol=of_loss / 100)
     assert np.abs(gradient).max() > 0.01
     assert not np.asarray(slope)[~valid].any() and not np.asarray(slope)[3].any()
-
-
-@pytest.mark.parametrize("kind", ["example", "token"])
-def test_the_same_gradient_in_float32_as_it_is_trained(problem, kind):
-    scores, words, weights, valid = problem
-    gradient = closed_form(scores, words, weights, valid, kind)[1]
-    arrays = [jnp.asarray(x) for x in (words, weights, valid)]
-    slope = jax.grad(lambda s: masked_word_marginal(s, *arrays, kind).loss.value)(jnp.asarray(scores))
-    assert slope.dtype == jnp.float32
-    np.testing.assert_allclose(slope, gradient, rtol=1e-4, atol=1e-6)
-
-
-def test_the_two_marginals_differ_for_spans_of_several_pieces_only(problem):
-    scores, words, weights, valid = map(jnp.asarray, problem)
-    example = masked_word_marginal(scores, words, weights, valid, "example").log_likelihood
-    token = masked_word_marginal(scores, words, weights, valid, "token").log_likelihood
-    np.testing.assert_allclose(example[0], token[0], rtol=1e-5)
-    assert abs(example[2] - token[2]) > 0.01
-    assert example[3] == token[3] == 0.0
 
 
 def test_a_marginal_by_hand():
@@ -115,13 +96,6 @@ def test_an_excluded_candidate_is_as_if_it_were_not_there(problem):
     whole, without = masked_word_marginal(*inputs, "example"), masked_word_marginal(*kept, "example")
     np.testing.assert_allclose(whole.loss.value, without.loss.value, rtol=1e-6)
     np.testing.assert_allclose(whole.best_log_likelihood, without.best_log_likelihood, rtol=1e-6)
-
-
-def test_an_excluded_candidate_is_never_the_best():
-    words = jnp.log(jnp.array([[[0.1], [0.2], [0.9]]]))
-    valid = jnp.array([[True, True, False]])
-    result = masked_word_marginal(jnp.zeros((1, 3)), words, jnp.ones((1, 1)), valid, "example")
-    np.testing.assert_allclose(result.best_log_likelihood, np.log([0.2]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["example", "token"])

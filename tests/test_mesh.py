@@ -32,10 +32,6 @@ def test_one_axis_takes_the_devices_that_are_left(sizes, wanted):
     assert mesh.devices.shape == (1, *wanted)
 
 
-def test_a_mesh_of_some_devices():
-    assert make_mesh(-1, 1, 1, jax.devices()[:2]).size == 2
-
-
 @pytest.mark.parametrize(
     "sizes, named",
     [
@@ -122,15 +118,6 @@ def test_slices_share_the_data_axis():
     assert [{chip.slice_index for chip in part.flat} for part in mesh.devices] == [{0}, {1}]
     with pytest.raises(UserError, match="config.mesh: leaves 1 for data, which 2 slices share"):
         make_mesh(1, 8, 1, chips)
-
-
-def test_shardings_can_be_used_to_make_the_parameters():
-    mesh = make_mesh(2, 2, 2)
-    model = tiny_realm(layers=1)
-    shardings = parameter_shardings(mesh, jax.eval_shape(model.init_boxed, jax.random.key(0)))
-    params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(0))
-    words = params["reader"]["bert"]["words"]["embedding"]
-    assert {shard.data.shape for shard in words.addressable_shards} == {(25, 8)}
 
 
 def test_parameters_for_gpus_are_made_on_their_host_and_are_the_same(monkeypatch):

@@ -16,6 +16,7 @@ from realm_jax.launch.plan import devices_to_compile_for
 from realm_jax.mesh import logical_sharding, make_mesh
 from realm_jax.models.attention import (
     AttentionDropout,
+    Dropout,
     cpu_attention,
     cudnn_attention,
     dot_product_attention,
@@ -48,19 +49,12 @@ def with_gradients(attend, parts, mask, heads, dropout):
 
 
 @pytest.mark.parametrize("dtype, rate", [(jnp.float32, 0.25), (jnp.bfloat16, 0.0)])
-@pytest.mark.parametrize("length, width, heads", [(24, 128, 2), (19, 256, 8), (16, 256, 2)])
+@pytest.mark.parametrize(
+    "length, width, heads",
+    [(24, 128, 2), (19, 256, 8), (16, 256, 2), pytest.param(384, 768, 12, marks=pytest.mark.slow)],
+)
 def test_the_kernel_gives_what_plain_attention_gives(length, width, heads, dtype, rate):
-    """Heads of 64, of 32 and of 128; a length that fills no tile."""
-    assert_like_plain_attention(length, width, heads, dtype, rate)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_kernel_at_the_length_of_the_paper(dtype):
-    assert_like_plain_attention(384, 768, 12, dtype, 0.1)
-
-
-def assert_like_plain_attention(length, width, heads, dtype, rate):
+    """Heads of 64, of 32 and of 128; a length that fills no tile; the length of the paper."""
     parts, mask = arrays(4, length, width, dtype)
     dropout = AttentionDropout(rate, dropout_seeds(jax.random.key(1), 4, heads)) if rate else None
     plain = with_gradients(dot_product_attention, parts, mask, heads, dropout)
@@ -113,11 +107,21 @@ def test_weights_drop_out_at_their_rate_and_independently():
         assert abs(correlation) < 4 / count**0.5
 
 
-def test_padding_changes_no_draw():
-    seeds = dropout_seeds(jax.random.key(0), 2, 2)[:, :, None, None]
-    np.testing.assert_array_equal(
-        keep_mask(seeds, (2, 2, 6, 6), 0.5), keep_mask(seeds, (2, 2, 16, 16), 0.5)[:, :, :6, :6]
-    )
+def test_hidden_states_that_drop_out_do_not_depend_on_padding():
+    """Rate and scale, other draws for every sequence and key, and none where nothing is asked for."""
+    states = jnp.ones((4, 64, 128))
+
+    def drop(states, seed=0, deterministic=False):
+        return np.asarray(Dropout(0.25).apply({}, states, deterministic, rngs={"dropout": jax.random.key(seed)}))
+
+    found = drop(states)
+    assert set(np.unique(found)) == {0.0, np.float32(1 / 0.75)}
+    assert (found == 0).mean() == pytest.approx(0.25, abs=0.01)
+    assert not np.array_equal(found[0], found[1]) and not np.array_equal(found, drop(states, seed=1))
+    np.testing.assert_array_equal(drop(jnp.pad(states, ((0, 0), (0, 16), (0, 0))))[:, :64], found)
+    np.testing.assert_array_equal(drop(states, deterministic=True), states)
+    assert drop(states.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    assert drop(states[:, 0]).shape == (4, 128)
 
 
 @pytest.mark.parametrize("way", [dot_product_attention, cpu_attention, cudnn_attention])

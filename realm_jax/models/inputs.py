@@ -71,7 +71,7 @@ def document_sequences(documents: Documents, template: Template | None = None) -
     titles = documents.title_lengths.astype(jnp.int32)[:, None]
     shown = titles if template.titled else jnp.zeros_like(titles)
     place = jnp.arange(ids.shape[-1] - 1 + front + gap)[None]
-    body = body_starts(documents, template)[:, None]  # in the row at titles + 2
+    body = 1 + front + shown + gap  # where bodies begin, [batch, 1]; in the row at titles + 2
     source = jnp.where(place < body, place - front, place - body + titles + DOCUMENT_SPECIALS)
     laid = jnp.take_along_axis(ids, jnp.clip(source, 0, ids.shape[-1] - 1), axis=-1)
     laid = _insert(laid, place, jnp.ones_like(titles), template.before)
@@ -80,15 +80,6 @@ def document_sequences(documents: Documents, template: Template | None = None) -
     lengths = documents.lengths.astype(jnp.int32) - 1 + (shown - titles)[:, 0] + front + gap
     mask = token_mask(lengths, place.shape[-1])
     return EncoderInput(jnp.where(mask, laid, 0), jnp.zeros_like(laid), mask)
-
-
-def body_starts(documents: Documents, template: Template | None = None) -> Array:
-    """The places in `document_sequences` where bodies begin, [batch] int32."""
-    titles = documents.title_lengths.astype(jnp.int32)
-    if template is None:
-        return titles + DOCUMENT_SPECIALS
-    shown = titles if template.titled else jnp.zeros_like(titles)
-    return 1 + len(template.before) + shown + len(template.between)
 
 
 def query_sequences(query: Array, lengths: Array, template: Template | None = None) -> EncoderInput:

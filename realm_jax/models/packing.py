@@ -53,8 +53,8 @@ def packing(mask: Array, parts: int, places: int, alignment: int = 1) -> Packing
     mask [batch, length] bool: true on the first tokens of each sequence. Where a part has more tokens than places, its
     longest sequences are cut to one length, the largest that fits. places: at least `alignment` for each sequence.
     """
-    length, kept = mask.shape[1], fitting_mask(mask, parts, places, alignment)
-    lengths = kept.sum(axis=1, dtype=jnp.int32).reshape(parts, -1)
+    length, fitting = mask.shape[1], fitting_mask(mask, parts, places, alignment)
+    lengths = fitting.sum(axis=1, dtype=jnp.int32).reshape(parts, -1)
     sizes = _aligned(lengths, alignment)
     ends = jnp.cumsum(sizes, axis=1)
     starts = ends - sizes
@@ -64,7 +64,7 @@ def packing(mask: Array, parts: int, places: int, alignment: int = 1) -> Packing
     used = position < jnp.take_along_axis(lengths, sequence, axis=1)
     source = sequence * length + jnp.minimum(position, length - 1)
     # Computed once: the compiler would do it all again in every operation that reads it.
-    return jax.lax.optimization_barrier(Packing(starts, lengths, source, used, kept))
+    return jax.lax.optimization_barrier(Packing(starts, lengths, source, used, fitting))
 
 
 def fitting_mask(mask: Array, parts: int, places: int, alignment: int) -> Array:
@@ -117,9 +117,9 @@ class BalancedOrder:
             return values
         mesh, order, back = self.mesh, self.order, jnp.argsort(self.order, axis=1)
 
-        def restored(one: Array) -> Array:
-            floats = jnp.issubdtype(one.dtype, jnp.floating)
-            return _permuted_floats(mesh, one, back, order) if floats else _permuted(mesh, one, back)
+        def restored(array: Array) -> Array:
+            floats = jnp.issubdtype(array.dtype, jnp.floating)
+            return _permuted_floats(mesh, array, back, order) if floats else _permuted(mesh, array, back)
 
         return jax.tree.map(restored, values)
 

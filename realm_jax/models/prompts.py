@@ -40,23 +40,28 @@ def parse(template: str, key: str, titles: bool) -> tuple[str, str, bool]:
     key: what the message names. titles: whether `{title}` may be used. Raises UserError for a template that is not as
     the module's docstring says.
     """
-    slots = f"{{{TITLE}}} and {{{TEXT}}}" if titles else f"{{{TEXT}}}"
+    known = (TITLE, TEXT) if titles else (TEXT,)
+    slots = " and ".join(f"{{{slot}}}" for slot in known)
     try:
         fields = list(string.Formatter().parse(template))
     except ValueError as fault:
         _refuse(key, template, f"cannot be read ({fault}); slots are {slots}, and a brace of the text is doubled")
-    if any(form or change for _, _, form, change in fields):
-        _refuse(key, template, f"has a slot with a format; use {slots}")
-    named = [slot for _, slot, _, _ in fields if slot is not None]
-    known = (TITLE, TEXT) if titles else (TEXT,)
+    literals, named = [""], []  # the text before each slot; a literal brace makes a field of its own
+    for literal, slot, form, change in fields:
+        if form or change:
+            _refuse(key, template, f"has a slot with a format; use {slots}")
+        literals[-1] += literal
+        if slot is not None:
+            named.append(slot)
+            literals.append("")
     unknown = next((slot for slot in named if slot not in known), None)
     if unknown is not None:
         _refuse(key, template, f"has no slot {{{unknown}}}; its slots are {slots}")
     if TEXT not in named:
         _refuse(key, template, f"leaves out {{{TEXT}}}; end it in that slot")
-    if fields[-1][1] != TEXT or named not in ([TEXT], [TITLE, TEXT]):
+    if literals[-1] or named not in ([TEXT], [TITLE, TEXT]):
         _refuse(key, template, f"must end in {{{TEXT}}}, with each slot once")
-    before, between = _literals(fields)
+    before, between = literals[0], literals[1]
     if before and not _separates(before[-1]):
         _refuse(key, template, "must have a space or punctuation before its first slot, or words grow together")
     if len(named) == 2 and not (between and _separates(between[0]) and _separates(between[-1])):
@@ -64,15 +69,6 @@ def parse(template: str, key: str, titles: bool) -> tuple[str, str, bool]:
             key, template, "must have a space or punctuation on both sides between its slots, or words grow together"
         )
     return before, between, len(named) == 2
-
-
-def _literals(fields: list[Any]) -> tuple[str, str]:
-    """The text before the first slot, and that before the second; a literal brace makes a field of its own."""
-    texts, number = ["", ""], 0
-    for literal, slot, _, _ in fields:
-        texts[number] += literal
-        number += slot is not None and number == 0
-    return texts[0], texts[1]
 
 
 def _refuse(key: str, template: str, advice: str) -> NoReturn:
@@ -88,12 +84,12 @@ def _separates(character: str) -> bool:
 def compiled(template: str, key: str, titles: bool, encode: Encode) -> Template:
     """A template as tokens. Raises UserError as `parse` does, and where a text has others behind a literal."""
     before, between, titled = parse(template, key, titles)
-    found = Template(tuple(encode(before.rstrip())), tuple(encode(between.strip())), titled)
+    pieces = Template(tuple(encode(before.rstrip())), tuple(encode(between.strip())), titled)
     text = encode(SAMPLE)
-    whole = [*found.before, *text, *(found.between + tuple(text) if titled else ())]
-    if encode(before + SAMPLE + (between + SAMPLE if titled else "")) != whole:
+    laid = [*pieces.before, *text, *([*pieces.between, *text] if titled else [])]
+    if encode(before + SAMPLE + (between + SAMPLE if titled else "")) != laid:
         _refuse(key, template, "cannot be laid around texts with this tokenizer, which has other tokens behind it")
-    return found
+    return pieces
 
 
 def query_lengths(lengths: Any, template: Template | None) -> Any:

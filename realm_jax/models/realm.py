@@ -132,19 +132,16 @@ class Reader:
     ) -> tuple[Array, Array]:  # fmt: skip
         """log p(target|z, x) at masked positions, float32 [batch, m], and whether no piece is likelier, bool.
 
-        places: as of `Bert`, which reads joints in their balanced order.
+        places: as of `Bert`.
         """
-        order = self.bert.balanced_order(joint.mask, places)
-        inputs = order.apply((joint.ids, joint.segments, joint.mask, positions, targets))
-        read = apply(self.network, params["reader"], inputs, "target_log_probabilities", key, places=places)
-        return order.undo(read)
+        inputs = (joint.ids, joint.segments, joint.mask, positions, targets)
+        return apply(self.network, params["reader"], inputs, "target_log_probabilities", key, places)
 
     def read_spans(self, params: Params, joint: ReaderInput, key: Array | None = None, places: int = 0) -> Array:
-        """Span scores. joint arrays [batch, length] → [batch, length, span_width] float32. places: as of `Bert`, which
-        reads joints in their balanced order."""
-        order = self.bert.balanced_order(joint.mask, places)
-        inputs = order.apply((joint.ids, joint.segments, joint.mask))
-        return order.undo(apply(self.network, params["reader"], inputs, "span_scores", key, places=places))
+        """Span scores. joint arrays [batch, length] → [batch, length, span_width] float32. places: as of `Bert`."""
+        return apply(
+            self.network, params["reader"], (joint.ids, joint.segments, joint.mask), "span_scores", key, places
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,27 +9,36 @@ In: which network a folder describes, as keys of the config's section `encoder`,
 be represented here is refused by its name. Out: `SentenceTransformer(FOLDER).encode` gives the tower's vectors. The
 library's LayerNorm has one epsilon, which is larger than BERT's; scaling what goes into it makes up for that exactly,
 since LayerNorm takes any scale out again. A folder that is not an encoder of texts, the reader's, gets a list of
-modules at which the library stops, where it would otherwise take the mean of hidden states and say nothing. Read next:
-`weights.py`, for the BERT inside.
+modules at which the library stops, where it would otherwise take the mean of hidden states and say nothing.
+
+Two towers can be one folder, with the library's Router, which embeds queries with one and documents with the other:
+
+    modules.json, router_config.json          a Router with the routes `query` and `document`
+    config_sentence_transformers.json         the prompts of both
+    query_0_Transformer/, query_1_Pooling/ …  the modules of each route
+
+`encode_query` and `encode_document` take their own routes; plain `encode` takes that of documents, since whoever embeds
+a corpus calls it most. Read next: `weights.py`, for the BERT inside.
 """
 
 import json
-from collections.abc import Collection, Iterator, Sequence
-from itertools import chain
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from realm_jax.errors import UserError
 from realm_jax.models.bert import BertConfig
+from realm_jax.models.encoder import POOLINGS
 from realm_jax.models.prompts import from_prompt, parse
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.weights import (
     NO_BIAS,
     SETTINGS,
+    VECTOR_LAYERS,
     WEIGHTS,
     NetworkFiles,
     Part,
@@ -37,18 +46,20 @@ from realm_jax.models.weights import (
     check_tensor,
     find,
     has_weights,
-    open_safetensors,
+    open_tensors,
     read_bert_settings,
     write_json,
 )
 from realm_jax.storage import read_fetched_json, read_settings
 
-MODULES = "modules.json"
+MODULES, README = "modules.json", "README.md"
 PROMPTS = "config_sentence_transformers.json"
 INPUT = "sentence_bert_config.json"
+ROUTER = "router_config.json"
 LIBRARY = "sentence_transformers."
+KINDS = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize")  # modules that can be read
 LIBRARY_EPSILON = 1e-5  # of its LayerNorm, which is PyTorch's and not to be set
-POOLINGS = {"cls": "cls", "mean": "mean", "lasttoken": "last"}  # theirs → ours
+OUR_POOLINGS = {pooling.library: name for name, pooling in POOLINGS.items() if name != "pooler"}  # theirs → ours
 FLAGS = {  # of Pooling's older form
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -100,20 +111,20 @@ class SentenceModel(NamedTuple):
 
 
 def is_sentence_model(folder: Path) -> bool:
-    """Whether a folder is one of sentence-transformers, and not one that we write so that it refuses it."""
+    """True if a folder is one of sentence-transformers, and not one that we write so that the library refuses it."""
     path = folder / MODULES
     return path.is_file() and not any(entry.get("type") == NOT_AN_ENCODER for entry in _entries(path))
 
 
 def transformer_folder(folder: Path) -> Path:
-    """Where the BERT of a folder lies, with its tokenizer: itself, or its first module if it is one of
+    """The folder of the BERT and its tokenizer: a folder itself, or its first module if it is one of
     sentence-transformers. Raises UserError for a damaged list of modules."""
     entries = _entries(folder / MODULES) if is_sentence_model(folder) else []
     return folder / entries[0]["path"] if entries else folder
 
 
-def read_sentence_model(folder: Path) -> SentenceModel:
-    """What a folder describes. Reads no weights.
+def sentence_model(folder: Path) -> SentenceModel | None:
+    """Read what a folder of sentence-transformers describes, without its weights; None for a plain BERT.
 
     Vectors are those of the library's `encode_query` and `encode_document`, and their inner products those of its
     `similarity`: where that is the cosine and vectors are not normalised yet, they get length 1, as by `encode(…,
@@ -122,85 +133,70 @@ def read_sentence_model(folder: Path) -> SentenceModel:
     Raises UserError, naming the file, for one that cannot be read, for an unknown module, for a pooling, an activation
     or an order of modules that the towers do not have, and for prompts that are left out of the pooling.
     """
+    if not is_sentence_model(folder):
+        return None
     entries = _entries(folder / MODULES)
-    kinds = [_kind(entry, folder) for entry in entries]
+    kinds = []
+    for entry in entries:
+        module = str(entry.get("type"))
+        kinds.append(module.rpartition(".")[2])
+        if not module.startswith(LIBRARY) or kinds[-1] not in KINDS:
+            _refuse(folder / MODULES, f"has the module {module}; modules that can be read are {', '.join(KINDS)}")
     if kinds[:2] != ["Transformer", "Pooling"]:
         _refuse(folder / MODULES, f"begins with {', '.join(kinds[:2])}; choose a model of a Transformer and a Pooling")
     transformer = folder / entries[0]["path"]
     settings = read_bert_settings(transformer)
-    encoder: dict[str, Any] = {"pooling": _pooling(folder / entries[1]["path"]), "projection": 0}
+    encoder: dict[str, Any] = {"pooling": _pooling(folder / entries[1]["path"] / SETTINGS), "projection": 0}
     encoder |= {"normalization": "none", "norm_epsilon": LIBRARY_EPSILON}
     modules: dict[str, Path] = {}
     for kind, entry in zip(kinds[2:], entries[2:], strict=True):
-        place = folder / entry["path"]
         if encoder["normalization"] != "none":
             _refuse(folder / MODULES, f"has {kind} after its normalisation, which must be last; choose another model")
         if kind == "Dense":
-            modules[_layer_of_dense(encoder, place, modules)] = place
+            modules[_layer_of_dense(encoder, folder / entry["path"] / SETTINGS, modules)] = folder / entry["path"]
         elif kind == "LayerNorm":
             encoder["normalization"] = "layer"
-            modules["projection_norm"] = place
+            modules["projection_norm"] = folder / entry["path"]
         elif kind == "Normalize":
             encoder["normalization"] = "l2"
     prompts, unused = _prompts(folder / PROMPTS, encoder)
     encoder |= prompts
     encoder["temperature"] = default_temperature(encoder["normalization"])
-    if own := _recorded_encoder(transformer, settings.get(ENCODER_SECTION), encoder):
-        encoder, modules = own, {}
     longest = _setting(transformer / INPUT, read_settings(transformer / INPUT), "max_seq_length", int)
+
+    # An export of ours recorded its section, and its layers are in the encoder's file too, as they were before the
+    # library's epsilon asked for another scale. A run that starts from them has the same bits. An edited folder counts.
+    section = settings.get(ENCODER_SECTION)
+    if isinstance(section, dict) and {*encoder} <= {*section} and has_weights(transformer):
+        with open_tensors(transformer / WEIGHTS) as files:
+            names = {name.removeprefix("bert.") for name in files}
+        has = {layer: f"{name}.weight" in names for layer, name in VECTOR_LAYERS.items()}
+        wanted = {"pooler": section["pooling"] == "pooler", "projection": bool(section["projection"])}
+        wanted["projection_norm"] = section["normalization"] == "layer"
+        if has == wanted and all(section[key] == encoder[key] for key in ("pooling", "normalization")):
+            encoder, modules = {key: section[key] for key in encoder}, {}
     return SentenceModel(folder, transformer, encoder, modules, longest, unused)
 
 
-def _recorded_encoder(transformer: Path, own: Any, encoder: dict[str, Any]) -> dict[str, Any]:
-    """The section `own`, which an export of ours recorded, if its tensors still lie in the encoder's file; else {}.
-
-    They are the same layers as the modules', but for the scale that the library's epsilon asks for, so that a run that
-    starts from them has the same bits.
-    """
-    if not isinstance(own, dict) or not {*encoder} <= {*own} or not has_weights(transformer):
-        return {}
-    with open_safetensors(transformer / WEIGHTS) as file:
-        names = {name.removeprefix("bert.") for name in file.keys()}
-    layers = {
-        "pooler.dense.weight": own["pooling"] == "pooler",
-        "cls.dense.weight": bool(own["projection"]),
-        "cls.LayerNorm.weight": own["normalization"] == "layer",
-    }
-    same = all((name in names) == wanted for name, wanted in layers.items())
-    alike = all(own[key] == encoder[key] for key in ("pooling", "normalization"))
-    return {key: own[key] for key in encoder} if same and alike else {}
-
-
 def default_temperature(normalization: str) -> float:
-    """Of vectors of length 1, whose scores lie so close together, .05, as public encoders are trained; else 1."""
+    """0.05 for vectors of length 1, whose scores are close together, as public encoders are trained; else 1."""
     return 0.05 if normalization == "l2" else 1.0
 
 
-def _kind(entry: dict[str, Any], folder: Path) -> str:
-    """The module's class."""
-    type_ = str(entry.get("type"))
-    kind = type_.rpartition(".")[2]
-    known = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize")
-    if not type_.startswith(LIBRARY) or kind not in known:
-        _refuse(folder / MODULES, f"has the module {type_}; modules that can be read are {', '.join(known)}")
-    return kind
-
-
-def _pooling(folder: Path) -> str:
-    path = folder / SETTINGS
+def _pooling(path: Path) -> str:
     settings = read_settings(path, needed=True)
     modes = settings.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if settings.get(flag)] or ["mean"]
     modes = modes if isinstance(modes, list) else [modes]
-    if len(modes) != 1 or modes[0] not in POOLINGS:
-        _refuse(path, f"pools by {' and '.join(map(str, modes))}; choose a model that pools by {', '.join(POOLINGS)}")
+    if len(modes) != 1 or modes[0] not in OUR_POOLINGS:
+        known = ", ".join(OUR_POOLINGS)
+        _refuse(path, f"pools by {' and '.join(map(str, modes))}; choose a model that pools by {known}")
     if settings.get("include_prompt", True) is not True:
         _refuse(path, "has include_prompt=false, and here the prompt is pooled as well; choose another model")
-    return POOLINGS[modes[0]]
+    return OUR_POOLINGS[modes[0]]
 
 
-def _layer_of_dense(encoder: dict[str, Any], folder: Path, before: Collection[str]) -> str:
+def _layer_of_dense(encoder: dict[str, Any], path: Path, before: Mapping[str, Path]) -> str:
     """Take a Dense into the section: BERT's tanh layer behind [CLS], or the projection."""
-    path = folder / SETTINGS
     settings = read_settings(path, needed=True)
     activation = str(settings.get("activation_function", LAYERS["pooler"].activation))
     name = activation.rpartition(".")[2]
@@ -211,8 +207,8 @@ def _layer_of_dense(encoder: dict[str, Any], folder: Path, before: Collection[st
         encoder["pooling"] = "pooler"
         return "pooler"
     if name != "Identity" or "projection" in before:
-        what = "a second Dense" if "projection" in before else f"a Dense with {activation}"
-        _refuse(path, f"is {what}; one is read with Identity, and before it one with Tanh as BERT's own behind [CLS]")
+        wrong = "a second Dense" if "projection" in before else f"a Dense with {activation}"
+        _refuse(path, f"is {wrong}; one is read with Identity, and before it one with Tanh as BERT's own behind [CLS]")
     encoder["projection"] = _setting(path, settings, "out_features", int)
     return "projection"
 
@@ -246,14 +242,12 @@ def _prompts(path: Path, encoder: dict[str, Any]) -> tuple[dict[str, Any], tuple
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    entries = read_fetched_json(path)
-    if not isinstance(entries, list) or not all(map(_is_module, entries)):
+    entries: Any = read_fetched_json(path)
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("path"), str) for entry in entries
+    ):
         _refuse(path, "is not a list of modules; fetch it again")
     return entries
-
-
-def _is_module(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("path"), str)
 
 
 def _setting(path: Path, settings: dict[str, Any], key: str, kind: type[Kind]) -> Kind | None:
@@ -264,44 +258,36 @@ def _setting(path: Path, settings: dict[str, Any], key: str, kind: type[Kind]) -
     return value
 
 
-def _refuse(path: Path, what: str) -> None:
-    raise UserError(f"{path}: {what}")
+def _refuse(path: Path, fault: str) -> NoReturn:
+    raise UserError(f"{path}: {fault}")
 
 
 def find_tower(model: SentenceModel, config: BertConfig, parts: Sequence[Part]) -> NetworkFiles:
-    """A tower's files, as `find` has them: its BERT's and those of the modules, which count where both have a part, as
-    a BERT has its pooler. What a module lacks stays fresh.
+    """Find a tower's files, as `find`: its BERT's and those of the modules, which count where both have a part, as a
+    BERT has its pooler. What a module lacks stays fresh.
 
     Raises UserError as `find` does, also where a module has no safe weights, or weights of another size.
     """
     layers = [sorted({tensor.path[0] for tensor in part.tensors} & {*model.modules}) for part in parts]
-    files = find(model.transformer, config, [part for part, own in zip(parts, layers, strict=True) if not own])
-    for part, own in zip(parts, layers, strict=True):
-        if own:
-            modules = chain.from_iterable(_find_module(model.modules[layer], layer, part) for layer in own)
-            files = files._replace(tensors=(*files.tensors, *modules), found=(*files.found, part.title))
+    files = find(model.transformer, config, [part for part, names in zip(parts, layers, strict=True) if not names])
+    for part, names in zip(parts, layers, strict=True):
+        stored: list[StoredTensor] = []
+        for layer in names:
+            path = model.modules[layer] / WEIGHTS
+            with open_tensors(path) as opened:
+                for tensor in (tensor for tensor in part.tensors if tensor.path[0] == layer):
+                    name = f"{LAYERS[layer].layer}.{tensor.name.rpartition('.')[2]}"
+                    if name in opened:
+                        check_tensor(opened, name, tensor, path)
+                    elif not name.endswith("bias"):
+                        raise UserError(f"{path}: has no {name}; fetch it again")
+                    stored.append(StoredTensor(tensor, path, name if name in opened else NO_BIAS))
+        if stored:
+            files = files._replace(tensors=(*files.tensors, *stored), found=(*files.found, part.title))
     return files
 
 
-def _find_module(folder: Path, layer: str, part: Part) -> Iterator[StoredTensor]:
-    path = folder / WEIGHTS
-    with open_safetensors(path) as file:
-        names = set(file.keys())
-        for tensor in (tensor for tensor in part.tensors if tensor.path[0] == layer):
-            name = f"{LAYERS[layer].layer}.{tensor.name.rpartition('.')[2]}"
-            if name in names:
-                check_tensor(file.get_slice(name), name, tensor, path)
-                yield StoredTensor(tensor, path, name)
-            elif name.endswith("bias"):
-                yield StoredTensor(tensor, path, NO_BIAS)
-            else:
-                raise UserError(f"{path}: has no {name}; fetch it again")
-
-
 # --- Out --------------------------------------------------------------------------------------------------------------
-
-README = "README.md"
-Written = tuple[str, dict[str, Any], dict[str, NDArray[np.float32]]]  # a module's class, settings and tensors
 
 
 def write_modules(
@@ -312,11 +298,33 @@ def write_modules(
     encoder: the config's section. lengths: 'query' or 'document', what the tower is for, both where it is shared → word
     pieces of its longest input.
     """
-    modules = [("Transformer", "")]
-    modules += [_write(folder, number, *module) for number, module in enumerate(_chain(model, tower), start=1)]
+    flags: dict[str, Any] = {flag: mode == POOLINGS[model.pooling].library for flag, mode in FLAGS.items()}
+    modules = [("", "Transformer")]
+    _add_module(
+        folder, modules, "Pooling", {"word_embedding_dimension": model.bert.width, "include_prompt": True} | flags
+    )
+    layers = {layer: tower[layer] for layer in LAYERS if layer in tower}
+    if model.normalization == "layer":
+        scale, size = (LIBRARY_EPSILON / model.norm_epsilon) ** 0.5, model.vector_size
+        unscaled = layers.get("projection", {"kernel": np.eye(size), "bias": np.zeros(size)})
+        layers["projection"] = {name: array * scale for name, array in unscaled.items()}
+    for layer, module in LAYERS.items():
+        if layer not in layers:
+            continue
+        if module.kind == "Dense":
+            weight = layers[layer]["kernel"].T  # [outputs, inputs]
+            settings = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
+            settings |= {"bias": True, "activation_function": module.activation}
+        else:
+            weight = layers[layer]["scale"]
+            settings = {"dimension": weight.size}
+        tensors = {f"{module.layer}.weight": weight, f"{module.layer}.bias": layers[layer]["bias"]}
+        _add_module(folder, modules, module.kind, settings, tensors)
+    if model.normalization == "l2":
+        _add_module(folder, modules, "Normalize")
     entries = [
         {"idx": number, "name": str(number), "path": path, "type": f"{LIBRARY}models.{kind}"}
-        for number, (kind, path) in enumerate(modules)
+        for number, (path, kind) in enumerate(modules)
     ]
     write_json(folder / MODULES, entries)
     longest = {"max_seq_length": max(lengths.values()), "do_lower_case": False}
@@ -333,49 +341,23 @@ def write_modules(
     (folder / README).write_text(_readme(encoder, list(lengths)), "utf-8")
 
 
-def mark_not_a_sentence_encoder(folder: Path) -> None:
-    """Make sentence-transformers refuse a folder that is not a sentence encoder."""
-    write_json(folder / MODULES, [{"idx": 0, "name": "0", "path": "", "type": NOT_AN_ENCODER}])
-
-
-def _chain(model: Realm, tower: Params) -> list[Written]:
-    """The modules behind the Transformer."""
-    pooling = "cls" if model.pooling == "pooler" else model.pooling
-    flags = {flag: POOLINGS.get(mode) == pooling for flag, mode in FLAGS.items()}
-    chain: list[Written] = [
-        ("Pooling", {"word_embedding_dimension": model.bert.width, "include_prompt": True} | flags, {})
-    ]
-    layers = {layer: tower[layer] for layer in LAYERS if layer in tower}
-    if model.normalization == "layer":
-        scale, size = (LIBRARY_EPSILON / model.norm_epsilon) ** 0.5, model.vector_size
-        unscaled = layers.get("projection", {"kernel": np.eye(size), "bias": np.zeros(size)})
-        layers["projection"] = {name: array * scale for name, array in unscaled.items()}
-    chain += [_module(LAYERS[layer], layers[layer]) for layer in LAYERS if layer in layers]
-    return [*chain, ("Normalize", {}, {})] if model.normalization == "l2" else chain
-
-
-def _module(module: Module, layer: Params) -> Written:
-    """One of a tower's layers as the library has it."""
-    if module.kind == "Dense":
-        weight = layer["kernel"].T
-        sizes = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
-        settings = sizes | {"bias": True, "activation_function": module.activation}
-    else:
-        weight = layer["scale"]
-        settings = {"dimension": weight.size}
-    tensors = {f"{module.layer}.weight": weight, f"{module.layer}.bias": layer["bias"]}
-    return module.kind, settings, {name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()}
-
-
-def _write(folder: Path, number: int, kind: str, settings: dict[str, Any], tensors: dict[str, Any]) -> tuple[str, str]:
-    """Write a module's folder. Returns its class and path."""
-    path = f"{number}_{kind}"
+def _add_module(
+    folder: Path, modules: list[tuple[str, str]], kind: str, settings: Any = None, tensors: Params | None = None
+) -> None:
+    """Write the folder of the next module, and append its path and class."""
+    path = f"{len(modules)}_{kind}"
     (folder / path).mkdir()
     if settings:
         write_json(folder / path / SETTINGS, settings)
     if tensors:
-        save_file(tensors, folder / path / WEIGHTS, metadata={"format": "pt"})
-    return kind, path
+        arrays = {name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()}
+        save_file(arrays, folder / path / WEIGHTS, metadata={"format": "pt"})
+    modules.append((path, kind))
+
+
+def mark_not_a_sentence_encoder(folder: Path) -> None:
+    """Make sentence-transformers refuse a folder that is not a sentence encoder."""
+    write_json(folder / MODULES, [{"idx": 0, "name": "0", "path": "", "type": NOT_AN_ENCODER}])
 
 
 def _prompt(encoder: dict[str, Any], purpose: str) -> str:
@@ -388,7 +370,16 @@ def _readme(encoder: dict[str, Any], purposes: list[str]) -> str:
     """What to encode, and how to compare."""
     lines = ["# A retriever's tower for sentence-transformers", ""]
     for purpose in purposes:
-        lines += _usage(encoder, purpose)
+        template = encoder["query_prompt" if purpose == QUERIES else "passage_prompt"]
+        if purpose == PASSAGES and not template:
+            call, texts = "[(title, text), ...]", "pairs of title and text, since the tower reads them as two segments"
+        else:
+            prompt = _prompt(encoder, purpose)
+            rest = (template or "{text}")[len(from_prompt(prompt, "")) :]
+            call, texts = f'[f"{rest}", ...]', f"texts as {rest!r}"
+            texts += f"; the prompt {prompt!r} is put before them" if prompt else ""
+        name = "Queries" if purpose == QUERIES else "Passages"
+        lines += [f"{name}: {texts}.", "", f"    SentenceTransformer(FOLDER).encode_{purpose}({call})", ""]
     lines += [
         f"Scores are inner products of the two towers' vectors divided by the temperature, {encoder['temperature']:g}.",
         "`model.safetensors` holds the tower's own layers once more, under names that transformers reports and leaves",
@@ -397,15 +388,31 @@ def _readme(encoder: dict[str, Any], purposes: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _usage(encoder: dict[str, Any], purpose: str) -> list[str]:
-    call = f"SentenceTransformer(FOLDER).encode_{purpose}"
-    template = encoder["query_prompt" if purpose == QUERIES else "passage_prompt"]
-    if purpose == PASSAGES and not template:
-        text, what = "[(title, text), ...]", "pairs of title and text, since the tower reads them as two segments"
-    else:
-        prompt = _prompt(encoder, purpose)
-        rest = (template or "{text}")[len(prompt.replace("{", "{{").replace("}", "}}")) :]
-        text, what = f'[f"{rest}", ...]', f"texts as {rest!r}"
-        what += f"; the prompt {prompt!r} is put before them" if prompt else ""
-    name = "Queries" if purpose == QUERIES else "Passages"
-    return [f"{name}: {what}.", "", f"    {call}({text})", ""]
+def write_router(folder: Path, towers: Mapping[str, Path]) -> None:
+    """Make `folder` of the folders of two towers, which are moved into it.
+
+    towers: QUERIES and PASSAGES → a folder as `write_modules` leaves it, whose vectors are compared alike.
+    """
+    settings = {route: read_settings(tower / PROMPTS) for route, tower in towers.items()}
+    folder.mkdir(exist_ok=True)
+    routes: dict[str, dict[str, str]] = {}  # of each the names of its modules and their classes, in order
+    for route, tower in towers.items():
+        entries = _entries(tower / MODULES)
+        names = [f"{route}_{number}_{entry['type'].rpartition('.')[2]}" for number, entry in enumerate(entries)]
+        for entry, name in zip(entries[1:], names[1:], strict=True):
+            shutil.move(tower / entry["path"], folder / name)
+        for name in (MODULES, PROMPTS, README):  # which the router has in its own folder
+            (tower / name).unlink()
+        shutil.move(tower, folder / names[0])  # what is left is the Transformer
+        routes[route] = {name: entry["type"] for name, entry in zip(names, entries, strict=True)}
+    write_json(folder / MODULES, [{"idx": 0, "name": "0", "path": "", "type": f"{LIBRARY}models.Router"}])
+    router = {
+        "types": {name: kind for modules in routes.values() for name, kind in modules.items()},
+        "structure": {route: list(modules) for route, modules in routes.items()},
+        "parameters": {"default_route": PASSAGES, "allow_empty_key": True},
+    }
+    write_json(folder / ROUTER, router)
+    prompts = {route: said["prompts"].get(route, "") for route, said in settings.items()}
+    default = PASSAGES if prompts[PASSAGES] else None
+    similarity = settings[QUERIES]["similarity_fn_name"]
+    write_json(folder / PROMPTS, {"prompts": prompts, "default_prompt_name": default, "similarity_fn_name": similarity})

@@ -10,7 +10,7 @@ read here. Read next: `bert.py`.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ LAYER = {  # ours → theirs
     "output": "output.dense",
     "output_norm": "output.LayerNorm",
 }
+VECTOR_LAYERS = {"pooler": "pooler.dense", "projection": "cls.dense", "projection_norm": "cls.LayerNorm"}  # of a tower
 WORDS, POSITIONS = "embeddings.word_embeddings.weight", "embeddings.position_embeddings.weight"
 MLM_HEAD, SPAN_HEAD, PROJECTION, VECTOR_NORM = "MLM head", "span head", "projection", "vector norm"
 TIED = "cls.predictions.decoder.weight"  # the word embeddings once more, in some files
@@ -110,11 +111,11 @@ def encoder(c: BertConfig) -> Part:
     sizes = {"intermediate": (c.width, c.feed_forward), "output": (c.feed_forward, c.width)}
     for number in range(c.layers):
         for part, name in LAYER.items():
-            place, theirs = ("bert", f"layer_{number}", part), f"encoder.layer.{number}.{name}"
+            path, theirs = ("bert", f"layer_{number}", part), f"encoder.layer.{number}.{name}"
             if part.endswith("_norm"):
-                tensors += _norm(place, theirs, c.width)
+                tensors += _norm(path, theirs, c.width)
             else:
-                tensors += _linear(place, theirs, sizes.get(part, (c.width, c.width)))
+                tensors += _linear(path, theirs, sizes.get(part, (c.width, c.width)))
     settings = {BERT_SETTINGS[name]: (f"config.model.{name}", getattr(c, name)) for name in ("heads", "hidden_act")}
     fixed = {"layer_norm_eps": ("the epsilon of LayerNorm, which is fixed,", LAYER_NORM_EPSILON)}
     return Part("encoder", tuple(tensors), settings | fixed)
@@ -127,66 +128,53 @@ def bert_of(model: Realm, network: str) -> BertConfig:
 
 def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
     """Name of a network, at the top of the parameters → its parts, the encoder first."""
-    c = model.reader.bert
-    tower = encoder(model.bert), *_vector_parts(model)
-    reader = encoder(c), _mlm_head(c), _span_head(c, model.reader.span_hidden)
-    return {name: tower for name in model.embedder_names} | {"reader": reader}
-
-
-def _vector_parts(model: Realm) -> Iterator[Part]:
-    """What a tower has above its encoder."""
     width = model.bert.width
+    tower = [encoder(model.bert)]
     if model.pooling == "pooler":
-        yield Part("pooler", (*_linear(("pooler",), "pooler.dense", (width, width)),))
-    tensors: list[Tensor] = []
+        tower.append(Part("pooler", _linear(("pooler",), VECTOR_LAYERS["pooler"], (width, width))))
+    tensors: tuple[Tensor, ...] = ()
     epsilon: dict[str, tuple[str, Any]] = {}
     if model.projection:
-        tensors += _linear(("projection",), "cls.dense", (width, model.projection))
+        tensors += _linear(("projection",), VECTOR_LAYERS["projection"], (width, model.projection))
     if model.normalization == "layer":
-        tensors += _norm(("projection_norm",), "cls.LayerNorm", model.vector_size)
+        tensors += _norm(("projection_norm",), VECTOR_LAYERS["projection_norm"], model.vector_size)
         epsilon = {RETRIEVER_SETTINGS["norm_epsilon"]: ("config.encoder.norm_epsilon", model.norm_epsilon)}
     if tensors:
-        yield Part(PROJECTION if model.projection else VECTOR_NORM, tuple(tensors), epsilon)
+        tower.append(Part(PROJECTION if model.projection else VECTOR_NORM, tensors, epsilon))
 
-
-def _mlm_head(c: BertConfig) -> Part:
-    tensors = (
+    c, hidden = model.reader.bert, model.reader.span_hidden
+    words = (
         *_linear(("mlm_transform",), "cls.predictions.transform.dense", (c.width, c.width)),
         *_norm(("mlm_norm",), "cls.predictions.transform.LayerNorm", c.width),
         Tensor(("mlm_bias",), "cls.predictions.bias", (c.vocabulary_size,)),
     )
-    return Part(MLM_HEAD, tensors)
-
-
-def _span_head(c: BertConfig, hidden: int) -> Part:
-    tensors = (
+    spans = (
         *_linear(("span_projection",), "qa_outputs.dense_intermediate", (c.width, 2 * hidden)),
         *_norm(("span_norm",), "qa_outputs.layer_normalization", hidden),
         *_linear(("span_score",), "qa_outputs.dense_output", (hidden, 1)),
     )
-    epsilon = {"reader_layer_norm_eps": ("the epsilon of the span head, which is fixed,", SPAN_NORM_EPSILON)}
-    return Part(SPAN_HEAD, tensors, epsilon)
+    fixed = {"reader_layer_norm_eps": ("the epsilon of the span head, which is fixed,", SPAN_NORM_EPSILON)}
+    reader = encoder(c), Part(MLM_HEAD, words), Part(SPAN_HEAD, spans, fixed)
+    return {name: tuple(tower) for name in model.embedder_names} | {"reader": reader}
 
 
 def token_classifier(c: BertConfig, labels: int) -> Part:
     """The head of `BertForTokenClassification`."""
-    return Part("token classifier", (*_linear(("classifier",), "classifier", (c.width, labels)),))
+    return Part("token classifier", _linear(("classifier",), "classifier", (c.width, labels)))
 
 
-def _linear(path: tuple[str, ...], name: str, shape: tuple[int, int]) -> Iterator[Tensor]:
-    yield Tensor((*path, "kernel"), f"{name}.weight", shape)
-    yield Tensor((*path, "bias"), f"{name}.bias", shape[1:])
+def _linear(path: tuple[str, ...], name: str, shape: tuple[int, int]) -> tuple[Tensor, ...]:
+    return Tensor((*path, "kernel"), f"{name}.weight", shape), Tensor((*path, "bias"), f"{name}.bias", shape[1:])
 
 
-def _norm(path: tuple[str, ...], name: str, width: int) -> Iterator[Tensor]:
-    yield Tensor((*path, "scale"), f"{name}.weight", (width,))
-    yield Tensor((*path, "bias"), f"{name}.bias", (width,))
+def _norm(path: tuple[str, ...], name: str, width: int) -> tuple[Tensor, ...]:
+    return Tensor((*path, "scale"), f"{name}.weight", (width,)), Tensor((*path, "bias"), f"{name}.bias", (width,))
 
 
 # --- In ---------------------------------------------------------------------------------------------------------------
 
-
 NO_BIAS = ""  # in the place of a name: the layer has none, which is a bias of 0
+Tensors = Mapping[str, Any]  # name of a tensor → the opened file that it is in
 
 
 class StoredTensor(NamedTuple):
@@ -198,41 +186,24 @@ class StoredTensor(NamedTuple):
 
 
 class NetworkFiles(NamedTuple):
-    """What there is of a network, file by file, and the titles of the parts that there are and that there are not."""
+    """The tensors of a network, file by file, and the titles of the parts that there are and that there are not."""
 
     tensors: tuple[StoredTensor, ...]
     found: tuple[str, ...]
     missing: tuple[str, ...]
 
 
-class Shards(NamedTuple):
-    """Several files of tensors, read as one: name of a tensor → the opened file that it is in."""
-
-    files: Mapping[str, Any]
-
-    def keys(self) -> Sequence[str]:
-        """The names of all tensors."""
-        return [*self.files]
-
-    def get_slice(self, name: str) -> Any:
-        """A tensor's dtype and shape, without its numbers."""
-        return self.files[name].get_slice(name)
-
-    def get_tensor(self, name: str) -> Any:
-        """A tensor's numbers."""
-        return self.files[name].get_tensor(name)
-
-
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds a network's tensors, in one file or in shards."""
+    """True if a folder holds a network's tensors, in one file or in shards."""
     return (folder / WEIGHTS).is_file() or (folder / SHARDS).is_file()
 
 
 @contextmanager
-def open_safetensors(path: Path, remedy: str = "fetch it again") -> Iterator[Any]:
-    """A file of tensors, or the shards in its place, closed when the block ends. Raises UserError if there is none, or
-    none that can be read."""
-    if not path.is_file() and (index := path.with_name(f"{path.name}.index.json")).is_file():
+def open_tensors(path: Path) -> Iterator[Tensors]:
+    """Open a file of tensors, or the shards in its place. Raises UserError, naming the file, if one is missing or
+    damaged."""
+    index = path.with_name(f"{path.name}.index.json")
+    if not path.is_file() and index.is_file():
         with ExitStack() as opened:
             yield _open_shards(index, opened)
         return
@@ -240,13 +211,12 @@ def open_safetensors(path: Path, remedy: str = "fetch it again") -> Iterator[Any
         raise UserError(f"{path.parent}: has no {path.name}; choose a model that was saved as safetensors")
     try:
         with safe_open(path, "numpy") as file:
-            yield file
+            yield dict.fromkeys(file.keys(), file)
     except (SafetensorError, OSError, TypeError) as fault:
-        raise UserError(f"{path}: cannot be read ({' '.join(str(fault).split())[:200]}); {remedy}") from None
+        raise UserError(f"{path}: cannot be read ({' '.join(str(fault).split())[:200]}); fetch it again") from None
 
 
-def _open_shards(index: Path, opened: ExitStack) -> Shards:
-    """The shards that an index names. Raises UserError for one that is missing or damaged, or lacks a tensor."""
+def _open_shards(index: Path, opened: ExitStack) -> Tensors:
     tensors: Any = read_settings(index, needed=True).get("weight_map")
     names = tensors.values() if isinstance(tensors, dict) else [None]
     if not all(isinstance(name, str) and name == Path(name).name for name in names):
@@ -256,38 +226,66 @@ def _open_shards(index: Path, opened: ExitStack) -> Shards:
         shard = index.with_name(name)
         if not shard.is_file():
             raise UserError(f"{shard}: is missing, but {index.name} has tensors in it; fetch it again")
-        files[name] = opened.enter_context(open_safetensors(shard))
-        lacking = {tensor for tensor, file in tensors.items() if file == name} - {*files[name].keys()}
-        if lacking:
+        of_shard = opened.enter_context(open_tensors(shard))
+        listed = {tensor for tensor, file in tensors.items() if file == name}
+        if lacking := listed - {*of_shard}:
             raise UserError(f"{shard}: has no {min(lacking)}, which {index.name} has there; fetch both again")
-    return Shards({tensor: files[name] for tensor, name in tensors.items()})
+        files |= {tensor: of_shard[tensor] for tensor in listed}
+    return files
 
 
 def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFiles:
-    """What there is of a network in a folder; the encoder, the first of its parts, has to be. Reads no parameters.
+    """Find the parts of a network that a folder has; the encoder, the first of them, has to be there. Reads no numbers.
 
     Raises UserError for a folder without safe weights, for a file that cannot be read, for a tensor that is missing or
     of another shape, which it names with both shapes, for numbers that are no floats, for settings that differ, and for
     what a BERT does not have.
     """
-    settings = read_bert_settings(folder)
-    with open_safetensors(folder / WEIGHTS) as file:
-        files = _find(file, folder / WEIGHTS, config, parts)
-    compared = {key: value for part in parts if part.title in files.found for key, value in part.settings.items()}
-    _check_settings(folder / SETTINGS, settings, compared)
-    return files
+    settings, path = read_bert_settings(folder), folder / WEIGHTS
+    with open_tensors(path) as files:
+        prefix = next((prefix for prefix in PREFIXES if prefix + WORDS in files), None)
+        if prefix is None:
+            raise UserError(f"{path}: has no {WORDS}; it is not the file of a BERT")
+        _check_extent(files, prefix, path, config)
+        present = [part for part in parts if part == parts[0] or _has(files, prefix, part)]
+        stored = []
+        for tensor in (tensor for part in present for tensor in part.tensors):
+            name = _stored_name(tensor.name, prefix)
+            others = [name.removesuffix(usual) + other for usual, other in NAME_ALIASES.items() if name.endswith(usual)]
+            known = next((known for known in (name, *others) if known in files), None)
+            if known is None:
+                raise UserError(f"{path}: has no {name}; set config.model to the sizes of the file's BERT")
+            check_tensor(files, known, tensor, path)
+            stored.append(StoredTensor(tensor, path, known))
+        left = {name for name in files if name.startswith((f"{prefix}embeddings.", f"{prefix}encoder."))}
+    left -= {name for _, _, name in stored} | {f"{prefix}embeddings.position_ids"}  # 0, 1, 2, …, in older files
+    if left:
+        raise UserError(f"{path}: has {min(left)}, which this BERT has no place for; choose a plain BERT")
+
+    # Heads, activation and the epsilons of LayerNorm, which shapes do not tell. Without settings nothing is compared.
+    if settings.get("model_type") == HF_REALM:  # transformers has one epsilon for a tower
+        settings.setdefault("projection_layer_norm_eps", settings.get("layer_norm_eps", LAYER_NORM_EPSILON))
+    if "hidden_act" in settings:
+        settings["hidden_act"] = our_activation(settings["hidden_act"])
+    for name, (key, ours) in ((name, value) for part in present for name, value in part.settings.items()):
+        if settings.get(name, ours) != ours:
+            raise UserError(
+                f"{folder / SETTINGS}: {name} is {settings[name]!r}, but {key} is {ours!r}; they must be the same"
+            )
+    titles = tuple(part.title for part in present)
+    return NetworkFiles(tuple(stored), titles, tuple(part.title for part in parts if part.title not in titles))
 
 
 def read(files: NetworkFiles) -> Params:
-    """The network's parameters that its files have, as a tree of float32 arrays on the host.
+    """Read the parameters of a network that its files have, as a tree of float32 arrays on the host.
 
     Positions beyond those of the network are left out. Raises UserError if a number is not finite.
     """
     params = {}
-    for path, stored in groupby(files.tensors, lambda one: one.path):
-        with open_safetensors(path) as file:
+    for path, stored in groupby(files.tensors, lambda tensor: tensor.path):
+        with open_tensors(path) as opened:
             for tensor, _, name in stored:
-                array = np.zeros(tensor.shape, np.float32) if name == NO_BIAS else file.get_tensor(name)
+                array = np.zeros(tensor.shape, np.float32) if name == NO_BIAS else opened[name].get_tensor(name)
                 array = array.T if tensor.turned else array
                 if tensor.name == POSITIONS:
                     array = array[: tensor.shape[0]]
@@ -297,50 +295,20 @@ def read(files: NetworkFiles) -> Params:
     return dict(unflatten_dict(params))
 
 
-def _find(file: Any, path: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFiles:
-    names = set(file.keys())
-    prefix = next((prefix for prefix in PREFIXES if prefix + WORDS in names), None)
-    if prefix is None:
-        raise UserError(f"{path}: has no {WORDS}; it is not the file of a BERT")
-    _check_extent(file, names, prefix, path, config)
-    present = [part for part in parts if part == parts[0] or _has(file, names, prefix, part)]
-    places = []
-    for part in present:
-        for tensor in part.tensors:
-            name = _name(names, prefix, tensor, path)
-            check_tensor(file.get_slice(name), name, tensor, path)
-            places.append(StoredTensor(tensor, path, name))
-    left = {name for name in names if name.startswith((f"{prefix}embeddings.", f"{prefix}encoder."))}
-    left -= {stored.name for stored in places} | {f"{prefix}embeddings.position_ids"}  # 0, 1, 2, …, in older files
-    for name in sorted(left):
-        raise UserError(f"{path}: has {name}, which this BERT has no place for; choose a plain BERT")
-    titles = tuple(part.title for part in present)
-    return NetworkFiles(tuple(places), titles, tuple(part.title for part in parts if part.title not in titles))
+def _has(files: Tensors, prefix: str, part: Part) -> bool:
+    """True if a file has a part. An output layer that is not tied to the word embeddings makes another MLM head."""
+    if part.title == MLM_HEAD and TIED in files:
+        return np.array_equal(files[TIED].get_tensor(TIED), files[prefix + WORDS].get_tensor(prefix + WORDS))
+    return any(_stored_name(tensor.name, prefix) in files for tensor in part.tensors)
 
 
-def _has(file: Any, names: set[str], prefix: str, part: Part) -> bool:
-    """Whether a file has a part. An output layer that is not tied to the word embeddings makes another MLM head."""
-    if part.title == MLM_HEAD and TIED in names:
-        return np.array_equal(file.get_tensor(TIED), file.get_tensor(prefix + WORDS))
-    return any(_full(prefix, tensor.name) in names for tensor in part.tensors)
-
-
-def _full(prefix: str, name: str) -> str:
+def _stored_name(name: str, prefix: str) -> str:
     return name if name.startswith(HEADS) else prefix + name
 
 
-def _name(names: set[str], prefix: str, tensor: Tensor, path: Path) -> str:
-    """What a parameter is called in the file."""
-    name = _full(prefix, tensor.name)
-    others = [name.removesuffix(usual) + other for usual, other in NAME_ALIASES.items() if name.endswith(usual)]
-    found = next((known for known in (name, *others) if known in names), None)
-    if found is None:
-        raise UserError(f"{path}: has no {name}; set config.model to the sizes of the file's BERT")
-    return found
-
-
-def check_tensor(stored: Any, name: str, tensor: Tensor, path: Path) -> None:
-    """Raise UserError unless what is stored under a name is of the tensor's shape, in floats."""
+def check_tensor(files: Tensors, name: str, tensor: Tensor, path: Path) -> None:
+    """Raise UserError unless the numbers under a name are floats in the tensor's shape."""
+    stored = files[name].get_slice(name)
     if stored.get_dtype() not in FLOATS:
         raise UserError(f"{path}: {name} is {stored.get_dtype()}; fetch the model in float32, float16 or bfloat16")
     shape = tuple(stored.get_shape())
@@ -351,45 +319,35 @@ def check_tensor(stored: Any, name: str, tensor: Tensor, path: Path) -> None:
         raise UserError(f"{path}: {name} is {shape}, but the model needs {tensor.shape}; set config.model")
 
 
-def _check_extent(file: Any, names: set[str], prefix: str, path: Path, config: BertConfig) -> None:
+def _check_extent(files: Tensors, prefix: str, path: Path, config: BertConfig) -> None:
     """Raise UserError for what is commonly wrong: another vocabulary, too few positions, too many layers."""
-
-    def rows(name: str) -> int:
-        return next(iter(file.get_slice(prefix + name).get_shape()), 0) if prefix + name in names else 0
-
-    if (words := rows(WORDS)) != config.vocabulary_size:
+    words, positions = (
+        next(iter(files[name].get_slice(name).get_shape()), 0) if name in files else 0
+        for name in (prefix + WORDS, prefix + POSITIONS)
+    )
+    if words != config.vocabulary_size:
         raise UserError(
             f"{path}: has {words} word pieces, but the vocabulary has {config.vocabulary_size}; the vocabulary file "
             "and the weights do not match"
         )
-    if (positions := rows(POSITIONS)) < config.max_length:
+    if positions < config.max_length:
         raise UserError(
             f"{path}: has {positions} positions, but the model {config.max_length}; set the lengths of config.data "
             f"to at most {positions}"
         )
-    if any(name.startswith(f"{prefix}encoder.layer.{config.layers}.") for name in names):
+    if any(name.startswith(f"{prefix}encoder.layer.{config.layers}.") for name in files):
         raise UserError(f"{path}: has more than the model's {config.layers} layers; set config.model.layers")
 
 
 def read_bert_settings(folder: Path) -> dict[str, Any]:
-    """The config.json of a BERT, {} if there is none. Raises UserError, with the type of model, for another network."""
+    """Read the config.json of a BERT, {} if there is none. Raises UserError, with the type of model, for another
+    network."""
     settings = read_settings(folder / SETTINGS)
     for name, plain in REQUIRED_SETTINGS.items():
         if settings.get(name, plain[0]) not in plain:
             supported = " or ".join(map(repr, plain))
             raise UserError(f"{folder / SETTINGS}: {name} is {settings[name]!r}, not {supported}; choose a plain BERT")
     return settings
-
-
-def _check_settings(path: Path, settings: dict[str, Any], wanted: dict[str, tuple[str, Any]]) -> None:
-    """What shapes do not tell: heads, activation and the epsilons of LayerNorm. Nothing to compare without settings."""
-    if settings.get("model_type") == HF_REALM:  # transformers has one epsilon for a tower
-        settings.setdefault("projection_layer_norm_eps", settings.get("layer_norm_eps", LAYER_NORM_EPSILON))
-    if "hidden_act" in settings:
-        settings["hidden_act"] = our_activation(settings["hidden_act"])
-    for name, (key, own) in wanted.items():
-        if settings.get(name, own) != own:
-            raise UserError(f"{path}: {name} is {settings[name]!r}, but {key} is {own!r}; they must be the same")
 
 
 def our_activation(name: Any) -> Any:
@@ -407,9 +365,9 @@ def save(folder: Path, params: Params, parts: Sequence[Part], kind: str, setting
     """
     folder.mkdir()
     arrays, tensors = flatten_dict(params), {}
-    for tensor in chain.from_iterable(part.tensors for part in parts):
+    for tensor in (tensor for part in parts for tensor in part.tensors):
         array = np.asarray(arrays[tensor.path], np.float32)
-        tensors[_full(f"{kind}.", tensor.name)] = np.asarray(array.T if tensor.turned else array, order="C")
+        tensors[_stored_name(tensor.name, f"{kind}.")] = np.asarray(array.T if tensor.turned else array, order="C")
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})  # without which transformers does not open it
     write_json(folder / SETTINGS, settings)
 

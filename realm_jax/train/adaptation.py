@@ -29,10 +29,16 @@ from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.eval import adaptation as judge
 from realm_jax.eval.format import duration
-from realm_jax.models.folders import TOWERS, resolve_model_path, sentence_model
+from realm_jax.models.folders import TOWERS, resolve_model_path
 from realm_jax.models.realm import Params
-from realm_jax.models.router import write_router
-from realm_jax.models.sentence_transformers import PASSAGES, QUERIES, README, transformer_folder
+from realm_jax.models.sentence_transformers import (
+    PASSAGES,
+    QUERIES,
+    README,
+    sentence_model,
+    transformer_folder,
+    write_router,
+)
 from realm_jax.models.weights import read_bert_settings
 from realm_jax.refresh.status import StatusWriter, trainer_status
 from realm_jax.retrieval.vector_files import FILES as VECTOR_FILES

@@ -34,25 +34,21 @@ def write_networks(
     reads: whether the reader was trained with questions; recorded, so that a run that begins with it knows.
     """
     encoder = config.encoder.to_dict()
+    query_length, passage_length = tower_lengths(config, model.query_template, model.passage_template)
+    lengths = {QUERIES: query_length, PASSAGES: passage_length}
     for network, parts in networks(model).items():
         if network not in params:
             continue
-        place, own = folder / network, jax.tree.map(np.asarray, params[network])
+        path, of_network = folder / network, jax.tree.map(np.asarray, params[network])
         settings = settings_of(model, network, names) | {"pad_token_id": tokenizer.pad_id}
         settings |= {TRAINED_READER: reads} if network == READER else {ENCODER_SECTION: encoder}
-        save(place, own, parts, names, settings)
-        save_tokenizer(place, tokenizer, bert_of(model, network).max_length)
+        save(path, of_network, parts, names, settings)
+        save_tokenizer(path, tokenizer, bert_of(model, network).max_length)
         if names == "bert" and network != READER:
-            write_modules(place, model, own, encoder, _inputs(config, model, network))
+            inputs = {purpose: lengths[purpose] for purpose in lengths if network == SHARED or purpose in network}
+            write_modules(path, model, of_network, encoder, inputs)
         else:
-            mark_not_a_sentence_encoder(place)
-
-
-def _inputs(config: ConfigDict, model: Realm, network: str) -> dict[str, int]:
-    """What a tower is for → word pieces of its longest input."""
-    query, document = tower_lengths(config, model.query_template, model.passage_template)
-    lengths = {QUERIES: query, PASSAGES: document}
-    return lengths if network == SHARED else {purpose: lengths[purpose] for purpose in lengths if purpose in network}
+            mark_not_a_sentence_encoder(path)
 
 
 def save_tokenizer(folder: Path, tokenizer: Tokenizer, length: int) -> None:

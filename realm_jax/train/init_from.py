@@ -1,16 +1,16 @@
 """Initial parameters (`config.init_from`, `config.reader_from`): from another run, or pretrained weights.
 
-Both answer the same questions: what the config may leave to them, whether they fit, which parameters they have. What
-weights do not have stays as it was: fresh. `fill_from_pretrained` puts the model's own values in the place of
-`config.INHERITED`, once, when a run is opened; the run folder records them, so that the model need not be there any
-more when the run goes on. Read next: `realm_jax/models/folders.py`, where weights lie.
+A `RunSource` and a `WeightsSource` answer the same questions: what the config may leave to them, whether they fit, and
+which parameters they have. What weights do not have stays fresh. `fill_from_pretrained` puts the model's own values in
+the place of `config.INHERITED`, once, when a run is opened; the run folder records them, so that the model need not be
+there any more when the run goes on. Read next: `realm_jax/models/folders.py`, where weights lie.
 """
 
 import dataclasses
 import json
 import logging
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,14 @@ from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.tokenizer_files import lower_case_of, read_tokenizer, tokenizer_file
 from realm_jax.errors import UserError
 from realm_jax.mesh import put_with_sharding
-from realm_jax.models.folders import (
-    READER,
-    TOWERS,
-    model_folders,
-    network_folder,
-    resolve_model_path,
-    sentence_model,
-)
+from realm_jax.models.folders import READER, TOWERS, model_folders, network_folder, resolve_model_path
 from realm_jax.models.realm import Params, Realm
 from realm_jax.models.sentence_transformers import (
     INPUT,
     TRAINED_READER,
     default_temperature,
     find_tower,
+    sentence_model,
     transformer_folder,
 )
 from realm_jax.models.weights import (
@@ -46,7 +40,6 @@ from realm_jax.models.weights import (
     SETTINGS,
     SPAN_HEAD,
     NetworkFiles,
-    Part,
     bert_of,
     find,
     networks,
@@ -70,8 +63,13 @@ INIT_KEYS = ("init_from", "reader_from")  # keys that name what a fresh run star
 
 @dataclasses.dataclass(frozen=True)
 class _Named:
-    """What a key of INIT_KEYS names. key: that key; name: its value; folder: where that lies; gives_reader: whether the
-    reader is to come from there."""
+    """What a key of INIT_KEYS names.
+
+    Attributes:
+        key, name: that key and its value.
+        folder: of the run or the weights.
+        gives_reader: whether the reader is to come from there.
+    """
 
     key: str
     name: str
@@ -95,15 +93,13 @@ class RunSource(_Named):
         return recorded_config(self.folder, f"config.{self.key}")
 
     def values(self, keys: Collection[str]) -> dict[str, Any]:
-        """Dotted key → what the source says, of all that a config may leave to it.
-
-        Raises UserError if it says two things about one of `keys`.
-        """
+        """Dotted key → the source's value, of all that a config may leave to it. Raises UserError if it has two values
+        for one of `keys`."""
         return flatten(self.config.to_dict())
 
     @property
     def has_own_reader(self) -> bool:
-        """Whether its reader may be of another size than its embedders."""
+        """True if its reader may be of another size than its embedders."""
         return bool(self.config.model.reader)
 
     def reader_sizes(self) -> dict[str, Any]:
@@ -112,8 +108,7 @@ class RunSource(_Named):
         return {name: section[name] for name in READER_KEYS}
 
     def check(self, config: ConfigDict, model: Realm, tokenizer: Tokenizer) -> None:
-        """Raise UserError when the source is not done or whole, or has another tokenizer or a network of another
-        size."""
+        """Raise UserError if the source is not whole, or has another tokenizer or a network of another size."""
         theirs, (last, saved) = self.config, self._saved()
         done = 0 if saved is None else saved.step
         if saved is None or done < theirs[last].steps:
@@ -121,14 +116,19 @@ class RunSource(_Named):
                 f"config.{self.key}: {self.folder} is at step {done} of {theirs[last].steps} of {last}; let it finish "
                 "first"
             )
-        names = self.networks_for(model)
         if read_json(self.folder / "data.json")["tokenizer"] != tokenizer.fingerprint:
             raise UserError(
                 f"config.{self.key}: {self.folder} was trained with another vocabulary; prepare {config.data.path} "
                 "with `realm prepare --vocab` and the vocab.txt of its tokenizer"
             )
-        there = _shapes(make_model(theirs, tokenizer.size, prompt_encoder(tokenizer)), names)
-        here = _shapes(model, names)
+        there, here = (
+            {
+                jax.tree_util.keystr(path): leaf.shape
+                for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(realm))
+                if path[0].key in self.networks_for(model)
+            }
+            for realm in (make_model(theirs, tokenizer.size, prompt_encoder(tokenizer)), model)
+        )
         for name in sorted({*there, *here}):
             if there.get(name) != here.get(name):
                 raise UserError(
@@ -142,11 +142,11 @@ class RunSource(_Named):
         if saved is None:
             raise UserError(f"config.{self.key}: {self.folder} has no checkpoint of task {last}; let it finish first")
         names = self.networks_for(run.model)
-        places = {name: run.param_shardings[name] for name in names}
-        return dict(jax.tree.map(put_with_sharding, saved.params(names), places))
+        shardings = {name: run.param_shardings[name] for name in names}
+        return dict(jax.tree.map(put_with_sharding, saved.params(names), shardings))
 
     def has_trained_reader(self, model: Realm) -> bool:
-        """Whether its reader was trained with questions."""
+        """True if its reader was trained with questions."""
         return any(TASKS[name].teaches_reading() for name in task_names(self.config)) or begins_with_reader(self.folder)
 
     def _saved(self) -> tuple[str, SavedCheckpoint | None]:
@@ -155,18 +155,10 @@ class RunSource(_Named):
         return last, SavedCheckpoint.newest(self.folder / last / "checkpoints")
 
 
-def _shapes(model: Realm, names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    """Path → shape of the parameters of some networks."""
-    params = abstract_params(model)
-    wanted = {name: params[name] for name in names if name in params}
-    return {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(wanted)}
-
-
 class WeightsSource(_Named):
-    """Pretrained weights, or weights written by `realm weights`."""
+    """Pretrained weights, or weights written by `realm weights`. Methods answer what those of `RunSource` do."""
 
     def values(self, keys: Collection[str]) -> dict[str, Any]:
-        """As `RunSource.values`: of the towers' folders."""
         query, document = (_values_of(network_folder(self.folder, tower) or self.folder) for tower in TOWERS)
         for key in ("pooling", "projection", "normalization", "norm_epsilon"):
             if f"encoder.{key}" in keys and query[f"encoder.{key}"] != document[f"encoder.{key}"]:
@@ -175,76 +167,70 @@ class WeightsSource(_Named):
 
     @property
     def has_own_reader(self) -> bool:
-        """As of `RunSource`: whether it has a folder for its reader."""
         return network_folder(self.folder, READER) not in (None, self.folder)
 
     def reader_sizes(self) -> dict[str, Any]:
-        """As `RunSource.reader_sizes`."""
-        values = _bert_values(self._reader_folder)
+        values = _bert_values(transformer_folder(network_folder(self.folder, READER) or self.folder))
         return {name: values[f"model.{name}"] for name in READER_KEYS}
-
-    @property
-    def _reader_folder(self) -> Path:
-        return transformer_folder(network_folder(self.folder, READER) or self.folder)
 
     def files(self, model: Realm, tokenizer: Tokenizer) -> dict[str, NetworkFiles]:
         """Network → the files for it; no entry for one that there is nothing for. Reads no parameters.
 
         Raises UserError if a file does not fit the network or the vocabulary, naming both.
         """
-        parts, found = networks(model), {}
+        files = {}
         for network in self.networks_for(model):
-            if place := network_folder(self.folder, network):
-                found[network] = _files(place, model, network, parts[network])
-                _check_vocabulary(transformer_folder(place), tokenizer)
-        return found
+            if folder := network_folder(self.folder, network):
+                files[network] = _find_network(folder, model, network)
+                _check_vocabulary(transformer_folder(folder), tokenizer)
+        return files
 
     def check(self, config: ConfigDict, model: Realm, tokenizer: Tokenizer) -> None:
-        """As `RunSource.check`; reads headers, settings and vocabularies alone."""
+        """Read headers, settings and vocabularies; warn of texts that may be longer than those a model was made for."""
         files = self.files(model, tokenizer)
         if self.key == "reader_from":
             require(READER in files, self.key, f"{self.folder} has no reader; name another folder")
-        else:
-            self._warn_of_long_inputs(config, model)
-
-    def _warn_of_long_inputs(self, config: ConfigDict, model: Realm) -> None:
-        """Where texts may be longer than those for which a model of sentence-transformers was made."""
+            return
         lengths = tower_lengths(config, model.query_template, model.passage_template)
         for tower, length, key in zip(TOWERS, lengths, ("query_length", "document_length"), strict=True):
-            place = network_folder(self.folder, tower)
-            sentence = sentence_model(place) if place else None
+            folder = network_folder(self.folder, tower)
+            sentence = sentence_model(folder) if folder else None
             longest = sentence.max_seq_length if sentence else None
             if longest and length > longest:
                 logger.warning(
                     "config.data.%s=%d makes inputs of up to %d tokens, but %s was made for %d (max_seq_length); "
                     "sentence-transformers would cut them there",
-                    key, config.data[key], length, place, longest,
+                    key, config.data[key], length, folder, longest,
                 )  # fmt: skip
 
     def params(self, run: Run, fresh: Params) -> Params:
-        """As `RunSource.params`; what no file has stays fresh."""
-        found, names = self.files(run.model, run.sources.tokenizer), self.networks_for(run.model)
-        params = {name: fresh[name] for name in names}
-        for network, files in found.items():
-            theirs = read(files)
-            places = {key: run.param_shardings[network][key] for key in theirs}
-            params[network] = params[network] | jax.tree.map(put_with_sharding, theirs, places)
-        logger.info("config.%s=%s: %s", self.key, self.name, describe(found, names))
+        files, summary = self.files(run.model, run.sources.tokenizer), []
+        params = {name: fresh[name] for name in self.networks_for(run.model)}
+        for network in params:
+            if network not in files:
+                summary.append(f"{network}: nothing")
+                continue
+            theirs = read(files[network])
+            shardings = {key: run.param_shardings[network][key] for key in theirs}
+            params[network] = params[network] | jax.tree.map(put_with_sharding, theirs, shardings)
+            missing = ", ".join(files[network].missing)
+            summary.append(f"{network}: {', '.join(files[network].found)}" + (f"; fresh: {missing}" if missing else ""))
+        logger.info("config.%s=%s: %s", self.key, self.name, " | ".join(summary))
         return params
 
     def has_trained_reader(self, model: Realm) -> bool:
-        """Whether there is the span head of a reader that was trained with questions, as every released one was."""
-        place = network_folder(self.folder, READER)
-        if place is None or SPAN_HEAD not in _files(place, model, READER, networks(model)[READER]).found:
+        """True if there is the span head of a reader that was trained with questions, as every released one was."""
+        folder = network_folder(self.folder, READER)
+        if folder is None or SPAN_HEAD not in _find_network(folder, model, READER).found:
             return False
-        return bool(read_settings(transformer_folder(place) / SETTINGS).get(TRAINED_READER, True))
+        return bool(read_settings(transformer_folder(folder) / SETTINGS).get(TRAINED_READER, True))
 
 
 Source = RunSource | WeightsSource
 
 
 def find_source(name: str, key: str = "init_from") -> Source:
-    """What a key of INIT_KEYS names. Raises UserError for what is neither a run nor weights."""
+    """The source that a key of INIT_KEYS names. Raises UserError for a folder with neither a run nor weights."""
     folder = resolve_model_path(name, f"config.{key}")
     if model_folders(folder):
         return WeightsSource(key, name, folder)
@@ -257,22 +243,35 @@ def find_source(name: str, key: str = "init_from") -> Source:
 
 
 def init_sources(config: ConfigDict) -> list[Source]:
-    """All that a fresh run starts from. The reader comes from the last one; where it has sizes of its own
+    """All that a fresh run starts from. The reader comes from the last one; if it has sizes of its own
     (`model.reader`), not from a model that has one BERT for all networks."""
-    found = [find_source(config[key], key) for key in INIT_KEYS if config.get(key)]
-    first = found[:1] if config.init_from else []
-    if first and (len(found) > 1 or (config.model.reader and not first[0].has_own_reader)):
-        found[0] = dataclasses.replace(first[0], gives_reader=False)
-    return found
+    sources = [find_source(config[key], key) for key in INIT_KEYS if config.get(key)]
+    if config.init_from and (len(sources) > 1 or (config.model.reader and not sources[0].has_own_reader)):
+        sources[0] = dataclasses.replace(sources[0], gives_reader=False)
+    return sources
 
 
-def _values_of(place: Path) -> dict[str, Any]:
-    """What the folder of one tower says."""
-    sentence = sentence_model(place)
-    settings = read_bert_settings(sentence.transformer if sentence else place)
-    values = _bert_values(sentence.transformer if sentence else place)
-    said = {name: settings[key] for name, key in RETRIEVER_SETTINGS.items() if settings.get(key)}
-    encoder = dataclasses.asdict(Encoder()) | said  # a BERT that says nothing of vectors gets the paper's towers
+def check_sources(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> None:
+    """Raise UserError if what a run without a checkpoint of its own is to start from is missing, or does not fit."""
+    if has_checkpoint(config, workdir) or not (sources := init_sources(config)):
+        return
+    model = make_model(config, tokenizer.size, prompt_encoder(tokenizer))
+    for source in sources:
+        if source.key == "init_from" and not config.model.reader and source.gives_reader and source.has_own_reader:
+            values, reader = source.values(()), _reader_of(config, source)
+            fit = all(values[f"model.{name}"] in (None, config.model[name]) for name in READER_KEYS)  # its embedders
+            advice = f"its reader differs from its embedders ({reader}); set config.reader_from={source.name} too"
+            require(not (fit and reader), f"init_from={source.name}", advice)
+        source.check(config, model, tokenizer)
+
+
+def _values_of(folder: Path) -> dict[str, Any]:
+    """Dotted key → value that the folder of one tower has."""
+    sentence = sentence_model(folder)
+    transformer = sentence.transformer if sentence else folder
+    values, settings = _bert_values(transformer), read_bert_settings(transformer)
+    recorded = {name: settings[key] for name, key in RETRIEVER_SETTINGS.items() if settings.get(key)}
+    encoder = dataclasses.asdict(Encoder()) | recorded  # a BERT without settings of vectors gets the paper's towers
     if sentence is not None:
         encoder = sentence.encoder
         if sentence.unused:
@@ -282,21 +281,21 @@ def _values_of(place: Path) -> dict[str, Any]:
 
 
 def _bert_values(transformer: Path) -> dict[str, Any]:
-    """What config.json beside the weights of a BERT says of the keys of `config.model`."""
+    """Keys of `config.model` → values of the config.json beside the weights of a BERT."""
     settings = read_bert_settings(transformer)
     values = {f"model.{name}": settings.get(key) for name, key in BERT_SETTINGS.items()}
     return values | {"model.hidden_act": our_activation(values["model.hidden_act"])}
 
 
-def _files(place: Path, model: Realm, network: str, parts: tuple[Part, ...]) -> NetworkFiles:
+def _find_network(folder: Path, model: Realm, network: str) -> NetworkFiles:
     """The files of one network in a folder: of a tower also the modules of sentence-transformers."""
-    sentence = sentence_model(place)
+    sentence, parts = sentence_model(folder), networks(model)[network]
     if sentence is None or network == READER:
-        return find(transformer_folder(place), bert_of(model, network), parts)
+        return find(transformer_folder(folder), bert_of(model, network), parts)
     width = sentence.encoder["projection"]
     if width not in (0, model.projection):
         raise UserError(
-            f"{place}: has a projection of {width} features, but config.encoder.projection is {model.projection}; set "
+            f"{folder}: has a projection of {width} features, but config.encoder.projection is {model.projection}; set "
             "it to -1"
         )
     return find_tower(sentence, model.bert, parts)
@@ -306,13 +305,13 @@ def _check_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
     """Raise UserError if the vocabulary beside the weights is not that of the prepared data. Nothing to compare
     without its files."""
     advice = f"prepare the data with `realm prepare --vocab={folder}`, or name other weights"
-    path, said = tokenizer_file(folder), lower_case_of(folder)
-    own = None if path is None else read_tokenizer(path, tokenizer.lower_case)
-    has_same_pieces = own is None or own.pieces(range(own.size)) == tokenizer.pieces(range(tokenizer.size))
-    if has_same_pieces and said is not None and said.value != tokenizer.lower_case:
+    path, case = tokenizer_file(folder), lower_case_of(folder)
+    theirs = None if path is None else read_tokenizer(path, tokenizer.lower_case)
+    has_same_pieces = theirs is None or theirs.pieces(range(theirs.size)) == tokenizer.pieces(range(tokenizer.size))
+    if has_same_pieces and case is not None and case.value != tokenizer.lower_case:
         prepared = f"the data were prepared with {tokenizer.lower_case}"
-        raise UserError(f"{said.path}: do_lower_case is {said.value}, but {prepared}; {advice}")
-    if own is not None and own.fingerprint != tokenizer.fingerprint:
+        raise UserError(f"{case.path}: do_lower_case is {case.value}, but {prepared}; {advice}")
+    if theirs is not None and theirs.fingerprint != tokenizer.fingerprint:
         raise UserError(f"{path}: not the tokens of the prepared data; {advice}")
     if read_settings(folder / INPUT).get("do_lower_case") and not tokenizer.lower_case:
         raise UserError(
@@ -320,44 +319,47 @@ def _check_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
         )
 
 
-def describe(found: dict[str, NetworkFiles], names: Sequence[str]) -> str:
-    """What every network starts with, in one line."""
-    lines = []
-    for network in names:
-        files = found.get(network)
-        parts = ", ".join(files.found) if files else "nothing"
-        fresh = f"; fresh: {', '.join(files.missing)}" if files and files.missing else ""
-        lines.append(f"{network}: {parts}{fresh}")
-    return " | ".join(lines)
-
-
 # --- What a config leaves to its source -------------------------------------------------------------------------------
 
 
 def fill_from_pretrained(config: ConfigDict, workdir: Path | None = None, with_reader: bool = True) -> ConfigDict:
-    """A validated config with every value of its own: of the run in `workdir` if it has begun, else of its models.
+    """Give a validated config every value of its own: of the run in `workdir` if it has begun, else of its models.
 
-    with_reader: whether it is to say what the reader is. Raises UserError if a model is none, does not say what is
-    asked for, or says what cannot be represented.
+    with_reader: whether to set `model.reader`, in what the reader of `reader_from` differs from the embedders. Raises
+    UserError if a model is none, lacks a value that the config leaves to it, or has one that cannot be represented.
     """
-    recorded, begun = _recorded(workdir)
-    config = _with_values(config, workdir, recorded, begun)
-    return _with_reader(config, recorded, begun) if with_reader and not config.model.reader else config
+    recorded: dict[str, Any] = {}  # the config in the folder of the run
+    begun = False
+    if workdir is not None and (workdir / SETTINGS).is_file():
+        of_run = with_defaults(read_json(workdir / SETTINGS))
+        recorded, begun = flatten(of_run.to_dict()), has_checkpoint(of_run, workdir)
 
+    if waiting := inherited_keys(config):
+        values = recorded if begun else _inherited(config, waiting, workdir, recorded)
+        for key in waiting:
+            if values.get(key) in (None, INHERITED[key]):
+                raise UserError(f"config.{key}: the model of config.init_from={config.init_from} does not say; set it")
+        config = ConfigDict(config.to_dict())
+        config.update_from_flattened_dict({key: values[key] for key in waiting})
+        if "encoder.temperature" in waiting and config.encoder.normalization != values["encoder.normalization"]:
+            config.encoder.temperature = default_temperature(config.encoder.normalization)
+        validate(config)
+        if not recorded:
+            inherited = ", ".join(f"{key}={values[key]!r}" for key in waiting)
+            logger.info("config.init_from=%s says %s", config.init_from, inherited)
 
-def _with_reader(config: ConfigDict, recorded: dict[str, Any], begun: bool) -> ConfigDict:
-    """A config whose `model.reader` says in what the reader of `reader_from` differs from the embedders."""
-    if begun:
-        said = recorded["model.reader"]
-    else:
-        said = _reader_of(config, find_source(config.reader_from, "reader_from")) if config.reader_from else ""
-    if not said:
+    if not with_reader or config.model.reader:
         return config
-    config = ConfigDict(config.to_dict())
-    config.model.reader = said
-    validate(config)
-    if not recorded:
-        logger.info("config.reader_from=%s says model.reader=%s", config.reader_from, said)
+    if begun:
+        reader = recorded["model.reader"]
+    else:
+        reader = _reader_of(config, find_source(config.reader_from, "reader_from")) if config.reader_from else ""
+    if reader:
+        config = ConfigDict(config.to_dict())
+        config.model.reader = reader
+        validate(config)
+        if not recorded:
+            logger.info("config.reader_from=%s says model.reader=%s", config.reader_from, reader)
     return config
 
 
@@ -367,57 +369,17 @@ def _reader_of(config: ConfigDict, source: Source) -> str:
     return ",".join(f"{name}={value}" for name, value in sizes if value and value != config.model[name])
 
 
-def check_reader_is_named(config: ConfigDict, source: Source) -> None:
-    """Raise UserError if the reader of `init_from` is another BERT than its embedders and the config does not say
-    so."""
-    if source.key == "reader_from" or config.model.reader or not (source.gives_reader and source.has_own_reader):
-        return
-    values, said = source.values(()), _reader_of(config, source)
-    fit = all(values[f"model.{name}"] in (None, config.model[name]) for name in READER_KEYS)  # its embedders
-    advice = f"its reader differs from its embedders ({said}); set config.reader_from={source.name} too"
-    require(not (fit and said), f"init_from={source.name}", advice)
-
-
-def _with_values(config: ConfigDict, workdir: Path | None, recorded: dict[str, Any], begun: bool) -> ConfigDict:
-    """A config in which no key waits for the model of `init_from`."""
-    waiting = inherited_keys(config)
-    if not waiting:
-        return config
-    values = recorded if begun else _of_model(config, waiting, workdir, recorded)
-    for key in waiting:
-        if values.get(key) in (None, INHERITED[key]):
-            raise UserError(f"config.{key}: the model of config.init_from={config.init_from} does not say; set it")
-    config = ConfigDict(config.to_dict())
-    config.update_from_flattened_dict({key: values[key] for key in waiting})
-    if "encoder.temperature" in waiting and config.encoder.normalization != values["encoder.normalization"]:
-        config.encoder.temperature = default_temperature(config.encoder.normalization)
-    validate(config)
-    if not recorded:
-        said = ", ".join(f"{key}={values[key]!r}" for key in waiting)
-        logger.info("config.init_from=%s says %s", config.init_from, said)
-    return config
-
-
-def _recorded(workdir: Path | None) -> tuple[dict[str, Any], bool]:
-    """The config that the folder of a run records, {} where it records none, and whether the run has a checkpoint."""
-    if workdir is None or not (workdir / SETTINGS).is_file():
-        return {}, False
-    values = with_defaults(read_json(workdir / SETTINGS))
-    return flatten(values.to_dict()), has_checkpoint(values, workdir)
-
-
-def _of_model(
+def _inherited(
     config: ConfigDict, waiting: Collection[str], workdir: Path | None, recorded: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the model of `init_from` says, or said where it is gone, of a run without a checkpoint.
+    """The values of the model of `init_from`, or those recorded if it is gone, for a run without a checkpoint.
 
-    Raises UserError if the folder of the run was made for a model that says something else.
+    Raises UserError if the folder of the run was made for a model with other values.
     """
-    same = recorded.get("init_from") == with_absolute_paths({"init_from": config.init_from})["init_from"]
     try:
-        values = find_source(config.init_from).values(waiting)
+        values: dict[str, Any] = find_source(config.init_from).values(waiting)
     except UserError:
-        if same:
+        if recorded.get("init_from") == with_absolute_paths({"init_from": config.init_from})["init_from"]:
             return recorded
         raise
     for key in waiting:
@@ -433,13 +395,8 @@ def _of_model(
 # --- Parameters to start from -----------------------------------------------------------------------------------------
 
 
-def needs_init(config: ConfigDict, workdir: Path) -> bool:
-    """Whether a run still needs its initial parameters: it has no checkpoint of its own."""
-    return any(config.get(key) for key in INIT_KEYS) and not has_checkpoint(config, workdir)
-
-
 def init_from_sources(run: Run, fresh: Params) -> Params:
-    """What `init_from` and `reader_from` name, on this run's devices; the reader is that of the latter."""
+    """Parameters of `init_from` and `reader_from` on this run's devices; the reader is that of the latter."""
     params = dict(fresh)
     for source in init_sources(run.config):
         params |= source.params(run, fresh)
@@ -453,12 +410,20 @@ def record_start(run: Run, params: Params) -> None:
     from elsewhere}. What an earlier start from others left there is removed: its best parameters and records are
     none of this run's. Every process has to call it, before the first step.
     """
-    sources, found = init_sources(run.config), _start_digest(run, params)
-    run_on_process_0(lambda: _record_start(run, sources, found))
+    sources, start_digest, path = init_sources(run.config), _start_digest(run, params), run.workdir / START
+
+    def record() -> None:
+        make_folder(run.workdir, "--workdir")
+        if path.is_file() and read_json(path).get("params") != start_digest:
+            shutil.rmtree(run.workdir / task_names(run.config)[0], ignore_errors=True)
+        trained = bool(sources) and sources[-1].gives_reader and sources[-1].has_trained_reader(run.model)
+        write_json_atomic(path, {"reader": trained, "params": start_digest})
+
+    run_on_process_0(record)
 
 
 def recorded_start(run: Run, workdir: Path) -> Params:
-    """`init_from_sources` as the run in a folder began with them. Raises UserError where they have changed since."""
+    """`init_from_sources` as the run in a folder began with them. Raises UserError if they have changed since."""
     params = init_from_sources(run, run.initial_params())
     if _start_digest(run, params) != read_json(workdir / START)["params"]:
         raise UserError(
@@ -469,15 +434,6 @@ def recorded_start(run: Run, workdir: Path) -> Params:
 
 
 def _start_digest(run: Run, params: Params) -> str:
-    """Of the parameters that a run begins with, where some are from elsewhere."""
+    """A digest of the parameters that a run begins with, if some are from elsewhere."""
     sums = checksums(params) if init_sources(run.config) else {}
     return digest(json.dumps(sums, sort_keys=True).encode())
-
-
-def _record_start(run: Run, sources: Sequence[Source], params: str) -> None:
-    make_folder(run.workdir, "--workdir")
-    path = run.workdir / START
-    if path.is_file() and read_json(path).get("params") != params:
-        shutil.rmtree(run.workdir / task_names(run.config)[0], ignore_errors=True)
-    trained = bool(sources) and sources[-1].gives_reader and sources[-1].has_trained_reader(run.model)
-    write_json_atomic(path, {"reader": trained, "params": params})

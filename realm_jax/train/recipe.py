@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from rich.table import Table
 from rich.text import Text
 
-from realm_jax.assemble import make_model, make_run, prompt_encoder
+from realm_jax.assemble import make_run
 from realm_jax.config import validate
 from realm_jax.console import console, printable
 from realm_jax.data.questions import Question
@@ -36,11 +36,9 @@ from realm_jax.tasks.base import Task, dev_questions
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.index_source import shared_folder
 from realm_jax.train.init_from import (
-    check_reader_is_named,
+    check_sources,
     fill_from_pretrained,
     init_from_sources,
-    init_sources,
-    needs_init,
     record_start,
 )
 from realm_jax.train.loop import train_task
@@ -76,8 +74,7 @@ def checked_run(config: ConfigDict, workdir: Path) -> Run:
     config = fill_from_pretrained(config, workdir)
     sources = open_sources(config.data.path, recorded_corpus(workdir))
     config = _with_possible_tasks(config, sources)
-    if needs_init(config, workdir):
-        _check_sources(config, sources)
+    check_sources(config, workdir, sources.tokenizer)
     run = make_run(config, workdir, sources)
     for name in task_names(config):
         make_task(name, run).check_data()
@@ -101,14 +98,6 @@ def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
     found = ConfigDict(config.to_dict())
     found.tasks = ",".join(left)
     return found
-
-
-def _check_sources(config: ConfigDict, sources: Sources) -> None:
-    """Raise UserError if what a run is to start from is missing, or does not fit."""
-    model = make_model(config, sources.tokenizer.size, prompt_encoder(sources.tokenizer))
-    for source in init_sources(config):
-        check_reader_is_named(config, source)
-        source.check(config, model, sources.tokenizer)
 
 
 def _warn_of_cut_passages(run: Run) -> None:
