@@ -7,11 +7,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 # Every page that people read, on the site or in the repository.
-PAGES = sorted(
-    str(path.relative_to(ROOT))
-    for pattern in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "skills/*/SKILL.md", "docs/**/*.md")
-    for path in ROOT.glob(pattern)
-)
+PATTERNS = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md", "skills/*/SKILL.md", "docs/**/*.md")
+PAGES = sorted(str(path.relative_to(ROOT)) for pattern in PATTERNS for path in ROOT.glob(pattern))
 PLACEHOLDER = "…"
 
 
@@ -40,7 +37,7 @@ def inline(page: str) -> list[str]:
     """What stands in backticks outside of code blocks."""
     text = re.sub(r"^(```.*?^```|    .*?)$", "", (ROOT / page).read_text("utf-8"), flags=re.M | re.S)
     parts = [" ".join(part.split()) for part in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
-    return [one for part in parts for one in part.split(" && ")]
+    return [command for part in parts for command in part.split(" && ")]
 
 
 def commands(page: str, program: str = "realm") -> list[Command]:
@@ -50,6 +47,6 @@ def commands(page: str, program: str = "realm") -> list[Command]:
         for line in (re.sub(r"^([A-Z_]+=\S+ )+", "", one) for one in lines):  # without variables of the environment
             if line.startswith(f"{program} "):
                 words = shlex.split(re.split(r"\s[<>|]|\s{3,}|\s# ", line)[0])[1:]
-                whole = is_block and PLACEHOLDER not in line
-                found.append(Command(page, [word for word in words if word != PLACEHOLDER], whole))
+                is_whole = is_block and PLACEHOLDER not in line
+                found.append(Command(page, [word for word in words if word != PLACEHOLDER], is_whole))
     return found
