@@ -11,7 +11,6 @@ from realm_jax.cli.prepare import prepare
 from realm_jax.data.examples import LENGTH_MULTIPLE, WINDOW, Bm25Hits, Examples, Lengths, contains_items, dataset
 from realm_jax.data.questions import Question
 from realm_jax.data.sources import open_sources
-from realm_jax.tasks import qa_examples
 from realm_jax.tasks.qa import Qa
 from realm_jax.tasks.qa_examples import NO_ROW, first_row_with_answer, gold_row, positive_examples, with_search
 
@@ -48,25 +47,21 @@ def test_the_gold_row_holds_an_answer_and_most_of_the_question(sources):
     assert gold_row(store, engine, tokenizer, LENGTHS) == next(r for r in holding if "engine" in store.text(r))
 
 
-def test_any_of_several_gold_documents_may_hold_the_answer(sources):
-    store, tokenizer = sources.passages, sources.tokenizer
-    late = Question("where did Emmy move late", ["London", "Trier"], {"absent": 2, "short": 1, "other": 1})
-    assert gold_row(store, late, tokenizer, LENGTHS) == rows_of(sources, "other")[0]
-    trier = Question("where did Emmy move late", ["Trier"], {"other": 2, "short": 1})
-    assert gold_row(store, trier, tokenizer, LENGTHS) == rows_of(sources, "short")[0]
-
-
-def test_the_answers_of_a_question_are_encoded_once(sources, monkeypatch):
-    calls, encode = [], qa_examples.answer_pieces
-    monkeypatch.setattr(qa_examples, "answer_pieces", lambda *given: calls.append(given) or encode(*given))
-    assert len(rows_of(sources, "long")) > 1
-    gold_row(sources.passages, Question("where was Ada born", ["London"], {"long": 1}), sources.tokenizer, LENGTHS)
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize("gold, answers", [({"short": 1}, ["London"]), ({}, ["Trier"]), ({"absent": 1}, ["Trier"])])
-def test_there_may_be_no_gold_row(sources, gold, answers):
-    assert gold_row(sources.passages, Question("where", answers, gold), sources.tokenizer, LENGTHS) == NO_ROW
+@pytest.mark.parametrize(
+    "question, answers, gold, document",
+    [
+        # Any of several gold documents may hold the answer.
+        ("where did Emmy move late", ["London", "Trier"], {"absent": 2, "short": 1, "other": 1}, "other"),
+        ("where did Emmy move late", ["Trier"], {"other": 2, "short": 1}, "short"),
+        # There may be none.
+        ("where", ["London"], {"short": 1}, None),
+        ("where", ["Trier"], {}, None),
+        ("where", ["Trier"], {"absent": 1}, None),
+    ],
+)
+def test_the_gold_row_is_one_of_the_gold_documents(sources, question, answers, gold, document):
+    row = gold_row(sources.passages, Question(question, answers, gold), sources.tokenizer, LENGTHS)
+    assert row == (rows_of(sources, document)[0] if document else NO_ROW)
 
 
 def test_without_a_gold_document_the_first_retrieved_row_with_an_answer_counts(sources):
