@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import threading
 
 import numpy as np
 import pytest
@@ -142,19 +141,6 @@ def test_a_generation_holds_every_row_and_says_what_it_is(folder, export):
     assert (manifest.rows, manifest.width, manifest.step, manifest.corpus) == (ROWS, WIDTH, 10, "corpus")
     rows = [("one", 0, 5), ("one", 5, 10), ("one", 10, 13), ("two", 0, 5), ("two", 5, 10)]
     assert [(chunk.segment, chunk.first, chunk.last) for chunk in manifest.chunks] == rows
-
-
-def test_chunks_are_read_side_by_side(folder, published, monkeypatch):
-    both, read = threading.Barrier(2), PosixFolder.read_verified
-
-    def waiting(self, file):
-        if file in [chunk.file for chunk in published.chunks[:2]]:
-            both.wait(20)  # BrokenBarrierError where one is read after the other
-        return read(self, file)
-
-    monkeypatch.setattr(PosixFolder, "read_verified", waiting)
-    assert holds_all(folder, published)
-    np.testing.assert_array_equal(load_vectors(folder, published, 3, 12), ALL[3:12])
 
 
 def test_files_are_read_once_and_only_if_a_part_needs_them(folder, published, monkeypatch):

@@ -93,6 +93,20 @@ def test_a_bad_value_is_named_by_its_key(override):
 
 
 @pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("realm.steps", -1, "must be positive, not -1"),
+        ("mlm.learning_rate", float("inf"), "must be a finite number"),
+        ("retrieval.backend", "some", "must be one of 'device', 'scann', not 'some'"),
+    ],
+)
+def test_a_value_beyond_its_limit_is_told_the_limit(key, value, message):
+    with pytest.raises(UserError) as fault:
+        validate(usable({key: value}))
+    assert str(fault.value) == f"config.{key}: {message}"
+
+
+@pytest.mark.parametrize(
     "changes, message",
     [
         ({"ict": {"stepss": 5}}, "ict.stepss: no such key, did you mean ict.steps?"),

@@ -26,8 +26,6 @@ def test_all_notebooks_are_tested():
 def test_a_notebook_has_the_outputs_of_one_run_and_uses_what_is_public(name):
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=nbformat.NO_CONVERT)
     nbformat.validate(notebook)
-    assert {*notebook.metadata} == {"kernelspec", "language_info"}  # and nothing of the program it was edited with
-    assert not [cell.id for cell in notebook.cells if cell.metadata]
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]
     outputs = [output for cell in cells for output in cell.outputs]

@@ -155,12 +155,6 @@ def test_what_is_imported_is_required_or_an_extra_and_what_is_required_is_import
     assert imported - set().union(*optional) == names_in(setup()["options"]["install_requires"])
 
 
-def test_both_sets_of_pins_move_jax_and_flax_together():
-    lines = [line for line in setup()["options"]["install_requires"].splitlines() if re.match("(jax|flax)[<>=]", line)]
-    markers = sorted(line.partition("; ")[2] for line in lines)
-    assert markers == ['python_version < "3.12"'] * 2 + ['python_version >= "3.12"'] * 2
-
-
 def test_what_is_cited_and_the_changes_are_of_this_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert (cited["cff-version"], cited["version"], cited["license"]) == ("1.2.0", realm_jax.__version__, "Apache-2.0")
