@@ -88,16 +88,11 @@ def open_tiny(data, workdir, steps=8, retrieval=None, task="realm", ahead=1, **r
 
     retrieval, refresh: keys of these sections; ahead: of searches by the hosts.
     """
-    config = tiny_config(data)
-    config.retrieval.update(retrieval or {})
-    config.tasks = task
-    add_sections(config, ["scann", task])
+    config = inline_config(data, tasks=task, mlm__batch_size=8, checkpoint__every=3)
+    add_sections(config, ["scann"])
     config.scann.ahead = ahead
-    for name in ("mlm", "ict", "realm", "qa"):
-        config[name].batch_size = 8
     config[task].update({"steps": steps, "learning_rate": 1e-3})
-    config.optimizer.warmup = 2
-    config.update({"checkpoint": {"every": 3, "keep": 2}, "log": {"every": 1}})
+    config.retrieval.update(retrieval or {})
     config.refresh.update({"mode": "async", "every": EVERY, "adopt_after": 1, "wait_seconds": PATIENCE} | refresh)
     return open_config(config, workdir)
 
