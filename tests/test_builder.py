@@ -9,23 +9,8 @@ import pytest
 
 from realm_jax.host import Preempted
 from realm_jax.processes import WorkShare
+from realm_jax.refresh import generations
 from realm_jax.refresh.builder import Builder, Corpus
-from realm_jax.refresh.generations import (
-    current_name,
-    export_steps,
-    generation_names,
-    load_parts,
-    load_vectors,
-    read_export,
-    read_manifest,
-    read_queries,
-    read_towers,
-    reject,
-    rejection,
-    remove_export,
-    remove_generation,
-    write_export,
-)  # fmt: skip
 from realm_jax.refresh.status import Status, read_status, write_status
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.storage import Damaged, PosixFolder, digest
@@ -61,7 +46,7 @@ def export(folder):
 def make_export(folder, step, scale=1.0):
     record = {"step": step, "tokenizer": "tokenizer", "corpus": "corpus", "towers": {"width": 8}, "index": {}}
     towers = {"document_embedder/kernel": np.full((2, 2), scale, np.float32)}
-    return write_export(folder, record, towers, np.ones((3, WIDTH), np.float32))
+    return generations.write_export(folder, record, towers, np.ones((3, WIDTH), np.float32))
 
 
 def builder(folder, process=0, processes=1, **options):
@@ -90,7 +75,7 @@ def build(folder, export, embed=embed, queries=QUERIES, **options):
 
 
 def holds_all(folder, manifest):
-    np.testing.assert_array_equal(load_vectors(folder, manifest), ALL)
+    np.testing.assert_array_equal(generations.load_vectors(folder, manifest), ALL)
     return True
 
 
@@ -103,33 +88,33 @@ def published(folder, export):
 
 
 def test_an_export_is_read_as_it_was_written_and_removed(folder, export):
-    assert read_export(folder, 10) == export
-    towers = read_towers(folder, export)
+    assert generations.read_export(folder, 10) == export
+    towers = generations.read_towers(folder, export)
     assert towers.keys() == {"document_embedder/kernel"}
     np.testing.assert_array_equal(towers["document_embedder/kernel"], np.ones((2, 2)))
-    np.testing.assert_array_equal(read_queries(folder, export), QUERIES)
-    assert export_steps(folder) == [10]
+    np.testing.assert_array_equal(generations.read_queries(folder, export), QUERIES)
+    assert generations.export_steps(folder) == [10]
     folder.remove("exports/10/EXPORT.json")
-    assert read_export(folder, 10) is None, "without its record it does not exist"
-    remove_export(folder, 10)
-    assert export_steps(folder) == []
+    assert generations.read_export(folder, 10) is None, "without its record it does not exist"
+    generations.remove_export(folder, 10)
+    assert generations.export_steps(folder) == []
 
 
 def test_the_same_export_stays_and_another_replaces_it(folder, export):
     assert make_export(folder, 10) == export
     other = make_export(folder, 10, scale=2.0)
     assert other.parameters != export.parameters
-    assert read_export(folder, 10) == other
+    assert generations.read_export(folder, 10) == other
 
 
 def test_a_damaged_export_is_named(folder, export):
-    for file, read in ((export.file, read_towers), (export.queries, read_queries)):
+    for file, read in ((export.file, generations.read_towers), (export.queries, generations.read_queries)):
         folder.write(file.name, b"x" * file.bytes)
         with pytest.raises(Damaged, match=f"{re.escape(file.name)} is damaged"):
             read(folder, export)
     folder.write("exports/10/EXPORT.json", b'{"format_version": 3, "step"')
     with pytest.raises(Damaged, match="EXPORT.json is not readable JSON"):
-        read_export(folder, 10)
+        generations.read_export(folder, 10)
 
 
 # --- Building
@@ -137,7 +122,7 @@ def test_a_damaged_export_is_named(folder, export):
 
 def test_a_generation_holds_every_row_and_says_what_it_is(folder, export):
     manifest = build(folder, export)
-    assert holds_all(folder, manifest) and read_manifest(folder, manifest.generation) == manifest
+    assert holds_all(folder, manifest) and generations.read_manifest(folder, manifest.generation) == manifest
     assert (manifest.rows, manifest.width, manifest.step, manifest.corpus) == (ROWS, WIDTH, 10, "corpus")
     rows = [("one", 0, 5), ("one", 5, 10), ("one", 10, 13), ("two", 0, 5), ("two", 5, 10)]
     assert [(chunk.segment, chunk.first, chunk.last) for chunk in manifest.chunks] == rows
@@ -148,13 +133,13 @@ def test_files_are_read_once_and_only_if_a_part_needs_them(folder, published, mo
     names, read = [], PosixFolder.read_verified
     monkeypatch.setattr(PosixFolder, "read_verified", lambda self, file: names.append(file.name) or read(self, file))
     parts = [slice(2, 4), slice(4, 9), slice(17, 18), slice(20, 20)]
-    for part, vectors in zip(parts, load_parts(folder, published, parts), strict=True):
+    for part, vectors in zip(parts, generations.load_parts(folder, published, parts), strict=True):
         np.testing.assert_array_equal(vectors, ALL[part])
     assert sorted(names) == sorted(published.chunks[number].file.name for number in (0, 1, 3))
 
 
 def test_bfloat16_comes_back_as_bfloat16(folder, export):
-    vectors = load_vectors(folder, build(folder, export, dtype="bfloat16"))
+    vectors = generations.load_vectors(folder, build(folder, export, dtype="bfloat16"))
     assert vectors.dtype.name == "bfloat16"
     np.testing.assert_allclose(vectors.astype(np.float32), ALL, rtol=1e-2)
 
@@ -165,7 +150,7 @@ def test_a_builder_that_is_killed_is_gone_on_from_also_by_others(folder, export,
     with pytest.raises(Killed):
         build(folder, export, killed_at(call))
     written = {path: path.stat().st_mtime_ns for path in folder.root.rglob("*.bin")}
-    assert read_manifest(folder, current_name(folder, export, "corpus")) is None
+    assert generations.read_manifest(folder, generations.current_name(folder, export, "corpus")) is None
     assert holds_all(folder, build(folder, export, process=processes - 1, processes=processes))
     assert {path: path.stat().st_mtime_ns for path in written} == written, "what was done is not done again"
 
@@ -199,7 +184,7 @@ def test_two_builders_at_once_waste_work_and_overwrite_nothing(folder, export):
             written.update({path: path.stat().st_mtime_ns for path in folder.root.rglob("*.bin")})
 
     mine = build(folder, export, check=other)
-    assert mine == manifests[0] == read_manifest(folder, mine.generation) and holds_all(folder, mine)
+    assert mine == manifests[0] == generations.read_manifest(folder, mine.generation) and holds_all(folder, mine)
     assert {path: path.stat().st_mtime_ns for path in written} == written
 
 
@@ -256,8 +241,8 @@ def test_a_truncated_chunk_and_a_flipped_byte_are_named(folder, published):
     for spoiled, message in ((whole[:-4], "has 76 bytes, not 80"), (bytes([whole[0] ^ 1]) + whole[1:], "is damaged")):
         path.write_bytes(spoiled)
         with pytest.raises(Damaged, match=rf"000000005-000000010-\w+.bin {message}"):
-            load_vectors(folder, published)
-    np.testing.assert_array_equal(load_vectors(folder, published, 10, ROWS), ALL[10:])
+            generations.load_vectors(folder, published)
+    np.testing.assert_array_equal(generations.load_vectors(folder, published, 10, ROWS), ALL[10:])
 
 
 @pytest.mark.parametrize("value", [np.nan, 0.0, np.inf])
@@ -267,7 +252,7 @@ def test_bad_vectors_with_a_right_checksum_are_refused(folder, published, value)
     folder.write(first.file.name, data)
     lying = first._replace(file=first.file._replace(sha256=digest(data)))
     with pytest.raises(Damaged, match="row 0 and 4 others have a vector that is zero or not finite"):
-        load_vectors(folder, dataclasses.replace(published, chunks=(lying, *others)))
+        generations.load_vectors(folder, dataclasses.replace(published, chunks=(lying, *others)))
 
 
 def test_a_manifest_that_was_cut_or_is_of_another_version_is_named(folder, published):
@@ -280,12 +265,12 @@ def test_a_manifest_that_was_cut_or_is_of_another_version_is_named(folder, publi
     ):
         folder.write(name, content)
         with pytest.raises(Damaged, match=message):
-            read_manifest(folder, published.generation)
+            generations.read_manifest(folder, published.generation)
 
 
 def test_rows_that_are_missing_are_noticed(folder, published):
     with pytest.raises(Damaged, match="other rows than it says"):
-        load_vectors(folder, dataclasses.replace(published, chunks=published.chunks[:-1]))
+        generations.load_vectors(folder, dataclasses.replace(published, chunks=published.chunks[:-1]))
 
 
 def test_a_damaged_chunk_of_the_corpus_before_an_edit_is_not_shared(folder, export, published):
@@ -295,7 +280,7 @@ def test_a_damaged_chunk_of_the_corpus_before_an_edit_is_not_shared(folder, expo
     again = dataclasses.replace(builder(folder), corpus=dataclasses.replace(CORPUS, fingerprint="edited"))
     with pytest.raises(Damaged, match="has 76 bytes, not 80"):
         again.build(export, embed, QUERIES)
-    assert rejection(folder, published.generation)["again"]
+    assert generations.rejection(folder, published.generation)["again"]
     assert holds_all(folder, again.build(export, embed, QUERIES))
 
 
@@ -304,23 +289,23 @@ def test_a_damaged_chunk_of_the_corpus_before_an_edit_is_not_shared(folder, expo
 
 def test_a_published_generation_is_built_once_and_again_only_if_it_was_found_damaged(folder, export, published):
     assert build(folder, export, killed_at(1)) == published
-    reject(folder, published.generation, "a chunk is damaged", again=True)
+    generations.reject(folder, published.generation, "a chunk is damaged", again=True)
     second = build(folder, export)
     assert second.generation != published.generation
-    assert current_name(folder, export, "corpus") == second.generation
-    reject(folder, second.generation, "its recall is too low", again=False)
-    assert current_name(folder, export, "corpus") == second.generation
+    assert generations.current_name(folder, export, "corpus") == second.generation
+    generations.reject(folder, second.generation, "its recall is too low", again=False)
+    assert generations.current_name(folder, export, "corpus") == second.generation
 
 
 def test_removing_a_generation_keeps_what_others_share(folder, published):
     kept = dataclasses.replace(published, generation="20-abcd", step=20, chunks=published.chunks[1:], rows=ROWS - 5)
     folder.write_json("index/20-abcd/MANIFEST.json", kept.to_json())
-    remove_generation(folder, published.generation)
-    assert read_manifest(folder, published.generation) is None
-    np.testing.assert_array_equal(load_vectors(folder, kept), ALL[5:])
+    generations.remove_generation(folder, published.generation)
+    assert generations.read_manifest(folder, published.generation) is None
+    np.testing.assert_array_equal(generations.load_vectors(folder, kept), ALL[5:])
     assert not (folder.root / published.chunks[0].file.name).exists()
-    remove_generation(folder, "20-abcd")
-    assert "20-abcd" not in generation_names(folder)
+    generations.remove_generation(folder, "20-abcd")
+    assert "20-abcd" not in generations.generation_names(folder)
 
 
 def test_a_status_is_read_as_written_and_damage_is_no_status(folder):

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ def flip(folder: Path, rng: np.random.Generator) -> None:
     path = files[rng.choice(len(files), p=sizes / sizes.sum())]
     content = bytearray(path.read_bytes())
     content[int(rng.integers(len(content)))] ^= 1 << int(rng.integers(8))
-    path.write_bytes(bytes(content))
+    path.write_bytes(content)
 
 
 def test_a_disk_that_is_full_for_a_checkpoint_is_named_without_the_tracebacks_of_threads(tmp_path):
@@ -89,17 +90,16 @@ def test_checkpoints_are_listed_and_verified(straight, tmp_path, capsys):
     assert storage("verify", "realm/77")[0] == 2
 
 
-def test_storage_that_fails_is_no_damage(people, straight, tmp_path, monkeypatch):
+def test_storage_that_fails_is_no_damage(straight, tmp_path, monkeypatch):
     """Nothing is set aside; and the same step may be damaged twice, or lack the file that makes it a checkpoint."""
-    shutil.copytree(straight.workdir / "realm" / "checkpoints", tmp_path / "checkpoints")
-    folder, names = tmp_path / "checkpoints", sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "read_json", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-        with pytest.raises(
-            StorageError, match="could not be read .OSError: .Errno 5. Input/output error.; run the command again"
-        ):
-            SavedCheckpoint.newest_intact(folder, lambda saved: saved.step)
-    assert sorted(entry.name for entry in folder.iterdir()) == names
+    folder, error = tmp_path / "checkpoints", OSError(5, "Input/output error")
+    shutil.copytree(straight.workdir / "realm" / "checkpoints", folder)
+    names = {entry.name for entry in folder.iterdir()}
+    message = "could not be read .OSError: .Errno 5. Input/output error.; run the command again"
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match=message):
+        patch.setattr(checkpoints, "read_json", Mock(side_effect=error))
+        SavedCheckpoint.newest_intact(folder, lambda saved: saved.step)
+    assert {entry.name for entry in folder.iterdir()} == names
     for _ in range(2):
         shutil.copytree(folder / str(STEPS - 2), folder / str(STEPS), dirs_exist_ok=True)
         (folder / str(STEPS) / "_CHECKPOINT_METADATA").write_text("{")
@@ -107,13 +107,12 @@ def test_storage_that_fails_is_no_damage(people, straight, tmp_path, monkeypatch
     assert {f"{STEPS}.damaged", f"{STEPS}.damaged2"} <= {entry.name for entry in folder.iterdir()}
 
 
-def test_when_all_are_damaged_training_stops(people, tmp_path):
-    run = open_inline(people, tmp_path)
-    train_measured(run)
+def test_when_all_are_damaged_training_stops(people, straight, tmp_path):
+    shutil.copytree(straight.workdir, tmp_path, dirs_exist_ok=True)
     for folder in saved_folders(tmp_path / "realm" / "checkpoints"):
         flip(folder, np.random.default_rng(0))
     with pytest.raises(UserError, match="every checkpoint is damaged; start in another --workdir"):
-        train_measured(run)
+        train_measured(open_inline(people, tmp_path))
 
 
 def test_where_memory_is_short_a_save_holds_what_a_step_may_overwrite(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import signal
 import jax
 import numpy as np
 import pytest
-from runs import assert_same, finish, flags_of, records, start, until
+from runs import assert_same, finish, flags_of, inline_config, records, start, until
 from tiny_run import open_config, tiny_config
 
 from realm_jax import processes
@@ -20,13 +20,9 @@ from realm_jax.train.workdir import load_run
 
 def tiny_flags(data, **changes):
     """The command line of a run of three tasks; dotted keys with two underscores for the dot."""
-    config = tiny_config(data)
-    config.tasks = "ict,realm,qa"
+    config = inline_config(data, **{"tasks": "ict,realm,qa"} | changes)
     for task in ("ict", "realm", "qa"):
-        config[task].update({"steps": 4, "batch_size": 8, "learning_rate": 1e-3})
-    config.optimizer.warmup = 2
-    config.update({"refresh": {"every": 2}, "checkpoint": {"every": 2}, "log": {"every": 1}})
-    config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+        config[task].update({"steps": 4, "learning_rate": 1e-3})
     return flags_of(config)
 
 

@@ -4,11 +4,13 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from documented import ROOT
 
 from realm_jax.cli import main as cli
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
