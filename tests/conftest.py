@@ -134,32 +134,24 @@ def questions(tmp_path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def small_chunks():
-    """Sixteen passages have several chunks, and nobody waits long for another job; see `small_chunks.py`."""
+def quick_steps():
+    """Runs of this module share their compiled steps, sixteen passages have several chunks, and nobody waits long for
+    another job; see `runs.py` and `small_chunks.py`."""
     import small_chunks
-
-    with pytest.MonkeyPatch.context() as patch:
-        small_chunks.shrink(patch.setattr)
-        yield
-
-
-@pytest.fixture(scope="module")
-def quick_steps(small_chunks):
-    """Runs of this module share their compiled steps; see `runs.py`."""
     from runs import shared_steps
 
-    with shared_steps():
+    with pytest.MonkeyPatch.context() as patch, shared_steps():
+        small_chunks.shrink(patch.setattr)
         yield
 
 
 @pytest.fixture(scope="module")
 def sturdy(people, quick_steps, tmp_path_factory):
     """An undisturbed run that adopts at fixed steps, with a builder beside it; tests read it and leave it as it is."""
-    from runs import Trained, builder, open_tiny, train
+    from runs import Trained, open_tiny, train_with_builder
 
     run = open_tiny(people, tmp_path_factory.mktemp("sturdy"))
-    with builder(run):
-        return Trained(run, train(run))
+    return Trained(run, train_with_builder(run))
 
 
 @pytest.fixture

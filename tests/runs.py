@@ -17,20 +17,22 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 from tiny_run import open_config, tiny_config
 
-from realm_jax.assemble import make_run
+from realm_jax.assemble import abstract_run, make_run
 from realm_jax.config import add_sections, flatten
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import Preempted, Stop
 from realm_jax.launch.local import free_port
+from realm_jax.launch.plan import abstract_arguments
 from realm_jax.models.realm import Params
 from realm_jax.processes import WorkShare
 from realm_jax.refresh.build_job import Job
-from realm_jax.refresh.builder import for_embedding
+from realm_jax.refresh.builder import Builder, for_embedding
 from realm_jax.refresh.exporter import Exporter
-from realm_jax.refresh.generations import export_steps, read_export
 from realm_jax.run import Run
+from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
 from realm_jax.train import loop
 from realm_jax.train.index_source import shared_folder
@@ -63,7 +65,7 @@ def shared_steps() -> Iterator[None]:
         yield
 
 
-def open_inline(people: Path, workdir: Path, devices: int = 1, **changes: Any) -> Run:
+def inline_config(people: Path, **changes: Any) -> ConfigDict:
     """Six steps of the task 'realm', a refresh and a checkpoint every second one.
 
     changes: dotted config keys, with two underscores for the dot.
@@ -74,7 +76,11 @@ def open_inline(people: Path, workdir: Path, devices: int = 1, **changes: Any) -
     config.optimizer.warmup = 2
     config.update({"refresh": {"every": 2}, "checkpoint": {"every": 2, "keep": 2}, "log": {"every": 1}})
     config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
-    return open_config(config, workdir, devices)
+    return config
+
+
+def open_inline(people: Path, workdir: Path, devices: int = 1, **changes: Any) -> Run:
+    return open_config(inline_config(people, **changes), workdir, devices)
 
 
 def open_tiny(data, workdir, steps=8, retrieval=None, task="realm", ahead=1, **refresh):
@@ -82,16 +88,11 @@ def open_tiny(data, workdir, steps=8, retrieval=None, task="realm", ahead=1, **r
 
     retrieval, refresh: keys of these sections; ahead: of searches by the hosts.
     """
-    config = tiny_config(data)
-    config.retrieval.update(retrieval or {})
-    config.tasks = task
-    add_sections(config, ["scann", task])
+    config = inline_config(data, tasks=task, mlm__batch_size=8, checkpoint__every=3)
+    add_sections(config, ["scann"])
     config.scann.ahead = ahead
-    for name in ("mlm", "ict", "realm", "qa"):
-        config[name].batch_size = 8
     config[task].update({"steps": steps, "learning_rate": 1e-3})
-    config.optimizer.warmup = 2
-    config.update({"checkpoint": {"every": 3, "keep": 2}, "log": {"every": 1}})
+    config.retrieval.update(retrieval or {})
     config.refresh.update({"mode": "async", "every": EVERY, "adopt_after": 1, "wait_seconds": PATIENCE} | refresh)
     return open_config(config, workdir)
 
@@ -107,6 +108,12 @@ def train(run):
     with report_status(run) as status:
         final = train_task(run, run.config.tasks, run.initial_params(), status=status)
         return jax.tree.map(np.asarray, final)
+
+
+def train_with_builder(run):
+    """The last parameters of a run with an index builder beside it."""
+    with builder(run):
+        return train(run)
 
 
 def train_measured(run: Run, name: str = "realm") -> Any:
@@ -132,12 +139,7 @@ def at_step(monkeypatch, act: Callable[[int], None]) -> None:
 
     def watched(task: Any) -> Any:
         step = make(task)
-
-        def call(state: Any, *rest: Any) -> Any:
-            act(int(state.step))
-            return step(state, *rest)
-
-        return call
+        return lambda state, *rest: act(int(state.step)) or step(state, *rest)
 
     monkeypatch.setattr(loop, "make_step", watched)
 
@@ -152,6 +154,15 @@ def cut_at(monkeypatch, *wanted: int) -> None:
             raise Cut
 
     at_step(monkeypatch, cut)
+
+
+def cut_off(monkeypatch, work: Callable[[], Any], *steps: int) -> None:
+    """Train by `work`, again and again; the power goes off before each of these steps."""
+    with monkeypatch.context() as patch:
+        cut_at(patch, *steps)
+        for _ in steps:
+            with pytest.raises(Cut):
+                work()
 
 
 # --- With a builder beside them ---------------------------------------------------------------------------------------
@@ -187,41 +198,33 @@ def builder(run, process=0, processes=1):
 
 
 def spoil(folder, manifest, fault):
-    name = manifest.chunks[0].file.name
+    """Damage a generation's first chunk, or its manifest."""
+    chunk, record = manifest.chunks[0].file, f"index/{manifest.generation}/MANIFEST.json"
+    data, text = folder.read(chunk.name), folder.read(record)
     if fault == "manifest":
-        folder.write(f"index/{manifest.generation}/MANIFEST.json", b'{"format_version": 3, "generation')
+        folder.write(record, text[:40])
     elif fault == "nan":
-        data = np.full((6, manifest.width), np.nan, np.float32).tobytes()
-        text = folder.read(f"index/{manifest.generation}/MANIFEST.json").decode()
-        entry = folder.put(name, data)
-        text = text.replace(manifest.chunks[0].file.sha256, entry.sha256)
-        folder.write(f"index/{manifest.generation}/MANIFEST.json", text.encode())
+        written = folder.put(chunk.name, np.full((6, manifest.width), np.nan, np.float32).tobytes())
+        folder.write(record, text.replace(chunk.sha256.encode(), written.sha256.encode()))
     else:
-        data = folder.read(name)
-        folder.write(name, data[:-3] if fault == "truncated" else data[:9] + bytes([data[9] ^ 4]) + data[10:])
+        folder.write(chunk.name, data[:-3] if fault == "truncated" else data[:9] + bytes([data[9] ^ 4]) + data[10:])
 
 
-def with_first_generation_only(run, act, seconds=PATIENCE):
-    """`act` beside a builder that dies after the first generation; then `wait_seconds` is `seconds`."""
-    folder = shared_folder(run)
-    done = threading.Event()
+@contextmanager
+def first_generation_only(run, seconds=PATIENCE):
+    """A builder beside a run that dies after the first generation; then `wait_seconds` is `seconds`."""
+    build = Builder.build
 
-    def first():
-        while not done.is_set():
-            if 0 in export_steps(folder) and read_export(folder, 0):
-                make_job(run).work(Stop(), 0, True)
-                run.config.refresh.wait_seconds = seconds
-                return
-            time.sleep(0.01)
+    def die(self, export, *rest):
+        if export.step > 0:
+            run.config.refresh.wait_seconds = seconds
+            raise Preempted
+        return build(self, export, *rest)
 
-    thread = threading.Thread(target=first)
-    thread.start()
-    try:
-        act()
-    finally:
-        done.set()
-        thread.join()
-        run.config.refresh.wait_seconds = PATIENCE
+    with pytest.MonkeyPatch.context() as patch, builder(run):
+        patch.setattr(Builder, "build", die)
+        yield
+    run.config.refresh.wait_seconds = PATIENCE
 
 
 # --- As commands, in processes of their own ---------------------------------------------------------------------------
@@ -237,30 +240,36 @@ def start(workdir, flags, count=1, devices=8, quick=True):
 
     Runs in folders side by side share the vectors that they start with.
     """
-    coordinator = f"localhost:{free_port()}"
-    environment = os.environ | {
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    options["env"] = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices // count),
         "REALM_CACHE": str(workdir.parent / "cache"),
         "REALM_CACHE_BYTES": "1000000",
+        **({} if quick else OPTIMISED),
     }
-    if not quick:
-        environment |= OPTIMISED
-    several = [f"--processes={count}", f"--coordinator={coordinator}"] if count > 1 else []
-    command = [sys.executable, "-m", "realm_jax", "train", f"--workdir={workdir}", *flags, *several]
-    return [
-        subprocess.Popen(
-            [*command, *([f"--process={one}"] if count > 1 else [])],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for one in range(count)
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "realm_jax", "train", f"--workdir={workdir}", *flags]
+    if count == 1:
+        return [subprocess.Popen(command, **options)]
+    command += [f"--processes={count}", f"--coordinator=localhost:{free_port()}"]
+    return [subprocess.Popen([*command, f"--process={process}"], **options) for process in range(count)]
 
 
 def finish(started, code=0, seconds=300):
     outputs = [process.communicate(timeout=seconds)[0] for process in started]
     assert [process.returncode for process in started] == [code] * len(started), "\n".join(outputs)[-5000:]
     return outputs
+
+
+def planned_parts(run: Run, name: str) -> dict[str, float]:
+    """The parts of a step's operations; its examples are as its shapes say, and a step compiles from those alone."""
+    task = make_task(name, run)
+    example = task.examples(run.initial_params(), None).make(0, np.random.default_rng(0))
+    shapes = {key: (np.shape(value), np.asarray(value).dtype) for key, value in example.items()}
+    assert shapes == {key: (shape, np.dtype(dtype)) for key, (shape, dtype) in task.array_shapes().items()}
+    bare = abstract_run(run.config, run.workdir, 1000, 300, jax.devices()[:1])
+    jax.eval_shape(make_step(make_task(name, bare)), *abstract_arguments(bare, name))
+    return make_task(name, bare).flops()
 
 
 # --- Looked at --------------------------------------------------------------------------------------------------------
@@ -308,7 +317,7 @@ class Watch:
     def check(self, run):
         """Every row that a step saw is what its generation's towers give; the adoption log says which one that is."""
         adopted = adoptions(run)
-        assert {step for step, _ in self._seen} == set(range(run.config.realm.steps))
+        assert {step for step, _ in self._seen} == {*range(run.config.realm.steps)}
         fresh = {index: run.embed(self._exported[index]) for _, index in adopted}
         for step, vectors in self._seen:
             index = max(entry for entry in adopted if entry[0] <= step)[1]
@@ -330,6 +339,10 @@ def assert_same_run(a: Run, b: Run) -> None:
 def assert_same(params, others):
     """The same bits."""
     jax.tree.map(np.testing.assert_array_equal, params, others)
+
+
+def largest_change(params, others) -> float:
+    return max(jax.tree.leaves(jax.tree.map(lambda a, b: float(np.abs(np.asarray(a) - b).max()), params, others)))
 
 
 def until(true, seconds=60.0):

@@ -5,13 +5,13 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from articles import NAMES, WORDS
+from runs import largest_change
 from tiny import loud_params
 from tiny_run import tiny_config, write_lines
 from weight_folders import edit_settings, save_network
@@ -34,32 +34,22 @@ from realm_jax.retrieval.vector_files import write_vectors
 from realm_jax.run import Run
 from realm_jax.storage import open_folder, read_json
 from realm_jax.train import adaptation, adaptation_gate, recipe, workdir
-from realm_jax.train.adaptation import measure_searches
 from realm_jax.train.init_from import init_from_sources
 from realm_jax.train.time_plan import steps_that_fit
 from realm_jax.train.trained_run import open_run_for_inference, restore
 
 LIBRARY = "sentence_transformers.models."
-SIZES = {
-    "data.query_length": 32,
-    "data.document_length": 64,
-    "model.dtype": "float32",
-    "ict.steps": 3,
-    "ict.batch_size": 8,
-    "evidence_contrast.steps": 3,
-    "evidence_contrast.batch_size": 8,
-    "evidence_contrast.learning_rate": 2e-5,
-    "realm.steps": 3,
-    "realm.batch_size": 4,
-    "qa.beam": 8,
-    "log.every": 1,
-}
+SIZES = """
+data.query_length=32 data.document_length=64 model.dtype=float32 ict.steps=3 ict.batch_size=8
+evidence_contrast.steps=3 evidence_contrast.batch_size=8 evidence_contrast.learning_rate=2e-5
+realm.steps=3 realm.batch_size=4 qa.beam=8 log.every=1
+""".split()
 
 
 def article(number: int, rng: np.random.Generator) -> dict[str, str]:
     """Two sentences of words drawn at random, and what is told of a name in two articles in most of the same words."""
-    said = [rng.choice(WORDS, size=7, replace=False) for _ in range(2)]
-    sentences = [f"The {one[0]} of {rng.choice(NAMES)} was {' '.join(one[1:])}." for one in said]
+    words = [rng.choice(WORDS, size=7, replace=False) for _ in range(2)]
+    sentences = [f"The {first} of {rng.choice(NAMES)} was {' '.join(others)}." for first, *others in words]
     name = number % len(NAMES)
     fact = rng.permutation(WORDS[8 * name : 8 * name + 8])[: rng.integers(4, 8)]
     text = " ".join([*sentences, f"Once {NAMES[name]} had {' '.join(fact)}."])
@@ -76,15 +66,13 @@ def one_device():
 
 @pytest.fixture(autouse=True)
 def no_measuring(monkeypatch):
-    """All steps fit: how fast this machine is is measured in `done` alone, before this fixture."""
-
-    def searches(run, params, sentences, longest):
-        return {"passage": 0.01, "embed": 1.0, "query": 0.01, "measure": 1.0, "sentences": 1000}
+    """All steps fit: how fast this machine is is measured in `done` only, before this fixture."""
+    searches = {"passage": 0.01, "embed": 1.0, "query": 0.01, "measure": 1.0, "sentences": 1000}
 
     def steps(run, params, embed):
         return {"compile": 1.0, "step": {task.name: 0.1 for task in recipe.recipe_tasks(run)}}
 
-    monkeypatch.setattr(adaptation, "measure_searches", searches)
+    monkeypatch.setattr(adaptation, "measure_searches", lambda *_: searches.copy())
     monkeypatch.setattr(adaptation, "measure_steps", steps)
 
 
@@ -116,7 +104,7 @@ def encoder(documents) -> Path:
 
 
 def adapt(documents: Path, encoder: Path, output: Path, *arguments: str) -> int:
-    overrides = [f"--config.{key}={value}" for key, value in SIZES.items()]
+    overrides = [f"--config.{size}" for size in SIZES]
     return cli.main(["adapt", str(documents), f"--from={encoder}", f"--output={output}", *overrides, *arguments])
 
 
@@ -131,8 +119,7 @@ def questions(documents) -> Path:
 @pytest.fixture(scope="module")
 def done(documents, encoder, questions, tmp_path_factory) -> Path:
     """A finished adaptation, promoted whatever it is worth."""
-    output = tmp_path_factory.mktemp("adapted") / "run"
-    promote = adaptation.promote
+    output, promote = tmp_path_factory.mktemp("adapted") / "run", adaptation.promote
 
     def promoted(run, measured):
         trained = adaptation_gate.restore_params(run, *adaptation_gate.last_checkpoint(run))
@@ -154,13 +141,8 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def towers(run: Path) -> Params:
     """What the run answers with."""
-    opened = open_run_for_inference(run)
-    params = restore(opened, warn=False, for_answers=False).params
-    return {name: params[name] for name in opened.model.embedder_names}
-
-
-def largest_change(before: Params, after: Params) -> float:
-    return max(jax.tree.leaves(jax.tree.map(lambda a, b: float(abs(a - b).max()), before, after)))
+    params = restore(open_run_for_inference(run), warn=False, for_answers=False).params
+    return {name: params[name] for name in TOWERS}
 
 
 def test_from_documents_to_a_model_and_a_report(done, capsys, monkeypatch):
@@ -175,84 +157,46 @@ def test_from_documents_to_a_model_and_a_report(done, capsys, monkeypatch):
     assert "Adapted: 0.5 × start + 0.5 × trained" in page and "Adapted: 0.5 ×" in card
     assert "http:" not in page and "https:" not in page and record["plan"]["fingerprint"] in card
     assert np.load(done / "vectors.npy").shape == (60, 16)
-    assert cli.main(["ask", f"--workdir={done}", "What was Ada Moss?"]) == 0
-    monkeypatch.setattr(prediction, "SPANS", 10_000)  # all, as what explains an answer adds up
-    model = Model(done)
-    answer, seen = model.ask("What was Ada Moss?"), model.inspect("What was Ada Moss?")
-    assert seen["answer"] == answer["answer"]  # both read it with a blank
-    assert seen["probability"] == pytest.approx(answer["probability"], rel=1e-3)
+    folder = open_folder(done)
+    watched = run_status(folder, Heartbeats(folder).look(0.0))
+    assert [watched[key] for key in ("state", "stage", "adapted", "seconds_left")] == ["done", "ended", True, None]
+    assert all(task["state"] == "done" and task["step"] == task["steps"] for task in watched["tasks"])
+
+
+def test_an_adapted_model_answers_and_explains_its_answers(done, capsys, monkeypatch):
+    """It reads questions with a blank and takes answers from a passage."""
+    asked = "What was Ada Moss?"
+    assert cli.main(["ask", f"--workdir={done}", asked]) == 0
     out, err = capsys.readouterr()
     assert "found by" in out and "never saw a question" in err
-
-
-def test_its_status_tells_who_watches_that_it_is_done(done):
-    folder = open_folder(done)
-    found = run_status(folder, Heartbeats(folder).look(0.0))
-    assert (found["state"], found["stage"], found["adapted"], found["seconds_left"]) == ("done", "ended", True, None)
-    assert {(task["state"], task["step"] == task["steps"]) for task in found["tasks"]} == {("done", True)}
-
-
-def test_questions_are_read_with_a_blank_and_answered_from_a_passage(done):
+    monkeypatch.setattr(prediction, "SPANS", 10_000)  # all, as what explains an answer adds up
+    model = Model(done)
+    answer, seen = model.ask(asked), model.inspect(asked)
+    assert seen["answer"] == answer["answer"]  # both read it with a blank
+    assert seen["probability"] == pytest.approx(answer["probability"], rel=1e-3)
     trained = restore(open_run_for_inference(done))
-    tokenizer, question = trained.run.sources.tokenizer, "What was Ada Moss?"
-    evaluator = trained.evaluator([Question(question, [])])
+    tokenizer, evaluator = trained.run.sources.tokenizer, trained.evaluator([Question(asked, [])])
     (batch,) = evaluator._batches
-    size = int(batch["reader_query_length"][0])
-    assert batch["reader_query"][0, 1 : size - 1].tolist() == cloze_pieces(question, tokenizer).tolist()
+    pieces = batch["reader_query"][0, 1 : int(batch["reader_query_length"][0]) - 1]
+    assert pieces.tolist() == cloze_pieces(asked, tokenizer).tolist()
     assert tokenizer.mask_id not in batch["query"][0].tolist()
     (found,) = evaluator.predict(trained.params, trained.index)
     assert found.answer and found.answer in trained.run.sources.passages.text(found.nbest[0].row)
 
 
 def test_what_answers_is_half_of_the_start_and_half_of_what_was_trained(done):
+    """And the vectors are those of the promoted document tower."""
     run, found = open_run_for_inference(done), towers(done)
     start = init_from_sources(run, run.initial_params())
     with np.load(done.with_name("trained.npz")) as trained:
         parts = zip(*(jax.tree.leaves({name: one[name] for name in TOWERS}) for one in (start, found)), strict=True)
         for (before, after), last in zip(parts, trained.values(), strict=True):
             np.testing.assert_allclose(after, (before + last) / 2, atol=1e-6)
-    assert all(largest_change(start[name], found[name]) > 0 for name in found)
-
-
-def test_the_vectors_are_those_of_the_document_tower_that_is_promoted(done):
-    run = open_run_for_inference(done)
-    found = adaptation_gate.saved_vectors(run, *adaptation_gate.last_checkpoint(run))
-    np.testing.assert_array_equal(found, np.load(done / "vectors.npy"))
-    np.testing.assert_allclose(found, run.embed(restore(run, warn=False, for_answers=False).params), atol=1e-6)
-    start = init_from_sources(run, run.initial_params())
-    assert np.abs(found - run.embed(start)).max() > 1e-5
-
-
-def test_weights_between_two_are_their_weighted_mean(done):
-    run, names = open_run_for_inference(done), ("query_embedder", "document_embedder")
-    start, trained = ({name: {"a": np.float32(value)} for name in names} for value in ([1, 2], [3, 6]))
-    params = trained | {"reader": {"a": 7}}
-    assert adaptation_gate.with_towers(run, params, start, 0.25)["document_embedder"]["a"].tolist() == [1.5, 3.0]
-    unmoved = adaptation_gate.with_towers(run, params, start, 0.0)
-    assert unmoved["query_embedder"]["a"].tolist() == [1, 2] and unmoved["reader"] == {"a": 7}
-
-
-def test_a_cut_after_every_stage_changes_no_bit(done, documents, encoder, questions, monkeypatch):
-    """A second run in the place of the first breaks off again and again; it then has the same files."""
-    wanted, vectors = files(done / "model"), (done / "vectors.npy").read_bytes()
-    kept = done.rename(done.with_name("kept"))
-    monkeypatch.setattr(judge, "is_better", lambda *found: True)
-    arguments = documents, encoder, done, f"--questions={questions}", "--merge=0.5"
-    try:
-        for stage in ("make_plan", "train_task", "train", "measure", "promote", "write_model", "write_vectors"):
-            with monkeypatch.context() as patch:
-                patch.setattr(adaptation, stage, breaks_off(getattr(adaptation, stage)))
-                with pytest.raises(KeyError, match="power failure"):
-                    adapt(*arguments)
-            assert not (done / "report.html").exists()
-        assert adapt(*arguments) == 0
-        assert files(done / "model") == wanted and (done / "vectors.npy").read_bytes() == vectors
-        for stage in ("make_plan", "train", "measure", "write_model"):
-            monkeypatch.setattr(adaptation, stage, None)
-        assert adapt(*arguments) == 0, "nothing is done again"
-    finally:
-        shutil.rmtree(done)
-        kept.rename(done)
+    assert all(largest_change(start[name], found[name]) > 0 for name in TOWERS)
+    vectors = adaptation_gate.saved_vectors(run, *adaptation_gate.last_checkpoint(run))
+    np.testing.assert_array_equal(vectors, np.load(done / "vectors.npy"))
+    np.testing.assert_allclose(vectors, run.embed(found), atol=1e-6)
+    assert np.abs(vectors - run.embed(start)).max() > 1e-5
 
 
 def breaks_off(work: Any) -> Any:
@@ -265,23 +209,52 @@ def breaks_off(work: Any) -> Any:
     return cut
 
 
-def test_the_start_is_kept_where_adaptation_is_worse(documents, encoder, tmp_path, monkeypatch, capsys):
-    """Judged as if what was trained found nothing. The start may be read and not written."""
-    start = tmp_path / "encoder"
+def test_a_cut_after_every_stage_changes_no_bit(done, documents, encoder, questions, monkeypatch):
+    """A second run in the place of the first breaks off again and again; it then has the same files."""
+    wanted, vectors = files(done / "model"), (done / "vectors.npy").read_bytes()
+    kept = done.rename(done.with_name("kept"))
+    monkeypatch.setattr(judge, "is_better", lambda *found: True)
+    arguments = documents, encoder, done, f"--questions={questions}", "--merge=0.5"
+    try:
+        for stage in ("make_plan", "train_task", "train", "measure", "promote", "write_model", "write_vectors"):
+            with monkeypatch.context() as patch, pytest.raises(KeyError, match="power failure"):
+                patch.setattr(adaptation, stage, breaks_off(getattr(adaptation, stage)))
+                adapt(*arguments)
+            assert not (done / "report.html").exists()
+        assert adapt(*arguments) == 0
+        assert files(done / "model") == wanted and (done / "vectors.npy").read_bytes() == vectors
+        for stage in ("make_plan", "train", "measure", "write_model"):
+            monkeypatch.setattr(adaptation, stage, None)
+        assert adapt(*arguments) == 0, "nothing is done again"
+    finally:
+        shutil.rmtree(done)
+        kept.rename(done)
+
+
+def test_the_start_is_kept_where_adaptation_is_worse(documents, encoder, questions, tmp_path, monkeypatch, capsys):
+    """Judged as if what was trained found nothing. The start may be read and not written; what cannot be read of
+    documents and questions is left out and counted."""
+    start, run = tmp_path / "encoder", tmp_path / "run"
     shutil.copytree(encoder, start)
     for path in (*start.rglob("*"), start):
         path.chmod(0o555 if path.is_dir() else 0o444)
-    encoder, honest = start, judge.compare
+    broken, asked = tmp_path / "broken.jsonl", tmp_path / "questions.jsonl"
+    broken.write_text(documents.read_text() + '{"id": "cut", "te\n')
+    lost = {"question": "Who?", "answers": [], "gold_passage_id": "nowhere"}
+    asked.write_text(questions.read_text() + json.dumps(lost) + "\n")
+    honest = judge.compare
     monkeypatch.setattr(judge, "compare", lambda before, after, *further: honest(before, after * 0, *further))
-    assert adapt(documents, encoder, tmp_path / "run") == 0
-    assert capsys.readouterr().out.splitlines()[-4].startswith("Start kept: ")
-    assert "Start kept: " in (tmp_path / "run" / "report.html").read_text()
-    assert "\n# An encoder that is not adapted to" in (tmp_path / "run" / "model" / "README.md").read_text()
-    start = {name: content for name, content in files(encoder).items()}
-    assert files(tmp_path / "run" / "model") == start
-    run = open_run_for_inference(tmp_path / "run")
-    first, found = init_from_sources(run, run.initial_params()), towers(tmp_path / "run")
+    assert adapt(broken, start, run, f"--questions={asked}") == 0
+    out, page, record = capsys.readouterr().out, (run / "report.html").read_text(), read_json(run / "adapt.json")
+    assert out.splitlines()[-4].startswith("Start kept: ") and "Start kept: " in page
+    assert "\n# An encoder that is not adapted to" in (run / "model" / "README.md").read_text()
+    assert files(run / "model") == files(encoder)
+    opened = open_run_for_inference(run)
+    first, found = init_from_sources(opened, opened.initial_params()), towers(run)
     jax.tree.map(np.testing.assert_array_equal, {name: first[name] for name in found}, found)
+    assert record["plan"]["read"] == 61 and record["measured"]["judged"]["queries"] == 12
+    assert record["plan"]["left_out"] == {"not JSON": 1, "questions whose gold passage is not there": 1}
+    assert "left out: " in page and "whose gold passage is not there" in out
 
 
 def test_only_what_is_better_beyond_doubt_and_not_worse_when_judged_is_promoted():
@@ -307,14 +280,15 @@ def test_only_what_is_better_beyond_doubt_and_not_worse_when_judged_is_promoted(
         ((-0.1, 0.1), (-0.1, 0.0), 1.0),
     ],
 )
-@pytest.mark.parametrize("promoted", [True, False])  # judged questions veto, and choose nothing
-def test_half_of_what_was_trained_is_tried_where_all_of_it_gains_and_loses(gains, losses, weight, promoted):
-    """gains: lower ends of the interval at the weights 1 and ½; losses: upper ends of passages without sentences."""
-    ends = zip(gains, losses, strict=True)
-    decisions = [{"gain": {"low": low}, "removed": {"high": high}, "promoted": promoted} for low, high in ends]
-    at = dict(zip(adaptation_gate.WEIGHTS, decisions, strict=True))
-    assert adaptation_gate.first_decision(adaptation_gate.WEIGHTS, at.get) == at[weight] | {"weight": weight}
-    assert adaptation_gate.first_decision([0.25], lambda _: at[1.0])["weight"] == 0.25
+def test_half_of_what_was_trained_is_tried_where_all_of_it_gains_and_loses(gains, losses, weight):
+    """gains: lower ends of the interval at the weights 1 and ½; losses: upper ends of passages without sentences.
+    Judged questions veto, and choose nothing."""
+    for promoted in (True, False):
+        ends = zip(gains, losses, strict=True)
+        decisions = [{"gain": {"low": low}, "removed": {"high": high}, "promoted": promoted} for low, high in ends]
+        at = dict(zip(adaptation_gate.WEIGHTS, decisions, strict=True))
+        assert adaptation_gate.first_decision(adaptation_gate.WEIGHTS, at.get) == at[weight] | {"weight": weight}
+        assert adaptation_gate.first_decision([0.25], lambda _, at=at: at[1.0])["weight"] == 0.25
 
 
 def test_where_documents_stay_every_weight_has_the_vectors_of_the_start(documents, encoder, tmp_path):
@@ -325,53 +299,22 @@ def test_where_documents_stay_every_weight_has_the_vectors_of_the_start(document
     np.testing.assert_allclose(np.load(tmp_path / "run" / "vectors.npy"), run.embed(start), atol=1e-6)
 
 
-def test_a_weight_is_measured_with_its_own_vectors_of_all_passages(done, monkeypatch):
-    run, plan, seen = open_run_for_inference(done), read_json(done / "adapt.json")["plan"], []
-    honest = adaptation_gate.Searches.values
-
-    def values(self, params, vectors, how):
-        seen.append((how, vectors))
-        return honest(self, params, vectors, how)
-
-    monkeypatch.setattr(adaptation_gate.Searches, "values", values)
-    adaptation_gate.measure(run, plan, 0.25)
-    start, quarter, whole = (vectors for how, vectors in seen if how == "vectors")
-    assert all(vectors.any(axis=1).all() and len(vectors) == run.context.rows for _, vectors in seen)
-    assert 0 < np.abs(quarter - start).max() < np.abs(whole - start).max()
-    assert [how for how, _ in seen] == ["vectors", "vectors", "vectors", "bm25", "hybrid", "hybrid"]
-
-
-def test_of_few_documents_more_are_held_out():
-    def share(documents, sentences):
-        counts = np.full(documents, sentences // documents)
-        store = SimpleNamespace(documents=documents, counts=lambda _: counts)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(adaptation, "salient_sentences", lambda *_: SimpleNamespace(rows=[]))
-            return adaptation.planned_share(store, 32)
-
-    assert share(10_000, 100_000) == 0.02 and share(10_000, 10_000) == 0.075 and share(100, 1000) == 0.2
-    assert share(48, 4800) == 0.25 and share(10, 10) == 0.333
-
-
 def test_a_passage_without_its_sentence_is_searched_in_its_place(done):
-    """By the sentence; it lacks that alone, and the passages that do not ask are as they are."""
+    """By the sentence; it lacks that only, and the passages that do not ask are as they are."""
     run = open_run_for_inference(done)
-    sentences = adaptation_gate.sentences_of(run, adaptation_gate.evidence_of(run), 1.0)
+    sentences, store = adaptation_gate.sentences_of(run, adaptation_gate.evidence_of(run), 1.0), run.sources.passages
     searches = adaptation_gate.Searches(run, sentences, [])
-    places, left = searches._removed
-    store = run.sources.passages
-    assert len({sentences[place].row for place in places}) == len(places) > 8
-    for place, ids, length in zip(places, left.ids, left.lengths, strict=True):
-        one, body = sentences[place], left.title_lengths
-        start, end = store.sentences(one.row)[one.number]
-        whole = store.body_tokens(one.row)
-        title = store.title_tokens(one.row)
-        wanted = [*title, run.sources.tokenizer.sep_id, *whole[:start], *whole[end:]]
-        assert ids[1 : length - 1].tolist() == [int(piece) for piece in wanted] and len(body) == len(places)
-    params = restore(run, warn=False, for_answers=False).params
-    found = searches.values(params, np.load(done / "vectors.npy"), "vectors")[judge.REMOVED]
-    assert np.flatnonzero(~np.isnan(found)).tolist() == sorted(places) and {*found[sorted(places)]} <= {0.0, 1.0}
-    assert np.isnan(searches.values(params, np.load(done / "vectors.npy"), "bm25")[judge.REMOVED]).all()
+    numbers, rows = searches._removed
+    assert len({sentences[number].row for number in numbers}) == len(numbers) == len(rows.title_lengths) > 8
+    for number, ids, length in zip(numbers, rows.ids, rows.lengths, strict=True):
+        sentence = sentences[number]
+        start, end = store.sentences(sentence.row)[sentence.number]
+        body, title = store.body_tokens(sentence.row).tolist(), store.title_tokens(sentence.row).tolist()
+        assert ids[1 : length - 1].tolist() == [*title, run.sources.tokenizer.sep_id, *body[:start], *body[end:]]
+    params, vectors = restore(run, warn=False, for_answers=False).params, np.load(done / "vectors.npy")
+    found = searches.values(params, vectors, "vectors")[judge.REMOVED]
+    assert np.flatnonzero(~np.isnan(found)).tolist() == sorted(numbers) and {*found[sorted(numbers)]} <= {0.0, 1.0}
+    assert np.isnan(searches.values(params, vectors, "bm25")[judge.REMOVED]).all()
 
 
 def test_steps_fit_the_time_and_keep_their_proportion():
@@ -393,40 +336,40 @@ def test_a_corpus_that_takes_too_long_is_told_or_refused():
             check(1.0, 3.0, late, 1000)
 
 
-def test_fewer_sentences_are_measured_where_they_take_long(done, monkeypatch):
-    run, plan = open_run_for_inference(done), read_json(done / "adapt.json")["plan"]
-    assert plan["sentences"] == adaptation.SENTENCES
-    sentences = adaptation_gate.sentences_of(run, adaptation_gate.evidence_of(run), 1.0)
-    monkeypatch.setattr(adaptation, "seconds_of", lambda work: 1.0)
-    params = init_from_sources(run, run.initial_params())
-    few, some, all_ = (measure_searches(run, params, sentences, seconds)["sentences"] for seconds in (0.0, 60.0, 1e9))
-    assert few == adaptation.FEWEST < some < all_ == adaptation.SENTENCES
-
-
 def fails(capsys, *arguments: Any) -> str:
     """The one line of an adaptation that is refused."""
     assert adapt(*arguments) == 2
     return capsys.readouterr().err.splitlines()[-1]
 
 
-def test_what_cannot_be_adapted_is_said_before_training(documents, encoder, tmp_path, capsys):
-    lines = [json.loads(line) for line in documents.read_text().splitlines()]
+def test_what_cannot_be_adapted_is_reported_before_training(documents, encoder, tmp_path, capsys):
+    first, rng = json.loads(documents.read_text().splitlines()[0]), np.random.default_rng(1)
+    texts = [{"title": "", "text": f"The {' '.join(rng.choice(WORDS, 8))}."} for _ in range(60)]
+    records = {
+        "one": [first],
+        "alike": [first | {"id": f"a{number}"} for number in range(60)],
+        "short": [first | text | {"id": f"a{number}"} for number, text in enumerate(texts)],
+        "asked": [{"question": "Who?", "answers": [], "gold_passage_id": "nowhere"}],
+    }
+    made = {name: write_lines(tmp_path / f"{name}.jsonl", lines) for name, lines in records.items()}
+    shutil.copytree(encoder, tmp_path / "plain")
+    (tmp_path / "plain" / "modules.json").unlink()
     (tmp_path / "empty").mkdir()
-    one = write_lines(tmp_path / "one.jsonl", lines[:1])
-    alike = write_lines(tmp_path / "alike.jsonl", [lines[0] | {"id": f"a{number}"} for number in range(60)])
-    assert "empty" in fails(capsys, tmp_path / "empty", encoder, tmp_path / "a")
-    assert "the corpus has 1 passages" in fails(capsys, one, encoder, tmp_path / "b")
-    assert "0 sentences of 20% of the documents stand in no other" in fails(capsys, alike, encoder, tmp_path / "c")
-    rng = np.random.default_rng(1)
-    short = [
-        lines[0] | {"id": f"a{n}", "title": "", "text": f"The {' '.join(rng.choice(WORDS, 8))}."} for n in range(60)
-    ]
-    said = fails(capsys, write_lines(tmp_path / "short.jsonl", short), encoder, tmp_path / "e")
-    assert "short.jsonl: 0 documents to learn from have a name" in said
-    assert "and there is no passage of two or more sentences" in said
-    said = fails(capsys, documents, encoder, tmp_path / "d", f"--forgetting={alike}")
-    assert f"{alike}: 0 sentences of 100% of the documents stand in no other" in said
-    assert not any((tmp_path / name / "evidence_contrast").exists() for name in "abcde")
+    few = "of the documents stand in no other"
+    for number, (source, start, options, *messages) in enumerate([
+        (tmp_path / "empty", encoder, [], "empty"),
+        (made["one"], encoder, [], "the corpus has 1 passages"),
+        (made["alike"], encoder, [], f"0 sentences of 20% {few}"),
+        (made["short"], encoder, [], "short.jsonl: 0 documents to learn from have a name",
+         "and there is no passage of two or more sentences"),
+        (documents, encoder, [f"--forgetting={made['alike']}"], f"{made['alike']}: 0 sentences of 100% {few}"),
+        (documents, encoder, [f"--questions={made['asked']}"],
+         "asked.jsonl: none can be judged (1 whose gold passage is not there)"),
+        (documents, tmp_path / "plain", [], "does not say how it makes a text a vector"),
+    ]):  # fmt: skip
+        output = tmp_path / f"run{number}"
+        told = fails(capsys, source, start, output, *options)
+        assert all(message in told for message in messages) and not (output / "evidence_contrast").exists()
 
 
 @pytest.mark.parametrize("pattern", ["*.md", "docs/*.md", "docs/*/*.md", "other/**/*.md"])
@@ -451,93 +394,65 @@ def test_documents_that_do_not_suffice_may_be_completed(documents, encoder, tmp_
     assert record["forgetting"]["passages"] == 15
 
 
-def test_questions_of_which_none_can_be_judged_are_refused(documents, encoder, tmp_path, capsys):
-    asked = write_lines(tmp_path / "asked.jsonl", [{"question": "Who?", "answers": [], "gold_passage_id": "nowhere"}])
-    said = fails(capsys, documents, encoder, tmp_path / "run", f"--questions={asked}")
-    assert "asked.jsonl: none can be judged (1 whose gold passage is not there)" in said
-
-
-def test_a_model_that_does_not_say_how_it_pools_is_refused(documents, encoder, tmp_path, capsys):
-    plain = tmp_path / "plain"
-    shutil.copytree(encoder, plain)
-    (plain / "modules.json").unlink()
-    assert "does not say how it makes a text a vector" in fails(capsys, documents, plain, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp_path, capsys):
-    said = fails(capsys, documents, encoder, done, "--merge=0.25")
-    assert "was begun with questions" in said and "give the same, or another --output" in said
-    (tmp_path / "config.json").write_text("{}")
-    assert "another run lies there" in fails(capsys, documents, encoder, tmp_path)
-    assert "--merge=2: give a weight" in fails(capsys, documents, encoder, tmp_path / "new", "--merge=2")
-    for minutes in ("0", "inf", "nan"):
-        said = fails(capsys, documents, encoder, tmp_path / "new", f"--minutes={minutes}")
-        assert f"--minutes={minutes}: give a number above 0" in said
-    (tmp_path / "vectors").mkdir()
-    (tmp_path / "vectors" / "vectors.npy").write_bytes(b"mine")
-    assert "has a vectors.npy of something else" in fails(capsys, documents, encoder, tmp_path / "vectors")
-    decided = {"evaluation.held_out": 0.5, "refresh.mode": "async", "data.path": "data"}
-    for key, value in (decided | {"model.shared_tower": True, "encoder.projection": 8}).items():
-        said = fails(capsys, documents, encoder, tmp_path / "new", f"--config.{key}={value}")
-        assert f"error: config.{key}: " in said and "leave it out" in said
-    own = tmp_path / "documents"
+    other, new, own, nowhere = (tmp_path / name for name in ("other", "new", "documents", "nowhere"))
+    (other / "vectors").mkdir(parents=True)
+    (other / "config.json").write_text("{}")
+    (other / "vectors" / "vectors.npy").write_bytes(b"mine")
     shutil.copytree(documents.parent, own, ignore=shutil.ignore_patterns("encoder", "vocabulary"))
-    for source in (own, own / "**" / "*.jsonl", own / "*" / "*" / "*.json*"):
-        assert "whose files are documents" in fails(capsys, source, encoder, own / "deep" / "run")
-    assert "which is the model to start from" in fails(capsys, documents, encoder, encoder / "run")
-    assert "nowhere" in fails(capsys, tmp_path / "nowhere", encoder, tmp_path / "new")
-    assert "nowhere" in fails(capsys, documents, encoder, tmp_path / "new", f"--forgetting={tmp_path / 'nowhere'}")
-    assert "no such folder; write hf:NAME" in fails(capsys, documents, tmp_path / "none", tmp_path / "new")
-    assert not (tmp_path / "new").exists() and not (own / "deep").exists()
+    decided = ("evaluation.held_out=0.5", "refresh.mode=async", "data.path=data", "model.shared_tower=True")
+    for source, start, output, option, message in [
+        (documents, encoder, done, "--merge=0.25", "was begun with questions"),
+        (documents, encoder, done, "--merge=0.25", "give the same, or another --output"),
+        (documents, encoder, other, "", "another run lies there"),
+        (documents, encoder, other / "vectors", "", "has a vectors.npy of something else"),
+        (documents, encoder, new, "--merge=2", "--merge=2: give a weight"),
+        *[(documents, encoder, new, f"--minutes={x}", f"={x}: give a number above 0") for x in ("0", "inf", "nan")],
+        *[
+            (documents, encoder, new, f"--config.{key}", f"error: config.{key.partition('=')[0]}: ")
+            for key in (*decided, "encoder.projection=8")
+        ],
+        (documents, encoder, new, "--config.data.path=data", "leave it out"),
+        (own, encoder, own / "deep" / "run", "", "whose files are documents"),
+        (own / "**" / "*.jsonl", encoder, own / "deep" / "run", "", "whose files are documents"),
+        (own / "*" / "*" / "*.json*", encoder, own / "deep" / "run", "", "whose files are documents"),
+        (documents, encoder, encoder / "run", "", "which is the model to start from"),
+        (nowhere, encoder, new, "", "nowhere"),
+        (documents, encoder, new, f"--forgetting={nowhere}", "nowhere"),
+        (documents, nowhere, new, "", "no such folder; write hf:NAME"),
+    ]:
+        assert message in fails(capsys, source, start, output, *filter(None, [option]))
+    assert not new.exists() and not (own / "deep").exists()
 
 
 def test_other_weights_under_the_name_of_the_start_are_refused(documents, encoder, tmp_path, monkeypatch, capsys):
-    start, model = tmp_path / "encoder", "model.safetensors"
+    start, weights = tmp_path / "encoder", tmp_path / "encoder" / "model.safetensors"
     shutil.copytree(encoder, start)
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(KeyError, match="power failure"):
         patch.setattr(adaptation, "measure", breaks_off(lambda *_: None))
-        with pytest.raises(KeyError, match="power failure"):
-            adapt(documents, start, tmp_path / "run")
-    weights = (start / model).read_bytes()
-    (start / model).write_bytes(weights[:-4] + np.float32(0.5).tobytes())
-    said = fails(capsys, documents, start, tmp_path / "run")
-    assert f"holds other weights than when {tmp_path / 'run'} was begun" in said
-    (start / model).write_bytes(weights)
+        adapt(documents, start, tmp_path / "run")
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-4] + np.float32(0.5).tobytes())
+    told = fails(capsys, documents, start, tmp_path / "run")
+    assert f"holds other weights than when {tmp_path / 'run'} was begun" in told
+    weights.write_bytes(content)
     assert adapt(documents, start, tmp_path / "run") == 0
-
-
-def test_what_cannot_be_read_is_left_out_and_counted(documents, encoder, questions, tmp_path, capsys):
-    broken, asked = tmp_path / "broken.jsonl", tmp_path / "questions.jsonl"
-    broken.write_text(documents.read_text() + '{"id": "cut", "te\n')
-    lost = {"question": "Who?", "answers": [], "gold_passage_id": "nowhere"}
-    asked.write_text(questions.read_text() + json.dumps(lost) + "\n")
-    assert adapt(broken, encoder, tmp_path / "run", f"--questions={asked}") == 0
-    record = read_json(tmp_path / "run" / "adapt.json")
-    assert record["plan"]["read"] == 61
-    assert record["plan"]["left_out"] == {"not JSON": 1, "questions whose gold passage is not there": 1}
-    assert record["measured"]["judged"]["queries"] == 12
-    assert "left out: " in (tmp_path / "run" / "report.html").read_text()
-    assert "whose gold passage is not there" in capsys.readouterr().out
-
-
-def test_what_other_documents_lost_is_measured_and_decides_nothing(documents, encoder, tmp_path, monkeypatch):
-    """Here of the same documents, so that all of them ask."""
-    monkeypatch.setattr(judge, "is_better", lambda *found: True)
-    assert adapt(documents, encoder, tmp_path / "run", "--merge=1", f"--forgetting={documents}") == 0
-    record = read_json(tmp_path / "run" / "adapt.json")
-    table = record["forgetting"]["table"]
-    assert record["forgetting"]["documents"] == 60 and {*table} == {"start", "adapted"}
-    assert table["start"][judge.GAIN]["queries"] > record["measured"]["table"]["start"][judge.GAIN]["queries"]
-    assert f"On other documents: {documents}" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_a_document_that_is_added_is_found_and_nothing_else_is_embedded(
     documents, encoder, tmp_path, monkeypatch, capsys
 ):
+    """And what other documents lost is measured, here of the same documents, so that all of them ask."""
+    run = tmp_path / "run"
     monkeypatch.setenv("REALM_CACHE_BYTES", "1000000")
-    assert adapt(documents, encoder, tmp_path / "run", "--merge=1") == 0
-    before = np.load(tmp_path / "run" / "vectors.npy")
+    monkeypatch.setattr(judge, "is_better", lambda *found: True)
+    assert adapt(documents, encoder, run, "--merge=1", f"--forgetting={documents}") == 0
+    record = read_json(run / "adapt.json")
+    table = record["forgetting"]["table"]
+    assert record["forgetting"]["documents"] == 60 and {*table} == {"start", "adapted"}
+    assert table["start"][judge.GAIN]["queries"] > record["measured"]["table"]["start"][judge.GAIN]["queries"]
+    assert f"On other documents: {documents}" in (run / "report.html").read_text()
+    before = np.load(run / "vectors.npy")
     new = {"id": "new", "title": "Life 60", "text": "The bardlo of Ada Moss was beck."}
     counts, embed = [], Run.embed
 
@@ -546,15 +461,15 @@ def test_a_document_that_is_added_is_found_and_nothing_else_is_embedded(
         return embed(self, params, progress, rows)
 
     monkeypatch.setattr(Run, "embed", counted)
-    arguments = "add", str(write_lines(tmp_path / "new.jsonl", [new])), f"--workdir={tmp_path / 'run'}"
-    assert cli.main(["corpus", *arguments]) == 0
+    added = write_lines(tmp_path / "new.jsonl", [new])
+    assert cli.main(["corpus", "add", str(added), f"--workdir={run}"]) == 0
     assert "written anew: vectors.npy" in capsys.readouterr().out
-    vectors = np.load(tmp_path / "run" / "vectors.npy")
+    vectors = np.load(run / "vectors.npy")
     assert vectors.shape == (61, 16) and np.isfinite(vectors).all() and vectors.any(axis=1).all()
     np.testing.assert_array_equal(vectors[:60], before)
     assert counts and counts[0] == 1, "the new one; then rows of the self-check"
     capsys.readouterr()
-    assert cli.main(["ask", "--json", f"--workdir={tmp_path / 'run'}", f"{new['title']} {new['text']}"]) == 0
+    assert cli.main(["ask", "--json", f"--workdir={run}", f"{new['title']} {new['text']}"]) == 0
     out = json.loads(capsys.readouterr().out)
     assert out["candidates"][0]["id"] == "new" and out["answer"]
 
@@ -592,16 +507,11 @@ def test_the_exported_folder_gives_our_vectors_in_sentence_transformers(done):
     assert abs(model.encode_query(asked) - model.encode_document(asked)).max() > 1e-5
 
 
-def test_the_index_of_faiss_finds_what_we_find(done, tmp_path):
-    faiss = pytest.importorskip("faiss")
+def test_the_index_of_faiss_and_the_table_of_vectors_have_the_passages(done):
+    faiss, parquet = pytest.importorskip("faiss"), pytest.importorskip("pyarrow.parquet")
     index, vectors = faiss.read_index(str(done / "index.faiss")), np.load(done / "vectors.npy")
     np.testing.assert_array_equal(index.search(vectors, 1)[1][:, 0], np.arange(60))
-
-
-def test_the_table_of_vectors_has_the_passages(done):
-    parquet = pytest.importorskip("pyarrow.parquet")
     rows = parquet.read_table(done / "vectors.parquet").to_pylist()
-    vectors = np.load(done / "vectors.npy")
     assert {row["id"] for row in rows} == {f"a{number}" for number in range(60)}
     assert {row["part"] for row in rows} == {0}
     np.testing.assert_array_equal(np.float32([row["vector"] for row in rows]), vectors)

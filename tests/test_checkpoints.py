@@ -4,12 +4,13 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import STEPS, Cut, assert_same_run, cut_at, open_inline, train_measured
+from runs import STEPS, assert_same_run, cut_off, open_inline, train_measured
 
 from realm_jax.cli import main as cli
 from realm_jax.errors import UserError
@@ -27,25 +28,24 @@ def flip(folder: Path, rng: np.random.Generator) -> None:
     path = files[rng.choice(len(files), p=sizes / sizes.sum())]
     content = bytearray(path.read_bytes())
     content[int(rng.integers(len(content)))] ^= 1 << int(rng.integers(8))
-    path.write_bytes(bytes(content))
+    path.write_bytes(content)
 
 
 def test_a_disk_that_is_full_for_a_checkpoint_is_named_without_the_tracebacks_of_threads(tmp_path):
     """As TensorStore and Orbax 0.12 report it."""
     fault = ValueError(f'RESOURCE_EXHAUSTED: Failed writing: "{300 * "x"}": No space left on device [os_error_code]')
-    says = (
-        r"saves: a checkpoint could not be written \(No space left on device\); make room, then run the command again"
-    )
-    with checkpoints.Checkpoints(tmp_path / "saves", keep=1) as saves, pytest.raises(StorageError, match=says):
+    message = r"saves: a checkpoint could not be written \(No space left on device\); make room, then run the command"
+    with checkpoints.Checkpoints(tmp_path / "saves", keep=1) as saves, pytest.raises(StorageError, match=message):
         with saves._writing():
             raise fault
-    (told,) = logging.getLogger("absl").filters[-1:]
-    for level, path, is_told in (
-        (logging.ERROR, "/lib/orbax/checkpoint/_src/futures/future.py", False),
-        (logging.WARNING, "/lib/orbax/checkpoint/_src/futures/future.py", True),
-        (logging.ERROR, "/lib/jax/_src/interpreters/pxla.py", True),
+    (is_logged,) = logging.getLogger("absl").filters[-1:]
+    for level, module, wanted in (
+        (logging.ERROR, "orbax/checkpoint/_src/futures/future.py", False),
+        (logging.WARNING, "orbax/checkpoint/_src/futures/future.py", True),
+        (logging.ERROR, "jax/_src/interpreters/pxla.py", True),
     ):
-        assert told(logging.LogRecord("absl", level, path, 1, "raised an exception", (), None)) is is_told
+        record = logging.LogRecord("absl", level, f"/lib/{module}", 1, "raised an exception", (), None)
+        assert is_logged(record) is wanted
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
@@ -53,10 +53,7 @@ def test_a_flipped_bit_of_a_checkpoint_changes_no_result(people, straight, tmp_p
     """Cut off after step 4, whose checkpoint then goes bad: training goes on from step 2, to the same bits. A bit that
     no array needs may go unnoticed."""
     run = open_inline(people, tmp_path)
-    with monkeypatch.context() as patch:
-        cut_at(patch, 5)
-        with pytest.raises(Cut):
-            train_measured(run)
+    cut_off(monkeypatch, lambda: train_measured(run), 5)
     newest = saved_folders(tmp_path / "realm" / "checkpoints")[0]
     assert newest.name == "4"
     flip(newest, np.random.default_rng(seed))
@@ -66,37 +63,43 @@ def test_a_flipped_bit_of_a_checkpoint_changes_no_result(people, straight, tmp_p
     assert_same_run(run, straight)
 
 
-def test_checkpoints_are_listed_and_verified(people, straight, tmp_path, capsys):
+def test_checkpoints_are_listed_and_verified(straight, tmp_path, capsys):
     shutil.copytree(straight.workdir, tmp_path / "run")
-    workdir = f"--workdir={tmp_path}/run"
-    assert cli.main(["storage", "ls", "--json", workdir]) == 0
-    listed = {entry["checkpoint"]: entry for entry in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert f"realm/{STEPS}" in listed and listed[f"realm/{STEPS}"]["state"] == "complete"
-    assert cli.main(["storage", "verify", workdir]) == 0
-    assert capsys.readouterr().out.count(": sound (") == len(listed)
-    assert cli.main(["storage", "verify", "--json", workdir]) == 0
-    verified = {entry["name"]: entry["state"] for entry in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert verified == dict.fromkeys(listed, "sound")
+    last = f"realm/{STEPS}"
+
+    def storage(*words):
+        code = cli.main(["storage", *words, f"--workdir={tmp_path}/run"])
+        return code, capsys.readouterr().out
+
+    def storage_json(*words):
+        code, lines = storage(*words, "--json")
+        return code, [json.loads(line) for line in lines.splitlines()]
+
+    code, entries = storage_json("ls")
+    listed = {entry["checkpoint"]: entry["state"] for entry in entries}
+    assert code == 0 and listed[last] == "complete"
+    code, told = storage("verify")
+    assert code == 0 and told.count(": sound (") == len(listed)
+    code, entries = storage_json("verify")
+    assert code == 0 and {entry["name"]: entry["state"] for entry in entries} == dict.fromkeys(listed, "sound")
     flip(tmp_path / "run" / "realm" / "checkpoints" / str(STEPS), np.random.default_rng(0))
-    assert cli.main(["storage", "verify", f"realm/{STEPS}", workdir]) == 1
-    assert f"realm/{STEPS}: DAMAGED: " in capsys.readouterr().out
-    assert cli.main(["storage", "verify", f"realm/{STEPS}", "--json", workdir]) == 1
-    entry = json.loads(capsys.readouterr().out)
-    assert entry["state"] == "damaged" and "damaged" in entry["reason"] and entry["seconds"] >= 0
-    assert cli.main(["storage", "verify", "realm/77", workdir]) == 2
+    code, told = storage("verify", last)
+    assert code == 1 and f"{last}: DAMAGED: " in told
+    code, [entry] = storage_json("verify", last)
+    assert code == 1 and entry["state"] == "damaged" and "damaged" in entry["reason"] and entry["seconds"] >= 0
+    assert storage("verify", "realm/77")[0] == 2
 
 
-def test_storage_that_fails_is_no_damage(people, straight, tmp_path, monkeypatch):
+def test_storage_that_fails_is_no_damage(straight, tmp_path, monkeypatch):
     """Nothing is set aside; and the same step may be damaged twice, or lack the file that makes it a checkpoint."""
-    shutil.copytree(straight.workdir / "realm" / "checkpoints", tmp_path / "checkpoints")
-    folder, names = tmp_path / "checkpoints", sorted(entry.name for entry in (tmp_path / "checkpoints").iterdir())
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "read_json", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error")))
-        with pytest.raises(
-            StorageError, match="could not be read .OSError: .Errno 5. Input/output error.; run the command again"
-        ):
-            SavedCheckpoint.newest_intact(folder, lambda saved: saved.step)
-    assert sorted(entry.name for entry in folder.iterdir()) == names
+    folder, error = tmp_path / "checkpoints", OSError(5, "Input/output error")
+    shutil.copytree(straight.workdir / "realm" / "checkpoints", folder)
+    names = {entry.name for entry in folder.iterdir()}
+    message = "could not be read .OSError: .Errno 5. Input/output error.; run the command again"
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match=message):
+        patch.setattr(checkpoints, "read_json", Mock(side_effect=error))
+        SavedCheckpoint.newest_intact(folder, lambda saved: saved.step)
+    assert {entry.name for entry in folder.iterdir()} == names
     for _ in range(2):
         shutil.copytree(folder / str(STEPS - 2), folder / str(STEPS), dirs_exist_ok=True)
         (folder / str(STEPS) / "_CHECKPOINT_METADATA").write_text("{")
@@ -104,22 +107,12 @@ def test_storage_that_fails_is_no_damage(people, straight, tmp_path, monkeypatch
     assert {f"{STEPS}.damaged", f"{STEPS}.damaged2"} <= {entry.name for entry in folder.iterdir()}
 
 
-def test_when_all_are_damaged_training_stops(people, tmp_path):
-    run = open_inline(people, tmp_path)
-    train_measured(run)
+def test_when_all_are_damaged_training_stops(people, straight, tmp_path):
+    shutil.copytree(straight.workdir, tmp_path, dirs_exist_ok=True)
     for folder in saved_folders(tmp_path / "realm" / "checkpoints"):
         flip(folder, np.random.default_rng(0))
     with pytest.raises(UserError, match="every checkpoint is damaged; start in another --workdir"):
-        train_measured(run)
-
-
-def test_what_a_save_leaves_is_returned(tmp_path, monkeypatch):
-    returned: list[bool] = []
-    monkeypatch.setattr(checkpoints, "free_heap", lambda: returned.append(True))
-    with checkpoints.Checkpoints(tmp_path / "saves", keep=1) as saves:
-        for step in (1, 2):
-            saves.save(step, {"weights": np.arange(4.0)}, {}, {}, wait=True)
-            assert len(returned) == step
+        train_measured(open_inline(people, tmp_path))
 
 
 def test_where_memory_is_short_a_save_holds_what_a_step_may_overwrite(tmp_path, monkeypatch):
@@ -143,6 +136,8 @@ def test_where_memory_is_short_a_save_holds_what_a_step_may_overwrite(tmp_path, 
 def test_damage_is_reported_with_the_name_of_the_array(tmp_path):
     with checkpoints.Checkpoints(tmp_path, keep=1) as saves:
         saves.save(3, {"bias": np.ones(2), "kernel": np.arange(4.0)}, {}, {}, wait=True)
+    (tmp_path / "3" / "CHECKSUMS.json").write_text("{}")  # as earlier versions wrote it
+    assert SavedCheckpoint.newest_intact(tmp_path, lambda saved: saved.read("state"))["kernel"].tolist() == [0, 1, 2, 3]
     record_file = tmp_path / "3" / checkpoints.METADATA
     content = json.loads(record_file.read_text())
     record = content["custom_metadata"]
@@ -150,10 +145,3 @@ def test_damage_is_reported_with_the_name_of_the_array(tmp_path):
     record_file.write_text(json.dumps(content | {"custom_metadata": record | {"digest": record_digest(record)}}))
     with pytest.raises(UserError, match=r"3 is damaged \(state\.kernel does not match the checksums of the save\)"):
         SavedCheckpoint.newest(tmp_path).verify()
-
-
-def test_a_checkpoint_with_digests_of_its_files_can_be_read(tmp_path):
-    with checkpoints.Checkpoints(tmp_path, keep=1) as saves:
-        saves.save(3, {"kernel": np.arange(4.0)}, {}, {}, wait=True)
-    (tmp_path / "3" / "CHECKSUMS.json").write_text("{}")  # as earlier versions wrote it
-    assert SavedCheckpoint.newest_intact(tmp_path, lambda saved: saved.read("state"))["kernel"].tolist() == [0, 1, 2, 3]

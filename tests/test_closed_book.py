@@ -5,11 +5,9 @@ import json
 import jax
 import numpy as np
 import pytest
-from tiny_run import PEOPLE, tiny_config
+from tiny_run import PEOPLE, open_config, tiny_config
 
-from realm_jax.assemble import make_run
 from realm_jax.cli import main as cli
-from realm_jax.config import validate
 from realm_jax.data.examples import Lengths, document_arrays
 from realm_jax.data.questions import Question
 from realm_jax.data.sources import Sources, open_sources
@@ -24,7 +22,6 @@ from realm_jax.tasks.closed_book import (
     predict_closed_book,
 )
 from realm_jax.train.recipe import train
-from realm_jax.train.workdir import check_workdir
 
 LENGTHS = Lengths(query=20, document=48, predictions=6, answers=2, span_width=4)
 QUESTION = "When was Ada Dahl born?"
@@ -40,48 +37,37 @@ def ids(sources: Sources, text: str) -> list[int]:
 
 
 def test_the_answer_s_places_follow_the_question_and_end_with_sep(sources):
+    """A long question is cut so that the places stay."""
     tokenizer = sources.tokenizer
     query = closed_book_query("born?", tokenizer, LENGTHS)
     asked = ids(sources, "born?")
     wanted = [tokenizer.cls_id, *asked, *[tokenizer.mask_id] * 4, tokenizer.sep_id]
     assert query["query_length"] == len(wanted)
-    assert query["query"][: len(wanted)].tolist() == wanted
-    assert (query["query"][len(wanted) :] == tokenizer.pad_id).all()
-    first = 1 + len(asked)
-    assert query["positions"].tolist() == [first, first + 1, first + 2, first + 3, 0, 0]
+    assert query["query"].tolist() == wanted + [tokenizer.pad_id] * (LENGTHS.query - len(wanted))
+    assert query["positions"].tolist() == [*range(1 + len(asked), 5 + len(asked)), 0, 0]
+    long = closed_book_query(QUESTION * 5, tokenizer, LENGTHS)
+    assert long["query_length"] == LENGTHS.query and long["query"][-1] == tokenizer.sep_id
+    assert (long["query"][long["positions"][:4]] == tokenizer.mask_id).all()
 
 
-def test_a_long_question_is_cut_so_that_the_places_stay(sources):
-    query = closed_book_query(QUESTION * 5, sources.tokenizer, LENGTHS)
-    assert query["query_length"] == LENGTHS.query
-    assert (query["query"][query["positions"][:4]] == sources.tokenizer.mask_id).all()
-    assert query["query"][-1] == sources.tokenizer.sep_id
-
-
-def question_examples(sources: Sources, answer: str, lengths: Lengths = LENGTHS) -> list[dict]:
-    """What forty draws give where a training question is drawn."""
+def question_examples(sources: Sources, answer: str) -> list[dict]:
+    """The examples of a training question among forty draws."""
     questions = [Question("born?", [answer, "something else"], {}, {}, 1)]
-    examples = closed_book_examples(sources.pretraining, questions, sources.tokenizer, lengths)
+    examples = closed_book_examples(sources.pretraining, questions, sources.tokenizer, LENGTHS)
     drawn = [examples.make(0, np.random.default_rng(seed)) for seed in range(40)]
-    wanted = closed_book_query("born?", sources.tokenizer, lengths)["query"]
+    wanted = closed_book_query("born?", sources.tokenizer, LENGTHS)["query"]
     return [example for example in drawn if np.array_equal(example["query"], wanted)]
 
 
-@pytest.mark.parametrize("answer", ["18", "1801 in Adaville", "in 18"])
-def test_targets_are_the_first_answer_filled_up_with_sep(sources, answer):
+@pytest.mark.parametrize("answer", ["18", "1800", "in 18", "1801 in Adaville"])
+def test_targets_are_the_first_answer_filled_up_with_sep_and_read_back_as_the_answer(sources, answer):
+    """There are more predictions than places; those at [CLS] mean nothing, even if no [SEP] ends the answer."""
     example, *_ = question_examples(sources, answer)
     pieces = ids(sources, answer)[:4]
     assert example["targets"].tolist() == pieces + [sources.tokenizer.sep_id] * (4 - len(pieces)) + [0, 0]
     assert example["weights"].tolist() == [1, 1, 1, 1, 0, 0]
-
-
-def test_targets_read_back_are_the_answer_whatever_is_predicted_elsewhere(sources):
-    """There are more predictions than places; those at [CLS] mean nothing, even where no [SEP] ends the answer."""
-    for answer in ("18", "1800", "in 1800"):
-        example, *_ = question_examples(sources, answer)
-        guesses = np.where(example["weights"] > 0, example["targets"], ids(sources, "house")[0])
-        kept = ids(sources, answer)[:4]
-        assert closed_book_answer(guesses, sources.tokenizer, LENGTHS) == sources.tokenizer.decode(kept)
+    guesses = np.where(example["weights"] > 0, example["targets"], ids(sources, "house")[0])
+    assert closed_book_answer(guesses, sources.tokenizer, LENGTHS) == sources.tokenizer.decode(pieces)
 
 
 def test_half_the_examples_are_questions_and_half_masked_sentences_all_without_a_passage(sources):
@@ -110,12 +96,11 @@ def test_what_is_missing_is_named(sources):
 
 @pytest.fixture(scope="module")
 def alone(people, tmp_path_factory, quick_steps):
-    """A run of the task by itself."""
+    """A run of this task only."""
     config = tiny_config(people)
     config.tasks = "closed_book"
     config.closed_book.update(steps=2, batch_size=4)
-    run = make_run(config, tmp_path_factory.mktemp("alone"), open_sources(people), jax.devices()[:1])
-    check_workdir(run)
+    run = open_config(config, tmp_path_factory.mktemp("alone"))
     train(run)
     return run
 
@@ -148,25 +133,14 @@ def test_the_probability_is_of_the_pieces_up_to_the_end(alone):
     assert answers[0].probability == pytest.approx(np.exp(log_p.max(axis=-1)[: last + 1].sum()), rel=1e-4)
 
 
-def told(capsys) -> str:
-    return capsys.readouterr().err
-
-
-def test_there_is_nothing_to_show_beside_its_answers(alone, capsys):
-    workdir = f"--workdir={alone.workdir}"
-    assert cli.main(["ask", workdir, "When was Ada Dahl born?"]) == 2
-    assert "closed_book was trained there, which answers without passages; use `realm predict`" in told(capsys)
-    assert cli.main(["inspect", "text", "Ada was born in [1803].", workdir]) == 2
-    assert "there is no p(z|x) to look at: task closed_book" in told(capsys)
-    assert cli.main(["inspect", "text", "When was Ada Dahl born?", workdir]) == 2
-    assert "there is no p(z|x) to look at: task closed_book" in told(capsys)
-
-
-def test_it_is_a_recipe_of_its_own(people):
-    config = tiny_config(people)
-    config.tasks = "mlm,closed_book"
-    validate(config)
-    for tasks in ("ict,closed_book", "closed_book,mlm"):
-        config.tasks = tasks
-        with pytest.raises(UserError, match="config.tasks: closed_book is a recipe of its own"):
-            validate(config)
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["ask", QUESTION], "closed_book was trained there, which answers without passages; use `realm predict`"),
+        (["inspect", "text", "Ada was born in [1803]."], "there is no p(z|x) to look at: task closed_book"),
+        (["inspect", "text", QUESTION], "there is no p(z|x) to look at: task closed_book"),
+    ],
+)
+def test_there_is_nothing_to_show_beside_its_answers(alone, capsys, words, message):
+    assert cli.main([*words, f"--workdir={alone.workdir}"]) == 2
+    assert message in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_rows_of_an_edited_store_are_laid_out_as_those_of_one_made_anew(workdir)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.usefixtures("quick_steps")
 def test_only_what_changed_is_embedded(workdir, monkeypatch, capsys):
     """The first edit embeds everything once, because no generation was there; later ones share it."""
     embedded = []

@@ -7,32 +7,19 @@ Every task, every way to an index. Here the power goes off between two steps; `t
 import hashlib
 import logging
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import jax
 import pytest
-from runs import Cut, builder, cut_at, metrics, open_tiny, train
+from runs import builder, cut_off, metrics, open_tiny, train
 from tiny_run import prepare_people
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
 
-class Way(NamedTuple):
-    """A task and how it retrieves."""
-
-    task: str
-    mode: str = "inline"
-    backend: str = "device"
-    ahead: int = 1
-
-    @property
-    def name(self) -> str:
-        return "-".join(map(str, self if self.backend == "scann" else self[:3]))
-
-
-SCANN = [Way("realm", mode, "scann", ahead) for mode in ("inline", "async") for ahead in (0, 1, 3)]
-WAYS = [Way("mlm"), Way("ict"), Way("realm"), Way("realm", "async"), Way("qa"), *SCANN]
-QUICK = Way("realm", "async")
+SCANN = [("realm", mode, "scann", ahead) for mode in ("inline", "async") for ahead in (0, 1, 3)]
+TASKS = [(task, "inline", "device", 1) for task in ("mlm", "ict", "realm", "qa")]
+QUICK = ("realm", "async", "device", 1)
+WAYS = [pytest.param(*way, marks=[] if way == QUICK else pytest.mark.slow) for way in (*TASKS, QUICK, *SCANN)]
 
 
 def sha256(params) -> str:
@@ -48,25 +35,19 @@ def data(tmp_path_factory):
     return prepare_people(tmp_path_factory.mktemp("people"), house="of {}")
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, id=way.name, marks=[] if way == QUICK else pytest.mark.slow) for way in WAYS]
-)
-def test_parameters_after_a_kill_have_the_same_sha256(data, tmp_path, monkeypatch, caplog, way):
+@pytest.mark.parametrize("task, mode, backend, ahead", WAYS)
+def test_parameters_after_a_kill_have_the_same_sha256(data, tmp_path, monkeypatch, caplog, task, mode, backend, ahead):
     """Cut off before step 8 of 8 and resumed from the checkpoint of step 6, searches under way with it."""
     caplog.set_level(logging.INFO, "realm_jax")
-    if way.backend == "scann":
+    if backend == "scann":
         pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
-    found, records = [], []
-    for name, cut in (("straight", None), ("killed", 7)):
-        retrieval, ahead = {"backend": way.backend}, way.ahead
-        run = open_tiny(data, tmp_path / name, task=way.task, retrieval=retrieval, ahead=ahead, mode=way.mode)
-        with builder(run) if way.mode == "async" else nullcontext(), monkeypatch.context() as patch:
-            if cut is not None:
-                cut_at(patch, cut)
-                with pytest.raises(Cut):
-                    train(run)
-            found.append(sha256(train(run)))
+    checksums, records = [], []
+    for name, cuts in (("straight", []), ("killed", [7])):
+        run = open_tiny(data, tmp_path / name, task=task, retrieval={"backend": backend}, ahead=ahead, mode=mode)
+        with builder(run) if mode == "async" else nullcontext():
+            cut_off(monkeypatch, lambda run=run: train(run), *cuts)
+            checksums.append(sha256(train(run)))
         records.append(metrics(run))
-        print(f"{way.name} {name}: {found[-1]}")
-    assert f"{way.task}: resuming from step 6" in caplog.text
-    assert found[0] == found[1] and records[0] == records[1]
+        print(f"{task} {mode} {backend} {name}: {checksums[-1]}")
+    assert f"{task}: resuming from step 6" in caplog.text
+    assert checksums[0] == checksums[1] and records[0] == records[1]

@@ -4,7 +4,6 @@ import logging
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import jax
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from realm_jax.train import guards
 from realm_jax.train.guards import HUNG, TRACED, CompileGuard, Profiler, Watchdog
 from realm_jax.train.metrics import MetricLogger, StepCost
 from realm_jax.train.records import read_lines
@@ -20,17 +18,15 @@ from realm_jax.train.records import read_lines
 HANGS = """
 import time
 from realm_jax.train.guards import Watchdog
-def stuck():
-    time.sleep(60)
 with Watchdog(0.2, "realm") as watchdog:
-    stuck()
+    time.sleep(60)
 """
 
 
 def test_a_hang_ends_the_process_and_shows_where_it_was():
     ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
     assert ended.returncode == HUNG
-    assert "realm: no progress for" in ended.stderr and "in stuck" in ended.stderr
+    assert "realm: no progress for" in ended.stderr and "line 5 in <module>" in ended.stderr
 
 
 def test_who_moves_is_left_alone():
@@ -44,22 +40,16 @@ def test_who_moves_is_left_alone():
     assert not ended
 
 
-def test_sigusr1_traces_the_next_steps(tmp_path):
+@pytest.mark.parametrize("steps", [range(3, 12), range(3, 3 + TRACED - 1)])
+def test_sigusr1_traces_the_next_steps(tmp_path, steps):
+    """Also if the end cuts it off."""
     with Profiler(tmp_path) as profiler:
-        for step in range(3, 12):
+        for step in steps:
             profiler.at(step)
             if step == 3:
                 signal.raise_signal(signal.SIGUSR1)
             jnp.ones(3).sum().block_until_ready()
     assert [folder.name for folder in tmp_path.iterdir()] == ["4"]
-    assert list(tmp_path.rglob("*.xplane.pb"))
-
-
-def test_a_trace_that_the_end_cuts_off_is_written(tmp_path):
-    with Profiler(tmp_path) as profiler:
-        signal.raise_signal(signal.SIGUSR1)
-        for step in range(2, 2 + TRACED - 1):
-            profiler.at(step)
     assert list(tmp_path.rglob("*.xplane.pb")) and signal.getsignal(signal.SIGUSR1) != profiler._request
 
 
@@ -73,16 +63,6 @@ def test_another_program_is_told_once(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "step 2: its program was compiled again (2 programs now): shape, dtype or place of an argument changed"
     ]
-
-
-def test_what_the_compiler_leaves_is_returned_after_each_program(monkeypatch):
-    step, returned = jax.jit(lambda x: x + 2), []
-    monkeypatch.setattr(guards, "free_heap", lambda: returned.append(True))
-    guard = CompileGuard(step, expected=2)
-    for number, size in enumerate((2, 2, 3, 3)):
-        step(np.ones(size))
-        guard.check(number)
-    assert len(returned) == 2
 
 
 def test_records_say_where_the_time_went(tmp_path):
@@ -102,9 +82,3 @@ def test_records_say_where_the_time_went(tmp_path):
     assert last["mfu"] == pytest.approx(2e6 / last["step_seconds"] / 1e9)
     assert last["wait_index"] > 0.3 and last["wait_data"] == last["wait_checkpoint"] == 0
     assert 4 * last["step_seconds"] / 20 < last["goodput"] < 4 * last["step_seconds"] / 10
-
-
-def test_the_watchdog_s_thread_ends_with_it():
-    with Watchdog(60.0, "realm"):
-        assert any(thread.name == "watchdog" for thread in threading.enumerate())
-    assert not any(thread.name == "watchdog" for thread in threading.enumerate())

@@ -61,13 +61,6 @@ def test_five_steps_are_those_of_the_published_formula():
         np.testing.assert_allclose(found[name], wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_the_first_step_moves_nothing():
-    optimizer = make_optimizer(PEAK, TOTAL, WARMUP)
-    params = {"kernel": jnp.ones((2, 2))}
-    updates, _ = optimizer.update({"kernel": jnp.ones((2, 2))}, optimizer.init(params), params)
-    assert not updates["kernel"].any()
-
-
 def test_the_rate_rises_to_the_peak_then_jumps_down_by_the_share_of_the_warm_up():
     """At step W the rate is peak · (1 − W / total): the decay counts from step 0."""
     rate = [float(learning_rate(step, 1.0, 1000, 100)) for step in (0, 1, 50, 99, 100, 500, 999, 1000, 1200)]
@@ -79,25 +72,26 @@ def test_the_warm_up_is_a_tenth_between_100_and_10000(total, wanted):
     assert warmup_steps(total) == wanted
 
 
+def steps(optimizer, params, gradients, count):
+    """The updates of so many steps with the same gradients; parameters stay."""
+    state, updates = optimizer.init(params), []
+    for _ in range(count):
+        update, state = optimizer.update(gradients, state, params)
+        updates.append(update)
+    return updates
+
+
 def test_a_warm_up_of_zero_takes_the_rule():
     params = {"kernel": jnp.ones((1, 1))}
-    ruled, given = make_optimizer(1.0, 2000, 0), make_optimizer(1.0, 2000, 200)
-    states = [optimizer.init(params) for optimizer in (ruled, given)]
-    for _ in range(3):
-        moved = [o.update(params, state, params) for o, state in zip((ruled, given), states, strict=True)]
-        states = [state for _, state in moved]
-        np.testing.assert_array_equal(moved[0][0]["kernel"], moved[1][0]["kernel"])
-    assert moved[0][0]["kernel"] != 0
+    ruled, given = (steps(make_optimizer(1.0, 2000, warmup), params, params, 3) for warmup in (0, 200))
+    assert ruled == given and ruled[-1]["kernel"] != 0
 
 
 def test_biases_and_layer_norms_do_not_decay_and_all_matrices_do():
     params = jax.eval_shape(tiny_realm().init, jax.random.key(0))
-    flags = {
-        jax.tree_util.keystr(path): flag
-        for path, flag in jax.tree_util.tree_leaves_with_path(weight_decay_mask(params))
-    }
-    shapes = {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
-    assert flags == {name: len(shape) == 2 for name, shape in shapes.items()}
+    masked, sized = map(jax.tree_util.tree_leaves_with_path, (weight_decay_mask(params), params))
+    flags = {jax.tree_util.keystr(path): flag for path, flag in masked}
+    assert flags == {jax.tree_util.keystr(path): len(array.shape) == 2 for path, array in sized}
     assert not flags["['reader']['mlm_bias']"] and not flags["['reader']['span_norm']['scale']"]
     assert flags["['reader']['bert']['words']['embedding']"]
 
@@ -108,12 +102,8 @@ def test_a_held_retriever_stays_then_rises_to_full_updates():
     gradients = jax.tree.map(jnp.ones_like, params)
 
     def moves(start):
-        optimizer = make_optimizer(0.1, 100, 1, start)
-        state, found = optimizer.init(params), []
-        for _ in range(7):
-            updates, state = optimizer.update(gradients, state, params)
-            found.append([float(updates[name]["kernel"][0]) for name in ("reader", "query_embedder")])
-        return np.array(found)
+        updates = steps(make_optimizer(0.1, 100, 1, start), params, gradients, 7)
+        return np.array([[float(one[name]["kernel"][0]) for name in ("reader", "query_embedder")] for one in updates])
 
     held, free = moves(3), moves(0)
     np.testing.assert_allclose(held[:, 0], free[:, 0], rtol=1e-6)
@@ -132,9 +122,7 @@ def test_parts_of_the_model_move_at_rates_of_their_own_and_frozen_words_stay():
     gradients = zero_frozen_gradients(jax.tree.map(jnp.ones_like, params), rates)
     assert not gradients["reader"]["bert"]["words"]["embedding"].any()
     optimizer = make_optimizer(0.1, 100, 1, rates=rates, bias_correction=True)
-    state = optimizer.init(params)
-    for _ in range(2):
-        updates, state = optimizer.update(gradients, state, params)
+    updates = steps(optimizer, params, gradients, 2)[-1]
     moved = {
         "encoder": updates["reader"]["bert"]["layer_0"]["query"]["kernel"],
         "head": updates["reader"]["span_score"]["kernel"],
@@ -153,8 +141,6 @@ def test_bias_correction_makes_the_first_steps_as_long_as_the_rate(corrected, mo
     monkeypatch.setattr(optimizer_module, "WEIGHT_DECAY", 0.0)
     optimizer = make_optimizer(0.1, 10**6, 1, bias_correction=corrected)
     params = {"reader": {"kernel": jnp.ones(1)}}
-    state = optimizer.init(params)
-    for _ in range(2):
-        updates, state = optimizer.update(params, state, params)
+    updates = steps(optimizer, params, params, 2)[-1]
     step = -float(updates["reader"]["kernel"][0])
     assert step == pytest.approx(0.1, rel=1e-3) if corrected else step > 0.3

@@ -2,17 +2,18 @@
 its files for a release say."""
 
 import ast
+import functools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import zipfile
 from configparser import ConfigParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -49,78 +50,66 @@ def package_files() -> list[str]:
     return sorted(path.relative_to(ROOT).as_posix() for path in files)
 
 
+def python(*command: str, **options: Any) -> str:
+    """Run Python; returns stdout."""
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory) -> Path:
-    """A source archive, built from a copy so that no old build folder of the checkout gets into it."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("sdist")
+def built(tmp_path_factory) -> dict[str, Path]:
+    """The source archive, the wheel that `pip install` makes of it, and the folder where that is installed.
+
+    The archive is built from a copy, so that no old build folder of the checkout gets into it.
+    """
+    source, archives, wheels, target = (
+        tmp_path_factory.mktemp(name) for name in ("source", "sdist", "wheel", "target")
+    )
     for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     for name in ("realm_jax", "configs", "tests"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     program = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-    done = subprocess.run([sys.executable, "-c", program, str(out)], cwd=source, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (built,) = out.glob("*.tar.gz")
-    return built
+    python("-c", program, str(archives), cwd=source)
+    (sdist,) = archives.glob("*.tar.gz")
+    pip = "-m", "pip", "-q"
+    python(*pip, "wheel", str(sdist), "--no-deps", "--no-build-isolation", "--no-index", f"--wheel-dir={wheels}")
+    (wheel,) = wheels.glob("*.whl")
+    python(*pip, "install", str(wheel), "--no-deps", "--no-index", f"--target={target}")
+    return {"sdist": sdist, "wheel": wheel, "installed": target}
 
 
-@pytest.fixture(scope="module")
-def wheel(sdist, tmp_path_factory) -> Path:
-    """A wheel, built from the archive as `pip install` of it does."""
-    out = tmp_path_factory.mktemp("wheel")
-    pip("wheel", str(sdist), "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(out))
-    (built,) = out.glob("*.whl")
-    return built
+@pytest.fixture
+def run_installed(built, tmp_path):
+    """Runs Python in another folder with the installed wheel first on its path."""
+    environment = os.environ | {"PYTHONPATH": str(built["installed"]), "PYTHONSAFEPATH": "1", "JAX_PLATFORMS": "cpu"}
+    return functools.partial(python, cwd=tmp_path, env=environment)
 
 
-@pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory) -> Path:
-    target = tmp_path_factory.mktemp("installed")
-    pip("install", str(wheel), "--no-deps", "--no-index", "--target", str(target))
-    return target
-
-
-def pip(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "pip", "-q", *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def run_installed(installed: Path, folder: Path, *command: str) -> str:
-    """Runs Python in `folder` with the installed wheel first on its path; returns stdout."""
-    environment = os.environ | {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1", "JAX_PLATFORMS": "cpu"}
-    command = (sys.executable, *command)
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_the_wheel_holds_every_file_of_the_package_and_the_licence(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
+def test_archive_and_wheel_hold_every_file_of_the_package_and_the_license(built):
+    names = zipfile.ZipFile(built["wheel"]).namelist()
     assert sorted(name for name in names if name.startswith("realm_jax/")) == package_files()
     assert any(name.endswith("/LICENSE") for name in names)
     assert not [name for name in names if name.startswith(("tests/", "configs/", "build/"))]
-
-
-def test_the_archive_holds_every_file_of_the_package_and_what_builds_it(sdist):
-    with tarfile.open(sdist) as archive:
+    with tarfile.open(built["sdist"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {name for name in names if re.match(r"realm_jax/.*\.", name)} == {*package_files()}
-    assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE"} <= names
-    assert "realm_jax/py.typed" in names and not [name for name in names if name.startswith(("tests/", "build/"))]
+    assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", "realm_jax/py.typed"} <= names
+    assert not [name for name in names if name.startswith(("tests/", "build/"))]
 
 
-def test_the_installed_command_works_from_another_folder(installed, tmp_path):
-    told = run_installed(installed, tmp_path, "-m", "realm_jax", "--help")
+def test_the_installed_command_works_from_another_folder(built, run_installed):
+    told = run_installed("-m", "realm_jax", "--help")
     assert told.startswith("usage: realm ") and "doctor" in told
-    assert run_installed(installed, tmp_path, "-m", "realm_jax", "train", "--help-config") == reference()
-    report = json.loads(run_installed(installed, tmp_path, "-m", "realm_jax", "doctor", "--json"))
-    assert report["realm_jax"].endswith(f"({installed / 'realm_jax'})")
+    assert run_installed("-m", "realm_jax", "train", "--help-config") == reference()
+    report = json.loads(run_installed("-m", "realm_jax", "doctor", "--json"))
+    assert report["realm_jax"].endswith(f"({built['installed'] / 'realm_jax'})")
     assert {"jax", "flax", "optax"} <= {*report["packages"]}
-    script = installed / "bin" / "realm"
-    assert run_installed(installed, tmp_path, str(script), "--version").startswith("realm_jax ")
+    assert run_installed(str(built["installed"] / "bin" / "realm"), "--version").startswith("realm_jax ")
 
 
-def test_every_config_is_found_by_its_name_far_from_the_checkout(installed, tmp_path):
+def test_every_config_is_found_by_its_name_far_from_the_checkout(run_installed):
     configs = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
     program = (
         "from realm_jax import config, config_flags, recipes\n"
@@ -129,18 +118,9 @@ def test_every_config_is_found_by_its_name_far_from_the_checkout(installed, tmp_
         "    like = ablate._config_template if name == 'ablations' else None\n"
         "    print(name, config_flags.load_config(name, [], config.default, like=like).get('tasks', 'rows'))"
     )
-    found = dict(line.split() for line in run_installed(installed, tmp_path, "-c", program).splitlines())
+    found = dict(line.split() for line in run_installed("-c", program).splitlines())
     assert sorted(found) == configs and {"real_text", "quickstart", "ablations"} <= {*configs}
     assert found["realm_wiki"] == "realm"
-
-
-def test_every_module_of_the_package_is_imported_from_the_wheel(installed, tmp_path):
-    sources = [name for name in package_files() if name.endswith(".py") and not name.startswith("realm_jax/configs/")]
-    modules = [name.removesuffix(".py").replace("/", ".") for name in sources]
-    modules = [name.removesuffix(".__init__") for name in modules]
-    program = f"import importlib\nfor name in {modules}: print(importlib.import_module(name).__file__)"
-    files = run_installed(installed, tmp_path, "-c", program).splitlines()
-    assert len(files) == len(modules) and all(file.startswith(str(installed)) for file in files)
 
 
 def setup() -> ConfigParser:
@@ -153,46 +133,18 @@ def names_in(requirements: str) -> set[str]:
     return {re.split(r"[<>=;\[ ]", line, maxsplit=1)[0] for line in requirements.splitlines() if line}
 
 
-def required_names() -> set[str]:
-    return names_in(setup()["options"]["install_requires"])
-
-
-def optional_names() -> set[str]:
-    """Of extras for users; JAX's own are not imported by us."""
-    extras = setup()["options.extras_require"]
-    return set().union(*(names_in(extras[name]) for name in extras if name not in ("test", "cuda", "tpu")))
-
-
-def imported_names() -> set[str]:
-    """Top-level names that the package imports, without its own and the standard library's."""
-    names: set[str] = set()
+def test_what_is_imported_is_required_or_an_extra_and_what_is_required_is_imported():
+    imported: set[str] = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
-                names |= {alias.name.partition(".")[0] for alias in node.names}
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                names.add(node.module.partition(".")[0])
-    return names - sys.stdlib_module_names - {"realm_jax"}
-
-
-def test_what_is_imported_is_required_or_an_extra_and_what_is_required_is_imported():
-    imported = {DISTRIBUTION.get(name, name) for name in imported_names()}
-    assert imported - optional_names() == required_names()
-
-
-def test_both_sets_of_pins_move_jax_and_flax_together():
-    lines = [line for line in setup()["options"]["install_requires"].splitlines() if re.match("(jax|flax)[<>=]", line)]
-    markers = sorted(line.partition("; ")[2] for line in lines)
-    assert markers == ['python_version < "3.12"'] * 2 + ['python_version >= "3.12"'] * 2
-
-
-def test_the_console_script_of_this_environment_is_the_command():
-    assert setup()["options.entry_points"]["console_scripts"].strip() == "realm = realm_jax.cli.main:main"
-    script = Path(sysconfig.get_path("scripts")) / "realm"
-    if not script.exists():
-        pytest.skip("realm-jax is not installed in this environment")
-    done = subprocess.run([script, "--version"], capture_output=True, text=True)
-    assert done.stdout.startswith("realm_jax ")
+                imported.add(node.module.partition(".")[0])
+    imported = {DISTRIBUTION.get(name, name) for name in imported - sys.stdlib_module_names - {"realm_jax"}}
+    extras = setup()["options.extras_require"]  # JAX's own are not imported by us
+    optional = [names_in(extras[name]) for name in extras if name not in ("test", "cuda", "tpu")]
+    assert imported - set().union(*optional) == names_in(setup()["options"]["install_requires"])
 
 
 def test_what_is_cited_and_the_changes_are_of_this_version():

@@ -11,7 +11,6 @@ from realm_jax.cli.prepare import prepare
 from realm_jax.data.examples import LENGTH_MULTIPLE, WINDOW, Bm25Hits, Examples, Lengths, contains_items, dataset
 from realm_jax.data.questions import Question
 from realm_jax.data.sources import open_sources
-from realm_jax.tasks import qa_examples
 from realm_jax.tasks.qa import Qa
 from realm_jax.tasks.qa_examples import NO_ROW, first_row_with_answer, gold_row, positive_examples, with_search
 
@@ -48,25 +47,21 @@ def test_the_gold_row_holds_an_answer_and_most_of_the_question(sources):
     assert gold_row(store, engine, tokenizer, LENGTHS) == next(r for r in holding if "engine" in store.text(r))
 
 
-def test_any_of_several_gold_documents_may_hold_the_answer(sources):
-    store, tokenizer = sources.passages, sources.tokenizer
-    late = Question("where did Emmy move late", ["London", "Trier"], {"absent": 2, "short": 1, "other": 1})
-    assert gold_row(store, late, tokenizer, LENGTHS) == rows_of(sources, "other")[0]
-    trier = Question("where did Emmy move late", ["Trier"], {"other": 2, "short": 1})
-    assert gold_row(store, trier, tokenizer, LENGTHS) == rows_of(sources, "short")[0]
-
-
-def test_the_answers_of_a_question_are_encoded_once(sources, monkeypatch):
-    calls, encode = [], qa_examples.answer_pieces
-    monkeypatch.setattr(qa_examples, "answer_pieces", lambda *given: calls.append(given) or encode(*given))
-    assert len(rows_of(sources, "long")) > 1
-    gold_row(sources.passages, Question("where was Ada born", ["London"], {"long": 1}), sources.tokenizer, LENGTHS)
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize("gold, answers", [({"short": 1}, ["London"]), ({}, ["Trier"]), ({"absent": 1}, ["Trier"])])
-def test_there_may_be_no_gold_row(sources, gold, answers):
-    assert gold_row(sources.passages, Question("where", answers, gold), sources.tokenizer, LENGTHS) == NO_ROW
+@pytest.mark.parametrize(
+    "question, answers, gold, document",
+    [
+        # Any of several gold documents may hold the answer.
+        ("where did Emmy move late", ["London", "Trier"], {"absent": 2, "short": 1, "other": 1}, "other"),
+        ("where did Emmy move late", ["Trier"], {"other": 2, "short": 1}, "short"),
+        # There may be none.
+        ("where", ["London"], {"short": 1}, None),
+        ("where", ["Trier"], {}, None),
+        ("where", ["Trier"], {"absent": 1}, None),
+    ],
+)
+def test_the_gold_row_is_one_of_the_gold_documents(sources, question, answers, gold, document):
+    row = gold_row(sources.passages, Question(question, answers, gold), sources.tokenizer, LENGTHS)
+    assert row == (rows_of(sources, document)[0] if document else NO_ROW)
 
 
 def test_without_a_gold_document_the_first_retrieved_row_with_an_answer_counts(sources):
@@ -83,16 +78,18 @@ def test_pieces_are_found_on_their_own_borders_alone():
     assert not contains_items(text, text[1:3], 2)
 
 
-def examples_of(sources, titles=True):
-    store = sources.passages
-    questions = [Question(f"where was it {'again ' * (row % 4)}", ["London"]) for row in range(len(store))]
-    return positive_examples(questions, range(len(store)), store, sources.tokenizer, LENGTHS, titles), questions
+def examples_of(sources, total: int, titles: bool = True) -> Examples:
+    """Examples, each with its number, of questions of several lengths and one passage after another."""
+    questions = [Question(f"where was it {'again ' * (number % 5)}", ["London"]) for number in range(total)]
+    rows = [number % len(sources.passages) for number in range(total)]
+    examples = positive_examples(questions, rows, sources.passages, sources.tokenizer, LENGTHS, titles)
+    return examples._replace(make=lambda number, rng: examples.make(number, rng) | {"number": np.int32(number)})
 
 
 @pytest.mark.parametrize("titles", [True, False])
 def test_the_joint_has_question_and_passage_and_its_length_is_known_beforehand(sources, titles):
-    examples, questions = examples_of(sources, titles)
     store, tokenizer = sources.passages, sources.tokenizer
+    examples = examples_of(sources, len(store), titles)
     for row in range(len(store)):
         arrays = examples.make(row, np.random.default_rng(0))
         used, start = int(arrays["joint_length"]), int(arrays["body_start"])
@@ -100,38 +97,22 @@ def test_the_joint_has_question_and_passage_and_its_length_is_known_beforehand(s
         body = store.body_tokens(row)
         np.testing.assert_array_equal(arrays["joint"][start : start + len(body)], body)
         before = tokenizer.decode(arrays["joint"][:start].tolist())
-        assert questions[row].question.split()[0] in before and (store.title(row) in before) == titles
-
-
-def epoch_of(sources, size: int) -> Examples:
-    """As many examples as a window of batches holds, each with its number."""
-    store, total = sources.passages, size * WINDOW
-    questions = [Question(f"where was it {'again ' * (number % 5)}", ["London"]) for number in range(total)]
-    rows = [number % len(store) for number in range(total)]
-    examples = positive_examples(questions, rows, store, sources.tokenizer, LENGTHS, True)
-    return examples._replace(make=lambda number, rng: examples.make(number, rng) | {"number": np.int32(number)})
-
-
-def width_for(length: int) -> int:
-    """What a joint of that many pieces is padded to."""
-    return -(-int(length) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        assert "where was it" in before and (store.title(row) in before) == titles
 
 
 def test_batches_hold_every_example_once_an_epoch_and_those_of_like_lengths_together(sources):
-    size = 2
-    examples = epoch_of(sources, size)
-    ordered = dataset(examples, 5, Qa.stream, size)
+    examples = examples_of(sources, 2 * WINDOW)
+    ordered = dataset(examples, 5, Qa.stream, 2)
     found = [ordered[step] for step in range(2 * WINDOW)]
-    for epoch in (found[:WINDOW], found[WINDOW:]):
-        assert sorted(np.concatenate([batch["number"] for batch in epoch]).tolist()) == list(range(examples.total))
     orders = [[batch["number"].tolist() for batch in epoch] for epoch in (found[:WINDOW], found[WINDOW:])]
     assert orders[0] != orders[1]
-    spread = np.mean([np.ptp(batch["joint_length"]) for batch in found])
-    assert spread < np.ptp(examples.lengths) / 4
+    for order in orders:
+        assert sorted(sum(order, [])) == list(range(examples.total))
+    assert np.mean([np.ptp(batch["joint_length"]) for batch in found]) < np.ptp(examples.lengths) / 4
 
 
 def test_examples_with_a_list_of_passages_are_batched_by_length_as_without(sources):
-    examples = epoch_of(sources, 2)
+    examples = examples_of(sources, 2 * WINDOW)
     listed = np.arange(2 * examples.total).reshape(examples.total, 2)
     words = Bm25Hits(listed.astype(np.int32), listed.astype(np.float32))
     run: Any = SimpleNamespace(sources=sources, bm25_search=lambda *_: words)
@@ -144,18 +125,17 @@ def test_examples_with_a_list_of_passages_are_batched_by_length_as_without(sourc
 
 def test_a_batch_is_the_same_wherever_a_run_begins_and_however_many_processes_share_it(sources):
     """A process that holds the shorter rows pads them to what the longest row of the others needs."""
-    size = 4
-    examples = epoch_of(sources, size)
-    whole, shorter = dataset(examples, 5, Qa.stream, size), dataset(examples, 5, Qa.stream, size, np.array([0, 1]))
-    wider = 0
+    examples, is_wider = examples_of(sources, 4 * WINDOW), False
+    whole, shorter = (dataset(examples, 5, Qa.stream, 4, rows) for rows in (None, np.array([0, 1])))
     for step in range(WINDOW):
         batch, part = whole[step], shorter[step]
-        assert batch["joint"].shape[1] == min(
-            width_for(batch["joint_length"].max()), LENGTHS.query + LENGTHS.document - 1
+        needed, needed_by_part = (
+            -(-int(one["joint_length"].max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE for one in (batch, part)
         )
+        assert batch["joint"].shape[1] == min(needed, LENGTHS.query + LENGTHS.document - 1)
         for name, array in batch.items():
             np.testing.assert_array_equal(array[:2], part[name])
-        wider += width_for(part["joint_length"].max()) < part["joint"].shape[1]
-    assert wider
-    again = dataset(examples, 5, Qa.stream, size)[WINDOW - 1]
+        is_wider |= needed_by_part < part["joint"].shape[1]
+    assert is_wider
+    again = dataset(examples, 5, Qa.stream, 4)[WINDOW - 1]
     np.testing.assert_array_equal(again["number"], batch["number"])

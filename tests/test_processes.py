@@ -1,38 +1,28 @@
 """`realm train` as two processes with four devices each: the same run as one process with eight, whoever is killed."""
 
-import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from runs import finish, flags_of, records, start, until
-from tiny_run import tiny_config
+from runs import assert_same, finish, flags_of, inline_config, records, start, until
+from tiny_run import open_config, tiny_config
 
 from realm_jax import processes
 from realm_jax.cli import main as cli
-from realm_jax.cli.quickstart import ENTITIES, make_data
-from realm_jax.launch.local import free_port
-from realm_jax.recipes import quickstart
+from realm_jax.data.examples import batches
 from realm_jax.storage import read_json
+from realm_jax.tasks import make_task
 from realm_jax.train.checkpoints import saved_folders
-from realm_jax.train.records import read_lines
 from realm_jax.train.restore import restore_params
 from realm_jax.train.workdir import load_run
 
 
 def tiny_flags(data, **changes):
-    """The command line of a run of all four tasks, dotted keys with two underscores for the dot."""
-    config = tiny_config(data)
-    config.tasks = "ict,realm,qa"
+    """The command line of a run of three tasks; dotted keys with two underscores for the dot."""
+    config = inline_config(data, **{"tasks": "ict,realm,qa"} | changes)
     for task in ("ict", "realm", "qa"):
-        config[task].update({"steps": 4, "batch_size": 8, "learning_rate": 1e-3})
-    config.optimizer.warmup = 2
-    config.update({"refresh": {"every": 2}, "checkpoint": {"every": 2}, "log": {"every": 1}})
-    config.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+        config[task].update({"steps": 4, "learning_rate": 1e-3})
     return flags_of(config)
 
 
@@ -66,69 +56,50 @@ def test_two_processes_do_what_one_does(people, alone, tmp_path):
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-def start_and_end(people, tmp_path, saves, signal_number):
+def end_after_saves(people, tmp_path, saves, signal_number):
     """Start two processes, and send both a signal once `realm` has saved so often; what was started, and its flags."""
-    flags = tiny_flags(people, checkpoint__every=1)
+    flags, folder = tiny_flags(people, checkpoint__every=1), tmp_path / "run" / "realm" / "checkpoints"
     started = start(tmp_path / "run", flags, 2)
-    until_saved(tmp_path / "run" / "realm" / "checkpoints", saves)
+    until(lambda: any(int(entry.name) >= saves for entry in saved_folders(folder)), 200.0)
     for process in started:
         process.send_signal(signal_number)
-    return started, flags
+    finish(started, code=-signal.SIGKILL if signal_number == signal.SIGKILL else 75)
+    return flags
 
 
 @pytest.mark.parametrize("steps", [20, pytest.param(1000, marks=pytest.mark.slow)])
 def test_two_processes_make_the_batches_of_one(people, tmp_path, steps):
-    """Every example of the first batches of three tasks, whichever process makes it."""
-    script, found = Path(__file__).parent / "batch_digests.py", {}
-    for count in (1, 2):
-        several = [f"--processes={count}", f"--coordinator=localhost:{free_port()}"] if count > 1 else []
-        command = [sys.executable, str(script), str(people)]
-        outputs = [tmp_path / f"{count}-{process}.json" for process in range(count)]
-        own = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(8 // count), "PYTHONPATH": str(script.parents[1])}
-        finish([
-            subprocess.Popen(
-                [*command, str(output), str(steps), *several, *([f"--process={process}"] if several else [])],
-                env=os.environ | own,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )
-            for process, output in enumerate(outputs)
-        ])  # fmt: skip
-        parts = [read_json(output) for output in outputs]
-        found[count] = {name: digest for part in parts for name, digest in part.items()}
-        assert sum(map(len, parts)) == len(found[count]) == 3 * 16 * steps, "each is made once"
-    assert found[1] == found[2]
+    """Every example of the first batches of three tasks, whichever process makes it, of the rows that it holds."""
+    config = tiny_config(people)
+    run = open_config(config, tmp_path)
+    for task in (make_task(name, run) for name in ("ict", "realm", "qa")):
+        examples = task.examples({}, None)
+        rows = np.arange(16), np.arange(8), np.arange(8, 16)
+        made = (batches(examples, config.seed, task.stream, 16, 0, steps, part) for part in rows)
+        for whole, *parts in zip(*made, strict=True):
+            assert_same(jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts), whole)
 
 
 @pytest.mark.slow
-def test_processes_that_are_killed_go_on_also_as_one(people, alone, tmp_path):
-    started, flags = start_and_end(people, tmp_path, 2, signal.SIGKILL)
-    for process in started:
-        process.wait()
+@pytest.mark.parametrize("is_damaged, processes", [(False, 1), (True, 2)])
+def test_processes_that_are_killed_go_on(people, alone, tmp_path, is_damaged, processes):
+    """As one, or as two that pass over the same damaged checkpoint, of which only one reads the damaged bytes."""
+    flags = end_after_saves(people, tmp_path, 2, signal.SIGKILL)
     assert len(saved_folders(tmp_path / "run" / "qa" / "checkpoints")) == 0
-    finish(start(tmp_path / "run", flags))
-    assert_nearly_same(alone, tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_two_processes_pass_over_the_same_damaged_checkpoint(people, alone, tmp_path):
-    """Only one of them reads the damaged bytes."""
-    started, flags = start_and_end(people, tmp_path, 2, signal.SIGKILL)
-    for process in started:
-        process.wait()
     newest = saved_folders(tmp_path / "run" / "realm" / "checkpoints")[0]
-    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 16
-    largest.write_bytes(bytes(content))
-    outputs = finish(start(tmp_path / "run", flags, 2))
-    assert f"{newest} is damaged" in outputs[0]
+    if is_damaged:
+        largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+        content = bytearray(largest.read_bytes())
+        content[len(content) // 2] ^= 16
+        largest.write_bytes(bytes(content))
+    outputs = finish(start(tmp_path / "run", flags, processes))
+    assert (f"{newest} is damaged" in outputs[0]) == is_damaged
     assert_nearly_same(alone, tmp_path / "run")
 
 
 @pytest.mark.slow
 def test_sigterm_to_all_saves_and_loses_no_step(people, alone, tmp_path):
-    started, flags = start_and_end(people, tmp_path, 1, signal.SIGTERM)
-    finish(started, code=75)
+    flags = end_after_saves(people, tmp_path, 1, signal.SIGTERM)
     finish(start(tmp_path / "run", flags, 2))
     assert_nearly_same(alone, tmp_path / "run")
 
@@ -144,47 +115,22 @@ def test_one_process_that_is_told_to_stop_while_all_wait_for_an_index_stops_all(
     assert all("saved realm at step 0; run the command again to resume" in output for output in outputs)
 
 
-@pytest.mark.nightly
-def test_a_short_realm_run_reaches_the_same_recall(tmp_path):
-    """The quickstart's encyclopedia and warm-up, and half of its REALM steps: about ten minutes on two cores."""
-    make_data(tmp_path, ENTITIES, 0)
-    config = quickstart()
-    config.tasks, config.data.path = "mlm,ict,realm", str(tmp_path / "data")
-    config.realm.steps, config.qa.batch_size = 160, 32
-    flags = flags_of(config)
-    found = []
-    for name, count in (("one", 1), ("two", 2)):
-        finish(start(tmp_path / name, flags, count, quick=False), seconds=1500)
-        measured = read_lines(tmp_path / name / "realm" / "evaluations.jsonl")
-        found.append((measured[0]["recall@5"], measured[-1]["recall@5"]))
-        print(f"{name}: recall@5 {found[-1][0]:.3f} before REALM, {found[-1][1]:.3f} after 160 steps")
-    assert found[0][1] > found[0][0] + 0.1
-    assert found[1][1] == pytest.approx(found[0][1], abs=0.02)
-
-
-def until_saved(folder, step):
-    until(lambda: any(int(entry.name) >= step for entry in saved_folders(folder)), 200.0)
-
-
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--processes=none"], "--processes=none: give a number, or 'auto'"),
-        (["--processes=2"], "--coordinator: name a machine and a free port"),
-        (["--processes=2", "--process=2"], "--process=2: must be at least 0 and below --processes=2"),
+        ("--processes=none", "--processes=none: give a number, or 'auto'"),
+        ("--processes=2", "--coordinator: name a machine and a free port"),
+        ("--processes=2 --process=2", "--process=2: must be at least 0 and below --processes=2"),
     ],
 )
 def test_processes_that_cannot_be_are_refused(people, tmp_path, capsys, flags, message):
-    assert cli.main(["train", f"--workdir={tmp_path}", *tiny_flags(people), *flags]) == 2
+    assert cli.main(["train", f"--workdir={tmp_path}", *tiny_flags(people), *flags.split()]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_single_process_needs_nobody():
-    assert (
-        processes.is_process_0()
-        and processes.broadcast_from_process_0(7) == 7
-        and processes.run_on_process_0(lambda: 7) == 7
-    )
+    assert processes.is_process_0() and processes.broadcast_from_process_0(7) == 7
     assert processes.allgather_flags(True, False).tolist() == [[True, False]] and not processes.any_process(False)
+    assert processes.run_on_process_0(lambda: 7) == 7
     with pytest.raises(KeyError):
         processes.run_on_process_0(lambda: {}["missing"])

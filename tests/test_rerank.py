@@ -6,26 +6,22 @@ import logging
 import jax
 import numpy as np
 import pytest
-from runs import Cut, cut_at
+from runs import assert_same, cut_off, planned_parts
 from tiny_run import open_config, tiny_config
 
-from realm_jax import recipes
-from realm_jax.assemble import abstract_run
 from realm_jax.cli import main as cli
-from realm_jax.config import add_sections, default, validate
+from realm_jax.config import add_sections
 from realm_jax.data.examples import dataset
-from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import read_settings
 from realm_jax.forward.question import read_question
-from realm_jax.launch.plan import abstract_arguments
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
 from realm_jax.tasks.rerank import CANDIDATES, NAME, added
 from realm_jax.train.index_source import embed_with_cache
 from realm_jax.train.recipe import train
 from realm_jax.train.restore import restore_params
-from realm_jax.train.step import loss_and_metrics, make_step
+from realm_jax.train.step import loss_and_metrics
 
 PASSAGES = 4
 pytestmark = pytest.mark.usefixtures("quick_steps")
@@ -54,9 +50,9 @@ def trained(people, tmp_path_factory):
 def test_the_reranker_alone_learns_and_begins_with_the_reader(trained):
     run, tuned, last = trained
     for name in ("query_embedder", "document_embedder", "reader"):
-        jax.tree.map(np.testing.assert_array_equal, tuned[name], last[name])
+        assert_same(tuned[name], last[name])
     start = make_task("rerank", run).start(tuned)
-    jax.tree.map(np.testing.assert_array_equal, start[NAME]["bert"], tuned["reader"]["bert"])
+    assert_same(start[NAME]["bert"], tuned["reader"]["bert"])
     assert np.abs(last[NAME]["score"]["kernel"]).max() > 0
 
 
@@ -108,39 +104,13 @@ def test_questions_are_answered_in_its_order(trained, tmp_path):
 
 def test_parameters_after_a_kill_are_the_same(trained, people, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "realm_jax")
-    _, _, straight = trained
     run = opened(people, tmp_path / "run")
-    with monkeypatch.context() as patch:
-        cut_at(patch, 3)
-        with pytest.raises(Cut):
-            train(run)
+    cut_off(monkeypatch, lambda: train(run), 3)
     again = jax.tree.map(np.asarray, train(run))
     assert "rerank: resuming from step 2" in caplog.text
-    jax.tree.map(np.testing.assert_array_equal, straight, again)
+    assert_same(trained[2], again)
 
 
 def test_a_step_can_be_planned_from_the_shapes_of_its_examples(people, tmp_path):
-    run = opened(people, tmp_path / "run", "hybrid")
-    task = make_task("rerank", run)
-    example = task.examples(run.initial_params(), None).make(0, np.random.default_rng(0))
-    found = {name: (np.shape(value), np.asarray(value).dtype) for name, value in example.items()}
-    assert found == {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in task.array_shapes().items()}
-    bare = abstract_run(run.config, tmp_path, 1000, 300, jax.devices()[:1])
-    task = make_task("rerank", bare)
-    made = jax.eval_shape(make_step(task), *abstract_arguments(bare, "rerank"))
-    assert "agreement" in str(jax.tree.structure(made))
-    assert set(task.flops()) == {"reader", "reranker", "search", "queries"}
-
-
-def test_it_needs_a_reader():
-    config = default()
-    config.tasks, config.data.path = "ict,rerank", "data"
-    add_sections(config, ["rerank"])
-    with pytest.raises(UserError, match="learns from a trained reader"):
-        validate(config)
-    config.tasks = "ict,qa,rerank"
-    validate(config)
-
-
-def test_recipes_are_without_it():
-    assert all("rerank" not in one().tasks for one in (default, recipes.quickstart, recipes.real_text))
+    parts = planned_parts(opened(people, tmp_path / "run", "hybrid"), "rerank")
+    assert {*parts} == {"reader", "reranker", "search", "queries"}

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Hashable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +26,7 @@ import jax
 import numpy as np
 import pytest
 import small_chunks
-from runs import flags_of
-from tiny_run import tiny_config
+from runs import flags_of, inline_config
 
 from realm_jax.config import add_sections, task_names
 from realm_jax.launch.local import free_port
@@ -65,40 +63,30 @@ SETTINGS = {
 ORDER = ("device", "scann", "recipe", "scann", "device", "two", "scann", "device", "recipe", "device")  # over and over
 
 
-def flags(data: Path, changes: dict[str, Any]) -> list[str]:
-    config = tiny_config(data)
-    config.tasks = "realm"
-    for task in ("ict", "realm", "qa"):
-        steps = STEPS if task == "realm" else 6
-        config[task].update({"steps": steps, "batch_size": 8, "learning_rate": 1e-3})
-    config.optimizer.warmup = 2
-    config.update({"checkpoint": {"every": 3, "keep": 2}, "log": {"every": 1}})
+def flags(data, changes):
+    config = inline_config(data, realm__steps=STEPS, checkpoint__every=3)
+    for task in ("ict", "qa"):
+        config[task].update({"steps": 6, "learning_rate": 1e-3})
     config.refresh.update({"mode": "async", "every": 3, "adopt_after": 2, "wait_seconds": LIMIT})
     add_sections(config, ["scann"])
     config.update_from_flattened_dict(changes)
     return flags_of(config)
 
 
-@dataclass
 class Job:
     """One of the two commands, in one process or several."""
 
-    commands: list[list[str]]
-    output: Path
-    starts: int = 0
-    read: int = 0  # bytes of the output that are of earlier starts
-    running: list[subprocess.Popen] = field(default_factory=list)
+    def __init__(self, commands: list[list[str]], output: Path) -> None:
+        self.commands, self.output = commands, output
+        self.starts = self.read = 0  # read: bytes of the output that are of earlier starts
+        self.running: list[subprocess.Popen] = []
 
     def start(self) -> None:
         self.starts += 1
+        options = {"env": os.environ | {"JAX_PLATFORMS": "cpu"}, "stderr": subprocess.STDOUT}
         with self.output.open("ab") as stream:
             self.read = stream.tell()
-            self.running = [
-                subprocess.Popen(
-                    command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, stdout=stream, stderr=subprocess.STDOUT
-                )
-                for command in self.commands
-            ]
+            self.running = [subprocess.Popen(command, stdout=stream, **options) for command in self.commands]
 
     def send(self, number: signal.Signals) -> None:
         for process in self.running:
@@ -108,14 +96,14 @@ class Job:
         return [process.poll() for process in self.running]
 
     def over(self) -> bool:
-        """Whether it ended well; AssertionError if it ended otherwise without having been killed."""
+        """True if it ended well; AssertionError if it ended otherwise without having been killed."""
         assert {*self.codes()} <= {None, 0}, f"{self.output.name} ended by itself with {self.codes()}\n{self.tail()}"
         return self.codes() == [0] * len(self.running)
 
     def listens(self) -> bool:
-        """Whether it has said a word since it was started; from then on SIGTERM is answered."""
-        said = self.output.read_bytes()[self.read :].splitlines()
-        return any(not line.startswith(b"[Gloo]") for line in said)  # the words of a library
+        """True if it has logged something since it was started; from then on SIGTERM is answered."""
+        lines = self.output.read_bytes()[self.read :].splitlines()
+        return any(not line.startswith(b"[Gloo]") for line in lines)  # a library's
 
     def tail(self) -> str:
         return f"--- {self.output}\n" + self.output.read_text(errors="replace")[-4000:]
@@ -124,14 +112,14 @@ class Job:
 class Pair:
     """A run folder with both jobs."""
 
-    def __init__(self, data: Path, workdir: Path, context: Setting) -> None:
+    def __init__(self, data: Path, workdir: Path, setting: Setting) -> None:
         self.workdir = workdir
         workdir.mkdir()
-        given = [f"--workdir={workdir}", *flags(data, context.changes)]
+        given = [f"--workdir={workdir}", *flags(data, setting.changes)]
         train, build = ([sys.executable, small_chunks.__file__, job, *given] for job in ("train", "build-index"))
-        together = [f"--processes={context.processes}", f"--coordinator=localhost:{free_port()}"]
-        trains = [[*train, *together, f"--process={one}"] for one in range(context.processes)]
-        self.trainer = Job([train] if context.processes == 1 else trains, workdir / "trainer.out")
+        together = [f"--processes={setting.processes}", f"--coordinator=localhost:{free_port()}"]
+        trains = [[*train, *together, f"--process={one}"] for one in range(setting.processes)]
+        self.trainer = Job([train] if setting.processes == 1 else trains, workdir / "trainer.out")
         self.builder = Job([build], workdir / "builder.out")
         self.jobs = {"trainer": [self.trainer], "builder": [self.builder], "both": [self.trainer, self.builder]}
         self.until = time.monotonic() + LIMIT
@@ -147,7 +135,7 @@ class Pair:
             process.wait()
 
     def wait(self, true: Callable[[], bool]) -> None:
-        """Return once `true()` is. AssertionError, with what both jobs said last, when the round's time is over."""
+        """Return once `true()` is. AssertionError, with the last lines of both jobs, when the round's time is over."""
         while not true():
             if time.monotonic() > self.until:
                 raise AssertionError("\n".join(["this round hangs", *(job.tail() for job in self.jobs["both"])]))
@@ -161,11 +149,9 @@ class Pair:
     @property
     def step(self) -> str:
         """How far training is, for people."""
-        found = [(path.parent.name, lines[-1]["step"]) for path in self.metrics() if (lines := read_lines(path))]
-        return "before step 1" if not found else "at {} {}".format(*found[-1])
-
-    def metrics(self) -> list[Path]:
-        return sorted(self.workdir.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+        files = sorted(self.workdir.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+        last = [(path.parent.name, lines[-1]["step"]) for path in files if (lines := read_lines(path))]
+        return "at {} {}".format(*last[-1]) if last else "before step 1"
 
 
 # --- When it is killed
@@ -285,69 +271,39 @@ def end(pair: Pair, job: Job, allowed: set[int]) -> int:
 # --- How it ends
 
 
-class Outcome(NamedTuple):
+def outcome(workdir: Path) -> dict[str, Any]:
     """What a run leaves: the checksum of all parameters, and its records but for times."""
-
-    sha256: str
-    records: dict[str, Any]
-
-
-def outcome(workdir: Path) -> Outcome:
     run = load_run(workdir)
-    names = task_names(run.config)
-    checksum = hashlib.sha256()
-    for name in names:
+    checksum, records = hashlib.sha256(), {"results": read_json(workdir / "results.json") | {"seconds": None}}
+    for name in task_names(run.config):
         for path, value in jax.tree_util.tree_leaves_with_path(restore_params(run, name)):
             checksum.update(jax.tree_util.keystr(path).encode() + np.asarray(value).tobytes())
-    lines = {f"{name}/{kind}": records(workdir, name, kind) for name in names for kind in ("metrics", "evaluations")}
-    results = read_json(workdir / "results.json") | {"seconds": None}
-    return Outcome(checksum.hexdigest(), lines | {"results": results})
-
-
-def records(workdir: Path, task: str, kind: str) -> list[dict[str, Any]]:
-    lines = read_lines(workdir / task / f"{kind}.jsonl")
-    return [{key: value for key, value in line.items() if key not in (*TIMES, "waited")} for line in lines]
-
-
-def differing(one: Outcome, other: Outcome) -> list[str]:
-    """Names of what differs between two outcomes."""
-    found = [name for name in one.records if one.records[name] != other.records[name]]
-    return found if one.sha256 == other.sha256 else ["parameters", *found]
+        for kind in ("metrics", "evaluations"):
+            lines = read_lines(workdir / name / f"{kind}.jsonl")
+            records[f"{name}/{kind}"] = [
+                {key: value for key, value in line.items() if key not in (*TIMES, "waited")} for line in lines
+            ]
+    return {"parameters": checksum.hexdigest()} | records
 
 
 # --- The soak
 
 
 @pytest.fixture(scope="module")
-def undisturbed(people, tmp_path_factory) -> Callable[[str], Outcome]:
+def undisturbed(people, tmp_path_factory):
     """The outcome of a setting that nobody kills, worked out once."""
 
     @cache
-    def run(name: str) -> Outcome:
-        workdir = tmp_path_factory.mktemp("undisturbed") / name
-        with Pair(people, workdir, SETTINGS[name]) as pair:
+    def run(name):
+        with Pair(people, tmp_path_factory.mktemp("undisturbed") / name, SETTINGS[name]) as pair:
             pair.wait(pair.over)
-        return outcome(workdir)
+        return outcome(pair.workdir)
 
     return run
 
 
-@pytest.fixture(scope="module")
-def log(tmp_path_factory) -> Callable[[str], None]:
-    """Prints a line, and appends it to the file that REALM_SOAK_LOG names."""
-    path = Path(os.environ.get("REALM_SOAK_LOG") or tmp_path_factory.mktemp("soak") / "soak.log")
-    print(f"\nlog: {path}")
-
-    def write(line: str) -> None:
-        print(line, flush=True)
-        with path.open("a") as stream:
-            stream.write(line + "\n")
-
-    return write
-
-
 @pytest.mark.parametrize("number", range(ROUNDS))
-def test_a_round_ends_as_the_undisturbed_run(people, undisturbed, log, tmp_path, number):
+def test_a_round_ends_as_the_undisturbed_run(people, undisturbed, tmp_path, number):
     name = ORDER[number % len(ORDER)]
     wanted, began = undisturbed(name), time.monotonic()
     pair, told, verdict = Pair(people, tmp_path / "run", SETTINGS[name]), [], "FAILED"
@@ -357,10 +313,13 @@ def test_a_round_ends_as_the_undisturbed_run(people, undisturbed, log, tmp_path,
                 told.append(carry_out(kill, pair))
             pair.wait(pair.over)
         found = outcome(pair.workdir)
-        different = differing(wanted, found)
-        verdict = f"{found.sha256[:16]} {'DIFFERENT' if different else 'same'}"
+        different = [key for key in wanted if wanted[key] != found[key]]
+        verdict = f"{found['parameters'][:16]} {'DIFFERENT' if different else 'same'}"
         assert not different, f"{', '.join(different)} of {pair.workdir}"
     finally:
-        restarts = sum(job.starts - 1 for job in pair.jobs["both"])
-        seconds = time.monotonic() - began
-        log(f"round {number} {name}: {'; '.join(told)}; {restarts} restarts, {seconds:.0f} s, {verdict}")
+        restarts, seconds = sum(job.starts - 1 for job in pair.jobs["both"]), time.monotonic() - began
+        line = f"round {number} {name}: {'; '.join(told)}; {restarts} restarts, {seconds:.0f} s, {verdict}"
+        print(line, flush=True)
+        if path := os.environ.get("REALM_SOAK_LOG"):
+            with open(path, "a") as stream:
+                stream.write(line + "\n")

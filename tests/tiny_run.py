@@ -29,7 +29,7 @@ def question(number: int, **fields) -> dict:
     return {"question": f"When was {PEOPLE[number]} born?", "answers": [str(1800 + number)]} | fields
 
 
-def prepare_people(folder: Path, people: list[str] = PEOPLE, house: str = "in {:.3}ville") -> Path:
+def prepare_people(folder: Path, people: list[str] = PEOPLE, house: str = "in {:.3}ville", asked=None) -> Path:
     """A prepared folder with a passage for each person, and questions about eight of them in both splits.
 
     house: where a person's house stands; with the whole name there is something that the warm-up can mask.
@@ -39,7 +39,7 @@ def prepare_people(folder: Path, people: list[str] = PEOPLE, house: str = "in {:
         {"id": f"p{n}", "title": name, "text": f"{name} was born in {1800 + n}. The house {house.format(name)} stands."}
         for n, name in enumerate(people)
     ]
-    asked = [question(n, gold_passage_id=f"p{n}", split=split) for n in range(8) for split in ("train", "dev")]
+    asked = asked or [question(n, gold_passage_id=f"p{n}", split=split) for n in range(8) for split in ("train", "dev")]
     files = write_lines(folder / "passages.jsonl", passages), write_lines(folder / "questions.jsonl", asked)
     prepare(files[0], folder / "data", questions=[files[1]], vocabulary_size=300, workers=1)
     return folder / "data"
