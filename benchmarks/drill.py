@@ -59,7 +59,7 @@ PHASES = {
     "build a generation": ["realm_jax.refresh.builder:Builder.build"],
     "trace, lower, compile": [],  # from JAX's own events
     "a step": [],
-    "save": ["realm_jax.train.loop:save"],
+    "save": ["realm_jax.train.checkpoints:Checkpoints.save"],
 }
 
 
