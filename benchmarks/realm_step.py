@@ -42,7 +42,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from realm_jax.assemble import abstract_run
 from realm_jax.config import default
 from realm_jax.flops import peak
-from realm_jax.forward.context import PackedPlaces
+from realm_jax.forward import PackingSpec
 from realm_jax.mesh import logical_sharding
 from realm_jax.models.inputs import Documents
 from realm_jax.run import Run, put_batch
@@ -246,7 +246,7 @@ def show(times: dict[str, float], ways: dict[str, Way], memory: dict[str, float]
         print(f"{name:>44} {seconds:8.3f} {best / seconds:16.2f} {speed / 1e12:8.2f}{device}", flush=True)
 
 
-def places_of(run: Run) -> PackedPlaces:
+def places_of(run: Run) -> PackingSpec:
     """Of the sequences of a part of a batch, as training works it out, from sentences drawn as the batch's are."""
     rng = np.random.default_rng(4)
     rows = rng.choice(len(run.corpus.ids), SAMPLED)
@@ -256,9 +256,9 @@ def places_of(run: Run) -> PackedPlaces:
     passages = SimpleNamespace(lengths=lambda: bodies_and_titles)
     sources = SimpleNamespace(passages=passages)
     at_once = run.config.realm.batch_size // run.config.optimizer.microbatches
-    lengths, candidates = TextLengths(queries, queries), run.context.candidates - 1
+    lengths, candidates = TextLengths(queries, queries), run.config.realm.candidates - 1
     count = PlaceCounter(replace(run, sources=sources), at_once)
-    return PackedPlaces(
+    return PackingSpec(
         count.examples,
         count.queries(lengths),
         count.nulls(lengths),
@@ -267,9 +267,9 @@ def places_of(run: Run) -> PackedPlaces:
     )
 
 
-def our_way(run: Run, params: Any, batch: Any, vectors: NDArray[np.float32], packed: PackedPlaces | None) -> Way:
+def our_way(run: Run, params: Any, batch: Any, vectors: NDArray[np.float32], packed: PackingSpec | None) -> Way:
     task = make_task("realm", run)
-    task.__dict__["packed_context"] = replace(task.context, packed=packed)  # where cached_property keeps it
+    task.__dict__["packed_context"] = replace(task.context, packing=packed)  # where cached_property keeps it
     step = make_step(task)
     index, placed = run.index(vectors), put_batch(run.mesh, batch)
     control = put_control(run.mesh, ControlWords())
@@ -325,7 +325,7 @@ def sizes_of(run: Run, needed: bool) -> torch_realm.Sizes:
     bert = run.model.bert
     return torch_realm.Sizes(
         bert.vocabulary_size, bert.width, bert.layers, bert.heads, bert.feed_forward, joint_length(run.config),
-        run.model.projection, run.context.candidates, (CLS, SEP), needed,
+        run.model.projection, run.config.realm.candidates, (CLS, SEP), needed,
     )  # fmt: skip
 
 

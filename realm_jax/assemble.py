@@ -5,7 +5,6 @@ Not here: what a run does (`run.py`), and how its config and folder are checked 
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -15,7 +14,7 @@ from realm_jax.data.examples import lengths_from
 from realm_jax.data.sources import Sources
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
-from realm_jax.forward.context import StepContext
+from realm_jax.forward import StaticContext
 from realm_jax.host import WIDE, release_large_blocks
 from realm_jax.mesh import logical_sharding
 from realm_jax.models.prompts import Encode, Template, compiled, longest_passage, placeholder, query_lengths
@@ -59,39 +58,12 @@ def abstract_run(
     model = make_model(config, vocabulary_size, encode, hidden)
     model = model.with_bert(**device_options(mesh, model.bert.dtype))
     brought = tuple(network for name in task_names(config) for network in TASKS[name].networks(model))
-    context = StepContext(
-        dataclasses.replace(model, networks=brought),
-        mesh,
-        *special,
-        rows,
-        **loss_settings(config),
-    )
+    context = StaticContext(dataclasses.replace(model, networks=brought), mesh, *special, rows)
     masking, answers = config.realm.masking, config.qa.answers
     lengths = lengths_from(
         data.query_length, data.document_length, masking, data.predictions, answers, config.model.span_width
     )
     return Run(config, workdir, mesh, context.model, None, context, lengths)  # type: ignore[arg-type]
-
-
-def loss_settings(config: ConfigDict) -> dict[str, Any]:
-    """The fields of a `StepContext` that are keys of the config."""
-    ict, realm, qa = config.ict, config.realm, config.qa
-    return {
-        "candidates": realm.candidates,
-        "null_document": realm.null_document,
-        "exclude_own": realm.exclude_own,
-        "marginal": realm.marginal,
-        "ict_null_weight": ict.null_weight,
-        "ict_from_index": ict.negatives == "index",
-        "qa_objective": qa.objective,
-        "qa_beam": qa.beam,
-        "qa_passages": qa.passages,
-        "qa_titles": qa.titles,
-        "search": realm.search,
-        "qa_search": qa.search,
-        "qa_documents": qa.refresh_every > 0,
-        "frozen_documents": config.refresh.every == 0,
-    }
 
 
 def make_model(

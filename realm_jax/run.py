@@ -23,8 +23,7 @@ from realm_jax.data.held_out import held_out_share, trained_rows
 from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
-from realm_jax.forward.context import Index, StepContext
-from realm_jax.forward.search import bm25_list_length, search_depth
+from realm_jax.forward import Index, StaticContext, bm25_list_length, search_depth
 from realm_jax.mesh import (
     addressable_parts,
     batch_parts,
@@ -43,7 +42,7 @@ from realm_jax.retrieval.embed import EMBED_BATCH, GROUPS, CorpusRows, embed_cor
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.fusion import FUSION_DEPTH
 from realm_jax.retrieval.scann import BUDGET, ScannConfig
-from realm_jax.sections import answering_of, task_names
+from realm_jax.sections import QaConfig, RealmConfig, answering_of, qa_config, section_of, task_names
 
 
 def host_of_gpus(mesh: Mesh) -> jax.Device | None:
@@ -87,7 +86,7 @@ class Run:
     mesh: Mesh
     model: Realm
     sources: Sources
-    context: StepContext
+    context: StaticContext
     lengths: Lengths
 
     def initial_params(self) -> Params:
@@ -146,10 +145,11 @@ class Run:
     def find_sentence(self) -> Bm25Lookup | None:
         """What gives BM25's list for the words that are left of a masked sentence, without its own passage: for
         REALM's candidates, where they do not come from vectors alone."""
-        if self.context.search == "vectors":
+        realm = section_of(RealmConfig, self.config, "realm")
+        if realm.search == "vectors":
             return None
-        words, own = self.words(), self.context.exclude_own
-        depth = bm25_list_length(self.context.search, search_depth(self.context), self.context.rows)
+        words, own = self.words(), realm.exclude_own
+        depth = bm25_list_length(realm.search, search_depth(realm, self.context.rows), self.context.rows)
 
         def find(text: str, own_row: int) -> Example:
             rows, scores = (found[0] for found in words.scored([text], depth + 1))
@@ -176,10 +176,10 @@ class Run:
         return trained_rows(store, held_out_share(self.config, self.sources.questions))
 
     @property
-    def question_context(self) -> StepContext:
-        """The context of evaluation and inference: it may read more passages than training does."""
-        passages = answering_of(self.config).read or self.context.qa_passages
-        return dataclasses.replace(self.context, qa_passages=passages)
+    def answering_qa(self) -> QaConfig:
+        """How questions are answered: evaluation and inference may read more passages than training does."""
+        qa = qa_config(self.config)
+        return dataclasses.replace(qa, passages=answering_of(self.config).read or qa.passages)
 
     @property
     def scann_config(self) -> ScannConfig | None:

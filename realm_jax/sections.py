@@ -6,13 +6,15 @@ which is the one thing to read next. How a key is declared: `schema.py`.
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ml_collections import ConfigDict
 
 from realm_jax.data.languages import LANGUAGES, PLAIN
+from realm_jax.data.masking import KINDS
 from realm_jax.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Limit, at_least, key, one_of, require
 
+T = TypeVar("T")
 MODEL_PROMPT = "model"
 SEARCHES = ("vectors", "bm25", "hybrid")  # what finds passages
 
@@ -228,6 +230,119 @@ class TaskSection:
 
 
 @dataclass(frozen=True)
+class IctConfig(TaskSection):
+    """The training of the inverse cloze task, and what a sentence's passage is held against."""
+
+    negatives: str = key(
+        "batch",
+        "'batch': the passages of the batch, both towers trained (the paper); 'index': the qa.beam passages that the "
+        "sentence retrieves, whose vectors stay, the query tower trained",
+        one_of("batch", "index"),
+    )
+    null_weight: float = key(
+        0.0,
+        "'batch': weight of picking the null document when the own passage is taken away (the paper: 0)",
+        NOT_NEGATIVE,
+    )
+
+
+@dataclass(frozen=True)
+class RealmConfig(TaskSection):
+    """The training of REALM, and how its passages are found."""
+
+    marginal: str = key(
+        "example",
+        "'example': `log Σ_z p(z|x) Π_j p(y_j|z,x)`, the paper's; 'token': the released code's; 'span': the paper's, "
+        "with `p(y|z,x)` of pointing at the hidden span in the passage, for encoders that predict no words",
+        one_of("example", "token", "span"),
+    )
+    retriever_start: int = key(
+        0,
+        "steps before the retriever moves, while the reader gets used to what is retrieved; after as many more it "
+        "moves at the full learning rate (the paper: 0)",
+        NOT_NEGATIVE,
+    )
+    masking: str = key(
+        "salient",
+        "what queries hide; 'evidence': salient spans that another passage says something about, by the words that it "
+        "shares with the sentence",
+        one_of(*KINDS),
+    )
+    search: str = key(
+        "vectors",
+        "what finds candidates: 'bm25': by the words that are not masked; 'hybrid': both lists as one. `p(z|x)` is the "
+        "retriever's in every case",
+        one_of(*SEARCHES),
+    )
+    candidates: int = key(
+        8, "K: passages in the marginal, the null document counted", at_least(2, " (the null document and one)")
+    )
+    null_document: bool = key(True, "whether the null document is in the marginal; without it K − 1 passages are")
+    exclude_own: bool = key(True, "whether a masked sentence may not retrieve the passage that it stands in")
+
+    @property
+    def uses_span_marginal(self) -> bool:
+        """True if the reader points at what is hidden.
+
+        The retriever then never sees [MASK]: an encoder of sentences does not know it, and no question has it.
+        """
+        return self.marginal == "span"
+
+
+@dataclass(frozen=True)
+class QaConfig(TaskSection):
+    """Fine-tuning, and how the passages of questions are found and read."""
+
+    objective: str = key(
+        "marginal",
+        "'marginal': `log Σ_z p(z|x) p(y|z,x)`; 'orqa': L_ret + L_read of the released code; 'positive': L_ret, and "
+        "L_read of one passage a question that holds its answer: of its gold document where that is known, else the "
+        "first that is retrieved",
+        one_of("marginal", "orqa", "positive"),
+    )
+    search: str = key(
+        "vectors",
+        "what finds the passages of a question; 'bm25': with the reader alone trained, and BM25's scores for `p(z|x)`",
+        one_of(*SEARCHES),
+    )
+    passages: int = key(5, "passages read for a question", POSITIVE)
+    titles: bool = key(False, "read them with their titles")
+    beam: int = key(
+        5000,
+        "passages that the retriever's term of 'orqa' and 'positive' ranks, and ict with ict.negatives=index",
+        POSITIVE,
+    )
+    answers: int = key(8, "answers a question is trained with at most", POSITIVE)
+    refresh_every: int = key(
+        0,
+        "steps between two re-embeddings, the document tower trained as well; 0: it and the index stay as REALM left "
+        "them (the paper)",
+        NOT_NEGATIVE,
+    )
+
+    @property
+    def uses_bm25_only(self) -> bool:
+        """True if words alone find the passages of a question."""
+        return self.search == "bm25"
+
+    @property
+    def trains_passages(self) -> bool:
+        """True if fine-tuning trains the passage encoder as well."""
+        return self.refresh_every > 0
+
+    def depth(self, rows: int) -> int:
+        """Return how many of `rows` passages are retrieved for a question in training."""
+        return min(self.passages if self.objective == "marginal" else self.beam, rows)
+
+
+@dataclass(frozen=True)
+class RerankConfig(TaskSection):
+    """The training of the reranker."""
+
+    passages: int = key(20, "first passages of a search that it orders anew", at_least(2), operations=True)
+
+
+@dataclass(frozen=True)
 class Optimizer:
     """Adam, with gradients that are clipped."""
 
@@ -338,6 +453,16 @@ def tracker_names(value: str) -> list[str]:
 def task_names(config: ConfigDict) -> list[str]:
     """The recipe of a config, in order."""
     return [name.strip() for name in config.tasks.split(",") if name.strip()]
+
+
+def section_of(kind: type[T], config: ConfigDict, name: str) -> T:
+    """Return a section of a config as the frozen dataclass `kind`."""
+    return kind(**config[name])
+
+
+def qa_config(config: ConfigDict) -> QaConfig:
+    """Return how the passages of questions are found and read."""
+    return section_of(QaConfig, config, "qa")
 
 
 def answering_of(config: ConfigDict) -> ConfigDict | Answering:

@@ -32,6 +32,7 @@ from realm_jax.refresh.build_job import Job
 from realm_jax.refresh.builder import Builder, for_embedding
 from realm_jax.refresh.exporter import Exporter
 from realm_jax.run import Run
+from realm_jax.sections import qa_config
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
 from realm_jax.train import loop
@@ -57,7 +58,7 @@ def shared_steps() -> Iterator[None]:
     steps: dict[Any, Any] = {}
 
     def make(task: Task) -> Any:
-        key = task.name, task.context, task.settings.to_json()
+        key = task.name, task.context, task.settings, qa_config(task.run.config), task.run.config.refresh.every == 0
         return steps.setdefault(key, make_step(task))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -20,10 +20,10 @@ from tiny import (
     tiny_realm,
 )
 
-from realm_jax.forward.context import Index
-from realm_jax.forward.search import retrieve
+from realm_jax.forward import Index, retrieve
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings, replicated
 from realm_jax.retrieval.exact import padded_rows
+from realm_jax.sections import RealmConfig
 from realm_jax.train.optimizer import make_optimizer
 from realm_jax.train.step import loss_and_metrics
 
@@ -57,7 +57,7 @@ def make_step(mesh: Mesh):
         value = partial(loss_and_metrics, task)
         (loss, _), gradients = jax.value_and_grad(value, has_aux=True)(params, batch, index, None)
         updates, state = optimizer.update(gradients, state, params)
-        rows = retrieve(context, params, batch, index, context.candidates - 1).rows
+        rows = retrieve(RealmConfig(candidates=4), context, params, batch, index).rows
         return optax.apply_updates(params, updates), state, loss, gradients, rows
 
     return step, optimizer

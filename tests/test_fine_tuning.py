@@ -110,7 +110,10 @@ def test_passages_are_read_with_their_titles(people, tmp_path):
     assert len(measurements(run)) == 3
     params, questions = run.initial_params(), run.sources.questions["dev"]
     index = run.index(run.embed(params))
-    without = dataclasses.replace(run, context=dataclasses.replace(run.context, qa_titles=False))
+    config = run.config.copy_and_resolve_references()
+    with config.unlocked():
+        config.qa.titles = False
+    without = dataclasses.replace(run, config=config)
     told, untold = (Evaluator(one, questions).predict(params, index) for one in (run, without))
     assert [one.probability for one in told] != pytest.approx([one.probability for one in untold], rel=1e-3)
 

@@ -33,11 +33,11 @@ LOUD = tiny_realm(layers=1, dropout=0.3)
 VARIANTS = [
     ("mlm", {}),
     pytest.param("ict", {}, marks=pytest.mark.slow),
-    ("ict", {"ict_null_weight": 0.5}),
+    ("ict", {"ict.null_weight": 0.5}),
     ("realm", {}),
-    pytest.param("realm", {"marginal": "token"}, marks=pytest.mark.slow),
+    pytest.param("realm", {"realm.marginal": "token"}, marks=pytest.mark.slow),
     ("qa", {}),
-    pytest.param("qa", {"qa_objective": "orqa", "qa_beam": 6}, marks=pytest.mark.slow),
+    pytest.param("qa", {"qa.objective": "orqa", "qa.beam": 6}, marks=pytest.mark.slow),
 ]
 
 
@@ -67,7 +67,7 @@ def example_batch(name):
 
 @pytest.mark.parametrize("name, changes", VARIANTS)
 def test_parts_give_the_gradient_of_the_whole(params, index, name, changes):
-    task = task_of(name, tiny_context(one_device_mesh(), ROWS, MODEL, **changes))
+    task = task_of(name, tiny_context(one_device_mesh(), ROWS, MODEL), changes)
     trained = {part: params[part] for part in task.trained}
     frozen = {part: value for part, value in params.items() if part not in task.trained}
     batch = jax.tree.map(jnp.asarray, example_batch(name))

@@ -18,9 +18,7 @@ from realm_jax.assemble import make_run
 from realm_jax.config import add_sections
 from realm_jax.data.examples import batches
 from realm_jax.data.sources import open_sources
-from realm_jax.forward.context import PackedPlaces
-from realm_jax.forward.question import read_question
-from realm_jax.forward.reading import unplaced_pieces
+from realm_jax.forward import PackingSpec, read_question, unplaced_share
 from realm_jax.launch.cost import program_cost
 from realm_jax.launch.plan import devices_to_compile_for
 from realm_jax.mesh import batch_parts, logical_sharding, make_mesh
@@ -44,6 +42,7 @@ from realm_jax.models.packing import (
     unpack,
 )
 from realm_jax.run import put_batch
+from realm_jax.sections import QaConfig
 from realm_jax.tasks import make_task
 from realm_jax.tasks.packed import PlacesMonitor, places_needed
 from realm_jax.train.step import gradients
@@ -267,7 +266,7 @@ def test_a_step_of_realm_is_the_same_packed(people, tmp_path, devices, marginal)
     config.model.dropout = 0.2 if devices == 1 else 0.0  # several have sequences in another order, with other draws
     run = make_run(config, tmp_path, open_sources(people), jax.devices()[:devices])
     task = make_task("realm", run)
-    packed = task.packed_context.packed
+    packed = task.packed_context.packing
     assert packed is not None and packed.examples == 8 // devices // 2
     sequences = packed.examples * 3
     assert 0 < packed.joints < sequences * 62 and 0 < packed.documents < sequences * 48
@@ -282,11 +281,11 @@ def test_a_step_of_realm_is_the_same_packed(people, tmp_path, devices, marginal)
 def assert_same_step(task, params, batch, index, names):
     """A step's gradients and values are the same packed, as its task works it out, and padded."""
     context = task.packed_context
-    packed, rows = context.packed, batch_parts(context.mesh)
+    packed, rows = context.packing, batch_parts(context.mesh)
     states = f"tensor<{rows}x{packed.joints}x{context.model.reader.bert.width}x"
 
     def of(places):
-        task.__dict__["packed_context"] = dataclasses.replace(context, packed=places)
+        task.__dict__["packed_context"] = dataclasses.replace(context, packing=places)
         work = jax.jit(lambda params, batch: gradients(task, params, {}, batch, index, jax.random.key(0), task.parts))
         lowered = work.lower(params, batch)
         return states in lowered.as_text(), *lowered.compile()(params, batch)
@@ -335,7 +334,7 @@ def test_a_step_of_other_tasks_is_the_same_packed(named_people, tmp_path, name, 
     config.model.dropout = 0.2 if devices == 1 else 0.0
     run = make_run(config, tmp_path, open_sources(named_people), jax.devices()[:devices])
     task = make_task(name, run)
-    packed = task.packed_context.packed
+    packed = task.packed_context.packing
     assert packed.examples == 16 // devices // parts
     read = packed.examples * (3 if name == "qa" else 1)
     assert 0 < packed.joints < read * 62
@@ -357,7 +356,7 @@ def test_a_task_without_passages_has_its_own_lengths(people, tmp_path):
     config.tasks = "closed_book"
     task = make_task("closed_book", make_run(config, tmp_path, open_sources(people), jax.devices()[:1]))
     longest = max(int(task.fixed_examples.make(n, np.random.default_rng(0))["query_length"]) for n in range(8))
-    packed = task.packed_context.packed
+    packed = task.packed_context.packing
     assert 0 < packed.joints <= packed.examples * (longest + 1), "nothing stands beside them"
 
 
@@ -365,17 +364,17 @@ def test_fine_tuning_beside_one_passage_stays_padded(people, tmp_path):
     config = tiny_config(people)
     config.update({"tasks": "qa", "qa": {"objective": "positive"}})
     task = make_task("qa", make_run(config, tmp_path, open_sources(people), jax.devices()[:1]))
-    assert task.packed_context.packed is None, "batches are of questions of like length"
+    assert task.packed_context.packing is None, "batches are of questions of like length"
 
 
 def test_no_answer_is_pointed_at_in_what_has_no_place(people, tmp_path):
     config = tiny_config(people)
     config.update({"tasks": "qa", "qa": {"batch_size": 8}})
     run = make_run(config, tmp_path, open_sources(people), jax.devices()[:1])
-    context = dataclasses.replace(run.context, packed=PackedPlaces(8, joints=8 * 3 * 20))
+    context = dataclasses.replace(run.context, packing=PackingSpec(8, joints=8 * 3 * 20))
     batch = next(batches(make_task("qa", run).examples({}, lambda: None), 0, 0, 8, 0, 1))
     index = run.index(np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32))
-    work = jax.jit(lambda params, batch: read_question(context, params, batch, index, None, 3, 3))
+    work = jax.jit(lambda params, batch: read_question(QaConfig(passages=3), context, params, batch, index, None, 3))
     read = work(run.initial_params(), batch)
     lengths = read.joint.lengths
     kept = fitting_lengths(lengths.reshape(1, -1), 62, 8 * 3 * 20, 1).reshape(lengths.shape)
@@ -405,5 +404,5 @@ def test_what_has_no_place_is_reported():
     bert = BertConfig(30, hidden=logical_sharding(mesh, "batch", None, None))
     context = SimpleNamespace(model=SimpleNamespace(bert=bert))
     joints, passages = jnp.array([[12, 1], [7, 9], [2, 2], [2, 2]]), jnp.array([[5], [5], [5], [5]])
-    lost = unplaced_pieces(context, [(joints, 15), (passages, 0)], 12)
+    lost = unplaced_share(context, [(joints, 15), (passages, 0)], 12)
     assert (lost.total, lost.number) == (8, 37 + 20), "10 stay of 12 beside 2, 2 and 1, and 5 of 9 and 7 beside 2, 2"

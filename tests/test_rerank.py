@@ -1,5 +1,6 @@
 """The reranker: its loss, its start, what it changes for questions, and its training cut off and resumed."""
 
+import dataclasses
 import json
 import logging
 
@@ -14,8 +15,9 @@ from realm_jax.config import add_sections
 from realm_jax.data.examples import dataset
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import read_settings
-from realm_jax.forward.question import read_question
+from realm_jax.forward import read_question
 from realm_jax.run import put_batch
+from realm_jax.sections import qa_config
 from realm_jax.tasks import make_task
 from realm_jax.tasks.rerank import CANDIDATES, NAME, added
 from realm_jax.train.index_source import embed_with_cache
@@ -71,10 +73,11 @@ def test_the_loss_is_the_cross_entropy_with_the_posterior_of_the_reader(trained)
     run, _, last = trained
     task, index = make_task("rerank", run), run.index(embed_with_cache(run, last))
     batch = put_batch(run.mesh, dataset(task.examples(last, None), 0, task.stream, 8)[0])
-    read = read_question(run.context, last, batch, index, None, CANDIDATES, CANDIDATES)
+    qa = dataclasses.replace(qa_config(run.config), passages=CANDIDATES)
+    read = read_question(qa, run.context, last, batch, index, None, CANDIDATES)
     loss, values = loss_and_metrics(task, last, batch, index, None)
     documents = type(run.documents)(*(part[read.beam.rows] for part in run.documents))
-    scores = np.asarray(read.beam.scores + added(run.context, last, batch, documents), np.float64)
+    scores = np.asarray(read.beam.scores + added(qa, run.context, last, batch, documents), np.float64)
     spans = np.where(read.correct, np.exp(np.asarray(read.spans, np.float64)), 0.0).sum(axis=(2, 3))
     joint = np.exp(np.asarray(read.prior, np.float64)) * spans
     answered = joint.sum(axis=1) > 0

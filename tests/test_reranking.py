@@ -18,9 +18,9 @@ from tiny import (  # fmt: skip
     tiny_realm,
 )
 
-from realm_jax.forward.context import Rerank
-from realm_jax.forward.search import question_beam, scores_by_place
+from realm_jax.forward import Rerank, falling_scores, retrieve_and_rerank
 from realm_jax.models.realm import Network
+from realm_jax.sections import QaConfig
 
 ROWS, BEAM, FIRST = 12, 6, 4
 
@@ -35,7 +35,7 @@ class Bias(Network):
         return {"value": jax.random.normal(key, (1,))}
 
 
-def last_piece(context, params, batch, documents):
+def last_piece(qa, context, params, batch, documents):
     """Adds to each passage its last piece times a parameter: what no search knows."""
     last = jnp.take_along_axis(documents.ids, documents.lengths[..., None].astype(jnp.int32) - 2, axis=-1)[..., 0]
     return params["bias"]["value"] * last.astype(jnp.float32)
@@ -50,13 +50,15 @@ def found():
     params, batch = loud_params(model, 0), query_rows([random_words(rng, 5) for _ in range(3)])
     index = embed_corpus(model, params, corpus, 1)
     context = tiny_context(one_device_mesh(), ROWS, model)
-    changed = dataclasses.replace(context, rerank=Rerank(FIRST, "bias", last_piece))
+    changed = Rerank(FIRST, "bias", last_piece)
 
-    def beam(context, value, depth=BEAM):
+    def beam(rerank, value, depth=BEAM):
         own = params | {"bias": {"value": jnp.float32([value])}}
-        return jax.tree.map(np.asarray, question_beam(context, own, batch, index, None, depth)[0])
+        return jax.tree.map(
+            np.asarray, retrieve_and_rerank(QaConfig(), context, own, batch, index, None, depth, rerank)[0]
+        )
 
-    return corpus, beam(context, 0.0), {value: beam(changed, value) for value in (0.0, 1.0)}, beam(changed, 1.0, 2)
+    return corpus, beam(None, 0.0), {value: beam(changed, value) for value in (0.0, 1.0)}, beam(changed, 1.0, 2)
 
 
 def test_nothing_added_leaves_rows_scores_and_ranks_as_they_were(found):
@@ -84,7 +86,7 @@ def test_a_shorter_beam_is_cut_after_it_was_ordered(found):
 
 
 def test_places_count_where_words_had_a_part_in_the_order():
-    np.testing.assert_array_equal(scores_by_place(jnp.float32([[1, 3, 2]])), [[3, 2, 1]])
+    np.testing.assert_array_equal(falling_scores(jnp.float32([[1, 3, 2]])), [[3, 2, 1]])
 
 
 def test_further_networks_leave_the_first_parameters_of_others_as_they_are():

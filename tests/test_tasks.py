@@ -1,5 +1,6 @@
 """Retrieval without the own passage, and the four losses against the networks' own outputs put together in NumPy."""
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -26,17 +27,26 @@ from tiny import (
 )
 from tiny_run import tiny_config
 
+from realm_jax import forward
 from realm_jax.assemble import make_run
 from realm_jax.config import default
 from realm_jax.data import layouts
 from realm_jax.data.sources import open_sources
-from realm_jax.forward import masked
-from realm_jax.forward.masked import masked_spans, point_at_targets, read_candidates, read_masked
-from realm_jax.forward.question import read_question
-from realm_jax.forward.reading import score_spans
-from realm_jax.forward.search import Candidates, candidate_scores, gather_documents, retrieve
+from realm_jax.forward import (
+    Candidates,
+    candidate_scores,
+    gather_passages,
+    masked_spans,
+    point_at_targets,
+    read_candidates,
+    read_masked,
+    read_question,
+    retrieve,
+    score_spans,
+)
 from realm_jax.models.inputs import Documents, reader_inputs
 from realm_jax.models.likelihood import UNSEEN, masked_word_marginal, pointing
+from realm_jax.sections import QaConfig, RealmConfig
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.qa import batch_reader_input
 from realm_jax.tasks.realm import realm_metrics
@@ -50,13 +60,13 @@ MASKED = masked_batch(RNG, CORPUS, BATCH)
 QUESTIONS = query_rows([random_words(RNG, 5) for _ in range(BATCH)])
 
 
-def context(**changes):
-    return tiny_context(one_device_mesh(), ROWS, MODEL, **changes)
+def context():
+    return tiny_context(one_device_mesh(), ROWS, MODEL)
 
 
-def loss_of(task, **changes):
-    """The loss of a task in that context, and what it reports."""
-    return functools.partial(loss_and_metrics, task_of(task, context(**changes)))
+def loss_of(task, changes=None):
+    """The loss of a task with changes to its config, and what it reports."""
+    return functools.partial(loss_and_metrics, task_of(task, context(), changes))
 
 
 def graded(task):
@@ -83,6 +93,7 @@ def query_vectors(params):
 # --- retrieval --------------------------------------------------------------------------------------------------------
 
 COUNT = 3
+REALM = RealmConfig(candidates=1 + COUNT)
 
 
 def retrieve_with(params, index, own_row=-1, sentence_in=(), found=None, held_out=None, **changes):
@@ -108,7 +119,8 @@ def retrieve_with(params, index, own_row=-1, sentence_in=(), found=None, held_ou
 
 @functools.partial(jax.jit, static_argnames=("rows", "changes"))
 def retrieve_now(params, batch, index, rows, changes):
-    return retrieve(tiny_context(one_device_mesh(), rows, MODEL, **dict(changes)), params, batch, index, COUNT)
+    realm = dataclasses.replace(REALM, **dict(changes))
+    return retrieve(realm, tiny_context(one_device_mesh(), rows, MODEL), params, batch, index)
 
 
 @pytest.fixture(scope="module")
@@ -180,8 +192,8 @@ def candidates(params, index):
     """What a REALM step computes of its candidates: found, scores, log-probabilities and what is right."""
 
     def compute(params, batch, index):
-        found = retrieve(context(), params, batch, index, COUNT)
-        documents = gather_documents(index, found.rows)
+        found = retrieve(REALM, context(), params, batch, index)
+        documents = gather_passages(index, found.rows)
         scores = candidate_scores(context(), params, batch, documents, None)
         return found, scores, *read_candidates(context(), params, batch, documents, None)[:2]
 
@@ -228,7 +240,7 @@ def largest(tree) -> float:
 def test_the_realm_loss_is_the_marginal_of_its_parts(params, index, candidates, null_document):
     """That it trains all three networks is seen in `test_devices.py`."""
     found, scores, log_p, _ = candidates
-    loss, metrics = jax.jit(loss_of("realm", null_document=null_document))(params, MASKED, index, None)
+    loss, metrics = jax.jit(loss_of("realm", {"realm.null_document": null_document}))(params, MASKED, index, None)
     valid = np.pad(found.valid, ((0, 0), (1, 0)), constant_values=null_document)
     wanted = masked_word_marginal(scores, log_p, MASKED["weights"], valid, "example")
     np.testing.assert_allclose(loss, wanted.loss.value, rtol=1e-5)
@@ -241,12 +253,17 @@ def test_the_realm_loss_is_the_marginal_of_its_parts(params, index, candidates, 
 def test_pointing_reads_the_hidden_span_in_the_passages(params, index, candidates):
     """p(y|z,x) of `likelihood.pointing` over the spans of each candidate, and of no passage; the span head learns, and
     the head that predicts words does not."""
-    documents = jax.tree.map(np.asarray, gather_documents(index, candidates[0].rows))
-    by_span, batch = context(marginal="span"), MASKED | {"weights": np.eye(1, PREDICTIONS).repeat(BATCH, axis=0)}
+    documents = jax.tree.map(np.asarray, gather_passages(index, candidates[0].rows))
+    by_span, batch = (
+        dataclasses.replace(REALM, marginal="span"),
+        MASKED | {"weights": np.eye(1, PREDICTIONS).repeat(BATCH, axis=0)},
+    )
     body = documents.title_lengths[:, :1] + 2 + np.arange(PREDICTIONS)
     batch["targets"] = np.take_along_axis(documents.ids[:, 0], body, axis=1)  # the first of them is hidden
-    read = jax.jit(functools.partial(read_masked, by_span))(params, batch, index, None)
-    spans = jax.jit(functools.partial(masked_spans, by_span))(params, batch, documents)
+    read = jax.jit(functools.partial(read_masked, by_span, context(), frozen_passages=False))(
+        params, batch, index, None
+    )
+    spans = jax.jit(functools.partial(masked_spans, context()))(params, batch, documents)
     wanted, _ = pointing(spans.scores, spans.allowed, spans.correct)
     np.testing.assert_allclose(read.log_p[:, 1:, 0], wanted, rtol=1e-4)
     assert (read.log_p[:, 0, 0] == UNSEEN).all() and not np.asarray(read.log_p[:, :, 1:]).any()
@@ -256,7 +273,9 @@ def test_pointing_reads_the_hidden_span_in_the_passages(params, index, candidate
     ]
     np.testing.assert_array_equal(spans.correct.any(axis=(2, 3)), shown)
     assert 0 < np.mean(shown) < 1
-    gradients = jax.jit(jax.grad(lambda p: loss_of("realm", marginal="span")(p, batch, index, None)[0]))(params)
+    gradients = jax.jit(jax.grad(lambda p: loss_of("realm", {"realm.marginal": "span"})(p, batch, index, None)[0]))(
+        params
+    )
     reader = gradients["reader"]
     assert largest(reader["span_score"]) > 0 and not largest(reader["mlm_transform"])
     assert largest(gradients["query_embedder"]) > 0 and largest(gradients["document_embedder"]) > 0
@@ -264,12 +283,12 @@ def test_pointing_reads_the_hidden_span_in_the_passages(params, index, candidate
 
 def test_passages_that_hold_the_span_are_read_first(params, index, candidates, monkeypatch):
     """Of a passage that is not read, the span is as hard to guess as without any."""
-    documents = jax.tree.map(np.asarray, gather_documents(index, candidates[0].rows))
+    documents = jax.tree.map(np.asarray, gather_passages(index, candidates[0].rows))
     batch = MASKED | {"weights": np.eye(1, PREDICTIONS).repeat(BATCH, axis=0)}
     last = documents.title_lengths[:, -1:] + 2 + np.arange(PREDICTIONS)
     batch["targets"] = np.take_along_axis(documents.ids[:, -1], last, axis=1)
-    monkeypatch.setattr(masked, "POINTED", 1)
-    log_p = jax.jit(functools.partial(point_at_targets, context(marginal="span")))(params, batch, documents).log_p
+    monkeypatch.setattr(forward, "POINTED", 1)
+    log_p = jax.jit(functools.partial(point_at_targets, context()))(params, batch, documents).log_p
     read = np.asarray(log_p[:, 1:, 0]) != UNSEEN
     assert (read.sum(axis=1) == 1).all() and read[:, -1].any()
     assert (np.asarray(log_p[:, 1:, 0])[read] > UNSEEN).all()
@@ -277,16 +296,17 @@ def test_passages_that_hold_the_span_are_read_first(params, index, candidates, m
 
 def test_frozen_documents_keep_their_vectors(params, index):
     """With the vectors of today's document tower the loss is the same, and that tower has no part in the passages."""
-    loss = [jax.jit(loss_of("realm", frozen_documents=f))(params, MASKED, index, None)[0] for f in (False, True)]
+    losses = [loss_of("realm", {"refresh.every": every}) for every in (5, 0)]
+    loss = [jax.jit(each)(params, MASKED, index, None)[0] for each in losses]
     np.testing.assert_allclose(*loss, rtol=1e-5)
     moved = params | {"document_embedder": jax.tree.map(lambda x: 1.5 * x, params["document_embedder"])}
-    frozen = jax.jit(loss_of("realm", frozen_documents=True, null_document=False))
+    frozen = jax.jit(loss_of("realm", {"refresh.every": 0, "realm.null_document": False}))
     before, after = (frozen(each, MASKED, index, None)[0] for each in (params, moved))
     np.testing.assert_array_equal(before, after)
     config = default()
     for every, trained in ((0, ("query_embedder", "reader")), (5, ("query_embedder", "document_embedder", "reader"))):
         config.refresh.every = every
-        run = SimpleNamespace(context=context(frozen_documents=every == 0), config=config, sources=None)
+        run = SimpleNamespace(context=context(), config=config, sources=None)
         assert make_task("realm", run).trained == trained
 
 
@@ -366,7 +386,7 @@ def test_the_inverse_cloze_task_can_rank_the_own_passage_among_what_is_retrieved
     """The own passage counts once, whether it is retrieved or not; stored vectors and documents do not move."""
     own = np.array([best[0, 0], best[1, 2], best[2, -1], best[3, 5]])
     batch = {"query": MASKED["query"], "query_length": MASKED["query_length"], "own_row": own.astype(np.int32)}
-    task = task_of("ict", context(ict_from_index=True, qa_beam=4))
+    task = task_of("ict", context(), {"ict.negatives": "index", "qa.beam": 4})
     assert task.trained == ("query_embedder",) and task.retrieves
     (loss, metrics), gradient = graded(task)(params, batch, index, None)
     scores = query_vectors.astype(np.float64) @ np.asarray(index.vectors[:ROWS], np.float64).T
@@ -399,7 +419,7 @@ def reading(params, index):
 
     @jax.jit
     def read(params, index):
-        read = read_question(context(), params, QUESTIONS, index, None, BEAM, PASSAGES)
+        read = read_question(QaConfig(passages=PASSAGES), context(), params, QUESTIONS, index, None, BEAM)
         return read.beam.rows, read.beam.scores, read.span_scores
 
     return jax.tree.map(np.asarray, read(params, index))
@@ -429,8 +449,9 @@ def marginal_by_loops(rows, scores, span_scores, batch) -> list[float]:
 
 
 @functools.cache
-def qa_gradients(objective: str, **changes):
-    return graded(task_of("qa", context(qa_objective=objective, qa_beam=BEAM, qa_passages=PASSAGES, **changes)))
+def qa_gradients(objective: str, refresh_every: int = 0):
+    changes = {"qa.objective": objective, "qa.refresh_every": refresh_every, "qa.beam": BEAM, "qa.passages": PASSAGES}
+    return graded(task_of("qa", context(), changes))
 
 
 def test_answering_is_the_marginal_over_passages_and_spans(params, index, reading):
@@ -468,8 +489,9 @@ def test_orqa_adds_the_retriever_s_own_term_over_the_whole_beam(params, index, r
 def test_a_trained_document_tower_scores_what_is_read(params, index, reading, objective):
     """With vectors of the tower as it is the loss is the same; with others it follows the tower, not the vectors."""
     batch = asked(np.array([reading[0][0, 0], reading[0][1, 2], -1, -1]))
-    assert set(task_of("qa", context(qa_documents=True)).trained) == {"query_embedder", "document_embedder", "reader"}
-    (loss, _), gradients = qa_gradients(objective, qa_documents=True)(params, batch, index, None)
+    trained = task_of("qa", context(), {"qa.refresh_every": 1}).trained
+    assert set(trained) == {"query_embedder", "document_embedder", "reader"}
+    (loss, _), gradients = qa_gradients(objective, 1)(params, batch, index, None)
     np.testing.assert_allclose(loss, qa_gradients(objective)(params, batch, index, None)[0][0], rtol=1e-5)
     assert largest(gradients["document_embedder"]) > 1e-4
 
@@ -492,7 +514,7 @@ def joined(rows: np.ndarray, titles: bool) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("titles", [True, False])
 def test_a_joint_that_comes_with_the_batch_is_the_one_that_the_step_makes(index, titles):
     rows = np.arange(BATCH)
-    made = reader_inputs(QUESTIONS["query"], QUESTIONS["query_length"], gather_documents(index, rows[:, None]), titles)
+    made = reader_inputs(QUESTIONS["query"], QUESTIONS["query_length"], gather_passages(index, rows[:, None]), titles)
     given = batch_reader_input({**QUESTIONS, **joined(rows, titles)})
     for ours, theirs in zip(given, made, strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -503,7 +525,7 @@ def test_one_positive_passage_teaches_the_reader_and_the_beam_the_retriever(para
     rows, scores, _ = reading
     positives = np.array([rows[0, 0], rows[1, 4], rows[2, 1], rows[3, 2]])
     batch = asked(positives) | joined(positives, titles=False)
-    task = task_of("qa", context(qa_objective="positive", qa_beam=BEAM))
+    task = task_of("qa", context(), {"qa.objective": "positive", "qa.beam": BEAM})
     (loss, metrics), gradient = graded(task)(params, batch, index, None)
     places = [rows[example].tolist().index(row) for example, row in enumerate(positives)]
     retriever = [np.logaddexp.reduce(scores[e].astype(np.float64)) - scores[e, place] for e, place in enumerate(places)]
@@ -565,7 +587,7 @@ def test_a_part_of_the_warm_up_is_no_larger_than_a_part_of_realm(tasks, batch, p
     config = default()
     config.tasks, config.optimizer.microbatches, config.mlm.batch_size = tasks, 8, batch
     config.realm.batch_size, config.realm.candidates = 24, 16  # 48 sequences a part
-    run = SimpleNamespace(config=config, context=SimpleNamespace(qa_search="vectors"))
+    run = SimpleNamespace(config=config, context=None)
     assert TASKS["mlm"](run).parts == parts
 
 
@@ -578,15 +600,12 @@ def test_dropout_follows_the_key(params, name):
     assert one == again != other
 
 
-def test_what_may_be_retrieved_is_set_by_the_config(people, tmp_path):
+def test_the_text_to_learn_from_is_set_by_the_config(people, tmp_path):
     def made(key, value):
         config = tiny_config(people)
         config.update_from_flattened_dict({key: value})
         return make_run(config, tmp_path, open_sources(people), jax.devices()[:1])
 
-    usual = made("seed", 0)
-    assert usual.context.null_document and usual.context.exclude_own and usual.sources.pretraining is not None
-    assert not made("realm.null_document", False).context.null_document
-    assert not made("realm.exclude_own", False).context.exclude_own
+    assert made("seed", 0).sources.pretraining is not None
     sources = made("data.text", "passages").sources
     assert sources.pretraining_is_corpus and sources.pretraining is sources.passages

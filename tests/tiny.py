@@ -1,5 +1,6 @@
 """Tiny networks, corpora and batches that several tests share: two layers, width 16, fifty tokens."""
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 from realm_jax.config import default
 from realm_jax.data import layouts
-from realm_jax.forward.context import Index, StepContext
+from realm_jax.forward import Index, StaticContext
 from realm_jax.mesh import AXES, make_mesh
 from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
@@ -37,8 +38,8 @@ def tiny_realm(shared_tower: bool = False, **changes) -> Realm:
     return Realm(bert, projection=8, shared_tower=shared_tower, reader=Reader(bert, span_hidden=8, span_width=3))
 
 
-def tiny_context(mesh: Mesh, rows: int, model: Realm | None = None, **changes) -> StepContext:
-    return StepContext(model or tiny_realm(), mesh, SPECIAL.cls, SPECIAL.sep, rows, **{"candidates": 4} | changes)
+def tiny_context(mesh: Mesh, rows: int, model: Realm | None = None) -> StaticContext:
+    return StaticContext(model or tiny_realm(), mesh, SPECIAL.cls, SPECIAL.sep, rows)
 
 
 def random_words(rng: np.random.Generator, count: int) -> list[int]:
@@ -66,9 +67,11 @@ def random_corpus(rng: np.random.Generator, rows: int) -> Texts:
     return [(random_words(rng, rng.integers(1, 3)), random_words(rng, rng.integers(6, 11))) for _ in range(rows)]
 
 
-def task_of(name: str, context: StepContext) -> Task:
-    """A task with its losses, of a run that has nothing else."""
-    return make_task(name, SimpleNamespace(context=context, config=default(), sources=None))
+def task_of(name: str, context: StaticContext, changes: Mapping[str, Any] | None = None) -> Task:
+    """A task with its losses, of a run that has nothing else; of REALM with four candidates. changes: dotted keys."""
+    config = default()
+    config.update_from_flattened_dict({"realm.candidates": 4, **(changes or {})})
+    return make_task(name, SimpleNamespace(context=context, config=config, sources=None))
 
 
 def masked_batch(rng: np.random.Generator, corpus: Texts, size: int) -> dict[str, np.ndarray]:

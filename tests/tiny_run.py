@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from realm_jax.assemble import loss_settings, make_run
+from realm_jax.assemble import make_run
 from realm_jax.cli.prepare import prepare
 from realm_jax.config import add_sections, default
 from realm_jax.data.sources import open_sources
@@ -75,8 +75,7 @@ def open_config(config: ConfigDict, workdir: Path, devices: int = 1) -> Run:
 
 def with_config(run: Run, config: ConfigDict) -> Run:
     """A run under another config of the same data, lengths and networks; the corpus on the devices is shared."""
-    context = dataclasses.replace(run.context, **loss_settings(config))
-    other = dataclasses.replace(run, config=config, context=context)
+    other = dataclasses.replace(run, config=config)
     own = {name: getattr(run, name) for name in ("corpus", "documents")}
     other.__dict__.update(own)  # as cached_property does
     return other

@@ -45,7 +45,7 @@ def check_passages(run: Run, args: argparse.Namespace) -> None:
         if given:
             raise UserError(f"{given[0]}: {run.workdir} answers without passages ({task}); leave it out")
         return
-    read, passages = min(run.question_context.qa_passages, run.context.rows), changes.get("answering.retrieved")
+    read, passages = min(run.answering_qa.passages, run.context.rows), changes.get("answering.retrieved")
     if passages is not None and passages < read:
         raise UserError(
             f"--config.answering.retrieved={passages}: fewer than the {read} that are read; retrieve more, or read "

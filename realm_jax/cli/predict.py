@@ -106,7 +106,7 @@ def prediction_settings(
         "questions": digest(json.dumps(asked).encode()),
         "lines": len(questions),
         "search": search,
-        "retrieved": max(answering.retrieved, run.question_context.qa_passages),
+        "retrieved": max(answering.retrieved, run.answering_qa.passages),
         "spans": SPANS,
         "aggregate": answering.aggregate,
         "nbest": nbest,

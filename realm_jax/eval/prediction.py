@@ -26,14 +26,12 @@ from realm_jax.data.examples import (
 from realm_jax.data.questions import Question
 from realm_jax.eval.answers import contains_pattern, exact_match, normalise
 from realm_jax.eval.retrieval import answer_hits, documents_of, gold_hits, hit_at_k, mean_by_group, rank_measures
-from realm_jax.forward.context import Index, Rerank, StepContext
-from realm_jax.forward.question import read_question
-from realm_jax.forward.search import question_beam
+from realm_jax.forward import Index, Rerank, StaticContext, read_question, retrieve_and_rerank
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.fusion import FusedRanking
 from realm_jax.run import Run, put_batch
-from realm_jax.sections import answering_of
+from realm_jax.sections import QaConfig, answering_of, qa_config
 
 SPANS = 20  # likeliest spans of each passage that answers are made of; more change an answer's probability little
 GROUPED_BY = "replaced_words"  # a question field that recall is also given by, where questions have it
@@ -98,10 +96,12 @@ def merge(occurrences: Iterable[Answer], aggregate: str) -> list[Answer]:
     return sorted(best, key=lambda one: -one.probability)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _find(context: StepContext, depth: int, params: Params, batch: Any, index: Index) -> FusedRanking:
-    """The `depth` best passages, [batch, depth]. One program for all sets of questions of a run."""
-    return question_beam(context, params, batch, index, None, depth)[0]
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _find(
+    qa: QaConfig, context: StaticContext, rerank: Rerank | None, depth: int, params: Params, batch: Any, index: Index
+) -> FusedRanking:
+    """Return the `depth` best passages, [batch, depth]. One program for all sets of questions of a run."""
+    return retrieve_and_rerank(qa, context, params, batch, index, None, depth, rerank)[0]
 
 
 class _Read(NamedTuple):
@@ -121,13 +121,15 @@ class _Read(NamedTuple):
     log_p: Any
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _read(context: StepContext, depth: int, spans: int, params: Params, batch: Any, index: Index) -> _Read:
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _read(
+    qa: QaConfig, context: StaticContext, rerank: Rerank | None, depth: int, params: Params, batch: Any, index: Index
+) -> _Read:
     """Retrieve `depth` passages, read the first, and take the likeliest spans of each."""
-    passages, width = context.qa_passages, context.model.reader.span_width
-    read = read_question(context, params, batch, index, None, max(depth, passages), passages)
+    width = context.model.reader.span_width
+    read = read_question(qa, context, params, batch, index, None, max(depth, qa.passages), rerank)
     flat = read.spans.reshape(*read.prior.shape, -1)
-    best, places = jax.lax.top_k(flat, min(spans, flat.shape[-1]))
+    best, places = jax.lax.top_k(flat, min(SPANS, flat.shape[-1]))
     starts = places // width - read.joint.body_start[..., None]
     return _Read(*read.beam, jnp.exp(read.prior), starts, places % width, best)
 
@@ -176,7 +178,7 @@ class Evaluator:
     @cached_property
     def _words(self) -> Bm25Hits:
         """What BM25 finds for all questions, as far as passages are retrieved or read."""
-        return self._search_words(max(self.depth, self.run.question_context.qa_passages))
+        return self._search_words(max(self.depth, self.run.answering_qa.passages))
 
     def _search_words(self, depth: int) -> Bm25Hits:
         return self.run.bm25_search([question.question for question in self.questions], depth)
@@ -200,8 +202,9 @@ class Evaluator:
 
     def find(self, params: Params, index: Index, depth: int) -> FusedRanking:
         """The `depth` best passages for every question on the devices, [questions, depth or all]."""
-        context = dataclasses.replace(self.run.context, qa_search=self.search, rerank=self.rerank)
-        parts = [_find(context, depth, params, put_batch(self.run.mesh, batch), index) for batch in self._batches]
+        run, qa = self.run, dataclasses.replace(qa_config(self.run.config), search=self.search)
+        batches = (put_batch(run.mesh, batch) for batch in self._batches)
+        parts = [_find(qa, run.context, self.rerank, depth, params, batch, index) for batch in batches]
         columns = [np.concatenate([*map(to_host, column)]) for column in zip(*parts, strict=True)]
         return FusedRanking(*(column[: len(self.questions)] for column in columns))
 
@@ -244,9 +247,10 @@ class Evaluator:
     def predict_batches(self, params: Params, index: Index) -> Iterator[list[Prediction]]:
         """`predict`, `batch_size` questions at a time."""
         run, left = self.run, len(self.questions)
-        context = dataclasses.replace(run.question_context, qa_search=self.search, rerank=self.rerank)
+        qa = dataclasses.replace(run.answering_qa, search=self.search)
         for batch in self._batches:
-            outputs = _read(context, self.depth, SPANS, params, put_batch(run.mesh, batch), index)
+            placed = put_batch(run.mesh, batch)
+            outputs = _read(qa, run.context, self.rerank, self.depth, params, placed, index)
             parts = zip(*map(to_host, outputs), strict=True)
             yield [self._assemble(_Read(*question)) for question in [*parts][:left]]
             left -= len(batch["query"])

@@ -24,15 +24,26 @@ from realm_jax.data.examples import Example, query_arrays, question_arrays, with
 from realm_jax.data.questions import Question
 from realm_jax.data.tokenizer import MARK
 from realm_jax.errors import UserError
-from realm_jax.forward.context import Index, StepContext
-from realm_jax.forward.masked import masked_inputs, masked_spans, null_candidates, read_masked, read_targets
-from realm_jax.forward.question import read_question
-from realm_jax.forward.search import gather_documents, search_queries, stored_scores
+from realm_jax.forward import (
+    Index,
+    Rerank,
+    StaticContext,
+    embed_searching_queries,
+    gather_passages,
+    masked_inputs,
+    masked_spans,
+    null_candidates,
+    read_masked,
+    read_question,
+    read_targets,
+    stored_scores,
+)
 from realm_jax.inference.answers import Place, passage_place
 from realm_jax.mesh import to_host
 from realm_jax.models.likelihood import NEGATIVE, log_prior, log_sum_selected
 from realm_jax.models.realm import Params
 from realm_jax.run import Run, put_batch
+from realm_jax.sections import QaConfig, RealmConfig, section_of
 from realm_jax.tasks import TASKS
 from realm_jax.train.trained_run import TrainedRun
 
@@ -175,7 +186,7 @@ def inspect_sentence(
     run, tokenizer = trained.run, trained.run.sources.tokenizer
     example = masked_text(run, text, pieces)
     count = int(example["weights"].sum())
-    if run.context.points:  # the retriever is asked without the blank
+    if section_of(RealmConfig, run.config, "realm").uses_span_marginal:  # the retriever is asked without the blank
         words = example["query"][1 : example["query_length"] - 1]
         asked = query_arrays(words[words != tokenizer.mask_id], run.lengths.query, tokenizer)
         example = with_reader_query(example) | asked
@@ -219,13 +230,16 @@ class InspectionOutputs(NamedTuple):
     guesses: Any
 
 
-@partial(jax.jit, static_argnums=0)
-def inspect_batch(context: StepContext, params: Params, batch: Any, index: Index, special: Any) -> InspectionOutputs:
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def inspect_batch(
+    realm: RealmConfig, context: StaticContext, frozen_passages: bool, params: Params, batch: Any, index: Index,
+    special: Any,
+) -> InspectionOutputs:  # fmt: skip
     """Retrieve for masked texts and read them with every candidate. special [s] int: the pieces that are no text."""
-    read = read_masked(context, params, batch, index, None)
+    read = read_masked(realm, context, params, batch, index, None, frozen_passages)
     reading = (read.log_p * batch["weights"][:, None]).sum(axis=-1)  # [batch, 1 + k]
-    passages = gather_documents(index, read.found.rows)
-    if context.points:
+    passages = gather_passages(index, read.candidates.rows)
+    if realm.uses_span_marginal:
         # The likeliest span of each passage with as many pieces as the blank has.
         spans = masked_spans(context, params, batch, passages)
         size = batch["weights"].sum(axis=1).astype(jnp.int32)[:, None, None, None]
@@ -242,21 +256,21 @@ def inspect_batch(context: StepContext, params: Params, batch: Any, index: Index
             best = words.at[..., special].set(-jnp.inf).argmax(axis=-1)
             parts.append(best.reshape(*documents.ids.shape[:2], -1))
         guesses = jnp.concatenate(parts, axis=1)  # [batch, 1 + k, m]
-    null = jnp.where(context.null_document, read.scores[:, 0], NEGATIVE)
+    null = jnp.where(realm.null_document, read.scores[:, 0], NEGATIVE)
     total = jnp.logaddexp(null, _log_total(context, params, batch, index))
     held = jnp.exp(jax.nn.logsumexp(jnp.where(read.valid, read.scores, NEGATIVE), axis=1) - total)
-    return InspectionOutputs(read.found.rows, log_prior(read.scores, read.valid), reading, held, guesses)
+    return InspectionOutputs(read.candidates.rows, log_prior(read.scores, read.valid), reading, held, guesses)
 
 
-def _log_total(context: StepContext, params: Params, batch: Any, index: Index) -> jax.Array:
+def _log_total(context: StaticContext, params: Params, batch: Any, index: Index) -> jax.Array:
     """log Σ exp(score) over the whole corpus, [batch]."""
-    queries = search_queries(context, params, batch, index.tower)
+    queries = embed_searching_queries(context, params, batch, index.tower)
     scores = jnp.einsum("bd,nd->bn", queries, index.vectors.astype(jnp.float32))
     return jax.nn.logsumexp(jnp.where(jnp.arange(scores.shape[1]) < context.rows, scores, NEGATIVE), axis=1)
 
 
 @partial(jax.jit, static_argnums=0)
-def _null_log_likelihood(context: StepContext, params: Params, batch: Any) -> jax.Array:
+def _null_log_likelihood(context: StaticContext, params: Params, batch: Any) -> jax.Array:
     """log p(y|x) of a reader with the null document, [batch]: BERT, if it was trained so."""
     log_p, _ = read_targets(context, params, batch, null_candidates(context, batch))
     return (log_p[:, 0] * batch["weights"]).sum(axis=-1)
@@ -266,7 +280,8 @@ def _inspect_examples(trained: TrainedRun, examples: Sequence[Example]) -> list[
     """`inspect_batch` of some examples, on the host."""
     run = trained.run
     special = np.array(sorted(run.sources.tokenizer.special_ids), np.int32)
-    outputs = inspect_batch(run.context, trained.params, _put(run, examples), trained.index, special)
+    realm, frozen = section_of(RealmConfig, run.config, "realm"), run.config.refresh.every == 0
+    outputs = inspect_batch(realm, run.context, frozen, trained.params, _put(run, examples), trained.index, special)
     outputs = jax.tree.map(to_host, outputs)
     return [InspectionOutputs(*(part[i] for part in outputs)) for i in range(len(examples))]
 
@@ -296,20 +311,21 @@ def inspect_question(trained: TrainedRun, question: str, answer: str | None = No
             )
         raise UserError(f"the answer {answer!r} has no tokens; give a word that a passage may hold")
     example = evaluator.queries[0] | {name: target[name] for name in ("answers", "answer_lengths")}
-    context = dataclasses.replace(run.question_context, qa_search=trained.search, rerank=trained.rerank)
-    outputs = _inspect_question_batch(context, trained.params, _put(run, [example]), trained.index)
+    qa, batch = dataclasses.replace(run.answering_qa, search=trained.search), _put(run, [example])
+    outputs = _inspect_question_batch(qa, run.context, trained.rerank, trained.params, batch, trained.index)
     return _inspection(trained, question, answer, *(to_host(part)[0] for part in outputs))
 
 
-@partial(jax.jit, static_argnums=0)
-def _inspect_question_batch(context: StepContext, params: Params, batch: Any, index: Index) -> tuple[jax.Array, ...]:
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _inspect_question_batch(
+    qa: QaConfig, context: StaticContext, rerank: Rerank | None, params: Params, batch: Any, index: Index
+) -> tuple[jax.Array, ...]:
     """(rows, log p(z|x), log p(y|z,x)) [batch, k] and the share of the corpus [batch]."""
-    passages = context.qa_passages
-    read = read_question(context, params, batch, index, None, passages, passages)
+    read = read_question(qa, context, params, batch, index, None, qa.passages, rerank)
     likelihood = log_sum_selected(read.spans, read.correct, (2, 3))
     rows, scores = read.rows, read.scores
-    if context.rerank is not None:  # the corpus has the retriever's scores alone
-        scores = stored_scores(search_queries(context, params, batch, index.tower), index, rows)
+    if rerank is not None:  # the corpus has the retriever's scores alone
+        scores = stored_scores(embed_searching_queries(context, params, batch, index.tower), index, rows)
     held = jnp.exp(jax.nn.logsumexp(scores, axis=1) - _log_total(context, params, batch, index))
     return rows, read.prior, likelihood, held
 

@@ -44,7 +44,7 @@ def describe(run: Run, task: str, step: int, search: str) -> dict[str, Any]:
         "step": step,
         "parameters": sum(x.size for x in jax.tree.leaves(used)),
         "passages": run.context.rows,
-        "passages_read": min(run.question_context.qa_passages, run.context.rows) if TASKS[task].reads_passages else 0,
+        "passages_read": min(run.answering_qa.passages, run.context.rows) if TASKS[task].reads_passages else 0,
     }
 
 

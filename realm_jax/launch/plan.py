@@ -31,7 +31,7 @@ from realm_jax.data.staging import PREPARED
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import LESS_MEMORY, UserError
 from realm_jax.flops import Chip, chip, embedding_flops
-from realm_jax.forward.context import Index
+from realm_jax.forward import Index
 from realm_jax.host import enlarge_compiler_stacks
 from realm_jax.launch.cost import Cost, program_cost, program_time, sent, transferred
 from realm_jax.launch.spec import Launch
@@ -43,6 +43,7 @@ from realm_jax.refresh.status import BUILDER, TRAINER
 from realm_jax.retrieval.embed import EMBED_BATCH
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.run import Run, embed_program
+from realm_jax.sections import RealmConfig, section_of
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.packed import clipped_lengths
 from realm_jax.train.init_from import fill_from_pretrained
@@ -181,7 +182,7 @@ def useful_share(trainer: Run, task: str) -> dict[str, float]:
         return make_task(task, dataclasses.replace(trainer, config=config, sources=None)).flops()  # type: ignore[arg-type]
 
     computed, real = make_task(task, trainer).flops(), flops_at(body + title)
-    if not trainer.context.points:
+    if not section_of(RealmConfig, trainer.config, "realm").uses_span_marginal:
         real["reader"] = flops_at(body)["reader"]  # only a reader with a span head reads titles
     return {"query": query, "passage": body + title, "share": sum(real.values()) / sum(computed.values())}
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.forward.context import Index, LoadedIndex
+from realm_jax.forward import Index, LoadedIndex
 from realm_jax.mesh import put_with_sharding
 from realm_jax.models.realm import Params
 from realm_jax.refresh.exporter import to_params

@@ -27,12 +27,12 @@ from realm_jax.data.sources import Sources
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.forward.context import Batch, Index, PackedPlaces, Rerank, StepContext
+from realm_jax.forward import Batch, Index, PackingSpec, Rerank, StaticContext
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Network, Params, Realm
 from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.run import Run
-from realm_jax.sections import TaskSection
+from realm_jax.sections import TaskSection, qa_config, section_of
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 
 Array = jax.Array
@@ -102,17 +102,17 @@ class Task(abc.ABC):
     def __init__(self, run: Run) -> None:
         """What depends on the run is set here."""
         self.run = run
-        self.question_search = run.context.qa_search
+        self.question_search = qa_config(run.config).search
 
     @property
-    def context(self) -> StepContext:
+    def context(self) -> StaticContext:
         """The static context of its losses."""
         return self.run.context
 
     @property
-    def settings(self) -> ConfigDict:
+    def settings(self) -> TaskSection:
         """Its section of the config."""
-        return self.run.config[self.name]
+        return section_of(type(self.section), self.run.config, self.name)
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
@@ -193,16 +193,16 @@ class Task(abc.ABC):
         return int(self.settings.batch_size) // self.parts
 
     @cached_property
-    def packed_context(self) -> StepContext:
+    def packed_context(self) -> StaticContext:
         """The context of its steps, with sequences packed where there are data to say how long they are."""
-        return replace(self.context, packed=None if self.run.sources is None else self.packed_places())
+        return replace(self.context, packing=None if self.run.sources is None else self.packed_places())
 
     @property
-    def share_places(self) -> PackedPlaces:
+    def share_places(self) -> PackingSpec:
         """The places of a device's share of a microbatch; of one example and all 0 where nothing is packed."""
-        return self.packed_context.packed or PackedPlaces(1)
+        return self.packed_context.packing or PackingSpec(1)
 
-    def packed_places(self) -> PackedPlaces | None:
+    def packed_places(self) -> PackingSpec | None:
         """Into how many places its steps pack sequences, by the lengths of its data; None: they stay padded."""
         return None
 
@@ -223,7 +223,7 @@ class Task(abc.ABC):
         while it is measured.
         """
         bm25_alone = (search or self.eval_search) == "bm25"
-        return not (bm25_alone and self.teaches_reading() and self.context.qa_words)
+        return not (bm25_alone and self.teaches_reading() and qa_config(self.run.config).uses_bm25_only)
 
     def measure(self) -> Measure | None:
         """What measures parameters on the development questions; None without any.

@@ -30,8 +30,7 @@ from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.eval.answers import exact_match
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.forward.context import Index, batch_candidates
-from realm_jax.forward.masked import masked_inputs
+from realm_jax.forward import Index, batch_candidates, masked_inputs
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params, Realm
 from realm_jax.run import Run, put_batch

@@ -26,7 +26,7 @@ from realm_jax.data.examples import (
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import embedding_flops, score_flops
-from realm_jax.forward.context import Batch, StepContext, batch_passages, dropout_keys
+from realm_jax.forward import Batch, StaticContext, batch_passages, dropout_keys
 from realm_jax.models import likelihood
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
@@ -94,7 +94,7 @@ class EvidenceContrast(Task):
         return parts | {"scores": 6 * score_flops(self.run) * self.settings.batch_size}
 
 
-def evidence_loss(context: StepContext, params: Params, batch: Batch, key: Array | None) -> Means:
+def evidence_loss(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> Means:
     """−log p(a right passage) among all passages of the batch, mean over its sentences; `accuracy`: the likeliest is
     right.
 

@@ -3,7 +3,6 @@
 Against the passages of the batch (`ict.negatives=batch`), or against what the sentence itself retrieves ('index').
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,14 +27,13 @@ from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import embedding_flops, score_flops
-from realm_jax.forward.context import Batch, Index, StepContext, batch_passages, dropout_keys
-from realm_jax.forward.search import embed_null, stored_scores
+from realm_jax.forward import Batch, Index, StaticContext, batch_passages, dropout_keys, embed_null, stored_scores
 from realm_jax.models import likelihood
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.exact import search
 from realm_jax.run import Run
-from realm_jax.schema import NOT_NEGATIVE, key, one_of, require
-from realm_jax.sections import TaskSection, task_names
+from realm_jax.schema import require
+from realm_jax.sections import IctConfig, section_of, task_names
 from realm_jax.tasks.base import (
     ContrastiveLoss,
     Embed,
@@ -51,42 +49,29 @@ Array = jax.Array
 MASK_RATE = 0.9  # sentences taken out of their passage (Lee et al. 2019) where negatives are drawn at random: else none
 
 
-@dataclass(frozen=True)
-class Section(TaskSection):
-    """The training of the inverse cloze task, and what a sentence's passage is held against."""
-
-    negatives: str = key(
-        "batch",
-        "'batch': the passages of the batch, both towers trained (the paper); 'index': the qa.beam passages that the "
-        "sentence retrieves, whose vectors stay, the query tower trained",
-        one_of("batch", "index"),
-    )
-    null_weight: float = key(
-        0.0,
-        "'batch': weight of picking the null document when the own passage is taken away (the paper: 0)",
-        NOT_NEGATIVE,
-    )
-
-
 class Ict(Task):
     """Both towers learn, or against the index the query tower alone, whose passages keep their vectors."""
 
     name = "ict"
     stream = 2
     title = "Inverse cloze task"
-    section = Section(100_000, 4096, learning_rate=1e-4)
+    section = IctConfig(100_000, 4096, learning_rate=1e-4)
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.retrieves = run.context.ict_from_index
+        self.retrieves = self.settings.negatives == "index"
         self.is_parted = not self.retrieves  # it embeds short texts alone: there is little memory to save
         self.evaluates_start = bool(run.config.init_from)
         self.trained = run.context.model.embedder_names
         if self.retrieves:
             self.trained = self.trained[:1]
         else:
-            given = partial(ict_vectors, run.context), partial(ict_null_vector, run.context)
-            self.contrast = ContrastiveLoss(*given, partial(in_batch_softmax, null_weight=run.context.ict_null_weight))
+            given = partial(ict_vectors, run.context), partial(ict_null_vector, self.settings, run.context)
+            self.contrast = ContrastiveLoss(*given, partial(in_batch_softmax, null_weight=self.settings.null_weight))
+
+    @property
+    def settings(self) -> IctConfig:
+        return section_of(IctConfig, self.run.config, self.name)
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
@@ -121,7 +106,7 @@ class Ict(Task):
 
     def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Means:
         if self.contrast is None:
-            return retrieved_ict_loss(self.context, params, batch, index, key)
+            return retrieved_ict_loss(self.run.config.qa.beam, self.context, params, batch, index, key)
         encode, null, loss = self.contrast
         return loss(encode(params, batch, key), null(params, key))
 
@@ -129,22 +114,22 @@ class Ict(Task):
         config, score = self.run.config, score_flops(self.run)
         queries = 3 * embedding_flops(config, config.data.query_length)
         if self.retrieves:  # stored vectors have no gradient: a product each way
-            scores = 2 * score * (1 + self.context.qa_beam)
+            scores = 2 * score * (1 + config.qa.beam)
             return {"search": self.context.rows * score, "queries": queries, "scores": scores}
         documents = 3 * embedding_flops(config, config.data.document_length)
         return {"queries": queries, "documents": documents, "scores": 3 * score * self.settings.batch_size}
 
 
-def ict_vectors(context: StepContext, params: Params, batch: Batch, key: Array | None) -> tuple[Array, Array]:
+def ict_vectors(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> tuple[Array, Array]:
     """The vectors of sentences and of their passages, [batch, projection] both."""
     keys = dropout_keys(key, 3)
     queries = context.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
     return queries, context.model.embed_documents(params, batch_passages(batch), keys[1])
 
 
-def ict_null_vector(context: StepContext, params: Params, key: Array | None) -> Array | None:
+def ict_null_vector(ict: IctConfig, context: StaticContext, params: Params, key: Array | None) -> Array | None:
     """The null document's vector [1, projection] where it takes part."""
-    return embed_null(context, params, dropout_keys(key, 3)[2]) if context.ict_null_weight else None
+    return embed_null(context, params, dropout_keys(key, 3)[2]) if ict.null_weight else None
 
 
 def in_batch_softmax(vectors: tuple[Array, Array], null: Array | None, null_weight: float) -> Means:
@@ -174,15 +159,17 @@ def _ict_loss_with_null(scores: Array, null: Array, weight: float) -> Array:
     return -(jnp.diagonal(found) + weight * missed[:, -1])
 
 
-def retrieved_ict_loss(context: StepContext, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+def retrieved_ict_loss(
+    beam: int, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
+) -> Means:
     """The inverse cloze task against what the sentence itself retrieves, its hardest negatives: −log p(own passage)
-    among it and the best `qa_beam` of the index.
+    among it and the `beam` best of the index.
 
     Passages keep their stored vectors and the query embedder alone learns, so a pretrained retriever is sharpened
     without moving the space that its passages live in.
     """
     queries = context.model.embed_queries(params, batch["query"], batch["query_length"], key)
-    depth = min(context.qa_beam, context.rows)
+    depth = min(beam, context.rows)
     rows = search(context.mesh, queries, index.vectors, context.rows, depth).rows
     own = batch["own_row"][:, None]
     scores = stored_scores(queries, index, jnp.concatenate([own, rows], axis=1))

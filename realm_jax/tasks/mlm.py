@@ -28,9 +28,7 @@ from realm_jax.data.examples import (
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import reader_of, word_flops
-from realm_jax.forward.context import Batch, PackedPlaces, StepContext, batch_candidates
-from realm_jax.forward.masked import read_targets
-from realm_jax.forward.reading import unplaced_pieces
+from realm_jax.forward import Batch, PackingSpec, StaticContext, batch_candidates, read_targets, unplaced_share
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
@@ -100,12 +98,12 @@ class Mlm(Task):
         kept = self.run.learned_rows(sources.passages), self.run.learned_rows(sources.pretraining)
         return warmup_examples(sources.passages, sources.pretraining, sources.tokenizer, self.run.lengths, kept=kept)
 
-    def packed_places(self) -> PackedPlaces:
+    def packed_places(self) -> PackingSpec:
         rng = np.random.default_rng(self.run.config.seed)
         numbers = rng.integers(self.fixed_examples.total, size=SAMPLED).tolist()
         lengths = np.array([joint_lengths(self.fixed_examples.make(number, rng)) for number in numbers], np.int64)
         count = PlaceCounter(self.run, self.microbatch)
-        return PackedPlaces(count.examples, joints=count.joined(lengths, joint_length(self.run.config)))
+        return PackingSpec(count.examples, joints=count.joined(lengths, joint_length(self.run.config)))
 
     def array_shapes(self) -> Shapes:
         return masked_shapes(self.run, query_shapes(self.run)) | document_shapes(self.run)
@@ -126,14 +124,14 @@ class Mlm(Task):
         return [PlacesMonitor()]
 
 
-def mlm_loss(context: StepContext, params: Params, batch: Batch, key: Array | None) -> Means:
+def mlm_loss(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> Means:
     """Cross-entropy of masked words, mean over predicted pieces; the passage, if any, comes with the batch."""
-    places = context.places(len(batch["query"])).joints
-    read = read_targets(context, params, batch, batch_candidates(batch), key, places)
+    slots = context.slots(len(batch["query"])).joints
+    read = read_targets(context, params, batch, batch_candidates(batch), key, slots)
     log_p, right = (part[:, 0] for part in read)
     lengths = joint_lengths(batch)
     longest = batch["query"].shape[1] + batch["document"].shape[1]
-    unplaced = unplaced_pieces(context, [(lengths, places)], longest)
+    unplaced = unplaced_share(context, [(lengths, slots)], longest)
     return cross_entropy(log_p, right, batch["weights"]) | {"unplaced": unplaced}
 
 

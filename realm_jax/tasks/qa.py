@@ -6,7 +6,6 @@ answers and passages questions are trained with is `qa_examples.py`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +18,26 @@ from realm_jax.data.questions import answered
 from realm_jax.data.tokenizer import Tokenizer, id_dtype
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, reader_of, score_flops
-from realm_jax.forward.context import Batch, Index, PackedPlaces, StepContext, dropout_keys, reader_query
-from realm_jax.forward.question import read_question
-from realm_jax.forward.reading import read_spans
-from realm_jax.forward.search import bm25_list_length, gather_documents, question_beam
+from realm_jax.forward import (
+    Batch,
+    Index,
+    PackingSpec,
+    StaticContext,
+    bm25_list_length,
+    dropout_keys,
+    gather_passages,
+    read_question,
+    read_spans,
+    reader_query,
+    retrieve_and_rerank,
+)
 from realm_jax.models import likelihood
 from realm_jax.models.inputs import ReaderInput, has_answer_span, token_mask
 from realm_jax.models.likelihood import Mean
-from realm_jax.models.realm import Params
+from realm_jax.models.realm import Params, Realm
 from realm_jax.run import Run
-from realm_jax.schema import NOT_NEGATIVE, POSITIVE, key, one_of, require
-from realm_jax.sections import SEARCHES, TaskSection, joint_length, task_names
+from realm_jax.schema import require
+from realm_jax.sections import QaConfig, joint_length, section_of, task_names
 from realm_jax.tasks.base import (
     Embed,
     Means,
@@ -43,42 +51,10 @@ from realm_jax.tasks.base import (
 )
 from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor, TextLengths
-from realm_jax.tasks.qa_examples import fine_tuning_examples, question_depth
+from realm_jax.tasks.qa_examples import fine_tuning_examples
 
 Array = jax.Array
 BEAM_PART = 64  # passages of a beam that are looked through at a time
-
-
-@dataclass(frozen=True)
-class Section(TaskSection):
-    """Fine-tuning, and how the passages of questions are found and read."""
-
-    objective: str = key(
-        "marginal",
-        "'marginal': `log Σ_z p(z|x) p(y|z,x)`; 'orqa': L_ret + L_read of the released code; 'positive': L_ret, and "
-        "L_read of one passage a question that holds its answer: of its gold document where that is known, else the "
-        "first that is retrieved",
-        one_of("marginal", "orqa", "positive"),
-    )
-    search: str = key(
-        "vectors",
-        "what finds the passages of a question; 'bm25': with the reader alone trained, and BM25's scores for `p(z|x)`",
-        one_of(*SEARCHES),
-    )
-    passages: int = key(5, "passages read for a question", POSITIVE)
-    titles: bool = key(False, "read them with their titles")
-    beam: int = key(
-        5000,
-        "passages that the retriever's term of 'orqa' and 'positive' ranks, and ict with ict.negatives=index",
-        POSITIVE,
-    )
-    answers: int = key(8, "answers a question is trained with at most", POSITIVE)
-    refresh_every: int = key(
-        0,
-        "steps between two re-embeddings, the document tower trained as well; 0: it and the index stay as REALM left "
-        "them (the paper)",
-        NOT_NEGATIVE,
-    )
 
 
 class Qa(Task):
@@ -87,7 +63,7 @@ class Qa(Task):
     name = "qa"
     stream = 4
     title = "Fine-tuning"
-    section = Section(160_000, 16, learning_rate=1e-5)
+    section = QaConfig(160_000, 16, learning_rate=1e-5)
     short = Short(40, 2e-5 / 1.5e-4)
     retrieves = True
     learns_to_answer = True
@@ -95,12 +71,16 @@ class Qa(Task):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        context = run.context
-        self.trained = (*trained_towers(context), "reader")
-        self.refresh_every = run.config.qa.refresh_every
+        qa, rows = self.settings, run.context.rows
+        self.trained = (*trained_towers(qa, run.context.model), "reader")
+        self.refresh_every = qa.refresh_every
         self.evaluate_every = run.config.evaluation.every
-        self.eval_search = context.qa_search
-        self.bm25_depth = bm25_list_length(context.qa_search, question_depth(context), context.rows)
+        self.eval_search = qa.search
+        self.bm25_depth = bm25_list_length(qa.search, qa.depth(rows), rows)
+
+    @property
+    def settings(self) -> QaConfig:
+        return section_of(QaConfig, self.run.config, self.name)
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
@@ -144,7 +124,7 @@ class Qa(Task):
     @property
     def is_positive(self) -> bool:
         """Whether the reader is given one passage a question, which comes with the batch."""
-        return self.context.qa_objective == "positive"
+        return self.settings.objective == "positive"
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         return fine_tuning_examples(self, params, embed)
@@ -160,9 +140,9 @@ class Qa(Task):
             "body_start": ((), np.int32),
         }
 
-    def packed_places(self) -> PackedPlaces | None:
+    def packed_places(self) -> PackingSpec | None:
         """With one passage a question batches are of questions of like length, and stay padded."""
-        run, context, asked = self.run, self.context, self.run.sources.answered("train")
+        run, qa, asked = self.run, self.settings, self.run.sources.answered("train")
         if self.is_positive or not asked:
             return None
         chosen = np.random.default_rng(run.config.seed).integers(len(asked), size=SAMPLED).tolist()
@@ -170,17 +150,17 @@ class Qa(Task):
         question_lengths = text_lengths(run.sources.tokenizer, texts, run.lengths.query)
         lengths = TextLengths(question_lengths, question_lengths)
         count = PlaceCounter(run, self.microbatch)
-        return PackedPlaces(
+        return PackingSpec(
             count.examples,
-            queries=0 if context.qa_words else count.queries(lengths),
-            joints=count.joints(lengths, context.qa_passages, context.qa_titles),
-            documents=count.documents(context.qa_passages) if context.qa_documents else 0,
+            queries=0 if qa.uses_bm25_only else count.queries(lengths),
+            joints=count.joints(lengths, qa.passages, qa.titles),
+            documents=count.documents(qa.passages) if qa.trains_passages else 0,
         )
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
         if self.is_positive:
-            return positive_qa_loss(self.context, params, batch, index, key)
-        return qa_loss(self.packed_context, params, batch, index, key)
+            return positive_qa_loss(self.settings, self.context, params, batch, index, key)
+        return qa_loss(self.settings, self.packed_context, params, batch, index, key)
 
     def example_flops(self) -> dict[str, float]:
         """A question beside its positive passage counts as long as the longest can be; the length of batches is up to
@@ -191,7 +171,7 @@ class Qa(Task):
         read = 1 if self.is_positive else config.qa.passages
         places = packed.joints / (packed.examples * read)
         parts = {"reader": 3 * read * (reader.forward(joint, places=places) + spans)}
-        if not self.context.qa_words:
+        if not self.settings.uses_bm25_only:
             asked = packed.queries / packed.examples
             queries = 3 * embedding_flops(config, config.data.query_length, places=asked)
             parts |= {"search": self.context.rows * score_flops(self.run), "queries": queries}
@@ -205,11 +185,11 @@ class Qa(Task):
         return [CollapseMonitor().questions, PlacesMonitor()]
 
 
-def trained_towers(context: StepContext) -> tuple[str, ...]:
-    """The embedders that fine-tuning trains."""
-    if context.qa_words:
+def trained_towers(qa: QaConfig, model: Realm) -> tuple[str, ...]:
+    """Return the encoders that fine-tuning trains."""
+    if qa.uses_bm25_only:
         return ()
-    return context.model.embedder_names if context.qa_documents else context.model.embedder_names[:1]
+    return model.embedder_names if qa.trains_passages else model.embedder_names[:1]
 
 
 def text_lengths(tokenizer: Tokenizer, texts: Sequence[str], longest: int) -> NDArray[np.int64]:
@@ -221,13 +201,15 @@ def text_lengths(tokenizer: Tokenizer, texts: Sequence[str], longest: int) -> ND
 # --- the losses -------------------------------------------------------------------------------------------------------
 
 
-def qa_loss(context: StepContext, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+def qa_loss(
+    qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
+) -> Means:
     """Fine-tuning on what is retrieved: the paper's marginal over passages and spans, or ORQA's L_ret + L_read."""
-    read = read_question(context, params, batch, index, key, question_depth(context), context.qa_passages)
+    read = read_question(qa, context, params, batch, index, key, qa.depth(context.rows))
     scores, spans = read.scores, read.span_scores
     loss, log_likelihood = likelihood.answer_marginal(scores, spans, read.allowed, read.correct)
     has_answer = read.correct.any(axis=(2, 3))
-    if context.qa_objective == "orqa":
+    if qa.objective == "orqa":
         beam_correct = beam_has_answer(context, batch, index, read.beam.rows)
         loss = likelihood.orqa_loss(read.beam.scores, beam_correct, scores, spans, read.allowed, read.correct)
     final = read.prior[:, :, None, None] + read.spans
@@ -247,7 +229,9 @@ def top1_is_correct(scores: Array, correct: Array) -> Array:
     return jnp.take_along_axis(correct.reshape(flat.shape), flat.argmax(axis=1)[:, None], axis=1)[:, 0]
 
 
-def positive_qa_loss(context: StepContext, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+def positive_qa_loss(
+    qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
+) -> Means:
     """Fine-tuning with one positive passage a question, which comes with the batch.
 
     The reader's term is −log p(correct span) among the spans of that passage; the retriever's is ORQA's L_ret over a
@@ -259,8 +243,8 @@ def positive_qa_loss(context: StepContext, params: Params, batch: Batch, index: 
     terms = likelihood.reader_terms(jnp.zeros(joint.lengths.shape), spans, allowed, correct)
     right = top1_is_correct(jnp.where(allowed, spans, likelihood.NEGATIVE), correct)
     found = {"accuracy": batch_mean(right), "reader_loss": batch_mean(terms)}
-    if not context.qa_words:
-        beam, _ = question_beam(context, params, batch, index, keys[0], question_depth(context))
+    if not qa.uses_bm25_only:
+        beam, _ = retrieve_and_rerank(qa, context, params, batch, index, keys[0], qa.depth(context.rows))
         hits = beam_has_answer(context, batch, index, beam.rows)
         retriever = likelihood.retriever_terms(beam.scores, hits)
         terms += retriever
@@ -277,7 +261,7 @@ def batch_reader_input(batch: Batch) -> ReaderInput:
     return ReaderInput(ids, is_passage.astype(jnp.int32), mask, batch["body_start"][:, None], lengths)
 
 
-def beam_has_answer(context: StepContext, batch: Batch, index: Index, rows: Array) -> Array:
+def beam_has_answer(context: StaticContext, batch: Batch, index: Index, rows: Array) -> Array:
     """Which passages of a beam hold an answer of their question, as spans of tokens: [batch, beam] bool.
 
     rows [batch, beam]. The texts of BEAM_PART passages a question are on hand at a time, however long the beam is.
@@ -287,5 +271,5 @@ def beam_has_answer(context: StepContext, batch: Batch, index: Index, rows: Arra
     padded = jnp.pad(rows, ((0, 0), (0, parts * BEAM_PART - beam)))
     split = padded.reshape(count, parts, BEAM_PART).swapaxes(0, 1)
     answers = (batch["answers"], batch["answer_lengths"], context.model.reader.span_width)
-    found = jax.lax.map(lambda part: has_answer_span(gather_documents(index, part), *answers), split)
+    found = jax.lax.map(lambda part: has_answer_span(gather_passages(index, part), *answers), split)
     return found.swapaxes(0, 1).reshape(count, -1)[:, :beam]

@@ -35,10 +35,10 @@ from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.forward.context import StepContext
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
+from realm_jax.sections import qa_config
 from realm_jax.tasks.base import Embed, Task, load_or_create
 
 logger = logging.getLogger(__name__)
@@ -52,20 +52,15 @@ def fine_tuning_examples(task: Task, params: Params, embed: Embed) -> Examples:
     """The examples of fine-tuning from `params`; see `Task.examples`."""
     run: Run = task.run
     questions = training_questions(task, params, embed)
-    if run.context.qa_objective == "positive":
+    if qa_config(run.config).objective == "positive":
         return examples_with_positives(task, params, embed, questions)
-    return retrieved_examples(run, questions, question_depth(run.context))
+    return retrieved_examples(run, questions, qa_config(run.config).depth(run.context.rows))
 
 
 def retrieved_examples(run: Run, questions: Sequence[Question], depth: int) -> Examples:
     """Questions with their answers, for a step that finds `depth` passages."""
     examples = question_examples(questions, run.sources.tokenizer, run.lengths)
-    return with_search(run, examples, questions, depth, run.context.qa_search != "vectors")
-
-
-def question_depth(context: StepContext) -> int:
-    """Passages that a question of fine-tuning retrieves."""
-    return min(context.qa_passages if context.qa_objective == "marginal" else context.qa_beam, context.rows)
+    return with_search(run, examples, questions, depth, qa_config(run.config).search != "vectors")
 
 
 def question_examples(questions: Sequence[Question], tokenizer: Tokenizer, lengths: Lengths) -> Examples:
@@ -211,9 +206,9 @@ def examples_with_positives(task: Task, params: Params, embed: Embed, questions:
             f"gold passages nor the first {DEPTH} that are retrieved have one; check questions and passages"
         )
     asked, positives = [questions[place] for place in known], [rows[place] for place in known]
-    sources, titles = run.sources, run.context.qa_titles
-    examples = positive_examples(asked, positives, sources.passages, sources.tokenizer, run.lengths, titles)
-    return with_search(run, examples, asked, question_depth(run.context), run.context.qa_search == "hybrid")
+    sources, qa = run.sources, qa_config(run.config)
+    examples = positive_examples(asked, positives, sources.passages, sources.tokenizer, run.lengths, qa.titles)
+    return with_search(run, examples, asked, qa.depth(run.context.rows), qa.search == "hybrid")
 
 
 def find_positives(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> list[int]:

@@ -5,7 +5,6 @@ Read `realm_loss`, then what it is given: `realm_jax/forward/masked.py`.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -27,20 +26,28 @@ from realm_jax.data.examples import (
     spans_of,
     with_reader_query,
 )  # fmt: skip
-from realm_jax.data.masking import KINDS, OF_SPANS
+from realm_jax.data.masking import OF_SPANS
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, reader_of, score_flops, word_flops
-from realm_jax.forward.context import Batch, Index, PackedPlaces, StepContext
-from realm_jax.forward.masked import POINTED, read_masked
-from realm_jax.forward.search import Candidates, bm25_list_length, search_depth
+from realm_jax.forward import (
+    POINTED,
+    Batch,
+    Candidates,
+    Index,
+    PackingSpec,
+    StaticContext,
+    bm25_list_length,
+    read_masked,
+    search_depth,
+)
 from realm_jax.models import likelihood
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
-from realm_jax.schema import NOT_NEGATIVE, at_least, key, one_of, require
-from realm_jax.sections import SEARCHES, TaskSection, joint_length, task_names
+from realm_jax.schema import require
+from realm_jax.sections import RealmConfig, joint_length, section_of, task_names
 from realm_jax.tasks.base import (
     LOG_PERPLEXITY,
     Embed,
@@ -62,48 +69,13 @@ logger = logging.getLogger(__name__)
 Array = jax.Array
 
 
-@dataclass(frozen=True)
-class Section(TaskSection):
-    """The training of REALM, and how its passages are found."""
-
-    marginal: str = key(
-        "example",
-        "'example': `log Σ_z p(z|x) Π_j p(y_j|z,x)`, the paper's; 'token': the released code's; 'span': the paper's, "
-        "with `p(y|z,x)` of pointing at the hidden span in the passage, for encoders that predict no words",
-        one_of("example", "token", "span"),
-    )
-    retriever_start: int = key(
-        0,
-        "steps before the retriever moves, while the reader gets used to what is retrieved; after as many more it "
-        "moves at the full learning rate (the paper: 0)",
-        NOT_NEGATIVE,
-    )
-    masking: str = key(
-        "salient",
-        "what queries hide; 'evidence': salient spans that another passage says something about, by the words that it "
-        "shares with the sentence",
-        one_of(*KINDS),
-    )
-    search: str = key(
-        "vectors",
-        "what finds candidates: 'bm25': by the words that are not masked; 'hybrid': both lists as one. `p(z|x)` is the "
-        "retriever's in every case",
-        one_of(*SEARCHES),
-    )
-    candidates: int = key(
-        8, "K: passages in the marginal, the null document counted", at_least(2, " (the null document and one)")
-    )
-    null_document: bool = key(True, "whether the null document is in the marginal; without it K − 1 passages are")
-    exclude_own: bool = key(True, "whether a masked sentence may not retrieve the passage that it stands in")
-
-
 class RealmTask(Task):
     """Retriever and reader learn together, while the index follows the document tower."""
 
     name = "realm"
     stream = 3
     title = "REALM"
-    section = Section(200_000, 512, learning_rate=3e-5)
+    section = RealmConfig(200_000, 512, learning_rate=3e-5)
     short = Short(20, 1e-5 / 5e-5)
     retrieves = True
     inspects_sentences = True
@@ -112,11 +84,16 @@ class RealmTask(Task):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        towers = run.context.model.embedder_names
-        self.trained = (*(towers[:1] if run.context.frozen_documents else towers), "reader")
+        towers, rows = run.context.model.embedder_names, run.context.rows
         self.refresh_every = run.config.refresh.every
-        self.retriever_delay = run.config.realm.retriever_start
-        self.bm25_depth = bm25_list_length(run.context.search, search_depth(run.context), run.context.rows)
+        self.frozen_passages = self.refresh_every == 0  # the passages keep the vectors of the index
+        self.trained = (*(towers[:1] if self.frozen_passages else towers), "reader")
+        self.retriever_delay = self.settings.retriever_start
+        self.bm25_depth = bm25_list_length(self.settings.search, search_depth(self.settings, rows), rows)
+
+    @property
+    def settings(self) -> RealmConfig:
+        return section_of(RealmConfig, self.run.config, self.name)
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
@@ -145,40 +122,40 @@ class RealmTask(Task):
 
     @property
     def searches(self) -> set[str]:
-        return {self.question_search, self.context.search}
+        return {self.question_search, self.settings.search}
 
     def check_data(self) -> None:
-        if self.run.config.realm.masking == "evidence" and not self.run.sources.pretraining_is_corpus:
+        if self.settings.masking == "evidence" and not self.run.sources.pretraining_is_corpus:
             raise UserError(
                 "config.realm.masking: 'evidence' looks for it among the passages that sentences stand in, but "
                 f"{self.run.config.data.path} has other pre-training text; set config.data.text=passages"
             )
 
     def examples(self, params: Params, embed: Embed) -> Examples:
-        return self.masked_examples(self.run.config.realm.masking, self.run.learned_rows(self.run.sources.pretraining))
+        return self.masked_examples(self.settings.masking, self.run.learned_rows(self.run.sources.pretraining))
 
-    def packed_places(self) -> PackedPlaces:
+    def packed_places(self) -> PackingSpec:
         """Sentences with a name say how long texts are, which are as long as those that other kinds of masking take, or
         longer."""
-        run, context, sources = self.run, self.context, self.run.sources
+        run, realm, sources = self.run, self.settings, self.run.sources
         kind = "salient" if len(salient_rows(sources.pretraining, run.lengths.query - 2)) else "uniform"
         examples = masked_examples(
             sources.pretraining, sources.tokenizer, run.lengths, kind, sources.pretraining_is_corpus,
-            leave_out=context.points,
+            leave_out=realm.uses_span_marginal,
         )  # fmt: skip
-        text = "reader_query_length" if context.points else "query_length"
+        text = "reader_query_length" if realm.uses_span_marginal else "query_length"
         rng = np.random.default_rng(run.config.seed)
         numbers = rng.integers(examples.total, size=SAMPLED).tolist()
         made = [examples.make(number, rng) for number in numbers]
         lengths = TextLengths(*(np.array([one[name] for one in made], np.int64) for name in ("query_length", text)))
-        count, candidates = PlaceCounter(run, self.microbatch), context.candidates - 1
-        read_with = min(POINTED, candidates) if context.points else candidates
-        return PackedPlaces(
+        count, candidates = PlaceCounter(run, self.microbatch), realm.candidates - 1
+        read_with = min(POINTED, candidates) if realm.uses_span_marginal else candidates
+        return PackingSpec(
             count.examples,
             queries=count.queries(lengths),
-            nulls=0 if context.points else count.nulls(lengths),
-            joints=count.joints(lengths, read_with, titles=context.points),
-            documents=0 if context.frozen_documents else count.documents(candidates),
+            nulls=0 if realm.uses_span_marginal else count.nulls(lengths),
+            joints=count.joints(lengths, read_with, titles=realm.uses_span_marginal),
+            documents=0 if self.frozen_passages else count.documents(candidates),
         )
 
     def masked_examples(self, masking: str, kept: NDArray[np.bool_] | None = None) -> Examples:
@@ -186,12 +163,12 @@ class RealmTask(Task):
         run, sources = self.run, self.run.sources
         return masked_examples(
             sources.pretraining, sources.tokenizer, run.lengths, masking, sources.pretraining_is_corpus,
-            run.find_sentence, kept, self.context.points,
+            run.find_sentence, kept, self.settings.uses_span_marginal,
         )  # fmt: skip
 
     def array_shapes(self) -> Shapes:
         query = query_shapes(self.run)
-        if self.context.points:
+        if self.settings.uses_span_marginal:
             query |= query_shapes(self.run, "reader_query")
         masked = masked_shapes(self.run, query)
         sentence: Shapes = {"sentence": masked["query"], "sentence_length": ((), np.int32)}
@@ -199,28 +176,29 @@ class RealmTask(Task):
         return masked | sentence | own | bm25_shapes(self.bm25_depth)
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
-        return realm_loss(self.packed_context, params, batch, index, key)
+        return realm_loss(self.settings, self.packed_context, params, batch, index, key, self.frozen_passages)
 
     def example_flops(self) -> dict[str, float]:
-        config, candidates, reader = self.run.config, self.context.candidates - 1, reader_of(self.run.config)
+        realm, config, reader = self.settings, self.run.config, reader_of(self.run.config)
+        candidates = realm.candidates - 1
         data, predictions = config.data, self.run.lengths.predictions
         packed = self.share_places
-        read = min(POINTED, candidates) if self.context.points else candidates
+        read = min(POINTED, candidates) if realm.uses_span_marginal else candidates
         padded = embedding_flops(config, data.query_length)  # as hosts embed it
         query = embedding_flops(config, data.query_length, places=packed.queries / packed.examples)
         embedded = packed.documents / (packed.examples * candidates)
         document = embedding_flops(config, data.document_length, places=embedded)
-        asked = None if self.context.points else predictions
+        asked = None if realm.uses_span_marginal else predictions
         reading = read * reader.forward(joint_length(config), asked, packed.joints / (packed.examples * read))
-        if not self.context.points:
+        if not realm.uses_span_marginal:
             reading += reader.forward(data.query_length + 1, predictions, packed.nulls / packed.examples)
-            reading += self.context.candidates * word_flops(self.run)
-        compared = 0 if self.context.search == "bm25" else self.context.rows
+            reading += realm.candidates * word_flops(self.run)
+        compared = 0 if realm.search == "bm25" else self.context.rows
         on_hosts = config.retrieval.backend == "scann"
         return {
             "search": padded if on_hosts else query + compared * score_flops(self.run),
             "queries": 3 * query,
-            "documents": 0.0 if self.context.frozen_documents else 3 * candidates * document,
+            "documents": 0.0 if self.frozen_passages else 3 * candidates * document,
             "reader": 3 * reading,
         }
 
@@ -228,14 +206,17 @@ class RealmTask(Task):
         return [CollapseMonitor().masked, PlacesMonitor()]
 
 
-def realm_loss(context: StepContext, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
-    """−log Σ_z p(z|x) p(y|z,x) over the null document and the retrieved candidates."""
-    read = read_masked(context, params, batch, index, key)
-    result = likelihood.masked_word_marginal(read.scores, read.log_p, batch["weights"], read.valid, context.marginal)
-    return realm_metrics(result, read.right, batch, read.found) | {"unplaced": read.unplaced}
+def realm_loss(
+    realm: RealmConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None,
+    frozen_passages: bool = False,
+) -> Means:  # fmt: skip
+    """Return −log Σ_z p(z|x) p(y|z,x) over the null document and the retrieved candidates, and what is reported."""
+    read = read_masked(realm, context, params, batch, index, key, frozen_passages)
+    result = likelihood.masked_word_marginal(read.scores, read.log_p, batch["weights"], read.valid, realm.marginal)
+    return realm_metrics(result, read.is_top1, batch, read.candidates) | {"unplaced": read.unplaced}
 
 
-def realm_metrics(result: likelihood.Marginal, right: Array, batch: Batch, found: Candidates) -> Means:
+def realm_metrics(result: likelihood.Marginal, is_top1: Array, batch: Batch, candidates: Candidates) -> Means:
     """What a REALM step reports; means over the examples of the batch.
 
     retrieval_utility: log p(y|x) − log p(y|null, x), nats. useful_candidates: share of examples whose best candidate
@@ -247,7 +228,7 @@ def realm_metrics(result: likelihood.Marginal, right: Array, batch: Batch, found
     prior = jnp.exp(result.log_prior)
     weights = batch["weights"].astype(jnp.float32)
     likeliest = result.log_prior.argmax(axis=1)
-    right = jnp.take_along_axis(right, likeliest[:, None, None], axis=1)[:, 0] * weights
+    right = jnp.take_along_axis(is_top1, likeliest[:, None, None], axis=1)[:, 0] * weights  # [batch, m]
     gain = result.best_log_likelihood - result.null_log_likelihood
     return {
         "loss": result.loss,
@@ -258,7 +239,7 @@ def realm_metrics(result: likelihood.Marginal, right: Array, batch: Batch, found
         "best_candidate_gain": batch_mean(gain),
         "null_probability": batch_mean(prior[:, 0]),
         "prior_entropy": batch_mean(-jnp.sum(prior * result.log_prior, axis=1)),
-        "excluded": batch_mean(found.excluded),
+        "excluded": batch_mean(candidates.excluded),
     }
 
 

@@ -17,17 +17,24 @@ from ml_collections import ConfigDict
 
 from realm_jax.data.examples import Examples
 from realm_jax.flops import embedding_flops, reader_of, score_flops
-from realm_jax.forward.context import Batch, Index, Rerank, StepContext, reader_query
-from realm_jax.forward.question import read_question
-from realm_jax.forward.search import bm25_list_length, scores_by_place
+from realm_jax.forward import (
+    Batch,
+    Index,
+    Rerank,
+    StaticContext,
+    bm25_list_length,
+    falling_scores,
+    read_question,
+    reader_query,
+)
 from realm_jax.models.attention import Dropout
 from realm_jax.models.bert import Bert, BertConfig, apply, dense
 from realm_jax.models.inputs import Documents, ReaderInput, reader_inputs
 from realm_jax.models.likelihood import Mean, log_sum_selected
 from realm_jax.models.realm import Network, Params, Realm, flatten_passages
 from realm_jax.run import Run
-from realm_jax.schema import at_least, key, require
-from realm_jax.sections import TaskSection, joint_length, task_names
+from realm_jax.schema import require
+from realm_jax.sections import QaConfig, RerankConfig, joint_length, qa_config, task_names
 from realm_jax.tasks.base import Embed, Means, Shapes, Task, batch_mean, question_shapes
 from realm_jax.tasks.qa import Qa
 from realm_jax.tasks.qa_examples import retrieved_examples, training_questions
@@ -37,20 +44,13 @@ NAME = "reranker"  # of its parameters
 CANDIDATES = 6  # first passages of a question that it learns to order: the reader reads all of them in every step
 
 
-@dataclasses.dataclass(frozen=True)
-class Section(TaskSection):
-    """The training of the reranker."""
-
-    passages: int = key(20, "first passages of a search that it orders anew", at_least(2), operations=True)
-
-
 class RerankTask(Task):
     """The cross-encoder alone learns."""
 
     name = "rerank"
     stream = 8
     title = "Reranker"
-    section = Section(1000, 16, learning_rate=5e-5)
+    section = RerankConfig(1000, 16, learning_rate=5e-5)
     retrieves = True
     learns_to_answer = True
     selects_by = "answer_recall@1"
@@ -58,10 +58,10 @@ class RerankTask(Task):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        context = run.context
-        self.candidates = min(CANDIDATES, context.rows)
-        self.eval_search = context.qa_search
-        self.bm25_depth = bm25_list_length(context.qa_search, self.candidates, context.rows)
+        qa, rows = qa_config(run.config), run.context.rows
+        self.candidates = min(CANDIDATES, rows)
+        self.eval_search = qa.search
+        self.bm25_depth = bm25_list_length(qa.search, self.candidates, rows)
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
@@ -93,28 +93,29 @@ class RerankTask(Task):
         return question_shapes(self.run, self.bm25_depth)
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
-        return rerank_loss(self.context, params, batch, index, key, self.candidates)
+        qa = dataclasses.replace(qa_config(self.run.config), passages=self.candidates)
+        return rerank_loss(qa, self.context, params, batch, index, key)
 
     def example_flops(self) -> dict[str, float]:
         config, count = self.run.config, self.candidates
         reader, length = reader_of(config), joint_length(config)
         read, scored = reader.forward(length), reader.forward(length, 1) + 2 * reader.width**2
         parts = {"reader": count * read, "reranker": 3 * count * scored}
-        if not self.context.qa_words:
+        if not qa_config(config).uses_bm25_only:
             queries = embedding_flops(config, config.data.query_length)
             parts |= {"search": self.context.rows * score_flops(self.run), "queries": queries}
         return parts
 
 
 def rerank_loss(
-    context: StepContext, params: Params, batch: Batch, index: Index, key: Array | None, candidates: int
+    qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
 ) -> Means:
-    """Cross-entropy between p(z|x,y) of the reader and the softmax of the new scores, over the first `candidates`; mean
-    over the questions of which one holds an answer."""
-    read = read_question(context, params, batch, index, None, candidates, candidates)
+    """Return the cross-entropy between p(z|x,y) of the reader and the softmax of the new scores, over the first
+    `qa.passages`; mean over the questions of which one holds an answer."""
+    read = read_question(qa, context, params, batch, index, None, qa.passages)
     likelihood = log_sum_selected(read.spans, read.correct, (2, 3))  # log p(y|z,x)
     posterior = jax.lax.stop_gradient(jax.nn.softmax(read.prior + likelihood, axis=1))
-    scores = scores_by_place(read.beam.scores) + scores_of(context, params, read.joint, key)
+    scores = falling_scores(read.beam.scores) + scores_of(context, params, read.joint, key)
     terms = -(posterior * jax.nn.log_softmax(scores, axis=1)).sum(axis=1)
     answered = read.correct.any(axis=(1, 2, 3)).astype(jnp.float32)
     agrees = scores.argmax(axis=1) == posterior.argmax(axis=1)
@@ -163,19 +164,19 @@ class CrossEncoder(Network):
         return found
 
 
-def scores_of(context: StepContext, params: Params, joint: ReaderInput, key: Array | None = None) -> Array:
+def scores_of(context: StaticContext, params: Params, joint: ReaderInput, key: Array | None = None) -> Array:
     """Of joint arrays [batch, k, length]: [batch, k]."""
     network: Any = next(network for network in context.model.networks if network.name == NAME)
     return network.scores(params, flatten_passages(joint), key).reshape(joint.ids.shape[:2])
 
 
-def added(context: StepContext, params: Params, batch: Batch, documents: Documents) -> Array:
+def added(qa: QaConfig, context: StaticContext, params: Params, batch: Batch, documents: Documents) -> Array:
     """See `Rerank`. The passages of a place in the list are read at a time, however long the list is."""
-    score = partial(_added_in_place, context, params, batch)
+    score = partial(_added_in_place, qa, context, params, batch)
     return jax.lax.map(score, Documents(*(part.swapaxes(0, 1) for part in documents))).T
 
 
-def _added_in_place(context: StepContext, params: Params, batch: Batch, documents: Documents) -> Array:
+def _added_in_place(qa: QaConfig, context: StaticContext, params: Params, batch: Batch, documents: Documents) -> Array:
     """documents.ids [batch, d] → [batch]."""
     alone = Documents(*(part[:, None] for part in documents))
-    return scores_of(context, params, reader_inputs(*reader_query(batch), alone, context.qa_titles))[:, 0]
+    return scores_of(context, params, reader_inputs(*reader_query(batch), alone, qa.titles))[:, 0]

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
-from realm_jax.forward.context import LoadedIndex, StepContext
+from realm_jax.forward import LoadedIndex, StaticContext
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0, same_on_all_processes
@@ -322,7 +322,7 @@ def _ready_control(found: LoadedIndex) -> ControlWords:
 
 
 @partial(jax.jit, static_argnums=(0, 4))
-def _drift_scores(context: StepContext, queries: jax.Array, old: jax.Array, new: jax.Array, depth: int) -> jax.Array:
+def _drift_scores(context: StaticContext, queries: jax.Array, old: jax.Array, new: jax.Array, depth: int) -> jax.Array:
     """Scores of the new vectors for what the old ones find, best first by the old: float32 [queries, depth]."""
     rows = search(context.mesh, queries, old, context.rows, depth).rows
     return jnp.einsum("qd,qkd->qk", queries, new[rows].astype(jnp.float32))

@@ -18,12 +18,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from numpy.typing import NDArray
 
-from realm_jax.forward.context import LoadedIndex, StepContext
-from realm_jax.forward.search import search_depth, search_queries
+from realm_jax.forward import LoadedIndex, StaticContext, embed_searching_queries, search_depth
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.scann import Searcher
 from realm_jax.run import make_global_batch
+from realm_jax.sections import RealmConfig, section_of
 from realm_jax.tasks.base import Task
 
 Batch = dict[str, Any]
@@ -66,13 +66,14 @@ class Feed:
             return self._put()
         assert index is not None and index.searcher is not None, "where hosts search, an index has a searcher"
         context, mesh = self._task.context, self._task.run.mesh
+        depth = search_depth(section_of(RealmConfig, self._task.run.config, "realm"), context.rows)
         while len(self._queue) <= self._task.run.config.scann.ahead:
             try:
                 batch = self._put()
             except StopIteration:
                 break
             queries = _queries(context, params, batch, index.index.tower, replicated(mesh))
-            found = self._pool.submit(self._search, index.searcher, queries, search_depth(context))
+            found = self._pool.submit(self._search, index.searcher, queries, depth)
             self._queue.append(PendingBatch(batch, found))
         batch, rows = self._queue.popleft()
         return batch | self._spread({"retrieved_rows": rows.result()})
@@ -96,7 +97,7 @@ class Feed:
 
 @partial(jax.jit, static_argnums=(0, 4))
 def _queries(
-    context: StepContext, params: Params, batch: Batch, tower: Params | None, whole: NamedSharding
+    context: StaticContext, params: Params, batch: Batch, tower: Params | None, whole: NamedSharding
 ) -> jax.Array:
     """Whole in every process, so that no other thread than the loop's starts a device program."""
-    return jax.lax.with_sharding_constraint(search_queries(context, params, batch, tower), whole)
+    return jax.lax.with_sharding_constraint(embed_searching_queries(context, params, batch, tower), whole)

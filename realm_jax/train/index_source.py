@@ -25,7 +25,7 @@ from realm_jax.cache import cache_bytes
 from realm_jax.checksums import arrays_digest, named_arrays
 from realm_jax.console import StageProgress
 from realm_jax.errors import UserError
-from realm_jax.forward.context import Index, LoadedIndex
+from realm_jax.forward import Index, LoadedIndex
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_process_0, same_on_all_processes

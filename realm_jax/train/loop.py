@@ -19,7 +19,7 @@ import numpy as np
 from realm_jax.data.examples import batches, padded_lengths
 from realm_jax.errors import UserError
 from realm_jax.flops import peak
-from realm_jax.forward.context import LoadedIndex
+from realm_jax.forward import LoadedIndex
 from realm_jax.host import Stop, free_heap
 from realm_jax.models.realm import Params
 from realm_jax.processes import any_process, broadcast_from_process_0

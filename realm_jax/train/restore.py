@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from realm_jax.checksums import checksums
 from realm_jax.config import with_defaults
 from realm_jax.errors import UserError
-from realm_jax.forward.context import Index
+from realm_jax.forward import Index
 from realm_jax.models.realm import Params
 from realm_jax.processes import allgather_flags
 from realm_jax.run import Run

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from realm_jax.forward.context import Index
+from realm_jax.forward import Index
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.tasks.base import LOG_PERPLEXITY, Batch, Means, Task

@@ -21,7 +21,7 @@ from realm_jax.data.questions import Question, read_questions
 from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.forward.context import Index, Rerank
+from realm_jax.forward import Index, Rerank
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.refresh.exporter import to_arrays, to_params
@@ -37,7 +37,7 @@ from realm_jax.refresh.generations import (
 from realm_jax.refresh.watcher import generation_index
 from realm_jax.run import Run
 from realm_jax.schema import flatten
-from realm_jax.sections import task_names
+from realm_jax.sections import qa_config, task_names
 from realm_jax.storage import Damaged, read_json
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.train.cached_checkpoint import CachedCheckpoint
@@ -281,7 +281,7 @@ def recorded_metrics(run: Run, task: str) -> RecordedMetrics | None:
 def _params(run: Run, saved: SavedCheckpoint, documents: bool, rerank: Rerank | None) -> Params:
     """The parameters needed to answer. documents: include the document tower, which stored vectors make unnecessary."""
     query, *others = run.model.embedder_names
-    names = [query, "reader", *(others if documents or run.context.qa_documents else ())]
+    names = [query, "reader", *(others if documents or qa_config(run.config).trains_passages else ())]
     names += [] if rerank is None else [rerank.network]
     return jax.device_put(saved.params(names), replicated(run.mesh))  # as `open_run_for_inference` lays out the mesh
 
