@@ -43,6 +43,7 @@ from realm_jax.assemble import abstract_run
 from realm_jax.config import default
 from realm_jax.flops import peak
 from realm_jax.forward import PackingSpec
+from realm_jax.index.control import ControlSignal, put_control
 from realm_jax.mesh import logical_sharding
 from realm_jax.models.inputs import Documents
 from realm_jax.run import Run, put_batch
@@ -50,7 +51,7 @@ from realm_jax.sections import joint_length
 from realm_jax.tasks import make_task
 from realm_jax.tasks.packed import SAMPLED, PlaceCounter, TextLengths
 from realm_jax.train.optimizer import CLIP, WEIGHT_DECAY
-from realm_jax.train.step import ControlWords, make_step, put_control, start_state
+from realm_jax.train.step import make_step, start_state
 
 SIZES = {"128": (128, 2, 2, 512), "384": (384, 6, 12, 1536), "base": (768, 12, 12, 3072)}
 WAYS = ["packed", "padded", "eager", "eager-needed", "compiled", "compiled-needed"]
@@ -272,7 +273,7 @@ def our_way(run: Run, params: Any, batch: Any, vectors: NDArray[np.float32], pac
     task.__dict__["packed_context"] = replace(task.context, packing=packed)  # where cached_property keeps it
     step = make_step(task)
     index, placed = run.index(vectors), put_batch(run.mesh, batch)
-    control = put_control(run.mesh, ControlWords())
+    control = put_control(run.mesh, ControlSignal())
     state = start_state(task, jax.device_put(params, run.param_shardings))
 
     def once() -> dict[str, jax.Array]:

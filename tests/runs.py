@@ -24,19 +24,19 @@ from realm_jax.assemble import abstract_run, make_run
 from realm_jax.config import add_sections, flatten
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import Preempted, Stop
+from realm_jax.index.build import Builder, for_embedding
+from realm_jax.index.export import Exporter
+from realm_jax.index.job import Job
+from realm_jax.index.provider import shared_folder
 from realm_jax.launch.local import free_port
 from realm_jax.launch.plan import abstract_arguments
 from realm_jax.models.realm import Params
 from realm_jax.processes import WorkShare
-from realm_jax.refresh.build_job import Job
-from realm_jax.refresh.builder import Builder, for_embedding
-from realm_jax.refresh.exporter import Exporter
 from realm_jax.run import Run
 from realm_jax.sections import qa_config
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
 from realm_jax.train import loop
-from realm_jax.train.index_source import shared_folder
 from realm_jax.train.loop import train_task
 from realm_jax.train.metrics import TIMES
 from realm_jax.train.recipe import report_status

@@ -35,18 +35,20 @@ from runs import (
 
 from realm_jax.cli import main as cli
 from realm_jax.host import Stop
-from realm_jax.refresh import build_job, generations, status
-from realm_jax.refresh.exporter import export_record, sample_vectors, to_arrays
-from realm_jax.refresh.status import TRAINER, read_status, trainer_status
-from realm_jax.refresh.watcher import IndexWatcher
+from realm_jax.index import files as generations
+from realm_jax.index import heartbeat as status
+from realm_jax.index import job as build_job
+from realm_jax.index.async_provider import AsyncIndexProvider
+from realm_jax.index.control import ControlSignal, reduce_control
+from realm_jax.index.export import export_record, sample_vectors, to_arrays
+from realm_jax.index.heartbeat import TRAINER, read_status, trainer_status
+from realm_jax.index.watcher import IndexWatcher
 from realm_jax.run import Run
 from realm_jax.storage import PosixFolder
 from realm_jax.tasks import make_task
-from realm_jax.train.built_index import BuiltIndex
 from realm_jax.train.checkpoints import saved_folders
 from realm_jax.train.recipe import report_status
 from realm_jax.train.records import read_lines
-from realm_jax.train.step import ControlWords, reduce_control
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -103,7 +105,7 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
     words, used, adopted = deque(maxlen=2), [None, None], []
     with builder(run), report_status(run) as status, ExitStack() as stack:
         own = make_task("realm", run), 0, {}, 1, status, lambda: False
-        first, second = both = [stack.enter_context(BuiltIndex(*own)) for _ in range(2)]
+        first, second = both = [stack.enter_context(AsyncIndexProvider(*own)) for _ in range(2)]
         for step in itertools.count():
             if step >= 90 and len(adopted) > 2:
                 break
@@ -113,12 +115,14 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
             if step % 10 == 9:
                 look(second._watcher)
             reduced = reduce_control(jnp.array(words[0])).tolist() if len(words) == 2 else []
-            found = [index.next(step, params, used[i], ControlWords(*reduced)) for i, index in enumerate(both)]
+            found = [
+                index.maybe_refresh(step, params, used[i], ControlSignal(*reduced)) for i, index in enumerate(both)
+            ]
             used = [now or before for now, before in zip(found, used, strict=True)]
             assert used[0].generation == used[1].generation
             if found[0] is not None:
                 adopted.append(used[0].step)
-            words.append([index.announce(step) for index in both])
+            words.append([index.control_signal(step) for index in both])
             time.sleep(0.02)
     assert adopted == sorted({*adopted})
 
@@ -139,7 +143,7 @@ def test_the_first_process_alone_names_a_run(tmp_path, monkeypatch):
 def test_a_builder_that_is_slower_than_three_exports_is_not_in_vain(people, tmp_path, monkeypatch):
     """What it works on stays."""
     run, steps = open_tiny(people, tmp_path, steps=30, adopt_after=-1), []
-    read, announce = build_job.read_towers, BuiltIndex.announce
+    read, announce = build_job.read_towers, AsyncIndexProvider.control_signal
 
     def slow(folder, export):
         until(lambda: not steps or steps[-1] >= min(export.step + 4 * EVERY, 29))
@@ -151,7 +155,7 @@ def test_a_builder_that_is_slower_than_three_exports_is_not_in_vain(people, tmp_
         return announce(self, step)
 
     monkeypatch.setattr(build_job, "read_towers", slow)
-    monkeypatch.setattr(BuiltIndex, "announce", watched)
+    monkeypatch.setattr(AsyncIndexProvider, "control_signal", watched)
     train_with_builder(run)
     assert len(adoptions(run)) > 2
 

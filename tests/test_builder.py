@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from realm_jax.host import Preempted
+from realm_jax.index import files as generations
+from realm_jax.index.build import Builder, Corpus
+from realm_jax.index.heartbeat import Status, read_status, write_status
 from realm_jax.processes import WorkShare
-from realm_jax.refresh import generations
-from realm_jax.refresh.builder import Builder, Corpus
-from realm_jax.refresh.status import Status, read_status, write_status
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.storage import Damaged, PosixFolder, digest
 

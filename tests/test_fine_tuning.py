@@ -16,11 +16,10 @@ from realm_jax.retrieval.bm25 import Bm25
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.tasks import make_task
 from realm_jax.tasks.qa_examples import matching_strings, training_questions
-from realm_jax.train.index_source import start_vectors
 from realm_jax.train.loop import train_task
 from realm_jax.train.recipe import train as train_recipe
 from realm_jax.train.records import read_lines
-from realm_jax.train.restore import restore_params
+from realm_jax.train.restore import restore_params, start_vectors
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 STEPS = 6

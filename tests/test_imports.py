@@ -8,10 +8,10 @@ import realm_jax
 ROOT = Path(realm_jax.__file__).parent
 # The lowest first. A module or package imports from those before it alone; configs/ are users' files.
 LAYERS = (
-    *("errors", "storage", "schema", "processes", "mesh", "console", "checksums", "cache", "host"),
+    *("errors", "storage", "schema", "processes", "mesh", "console", "checksums", "cache", "host", "environment"),
     *("data", "sections", "models", "corpora", "retrieval", "forward", "run", "flops"),
     *("eval", "tasks", "assemble", "config", "recipes", "config_flags"),
-    *("refresh", "train", "inference", "serving", "launch", "cli"),
+    *("index", "train", "inference", "serving", "launch", "cli"),
     *("api", "__main__"),
 )
 

@@ -35,6 +35,7 @@ from runs import (
 
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, Stop
+from realm_jax.index.control import ControlSignal
 from realm_jax.run import Run
 from realm_jax.storage import exclusive_lock, read_json, write_json_atomic
 from realm_jax.tasks import make_task
@@ -44,7 +45,6 @@ from realm_jax.train.loop import train_task
 from realm_jax.train.metrics import MetricLogger, RecordWriter
 from realm_jax.train.recipe import preemptible, run_recipe
 from realm_jax.train.records import read_lines
-from realm_jax.train.step import ControlWords
 from realm_jax.train.workdir import load_run
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
@@ -201,10 +201,10 @@ def test_the_wait_for_the_devices_is_part_of_a_step(people, tmp_path, monkeypatc
 
     def late(*words):
         time.sleep(0.5 if words else 0.0)
-        return ControlWords(*words)
+        return ControlSignal(*words)
 
     replace_step(monkeypatch, lambda *_: {})
-    monkeypatch.setattr(loop, "ControlWords", late)
+    monkeypatch.setattr(loop, "ControlSignal", late)
     train_measured(open_inline(people, tmp_path, checkpoint__every=100))
     assert read_lines(tmp_path / "realm" / "metrics.jsonl")[-1]["step_seconds"] >= 0.5
 

@@ -16,11 +16,11 @@ from realm_jax.data.examples import dataset
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import read_settings
 from realm_jax.forward import read_question
+from realm_jax.index.embed import embed_with_cache
 from realm_jax.run import put_batch
 from realm_jax.sections import qa_config
 from realm_jax.tasks import make_task
 from realm_jax.tasks.rerank import CANDIDATES, NAME, added
-from realm_jax.train.index_source import embed_with_cache
 from realm_jax.train.recipe import train
 from realm_jax.train.restore import restore_params
 from realm_jax.train.step import loss_and_metrics

@@ -22,11 +22,11 @@ from runs import (
 
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, Stop
-from realm_jax.refresh import generations
-from realm_jax.refresh.exporter import Exporter, export_record, sample_vectors, to_arrays
-from realm_jax.refresh.generations import export_step, generation_names
+from realm_jax.index import files as generations
+from realm_jax.index.async_provider import AsyncIndexProvider
+from realm_jax.index.export import Exporter, export_record, sample_vectors, to_arrays
+from realm_jax.index.files import export_step, generation_names
 from realm_jax.storage import PosixFolder
-from realm_jax.train.built_index import BuiltIndex
 from realm_jax.train.checkpoints import SavedCheckpoint
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
@@ -55,7 +55,7 @@ def test_a_generation_that_is_gone_at_a_restart_is_built_again(people, sturdy, t
 
 def test_sigterm_while_waiting_saves_and_goes_on_with_the_same_bits(people, sturdy, tmp_path, monkeypatch):
     """The generation of step 2 is due at step 3, where there is nobody to build it."""
-    run, wait = open_tiny(people, tmp_path), BuiltIndex._wait
+    run, wait = open_tiny(people, tmp_path), AsyncIndexProvider._wait
 
     def preempted(self, step, *rest):
         if step == 2:
@@ -63,7 +63,7 @@ def test_sigterm_while_waiting_saves_and_goes_on_with_the_same_bits(people, stur
         return wait(self, step, *rest)
 
     with monkeypatch.context() as patch, first_generation_only(run):
-        patch.setattr(BuiltIndex, "_wait", preempted)
+        patch.setattr(AsyncIndexProvider, "_wait", preempted)
         with pytest.raises(Preempted, match="saved realm at step 3"):
             train(run)
     assert SavedCheckpoint.newest(checkpoints(run)).step == 3

@@ -29,8 +29,8 @@ import small_chunks
 from runs import flags_of, inline_config
 
 from realm_jax.config import add_sections, task_names
+from realm_jax.index.heartbeat import TRAINER, read_status
 from realm_jax.launch.local import free_port
-from realm_jax.refresh.status import TRAINER, read_status
 from realm_jax.storage import open_folder, read_json
 from realm_jax.train.metrics import TIMES
 from realm_jax.train.records import read_lines

@@ -13,17 +13,13 @@ from realm_jax.assemble import make_run
 from realm_jax.cache import cache_bytes
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
+from realm_jax.index.control import ControlSignal
+from realm_jax.index.embed import embed_unknown, embed_with_cache, encoder_digest, share_to_embed
+from realm_jax.index.provider import InlineIndexProvider
 from realm_jax.retrieval.embed import CorpusRows, VectorCache, row_keys
 from realm_jax.run import Run
 from realm_jax.tasks import make_task
-from realm_jax.train.index_source import (
-    IndexSource,
-    embed_unknown,
-    embed_with_cache,
-    encoder_digest,
-    share_to_embed,
-)
-from realm_jax.train.step import ControlWords
+from realm_jax.train.restore import start_vectors
 
 
 @pytest.fixture
@@ -153,9 +149,9 @@ def test_another_tower_or_setting_is_another_encoder(tiny, params):
 
 def test_a_task_begins_with_known_vectors_and_what_it_trains_is_not_kept(tiny, params, cache, counted):
     task = make_task("ict", tiny)
-    inline = IndexSource(task, lambda: None)
-    first = inline.next(0, params, None, ControlWords())
-    again = IndexSource(task, lambda: None).next(0, params, None, ControlWords())
+    inline = InlineIndexProvider(task, lambda: None, start_vectors)
+    first = inline.maybe_refresh(0, params, None, ControlSignal())
+    again = InlineIndexProvider(task, lambda: None, start_vectors).maybe_refresh(0, params, None, ControlSignal())
     assert counted == [16]
     np.testing.assert_array_equal(first.vectors, again.vectors, strict=True)
     files = sorted(cache.rglob("*"))
@@ -190,7 +186,7 @@ def test_a_folder_that_cannot_be_written_to_is_told(cache, caplog):
 
 
 def test_training_goes_on_without_a_cache_that_cannot_be_read(tiny, params, cache, counted, caplog, monkeypatch):
-    monkeypatch.setattr("realm_jax.train.index_source.PIECE", 8)
+    monkeypatch.setattr("realm_jax.index.embed.PIECE", 8)
     cache.write_text("a file")
     embed_with_cache(tiny, params)
     assert counted == [8, 8]

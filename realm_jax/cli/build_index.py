@@ -1,7 +1,7 @@
 """`realm build-index`: a job that runs alongside training, re-embeds the corpus and publishes index generations.
 
 It follows the exports of the run in --workdir and needs nothing else of the trainer. What it does when is
-`realm_jax/refresh/build_job.py`; the files are explained in `realm_jax/refresh/generations.py`.
+`realm_jax/index/job.py`; the files are explained in `realm_jax/index/files.py`.
 """
 
 import argparse
@@ -16,12 +16,12 @@ from realm_jax.config import default, validate
 from realm_jax.config_flags import add_config_argument, load_config
 from realm_jax.data.sources import open_sources
 from realm_jax.host import Stop
+from realm_jax.index.build import for_embedding
+from realm_jax.index.job import SILENCE, Job
+from realm_jax.index.provider import shared_folder
 from realm_jax.processes import WorkShare, check_process
-from realm_jax.refresh.build_job import SILENCE, Job
-from realm_jax.refresh.builder import for_embedding
 from realm_jax.retrieval.scann import check_scann
 from realm_jax.storage import make_folder
-from realm_jax.train.index_source import shared_folder
 from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.workdir import recorded_config, recorded_corpus
 

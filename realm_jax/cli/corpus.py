@@ -24,11 +24,10 @@ from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.data.store import PassageStore, remove_documents
 from realm_jax.data.tokenizer_files import open_tokenizer
 from realm_jax.errors import UserError
-from realm_jax.models.realm import Params
-from realm_jax.refresh.build_job import run_builder
-from realm_jax.refresh.builder import Rejected
-from realm_jax.refresh.exporter import export_record, sample_vectors, to_arrays
-from realm_jax.refresh.generations import (
+from realm_jax.index.build import Rejected
+from realm_jax.index.embed import embed_unknown
+from realm_jax.index.export import export_record, sample_vectors, to_arrays
+from realm_jax.index.files import (
     export_step,
     generation_names,
     load_vectors,
@@ -36,11 +35,13 @@ from realm_jax.refresh.generations import (
     remove_generation,
     write_export,
 )
-from realm_jax.refresh.status import TRAINER, read_status
+from realm_jax.index.heartbeat import TRAINER, read_status
+from realm_jax.index.job import run_builder
+from realm_jax.index.provider import shared_folder
+from realm_jax.models.realm import Params
 from realm_jax.retrieval.vector_files import VECTORS, write_vectors
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, StorageError, exclusive_lock, is_held, make_folder, read_json
-from realm_jax.train.index_source import embed_unknown, shared_folder
 from realm_jax.train.trained_run import open_run_for_inference, restore_towers
 from realm_jax.train.workdir import recorded_config, recorded_folder
 

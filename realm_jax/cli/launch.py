@@ -14,6 +14,7 @@ from realm_jax.cli.output import print_json, print_records
 from realm_jax.config import default, task_names, validate
 from realm_jax.config_flags import PrintPage, add_config_argument, load_config, with_overrides
 from realm_jax.errors import UserError
+from realm_jax.index.heartbeat import TRAINER
 from realm_jax.launch import spec as specs
 from realm_jax.launch.checks import check_cloud, check_place, check_training
 from realm_jax.launch.jobset import JobSets
@@ -21,7 +22,6 @@ from realm_jax.launch.local import Local
 from realm_jax.launch.queued_resources import QueuedResources
 from realm_jax.launch.spec import Launch, describe
 from realm_jax.launch.status import RunState, clear_expected_jobs, describe_status, one_line, poll
-from realm_jax.refresh.status import TRAINER
 from realm_jax.storage import open_folder
 from realm_jax.tasks import TASKS
 

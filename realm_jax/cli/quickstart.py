@@ -19,9 +19,9 @@ from realm_jax.config import validate
 from realm_jax.config_flags import add_config_argument, load_config
 from realm_jax.data import encyclopedia
 from realm_jax.errors import UserError
+from realm_jax.index.heartbeat import BUILDER, process_name
 from realm_jax.launch.local import Process, Supervisor
 from realm_jax.recipes import quickstart
-from realm_jax.refresh.status import BUILDER, process_name
 from realm_jax.storage import make_folder, publish_folder, read_json, write_json_atomic
 from realm_jax.train.recipe import open_run, run_recipe
 

@@ -1,7 +1,7 @@
 """`realm storage`: list, verify and remove what a run has stored: checkpoints and index generations.
 
 A checkpoint is called TASK/STEP (`realm_jax/train/checkpoints.py`), a generation as its folder under `index`
-(`realm_jax/refresh/generations.py`). Nothing here needs the trainer or the builder to run, or touches a device.
+(`realm_jax/index/files.py`). Nothing here needs the trainer or the builder to run, or touches a device.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from realm_jax.cli.output import print_json, print_records
 from realm_jax.errors import UserError
-from realm_jax.refresh.generations import (
+from realm_jax.index.files import (
     export_step,
     generation_names,
     load_vectors,
@@ -20,7 +20,7 @@ from realm_jax.refresh.generations import (
     remove_generation,
     sharing,
 )  # fmt: skip
-from realm_jax.refresh.status import TRAINER, read_status
+from realm_jax.index.heartbeat import TRAINER, read_status
 from realm_jax.storage import Damaged, Folder
 from realm_jax.train.checkpoints import DAMAGED, CheckpointRemoved, SavedCheckpoint, saved_folders
 from realm_jax.train.workdir import recorded_config, recorded_folder

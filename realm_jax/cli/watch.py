@@ -19,6 +19,7 @@ from realm_jax.cli.argument_types import nonempty, positive
 from realm_jax.cli.output import print_json, stdout, table
 from realm_jax.errors import UserError
 from realm_jax.eval.format import duration, share
+from realm_jax.index.heartbeat import HEARTBEAT_SECONDS, Status
 from realm_jax.launch.status import (
     DONE,
     NOT_BEGUN,
@@ -30,7 +31,6 @@ from realm_jax.launch.status import (
     poll_jobs,
     run_status,
 )  # fmt: skip
-from realm_jax.refresh.status import HEARTBEAT_SECONDS, Status
 from realm_jax.storage import StorageError, open_folder
 
 WIDEST, NARROWEST = 40, 6  # characters of a curve

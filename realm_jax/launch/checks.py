@@ -5,9 +5,9 @@ import re
 from ml_collections import ConfigDict
 
 from realm_jax.errors import UserError
+from realm_jax.index.heartbeat import BUILDER, TRAINER
 from realm_jax.launch.spec import BUCKET, MOUNTED, Launch
 from realm_jax.recipes import is_name
-from realm_jax.refresh.status import BUILDER, TRAINER
 from realm_jax.schema import flatten
 from realm_jax.sections import task_names
 from realm_jax.tasks import TASKS

@@ -31,6 +31,7 @@ from typing import IO, NamedTuple, TypeVar
 from realm_jax.console import go_silent
 from realm_jax.errors import USER_ERROR, UserError
 from realm_jax.host import PREEMPTED
+from realm_jax.index.heartbeat import BUILDER, TRAINER, process_name
 from realm_jax.launch.spec import Launch, choose, share
 from realm_jax.launch.status import (
     clear_expected_jobs,
@@ -39,7 +40,6 @@ from realm_jax.launch.status import (
     record_expected_jobs,
     summary,
 )
-from realm_jax.refresh.status import BUILDER, TRAINER, process_name
 from realm_jax.storage import exclusive_lock, is_held, make_folder, open_folder, read_json, write_json_atomic
 
 logger = logging.getLogger(__name__)

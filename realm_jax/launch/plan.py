@@ -33,13 +33,14 @@ from realm_jax.errors import LESS_MEMORY, UserError
 from realm_jax.flops import Chip, chip, embedding_flops
 from realm_jax.forward import Index
 from realm_jax.host import enlarge_compiler_stacks
+from realm_jax.index.build import for_embedding
+from realm_jax.index.control import ControlSignal, control_sharding
+from realm_jax.index.export import sample_queries
+from realm_jax.index.heartbeat import BUILDER, TRAINER
 from realm_jax.launch.cost import Cost, program_cost, program_time, sent, transferred
 from realm_jax.launch.spec import Launch
 from realm_jax.mesh import corpus_devices, logical_sharding, replicated, row_major, slice_of
 from realm_jax.models.inputs import DOCUMENT_SPECIALS, Documents
-from realm_jax.refresh.builder import for_embedding
-from realm_jax.refresh.exporter import sample_queries
-from realm_jax.refresh.status import BUILDER, TRAINER
 from realm_jax.retrieval.embed import EMBED_BATCH
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.run import Run, embed_program
@@ -48,7 +49,7 @@ from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.packed import clipped_lengths
 from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.restore import abstract_state
-from realm_jax.train.step import ControlWords, control_sharding, make_step
+from realm_jax.train.step import make_step
 
 # The compiler asks for the host topology; there is a single host here.
 SINGLE_HOST_ENVIRONMENT = {
@@ -300,7 +301,7 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
             shape = (rows, trainer.model.vector_size)
             vectors = abstract_sharded(trainer, shape, jnp.dtype(config.model.dtype), "rows")
         index = Index(vectors, abstract_documents(trainer, rows, "rows"))
-    words = jax.ShapeDtypeStruct((mesh.size, len(ControlWords())), jnp.int32, sharding=control_sharding(mesh))
+    words = jax.ShapeDtypeStruct((mesh.size, len(ControlSignal())), jnp.int32, sharding=control_sharding(mesh))
     return state, batch, index, words
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from realm_jax.errors import UserError
-from realm_jax.refresh.status import BUILDER, TRAINER, process_name
+from realm_jax.index.heartbeat import BUILDER, TRAINER, process_name
 from realm_jax.schema import NOT_NEGATIVE, check_values, help_text, key, one_of, require, to_config_dict
 
 BUCKET = "gs://"

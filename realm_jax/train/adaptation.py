@@ -29,6 +29,8 @@ from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.eval import adaptation as judge
 from realm_jax.eval.format import duration
+from realm_jax.index.embed import embed_with_cache, share_to_embed
+from realm_jax.index.heartbeat import StatusWriter, trainer_status
 from realm_jax.models.folders import TOWERS, resolve_model_path
 from realm_jax.models.realm import Params
 from realm_jax.models.sentence_transformers import (
@@ -40,7 +42,6 @@ from realm_jax.models.sentence_transformers import (
     write_router,
 )
 from realm_jax.models.weights import read_bert_settings
-from realm_jax.refresh.status import StatusWriter, trainer_status
 from realm_jax.retrieval.vector_files import FILES as VECTOR_FILES
 from realm_jax.retrieval.vector_files import write_vectors
 from realm_jax.run import Run
@@ -68,7 +69,6 @@ from realm_jax.train.adaptation_gate import (
 )
 from realm_jax.train.checkpoints import Checkpoints
 from realm_jax.train.export import write_networks
-from realm_jax.train.index_source import embed_with_cache, share_to_embed
 from realm_jax.train.init_from import recorded_start
 from realm_jax.train.loop import train_task
 from realm_jax.train.model_card import model_card

@@ -20,6 +20,7 @@ from realm_jax.data.questions import Question
 from realm_jax.eval import adaptation as judge
 from realm_jax.eval.format import duration
 from realm_jax.eval.prediction import Evaluator
+from realm_jax.index.embed import embed_with_cache
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run
@@ -27,7 +28,6 @@ from realm_jax.sections import task_names
 from realm_jax.tasks.base import Task
 from realm_jax.tasks.groups import numbered
 from realm_jax.train.checkpoints import SavedCheckpoint
-from realm_jax.train.index_source import embed_with_cache
 from realm_jax.train.init_from import recorded_start
 from realm_jax.train.recipe import recipe_tasks
 from realm_jax.train.records import primary_metric

@@ -16,20 +16,17 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import flax
 import jax
 import numpy as np
-import orbax.checkpoint
 from orbax.checkpoint import v1 as ocp
 
-import realm_jax
 from realm_jax.checksums import checksums, mismatched, named_arrays
+from realm_jax.environment import environment
 from realm_jax.errors import UserError, full_disk
-from realm_jax.host import free_heap, releases_memory, usable_cores
+from realm_jax.host import free_heap, releases_memory
 from realm_jax.processes import allgather_flags, is_process_0, run_on_process_0
 from realm_jax.storage import StorageError, read_json, record_digest
 
@@ -334,27 +331,3 @@ def _is_transient(fault: Exception) -> bool:
     if isinstance(fault, FileNotFoundError | NotADirectoryError):
         return False
     return isinstance(fault, OSError | MemoryError) or TRANSIENT_STATUS.match(str(fault)) is not None
-
-
-def environment() -> dict[str, Any]:
-    """What the bits of a run depend on beside its config: versions, flags, devices, cores."""
-    device = jax.devices()[0]
-    return {
-        "realm_jax": realm_jax.__version__,
-        "jax": jax.__version__,
-        "jaxlib": metadata.version("jaxlib"),
-        "flax": flax.__version__,
-        "orbax": orbax.checkpoint.__version__,
-        "numpy": np.__version__,
-        "platform": device.platform,
-        "device": device.device_kind,
-        "devices": jax.device_count(),
-        "processes": jax.process_count(),
-        "cores": usable_cores(),
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
-    }
-
-
-def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """`name: before -> now` of what changed between two environments."""
-    return [f"{key}: {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]

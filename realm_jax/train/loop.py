@@ -1,8 +1,7 @@
 """The train loop: one task from its first step, or from its newest checkpoint, to its last.
 
-`train_task` is one page: restore, what serves the steps, the steps, the end. What a step computes is the task's
-(`realm_jax/tasks/`) and `step.py`'s; where the index comes from is `index_source.py`'s; what watches over a run is
-`guards.py`'s.
+`train_task` is one page: restore, what serves the steps, the steps, the end. `realm_jax/tasks/` and `step.py` say what
+a step computes, `realm_jax/index/provider.py` where the index comes from, and `guards.py` what watches over a run.
 """
 
 import logging
@@ -21,23 +20,24 @@ from realm_jax.errors import UserError
 from realm_jax.flops import peak
 from realm_jax.forward import LoadedIndex
 from realm_jax.host import Stop, free_heap
+from realm_jax.index.async_provider import AsyncIndexProvider
+from realm_jax.index.control import ControlSignal, put_control
+from realm_jax.index.heartbeat import StatusWriter
+from realm_jax.index.provider import InlineIndexProvider, Interrupted
 from realm_jax.models.realm import Params
 from realm_jax.processes import any_process, broadcast_from_process_0
-from realm_jax.refresh.status import StatusWriter
 from realm_jax.run import Run, local_rows
 from realm_jax.schema import flatten
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Measure, Task
 from realm_jax.train.best import BestParameters
-from realm_jax.train.built_index import BuiltIndex
 from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
 from realm_jax.train.feed import Feed
 from realm_jax.train.guards import CompileGuard, Profiler, Watchdog
-from realm_jax.train.index_source import IndexSource, Interrupted, start_vectors
 from realm_jax.train.metrics import MetricLogger, StepCost
 from realm_jax.train.records import describe_regression, stage_summary
-from realm_jax.train.restore import restore
-from realm_jax.train.step import ControlWords, make_step, put_control, start_state
+from realm_jax.train.restore import restore, start_vectors
+from realm_jax.train.step import make_step, start_state
 from realm_jax.train.trackers import TaskRun, open_trackers
 from realm_jax.train.workdir import begins_with_reader
 
@@ -118,7 +118,7 @@ def train_task(
             if jax.process_count() == 1:
                 stop.check(f"{name} is saved at step {start_step}" if start_step else "every finished task is saved")
 
-        index_source = make_index_source(task, status, start_step, checkpoints, should_stop, during_embedding)
+        index_provider = make_index_provider(task, status, start_step, checkpoints, should_stop, during_embedding)
         corpus_vectors = partial(start_vectors, run, name, state.params, during_embedding_of_examples)
         examples = task.examples(state.params, corpus_vectors)
         rows = local_rows(run.mesh, task.settings.batch_size)  # of each global batch, int64 [local batch]
@@ -134,12 +134,12 @@ def train_task(
         best = BestParameters(task, folder, measure is not None and task.keeps_best)
         # A run that starts from a reader measures it as it will measure the end, to hand on the better of the two.
         measures_reader_at_start = measure is not None and starts_with_reader(task)
-        for part in (watchdog, metrics, index_source, feed, profiler):
+        for part in (watchdog, metrics, index_provider, feed, profiler):
             stack.enter_context(part)
 
         index: LoadedIndex | None = None  # the one in use
         values: dict[str, jax.Array] = {}  # metrics of the last step, on the devices
-        control = ControlWords()  # what all processes announced two steps ago
+        control = ControlSignal()  # what all processes announced two steps ago
 
         def save() -> None:
             """Save in the background; raises UserError, and saves nothing, if a loss is not finite."""
@@ -158,7 +158,7 @@ def train_task(
                         arrays["tower"] = index.index.tower
                 if (in_flight := feed.in_flight()) is not None:
                     arrays["in_flight"] = in_flight  # int32 [batches, batch, depth]
-                index_source.saving(step, generation)
+                index_provider.on_checkpoint(step, generation)
                 checkpoints.save(step, state, arrays, record)
             saved_step = step
 
@@ -173,7 +173,7 @@ def train_task(
             nonlocal index
             try:
                 with metrics.waiting("index"):
-                    fresh = index_source.next(step, state.params, index, control)
+                    fresh = index_provider.maybe_refresh(step, state.params, index, control)
             except UserError:  # none arrived in time: the run ends, and loses no step
                 save_at_once()
                 stop.check(f"saved {name} at step {step}")
@@ -186,7 +186,7 @@ def train_task(
             if measure is not None:
                 with metrics.waiting("measurement"):
                     final = measures_reader_at_start and step == 0
-                    measures = measure(state.params, index_source.as_exact(fresh), final)
+                    measures = measure(state.params, index_provider.as_exact(fresh), final)
                 watchdog.heartbeat()
             best.update(step, state, measures)
             metrics.log_evaluation(step, measures | {"refresh": True, "index_step": fresh.step} | fresh.facts)
@@ -195,15 +195,15 @@ def train_task(
             """Measure the parameters, those of `params_step`, with an index that they give and that stays in use."""
             nonlocal index
             assert measure is not None
-            index = index_source.final_index(params_step, state.params, index)
+            index = index_provider.final_index(params_step, state.params, index)
             index = None if index is None else replace(index, step=total_steps)
-            found = measure(state.params, None if index is None else index_source.as_exact(index), True)
+            found = measure(state.params, None if index is None else index_provider.as_exact(index), True)
             watchdog.heartbeat()
             return found
 
         try:
             if restored is not None and task.retrieves:
-                index = index_source.resume(restored)
+                index = index_provider.resume(start_step, restored.record, restored.vectors, restored.tower)
             del restored  # so that its vectors go once the index is replaced
             if measure is not None and task.evaluates_start and step == 0 and not task.retrieves:
                 adopt_fresh_index()
@@ -218,7 +218,7 @@ def train_task(
                 with metrics.step():
                     # This waits for the step before the last: the devices are behind, and a step would take no time.
                     if len(reduced_controls) == 2:
-                        control = ControlWords(*np.asarray(reduced_controls[0]).tolist())
+                        control = ControlSignal(*np.asarray(reduced_controls[0]).tolist())
                     if control.stop if jax.process_count() > 1 else stop.requested:
                         raise Interrupted
                     profiler.at(step, values)
@@ -228,7 +228,7 @@ def train_task(
                     if measure is not None and task.evaluate_every and step and step % task.evaluate_every == 0:
                         with metrics.waiting("measurement"):
                             measures = measure(
-                                state.params, index_source.index_for_eval(step, state.params, index), True
+                                state.params, index_provider.index_for_eval(step, state.params, index), True
                             )
                             best.update(step, state, measures)
                         watchdog.heartbeat()
@@ -237,7 +237,7 @@ def train_task(
                     with jax.profiler.StepTraceAnnotation(name, step_num=step):
                         with metrics.waiting("data"):
                             batch = feed.next(state.params, index)
-                        local_control = index_source.announce(step)._replace(stop=int(stop.requested))
+                        local_control = index_provider.control_signal(step)._replace(stop=int(stop.requested))
                         arrays = None if index is None else index.index
                         state, values = step_function(state, batch, arrays, put_control(run.mesh, local_control))
                     del batch, arrays  # so that an index that is replaced goes at once
@@ -278,10 +278,10 @@ def train_task(
     return state.params
 
 
-def make_index_source(
+def make_index_provider(
     task: Task, status: StatusWriter | None, start_step: int, checkpoints: Checkpoints,
     should_stop: Callable[[], bool], on_progress: Callable[[], None],
-) -> IndexSource:  # fmt: skip
+) -> InlineIndexProvider:  # fmt: skip
     """Choose where a task's index comes from: a builder's generations, or the trainer's own devices.
 
     Args:
@@ -294,8 +294,8 @@ def make_index_source(
     """
     config = task.run.config
     if not task.follows_builder or status is None or config.refresh.mode == "inline":
-        return IndexSource(task, on_progress)
-    return BuiltIndex(
+        return InlineIndexProvider(task, on_progress, start_vectors)
+    return AsyncIndexProvider(
         task, start_step, checkpoints.generations(), config.checkpoint.keep, status, should_stop, on_progress
     )
 

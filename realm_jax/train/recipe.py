@@ -24,9 +24,10 @@ from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import PREEMPTED, Preempted, Stop, signal_handler
+from realm_jax.index.heartbeat import StatusWriter, trainer_status
+from realm_jax.index.provider import shared_folder
 from realm_jax.models.realm import Params
 from realm_jax.processes import is_process_0
-from realm_jax.refresh.status import StatusWriter, trainer_status
 from realm_jax.retrieval.scann import check_scann
 from realm_jax.run import Run
 from realm_jax.sections import task_names
@@ -34,7 +35,6 @@ from realm_jax.storage import exclusive_lock, make_folder
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.base import Task, dev_questions
 from realm_jax.train.checkpoints import SavedCheckpoint
-from realm_jax.train.index_source import shared_folder
 from realm_jax.train.init_from import (
     check_sources,
     fill_from_pretrained,

@@ -2,16 +2,20 @@
 
 import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.checksums import checksums
 from realm_jax.config import with_defaults
+from realm_jax.environment import differences, environment
 from realm_jax.errors import UserError
 from realm_jax.forward import Index
+from realm_jax.index.embed import embed_with_cache
 from realm_jax.models.realm import Params
 from realm_jax.processes import allgather_flags
 from realm_jax.run import Run
@@ -19,7 +23,7 @@ from realm_jax.sections import task_names
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
-from realm_jax.train.checkpoints import CheckpointRemoved, DamagedCheckpoint, SavedCheckpoint, differences, environment
+from realm_jax.train.checkpoints import CheckpointRemoved, DamagedCheckpoint, SavedCheckpoint
 from realm_jax.train.step import State, start_state, state_shardings
 
 logger = logging.getLogger(__name__)
@@ -93,6 +97,15 @@ def saved_vectors(run: Run, name: str, saved: SavedCheckpoint) -> NDArray | None
     fits = not saved.trained(run.model.embedder_names[-1]) or saved.record["index_step"] == saved.step
     vectors = saved.read("vectors") if fits else None
     return None if vectors is None else vectors[: run.context.rows]
+
+
+def start_vectors(
+    run: Run, task: str, params: Params, on_progress: Callable[[], None] = lambda: None
+) -> NDArray[np.floating]:
+    """The corpus as the parameters that a task starts with embed it, [rows, width]: from a checkpoint with the same
+    document tower (`vectors_from_earlier_task`), or `embed_with_cache`."""
+    known = vectors_from_earlier_task(run, task, params)
+    return embed_with_cache(run, params, on_progress) if known is None else known
 
 
 def vectors_from_earlier_task(run: Run, name: str, params: Params) -> NDArray | None:

@@ -23,6 +23,7 @@ from realm_jax.eval.prediction import GROUPED_BY, Evaluator
 from realm_jax.eval.report import UNTRAINED, write_report
 from realm_jax.eval.retrieval import is_retrieval_measure
 from realm_jax.host import usable_cores
+from realm_jax.index.embed import embed_with_cache
 from realm_jax.models.realm import Params
 from realm_jax.processes import broadcast_from_process_0, is_process_0
 from realm_jax.retrieval.bm25 import load_or_build, save_index
@@ -31,7 +32,6 @@ from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.train.best import selection_metric
 from realm_jax.train.checkpoints import SavedCheckpoint
-from realm_jax.train.index_source import embed_with_cache
 from realm_jax.train.records import (
     adoptions,
     describe_regression,

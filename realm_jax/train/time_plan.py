@@ -16,12 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.data.examples import Examples, batches
+from realm_jax.index.control import ControlSignal, put_control
 from realm_jax.models.realm import Params
 from realm_jax.retrieval import bm25
 from realm_jax.run import Run, local_rows, make_global_batch
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
-from realm_jax.train.step import ControlWords, make_step, put_control, start_state
+from realm_jax.train.step import make_step, start_state
 
 SAMPLE = 256  # passages that are embedded to see how long it takes
 STEPS = 3  # of each task, after the first
@@ -56,7 +57,7 @@ def step_time(task: Task, params: Params) -> StepTime:
     zeros = np.zeros((run.context.rows, run.model.vector_size), np.float32)
     rows = local_rows(run.mesh, size)
     stream = batches(examples_of(task, params, zeros), run.config.seed, task.stream, size, 0, 1 + STEPS, rows)
-    step, index, control = make_step(task), run.index(zeros), put_control(run.mesh, ControlWords())
+    step, index, control = make_step(task), run.index(zeros), put_control(run.mesh, ControlSignal())
     state, seconds = start_state(task, jax.tree.map(jnp.copy, params)), list[float]()
     for batch in stream:
         began = time.monotonic()

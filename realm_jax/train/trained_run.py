@@ -22,10 +22,9 @@ from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import Index, Rerank
-from realm_jax.mesh import replicated
-from realm_jax.models.realm import Params
-from realm_jax.refresh.exporter import to_arrays, to_params
-from realm_jax.refresh.generations import (
+from realm_jax.index.embed import embed_with_cache
+from realm_jax.index.export import to_arrays, to_params
+from realm_jax.index.files import (
     Manifest,
     export_of,
     generation_names,
@@ -34,7 +33,10 @@ from realm_jax.refresh.generations import (
     read_towers,
     rejection,
 )
-from realm_jax.refresh.watcher import generation_index
+from realm_jax.index.provider import shared_folder
+from realm_jax.index.watcher import generation_index
+from realm_jax.mesh import replicated
+from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.schema import flatten
 from realm_jax.sections import qa_config, task_names
@@ -42,7 +44,6 @@ from realm_jax.storage import Damaged, read_json
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.train.cached_checkpoint import CachedCheckpoint
 from realm_jax.train.checkpoints import CheckpointRemoved, SavedCheckpoint
-from realm_jax.train.index_source import embed_with_cache, shared_folder
 from realm_jax.train.records import RECALLS, primary_metric, read_lines
 from realm_jax.train.restore import restore_params, saved_index_with_vectors
 from realm_jax.train.workdir import begins_with_reader, check_data, load_run, recorded_config

@@ -8,8 +8,8 @@
     index/<step>-<nonce>/MANIFEST.json              put last; without it the generation does not exist
     index/<step>-<nonce>.refused                    why a generation must not be served; outlives it
 
-Nothing that a record lists is ever written again. Writing exports is `refresh/exporter.py`, building generations
-`builder.py`, following them `refresh/watcher.py`; the jobs' status files are `status.py`.
+Nothing that a record lists is ever written again. Writing exports is `index/export.py`, building generations
+`builder.py`, following them `index/watcher.py`; the jobs' status files are `status.py`.
 Read `Manifest` next.
 """
 

@@ -14,12 +14,10 @@ import jax
 from realm_jax.console import StageProgress
 from realm_jax.errors import UserError
 from realm_jax.host import Stop
-from realm_jax.mesh import replicated
-from realm_jax.processes import WorkShare
-from realm_jax.refresh import generations
-from realm_jax.refresh.builder import Builder, Corpus, Rejected
-from realm_jax.refresh.exporter import export_record, to_params
-from realm_jax.refresh.generations import (
+from realm_jax.index import files as generations
+from realm_jax.index.build import Builder, Corpus, Rejected
+from realm_jax.index.export import export_record, to_params
+from realm_jax.index.files import (
     Export,
     clear_rejections,
     current_name,
@@ -33,7 +31,9 @@ from realm_jax.refresh.generations import (
     rejection,
     remove_generation,
 )  # fmt: skip
-from realm_jax.refresh.status import BUILDER, TRAINER, Status, StatusWriter, process_name, read_status
+from realm_jax.index.heartbeat import BUILDER, TRAINER, Status, StatusWriter, process_name, read_status
+from realm_jax.mesh import replicated
+from realm_jax.processes import WorkShare
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, Folder, StorageError
 

@@ -2,7 +2,7 @@
 
 Training never waits for it unless it asks to (`wait`). Only what a manifest lists, and what proves to be what it says,
 is ever handed over; anything else is logged once, and the last good generation stays. Read next:
-`train/built_index.py`, which decides when a generation is adopted.
+`index/async_provider.py`, which decides when a generation is adopted.
 """
 
 import logging
@@ -16,10 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.forward import Index, LoadedIndex
-from realm_jax.mesh import put_with_sharding
-from realm_jax.models.realm import Params
-from realm_jax.refresh.exporter import to_params
-from realm_jax.refresh.generations import (
+from realm_jax.index.export import to_params
+from realm_jax.index.files import (
     MANIFEST,
     Arrays,
     IncompatibleIndex,
@@ -37,7 +35,9 @@ from realm_jax.refresh.generations import (
     reject,
     rejection,
 )  # fmt: skip
-from realm_jax.refresh.searchers import load_searcher
+from realm_jax.index.searchers import load_searcher
+from realm_jax.mesh import put_with_sharding
+from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, Folder, StorageError
 

@@ -1,7 +1,7 @@
 """Exports: the towers of a step and sample query vectors, written to the shared folder while training goes on.
 
 The step's parameters are copied on the devices, which takes one small program; fetching and writing them is a thread's
-work. What an export is: `refresh/generations.py`. Read next: `watcher.py`, the way back.
+work. What an export is: `index/files.py`. Read next: `watcher.py`, the way back.
 """
 
 import contextlib
@@ -19,10 +19,7 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from realm_jax.data.examples import SAMPLE, dataset
-from realm_jax.mesh import replicated
-from realm_jax.models.realm import Params, Realm
-from realm_jax.processes import is_process_0
-from realm_jax.refresh.generations import (
+from realm_jax.index.files import (
     Arrays,
     export_step,
     export_steps,
@@ -30,7 +27,10 @@ from realm_jax.refresh.generations import (
     remove_export,
     write_export,
 )
-from realm_jax.refresh.status import BUILDER, read_status
+from realm_jax.index.heartbeat import BUILDER, read_status
+from realm_jax.mesh import replicated
+from realm_jax.models.realm import Params, Realm
+from realm_jax.processes import is_process_0
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import Folder, StorageError
 from realm_jax.tasks.realm import masked_examples

@@ -1,8 +1,7 @@
-"""Asynchronous index: the trainer exports towers, another job embeds the corpus, and its generations are adopted.
+"""Asynchronous index: the trainer exports its encoders, another job embeds the corpus, and its generations are adopted.
 
-When a generation is adopted is decided here, step by step (`BuiltIndex.next`); loading one is the work of
-`refresh/watcher.py`, writing exports that of `exporter.py`. The rules stand in docs/design.md, "Exports and
-generations".
+`AsyncIndexProvider.maybe_refresh` decides step by step when a generation is adopted; `watcher.py` loads one, and
+`export.py` writes exports. The rules: docs/design.md, "Exports and generations".
 """
 
 import dataclasses
@@ -22,11 +21,9 @@ from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
 from realm_jax.forward import LoadedIndex, StaticContext
-from realm_jax.mesh import to_host
-from realm_jax.models.realm import Params
-from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0, same_on_all_processes
-from realm_jax.refresh.exporter import Exporter, index_settings
-from realm_jax.refresh.generations import (
+from realm_jax.index.control import ControlSignal
+from realm_jax.index.export import Exporter, index_settings
+from realm_jax.index.files import (
     EXPORT,
     export_step,
     export_steps,
@@ -34,13 +31,15 @@ from realm_jax.refresh.generations import (
     intact_export,
     names_of_export,
 )  # fmt: skip
-from realm_jax.refresh.status import HEARTBEAT_SECONDS, StatusWriter
-from realm_jax.refresh.watcher import IndexWatcher
+from realm_jax.index.heartbeat import HEARTBEAT_SECONDS, StatusWriter
+from realm_jax.index.provider import InlineIndexProvider, Interrupted, shared_folder
+from realm_jax.index.watcher import IndexWatcher
+from realm_jax.mesh import to_host
+from realm_jax.models.realm import Params
+from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0, same_on_all_processes
 from realm_jax.retrieval.exact import search
 from realm_jax.storage import Damaged, StorageError, digest
 from realm_jax.tasks.base import Task
-from realm_jax.train.index_source import IndexSource, Interrupted, shared_folder
-from realm_jax.train.step import ControlWords
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ DRIFT_QUERIES, DRIFT_DEPTH, DRIFT_K = 256, 100, 8
 _T = TypeVar("_T")
 
 
-class BuiltIndex(IndexSource):
+class AsyncIndexProvider(InlineIndexProvider):
     """A task's index made by another job."""
 
     def __init__(
@@ -107,7 +106,9 @@ class BuiltIndex(IndexSource):
 
     # --- Step by step
 
-    def next(self, step: int, params: Params, index: LoadedIndex | None, consensus: ControlWords) -> LoadedIndex | None:
+    def maybe_refresh(
+        self, step: int, params: Params, index: LoadedIndex | None, control: ControlSignal
+    ) -> LoadedIndex | None:
         self._step, self._used = step, -1 if index is None else index.step
         if step % self._options.every == 0 or index is None:
             self._export(step, params)
@@ -115,17 +116,17 @@ class BuiltIndex(IndexSource):
             return self._adopt(self._wait(step, "the first generation"), None, 0.0)
         if self._options.adopt_after >= 0:
             return self._adopt_at_fixed_delay(step, index)
-        self._look_for(consensus.step, step)
+        self._look_for(control.step, step)
         found = self._announced[0] if len(self._announced) == 2 else None
-        if found is not None and consensus[:2] == _ready_control(found)[:2] and consensus.step > self._used:
+        if found is not None and control[:2] == _ready_control(found)[:2] and control.step > self._used:
             return self._adopt(found, index, 0.0)
         return None
 
-    def announce(self, step: int) -> ControlWords:
+    def control_signal(self, step: int) -> ControlSignal:
         self._update_status()
         found = self._watcher.ready
         self._announced.append(found)
-        return ControlWords() if found is None else _ready_control(found)
+        return ControlSignal() if found is None else _ready_control(found)
 
     def _look_for(self, newest: int, step: int) -> None:
         """What this process should load: the newest that any process has, so that all meet there; else any new one.
@@ -296,7 +297,7 @@ class BuiltIndex(IndexSource):
                 logger.warning("%s; trying again", fault)
                 time.sleep(self._folder.poll_seconds)
 
-    def saving(self, step: int, generation: str) -> None:
+    def on_checkpoint(self, step: int, generation: str) -> None:
         self._saves.append((step, export_step(generation) if generation else -1))
         if self._options.adopt_after >= 0 and not self._exporter.flush(EXPORT_SECONDS):
             logger.warning("an export that a restart from the checkpoint of step %d needs is not written yet", step)
@@ -316,9 +317,9 @@ class BuiltIndex(IndexSource):
         self._status.update(step=self._step, index=self._used, pins=tuple(sorted(self._needed())))
 
 
-def _ready_control(found: LoadedIndex) -> ControlWords:
+def _ready_control(found: LoadedIndex) -> ControlSignal:
     """What processes agree on: 28 bits of the digest of a generation's name, and its step."""
-    return ControlWords(int(digest(found.generation.encode())[:7], 16), found.step)
+    return ControlSignal(int(digest(found.generation.encode())[:7], 16), found.step)
 
 
 @partial(jax.jit, static_argnums=(0, 4))

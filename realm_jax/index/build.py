@@ -18,8 +18,7 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.processes import WorkShare
-from realm_jax.refresh.generations import (
+from realm_jax.index.files import (
     MANIFEST,
     ChunkFile,
     Export,
@@ -35,7 +34,7 @@ from realm_jax.refresh.generations import (
     reject,
     rows_name,
 )  # fmt: skip
-from realm_jax.refresh.searchers import (
+from realm_jax.index.searchers import (
     LOSS,
     Earlier,
     build_searchers,
@@ -44,6 +43,7 @@ from realm_jax.refresh.searchers import (
     shared_shards,
     trained_on,
 )
+from realm_jax.processes import WorkShare
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.retrieval.scann import ScannConfig
 from realm_jax.storage import Damaged, FileEntry, Folder, digest

@@ -1,0 +1,37 @@
+"""What the bits of a run depend on besides its config: versions, flags, devices, cores."""
+
+import os
+from importlib import metadata
+from typing import Any
+
+import flax
+import jax
+import numpy as np
+import orbax.checkpoint
+
+import realm_jax
+from realm_jax.host import usable_cores
+
+
+def environment() -> dict[str, Any]:
+    """What the bits of a run depend on beside its config: versions, flags, devices, cores."""
+    device = jax.devices()[0]
+    return {
+        "realm_jax": realm_jax.__version__,
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+        "flax": flax.__version__,
+        "orbax": orbax.checkpoint.__version__,
+        "numpy": np.__version__,
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+        "cores": usable_cores(),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`name: before -> now` of what changed between two environments."""
+    return [f"{key}: {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]
