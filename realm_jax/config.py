@@ -15,7 +15,7 @@ from realm_jax import schema, sections
 from realm_jax.errors import UserError
 from realm_jax.models.prompts import parse
 from realm_jax.schema import flatten, require
-from realm_jax.sections import MODEL_PROMPT, TaskSection, check_heads, task_names
+from realm_jax.sections import TaskSection, check_heads, task_names
 from realm_jax.tasks import TASKS
 
 DEFAULT_TASKS = sections.Top().tasks.split(",")
@@ -43,7 +43,7 @@ OPTIONAL: dict[str, Any] = {
     "answering": sections.Answering(),
 }
 
-# Values that mean "as the model of `init_from`"; `train/init_from.py` puts its own in their place.
+# Keys that may be None, "as the model of `init_from`"; `train/init_from.py` puts the model's values in their place.
 INHERITED = schema.inherited(SECTIONS)
 
 INTRODUCTION = """# Keys of a config
@@ -107,7 +107,7 @@ def with_defaults(recorded: dict[str, Any]) -> ConfigDict:
 def inherited_keys(config: ConfigDict) -> list[str]:
     """Keys whose values are still to be inherited from the model of `init_from`."""
     values = flatten(config.to_dict())
-    return [name for name, mark in INHERITED.items() if name in values and values[name] == mark]
+    return [name for name in INHERITED if name in values and values[name] is None]
 
 
 def science(config: ConfigDict) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def check_shape(config: ConfigDict, like: ConfigDict, kind: str = "config") -> N
     """Raise UserError unless `config` has the keys of `like` and no others, with values of their types. A run's config
     may have optional sections too. kind: what messages call it."""
     optional = {name: asdict(OPTIONAL[name]) for name in OPTIONAL if name in config} if "encoder" in like else {}
-    schema.check_shape(config, ConfigDict(like.to_dict() | optional), kind)
+    schema.check_shape(config, ConfigDict(like.to_dict() | optional), kind, INHERITED)
 
 
 def validate(config: ConfigDict) -> None:
@@ -164,7 +164,7 @@ def _check_model_is_named(init_from: str, waiting: list[str]) -> None:
 
 def _check_prompts(encoder: ConfigDict) -> None:
     for name, titles in (("query_prompt", False), ("passage_prompt", True)):
-        if encoder[name] and encoder[name] != MODEL_PROMPT:
+        if encoder[name]:
             parse(encoder[name], f"config.encoder.{name}", titles)
 
 

@@ -19,7 +19,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import add_sections, check_shape, named_sections, reference
+from realm_jax.config import INHERITED, add_sections, check_shape, named_sections, reference
+from realm_jax.config import default as run_default
 from realm_jax.errors import UserError
 from realm_jax.recipes import NAMED, config_names, is_name
 from realm_jax.schema import flatten, parse, suggest
@@ -147,7 +148,11 @@ def _parse_override(override: str, config: ConfigDict, kind: str) -> tuple[str, 
         raise UserError(f"{flag}: there is no such key in the {kind}; {suggest(key, keys)}")
     *sections, name = key.split(".")
     section = functools.reduce(ConfigDict.__getitem__, sections, config)
+    if kind == "config" and key in INHERITED and text == "model":
+        return key, None  # as the model of init_from
     wanted = section.get_type(name)
+    if section[name] is None:
+        wanted = type(flatten(run_default().to_dict()).get(key, ""))
     try:
         return key, parse(text, wanted)
     except ValueError:

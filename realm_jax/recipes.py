@@ -57,10 +57,10 @@ def real_text() -> ConfigDict:
     config = default()
     config.tasks = "ict,qa"
     config.data.update(query_length=48, document_length=128, predictions=6)
-    config.model.update(layers=0, width=0, heads=0, feed_forward=0, hidden_act="", dropout=0.0)
+    config.model.update(layers=None, width=None, heads=None, feed_forward=None, hidden_act=None, dropout=0.0)
     config.encoder.update(
-        pooling="", projection=-1, normalization="", norm_epsilon=0.0, temperature=0.0, query_prompt="model",
-        passage_prompt="model",
+        pooling=None, projection=None, normalization=None, norm_epsilon=None, temperature=None, query_prompt=None,
+        passage_prompt=None,
     )  # fmt: skip
     # Small steps of the query tower alone: the passages' vectors stay what the encoder was trained to make of them.
     config.ict.negatives, config.realm.retriever_start, config.qa.objective = "index", 20, "positive"

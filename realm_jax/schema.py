@@ -34,13 +34,13 @@ class Limit(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A key as it is declared. operations: it may change on resume; inherit: the value that means "as the model"."""
+    """A key as it is declared. operations: it may change on resume; inherit: it may be None, "as the model"."""
 
     default: Any
     help: str
     limit: Limit | None
     operations: bool
-    inherit: Any
+    inherit: bool
 
 
 POSITIVE = Limit("positive", lambda value: value > 0)
@@ -59,7 +59,7 @@ def one_of(*values: str) -> Limit:
     return Limit(f"one of {', '.join(map(repr, values))}", lambda value: value in values)
 
 
-def key(default: T, help: str, limit: Limit | None = None, *, operations: bool = False, inherit: Any = None) -> T:
+def key(default: T, help: str, limit: Limit | None = None, *, operations: bool = False, inherit: bool = False) -> T:
     """A field of a section; see `Key`. It takes values of the type of its default."""
     metadata = {"help": help, "limit": limit, "operations": operations, "inherit": inherit}
     return dataclasses.field(default=default, metadata=metadata)
@@ -80,9 +80,9 @@ def to_config_dict(sections: Sections) -> ConfigDict:
     return ConfigDict(values.pop("") | values)
 
 
-def inherited(sections: Sections) -> dict[str, Any]:
-    """Dotted name → the value that means "as the model", of every key that has one."""
-    return {name: one.inherit for name, one in keys(sections).items() if one.inherit is not None}
+def inherited(sections: Sections) -> dict[str, None]:
+    """Dotted name → None of every key that may be None: "as the model of init_from"."""
+    return {name: None for name, declared in keys(sections).items() if declared.inherit}
 
 
 def science(config: ConfigDict, sections: Sections) -> dict[str, Any]:
@@ -104,10 +104,10 @@ def check_values(config: ConfigDict, sections: Sections, skip: Collection[str] =
             require(one.limit.holds(values[name]), name, f"must be {one.limit.words}, not {values[name]!r}", kind)
 
 
-def check_shape(config: ConfigDict, like: ConfigDict, kind: str = "config") -> None:
+def check_shape(config: ConfigDict, like: ConfigDict, kind: str = "config", nullable: Collection[str] = ()) -> None:
     """Raise UserError unless `config` has the keys of `like` and no others, with values of their types.
 
-    kind: what messages call it.
+    kind: what messages call it. nullable: keys that may be None.
     """
     wanted, found = flatten(like.to_dict()), flatten(config.to_dict())
     begin = "realm_jax.config.default()" if kind == "config" else f"realm_jax.launch.{kind}.default()"
@@ -115,7 +115,12 @@ def check_shape(config: ConfigDict, like: ConfigDict, kind: str = "config") -> N
         inside = next((known for known in wanted if known.startswith(f"{name}.")), None)
         require(inside is None, name, f"is a section; set its keys, such as {inside}", kind)
         require(name in wanted, name, f"no such key, {suggest(name, wanted)}", kind)
-        require(_fits(value, wanted[name]), name, _type_advice(value, wanted[name]), kind)
+        require(
+            value is None and name in nullable or _fits(value, wanted[name]),
+            name,
+            _type_advice(value, wanted[name]),
+            kind,
+        )
     for name in wanted:
         require(name in found, name, f"is missing; begin with `{begin}` and change what differs", kind)
 
@@ -187,8 +192,8 @@ def _entry(name: str, declared: list[Key]) -> str:
     notes = [", ".join(defaults if len(set(defaults)) > 1 else defaults[:1])]
     if first.limit:
         notes.append(first.limit.words)
-    if first.inherit is not None:
-        notes.append(f"`{first.inherit!r}`: as the model of `init_from`")
+    if first.inherit:
+        notes.append("`None`, on the command line `model`: as the model of `init_from`")
     if first.operations:
         notes.append("operations")
     text = f"* `{name}` ({'; '.join(notes)}): {first.help}"

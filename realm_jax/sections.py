@@ -15,7 +15,6 @@ from realm_jax.data.masking import KINDS
 from realm_jax.schema import BELOW_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Limit, at_least, key, one_of, require
 
 T = TypeVar("T")
-MODEL_PROMPT = "model"
 SEARCHES = ("vectors", "bm25", "hybrid")  # what finds passages
 
 SEED = Limit("from 0 to 2**32 - 1 (JAX drops the bits beyond)", lambda value: 0 <= value < 2**32)
@@ -82,10 +81,10 @@ class Data:
 class Model:
     """The three BERTs: both embedders are of one size, and so is the reader unless `reader` says otherwise."""
 
-    layers: int = key(12, "Transformer layers", POSITIVE, inherit=0)
-    width: int = key(768, "size of a hidden state", POSITIVE, inherit=0)
-    heads: int = key(12, "attention heads, which must divide the width", POSITIVE, inherit=0)
-    feed_forward: int = key(3072, "size of the feed-forward layers", POSITIVE, inherit=0)
+    layers: int = key(12, "Transformer layers", POSITIVE, inherit=True)
+    width: int = key(768, "size of a hidden state", POSITIVE, inherit=True)
+    heads: int = key(12, "attention heads, which must divide the width", POSITIVE, inherit=True)
+    feed_forward: int = key(3072, "size of the feed-forward layers", POSITIVE, inherit=True)
     dropout: float = key(0.1, "dropout probability, also of attention's weights", BELOW_ONE)
     dtype: str = key(
         "float32",
@@ -96,7 +95,7 @@ class Model:
         "gelu_new",
         "'gelu_new' has tanh (google-research/bert), 'gelu' erf (Hugging Face's BERTs)",
         one_of("gelu", "gelu_new"),
-        inherit="",
+        inherit=True,
     )
     remat: str = key(
         "none",
@@ -125,17 +124,19 @@ class Encoder:
         "what of the hidden states makes a vector: 'pooler': [CLS] through BERT's tanh layer (the paper); 'cls': [CLS] "
         "itself; 'mean': of all real tokens; 'last': the last real token",
         one_of("pooler", "cls", "mean", "last"),
-        inherit="",
+        inherit=True,
     )
-    projection: int = key(128, "width of a linear projection of it, so of a vector; 0: none", NOT_NEGATIVE, inherit=-1)
+    projection: int = key(
+        128, "width of a linear projection of it, so of a vector; 0: none", NOT_NEGATIVE, inherit=True
+    )
     normalization: str = key(
         "layer",
         "of vectors: 'layer': LayerNorm (the paper); 'l2': length 1; 'none'",
         one_of("layer", "l2", "none"),
-        inherit="",
+        inherit=True,
     )
     norm_epsilon: float = key(
-        1e-12, "of that LayerNorm (1e-12: released checkpoints; 1e-3: released ICT code)", POSITIVE, inherit=0.0
+        1e-12, "of that LayerNorm (1e-12: released checkpoints; 1e-3: released ICT code)", POSITIVE, inherit=True
     )
     norm_scale: float = key(1.0, "its initial scale: the smaller, the closer fresh scores are (reference: 1)", POSITIVE)
     temperature: float = key(
@@ -143,16 +144,14 @@ class Encoder:
         "scores are inner products of vectors divided by it (the paper: 1; a folder of sentence-transformers: 0.05 for "
         "vectors of length 1, else 1)",
         POSITIVE,
-        inherit=0.0,
+        inherit=True,
     )
-    query_prompt: str = key(
-        "", "template for queries, such as 'query: {text}'; '': the text alone", inherit=MODEL_PROMPT
-    )
+    query_prompt: str = key("", "template for queries, such as 'query: {text}'; '': the text alone", inherit=True)
     passage_prompt: str = key(
         "",
         "template for passages, such as '{title} {text}' or 'passage: {title} {text}'; '': title and body in two "
         "segments, as in the paper. The reader's input has no prompts",
-        inherit=MODEL_PROMPT,
+        inherit=True,
     )
 
 

@@ -2,8 +2,8 @@
 
 A `RunSource` and a `WeightsSource` answer the same questions: what the config may leave to them, whether they fit, and
 which parameters they have. What weights do not have stays fresh. `fill_from_pretrained` puts the model's own values in
-the place of `config.INHERITED`, once, when a run is opened; the run folder records them, so that the model need not be
-there any more when the run goes on. Read next: `realm_jax/models/folders.py`, where weights lie.
+the place of None (`config.INHERITED`), once, when a run is opened; the run folder records them, so that the model need
+not be there any more when the run goes on. Read next: `realm_jax/models/folders.py`, where weights lie.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from realm_jax.assemble import make_model, prompt_encoder, tower_lengths
 from realm_jax.checksums import checksums
-from realm_jax.config import INHERITED, flatten, inherited_keys, require, task_names, validate, with_defaults
+from realm_jax.config import flatten, inherited_keys, require, task_names, validate, with_defaults
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.tokenizer_files import lower_case_of, read_tokenizer, tokenizer_file
 from realm_jax.errors import UserError
@@ -337,7 +337,7 @@ def fill_from_pretrained(config: ConfigDict, workdir: Path | None = None, with_r
     if waiting := inherited_keys(config):
         values = recorded if begun else _inherited(config, waiting, workdir, recorded)
         for key in waiting:
-            if values.get(key) in (None, INHERITED[key]):
+            if values.get(key) is None:
                 raise UserError(f"config.{key}: the model of config.init_from={config.init_from} does not say; set it")
         config = ConfigDict(config.to_dict())
         config.update_from_flattened_dict({key: values[key] for key in waiting})
