@@ -12,13 +12,11 @@ it needs (`docs/results/plans.json`).
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import add_sections
 from realm_jax.recipes import paper
 
 
 def get_config() -> ConfigDict:
     config = paper("realm")
     config.refresh.mode = "async"
-    add_sections(config, ["scann"])
     config.retrieval.backend = "scann"
     return config

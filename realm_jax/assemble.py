@@ -20,13 +20,13 @@ from realm_jax.mesh import logical_sharding
 from realm_jax.models.prompts import Encode, Template, compiled, longest_passage, placeholder, query_lengths
 from realm_jax.models.realm import Reader, Realm, span_size
 from realm_jax.run import Run, device_options, make_bert, mesh_for
-from realm_jax.sections import answering_of, joint_length, reader_section, task_names
+from realm_jax.sections import joint_length, reader_section, task_names
 from realm_jax.tasks import TASKS
 
 
 def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[jax.Device] | None = None) -> Run:
     """Everything that a validated config decides. Raises UserError if config and data do not fit."""
-    rows, read = len(sources.passages), max(config.qa.passages, answering_of(config).read)
+    rows, read = len(sources.passages), max(config.qa.passages, config.answering.read)
     wanted = max(config.realm.candidates, read)
     if rows < wanted:
         raise UserError(

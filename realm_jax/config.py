@@ -6,7 +6,7 @@ value on resume is an error that names it; one of operations may change.
 """
 
 from collections.abc import Collection
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -28,19 +28,14 @@ SECTIONS: dict[str, Any] = {
     "encoder": sections.Encoder(),
     "retrieval": sections.Retrieval(),
     "refresh": sections.Refresh(),
-    **{name: TASKS[name].section for name in DEFAULT_TASKS},
+    **{name: task.section for name, task in TASKS.items()},
     "optimizer": sections.Optimizer(),
     "mesh": sections.Mesh(),
     "checkpoint": sections.Checkpoint(),
     "log": sections.Log(),
     "evaluation": sections.Evaluation(),
-}
-
-# Sections that a config has only where it names them, as a task of its recipe or as its backend, or sets a key there.
-OPTIONAL: dict[str, Any] = {
-    **{name: task.section for name, task in TASKS.items() if name not in DEFAULT_TASKS},
-    "scann": sections.Scann(),
     "answering": sections.Answering(),
+    "scann": sections.Scann(),
 }
 
 # Keys that may be None, "as the model of `init_from`"; `train/init_from.py` puts the model's values in their place.
@@ -56,38 +51,15 @@ change on resume. All others are science: a run folder keeps them, and another v
 the key. Steps, batch sizes and learning rates of tasks outside of the recipe (`tasks`) are not looked at.
 """
 
-ABOUT_OPTIONAL = """## Sections that a config may add
-
-Where `tasks` or `retrieval.backend` names one of these, or a key of it is set on the command line, the config has its
-section; in a config file `realm_jax.config.add_sections(config, ["scann"])` adds it.
-"""
-
 
 def default() -> ConfigDict:
     """The paper's sizes and hyper-parameters; a fresh, unlocked config."""
     return schema.to_config_dict(SECTIONS)
 
 
-def sections_of(config: Collection[str]) -> dict[str, Any]:
-    """Return every section that a config has to have, and those of the optional ones that it has, with defaults."""
-    return SECTIONS | {name: section for name, section in OPTIONAL.items() if name in config}
-
-
-def named_sections(config: ConfigDict) -> set[str]:
-    """What a config names that has a section of its own: its tasks, and its backend."""
-    return {*task_names(config), *([config.retrieval.backend] if "retrieval" in config else [])}
-
-
-def add_sections(config: ConfigDict, names: Collection[str]) -> None:
-    """Give a config the optional sections of these names that it does not have yet, with their defaults."""
-    with config.unlocked():
-        for name in OPTIONAL.keys() & {*names} - {*config}:
-            config[name] = ConfigDict(asdict(OPTIONAL[name]))
-
-
 def reference() -> str:
     """The page of all keys of a config, in Markdown."""
-    return "\n".join([INTRODUCTION, schema.help_text(SECTIONS), ABOUT_OPTIONAL, schema.help_text(OPTIONAL)])
+    return "\n".join([INTRODUCTION, schema.help_text(SECTIONS)])
 
 
 def with_defaults(recorded: dict[str, Any]) -> ConfigDict:
@@ -95,7 +67,7 @@ def with_defaults(recorded: dict[str, Any]) -> ConfigDict:
 
     Raises UserError for what is no config.
     """
-    config = schema.to_config_dict(sections_of(recorded)).unlock()
+    config = schema.to_config_dict(SECTIONS).unlock()
     try:
         config.update(recorded)
     except (TypeError, ValueError, AttributeError, KeyError) as fault:
@@ -112,14 +84,13 @@ def inherited_keys(config: ConfigDict) -> list[str]:
 
 def science(config: ConfigDict) -> dict[str, Any]:
     """Dotted key → value of what may not change on resume."""
-    return schema.science(config, sections_of(config))
+    return schema.science(config, SECTIONS)
 
 
 def check_shape(config: ConfigDict, like: ConfigDict, kind: str = "config") -> None:
-    """Raise UserError unless `config` has the keys of `like` and no others, with values of their types. A run's config
-    may have optional sections too. kind: what messages call it."""
-    optional = {name: asdict(OPTIONAL[name]) for name in OPTIONAL if name in config} if "encoder" in like else {}
-    schema.check_shape(config, ConfigDict(like.to_dict() | optional), kind, INHERITED)
+    """Raise UserError unless `config` has the keys of `like` and no others, with values of their types. kind: what
+    messages call it."""
+    schema.check_shape(config, like, kind, INHERITED)
 
 
 def validate(config: ConfigDict) -> None:
@@ -127,13 +98,11 @@ def validate(config: ConfigDict) -> None:
     check_shape(config, default())
     names = task_names(config)
     _check_recipe(names)
-    for name in sorted(OPTIONAL.keys() & named_sections(config) - {*config}):
-        require(False, name, f"is missing; add it with `realm_jax.config.add_sections(config, [{name!r}])`")
     require(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
     waiting = inherited_keys(config)
     _check_model_is_named(config.init_from, waiting)
     idle = {f"{name}.{field.name}" for name in TASKS if name not in names for field in fields(TaskSection)}
-    schema.check_values(config, sections_of(config), skip={*waiting, *idle})
+    schema.check_values(config, SECTIONS, skip={*waiting, *idle})
     check_heads(config, waiting)
     _check_prompts(config.encoder)
     for task in TASKS.values():

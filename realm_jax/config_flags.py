@@ -19,7 +19,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import INHERITED, add_sections, check_shape, named_sections, reference
+from realm_jax.config import INHERITED, check_shape, reference
 from realm_jax.config import default as run_default
 from realm_jax.errors import UserError
 from realm_jax.recipes import NAMED, config_names, is_name
@@ -70,15 +70,10 @@ def load_config(
 def with_overrides(config: ConfigDict, overrides: Sequence[str], kind: str = "config") -> ConfigDict:
     """A copy of the config with overrides applied, locked; see `load_config`."""
     found, values = copy.deepcopy(config), dict[str, Any]()
-    is_run = "tasks" in found  # neither a spec nor a table of ablations
-    if is_run:
-        add_sections(found, [override.removeprefix("--config.").partition(".")[0] for override in overrides])
     for override in overrides:
         key, value = _parse_override(override, found, kind)
         values[key] = values.get(key, ()) + value if isinstance(value, tuple) else value
     found.update_from_flattened_dict(values)
-    if is_run:
-        add_sections(found, named_sections(found))
     return found.lock()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import add_sections, default
+from realm_jax.config import default
 from realm_jax.host import multiplies_bfloat16
 
 # A row of a table of ablations: its tasks, whose parameters and whose reader it starts with, and what differs.
@@ -39,7 +39,6 @@ def quickstart() -> ConfigDict:
     config.ict.update(steps=90, batch_size=256, learning_rate=1e-3)
     config.realm.update(steps=400, batch_size=24, learning_rate=5e-4)
     config.qa.update(steps=160, batch_size=32, learning_rate=5e-4)
-    add_sections(config, ["closed_book"])
     config.closed_book.update(steps=1900, batch_size=48, learning_rate=1e-3)
     config.optimizer.warmup = 50
     config.refresh.every = 40
@@ -70,7 +69,6 @@ def real_text() -> ConfigDict:
     config.mlm.update(steps=200, batch_size=16, learning_rate=1e-4)
     config.realm.update(steps=200, batch_size=8, learning_rate=5e-5)
     config.qa.update(steps=560, batch_size=16, learning_rate=1.5e-4)
-    add_sections(config, ["closed_book"])
     config.closed_book.update(steps=560, batch_size=16, learning_rate=1e-4)
     config.qa.update(passages=5, titles=True, beam=50, search="hybrid", answers=4)
     config.realm.candidates = 5
@@ -88,7 +86,6 @@ def adapt() -> ConfigDict:
     """
     config = real_text()
     config.tasks = "evidence_contrast,realm"
-    add_sections(config, ["evidence_contrast"])
     config.evidence_contrast.update(steps=60, batch_size=16, learning_rate=7e-6)
     config.ict.update(steps=200, batch_size=32, learning_rate=2e-5)  # where there is no evidence
     config.realm.update(steps=200, batch_size=16, learning_rate=1e-4)  # the retriever at a fifth: 2e-5

@@ -42,7 +42,7 @@ from realm_jax.retrieval.embed import EMBED_BATCH, GROUPS, CorpusRows, embed_cor
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.fusion import FUSION_DEPTH
 from realm_jax.retrieval.scann import BUDGET, ScannConfig
-from realm_jax.sections import QaConfig, RealmConfig, answering_of, qa_config, section_of, task_names
+from realm_jax.sections import QaConfig, RealmConfig, qa_config, section_of, task_names
 
 
 def host_of_gpus(mesh: Mesh) -> jax.Device | None:
@@ -179,7 +179,7 @@ class Run:
     def answering_qa(self) -> QaConfig:
         """How questions are answered: evaluation and inference may read more passages than training does."""
         qa = qa_config(self.config)
-        return dataclasses.replace(qa, passages=answering_of(self.config).read or qa.passages)
+        return dataclasses.replace(qa, passages=self.config.answering.read or qa.passages)
 
     @property
     def scann_config(self) -> ScannConfig | None:

@@ -464,12 +464,6 @@ def qa_config(config: ConfigDict) -> QaConfig:
     return section_of(QaConfig, config, "qa")
 
 
-def answering_of(config: ConfigDict) -> ConfigDict | Answering:
-    """The section `answering` of a config, or its defaults where a config has none."""
-    found: ConfigDict | Answering = config.get("answering", Answering())
-    return found
-
-
 def joint_length(config: ConfigDict) -> int:
     """Tokens of a query joined with a passage: both layouts less the passage's [CLS] and its title's [SEP], which
     stays where titles are read."""

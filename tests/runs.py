@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from tiny_run import open_config, tiny_config
 
 from realm_jax.assemble import abstract_run, make_run
-from realm_jax.config import add_sections, flatten
+from realm_jax.config import flatten
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import Preempted, Stop
 from realm_jax.index.build import Builder, for_embedding
@@ -90,7 +90,6 @@ def open_tiny(data, workdir, steps=8, retrieval=None, task="realm", ahead=1, **r
     retrieval, refresh: keys of these sections; ahead: of searches by the hosts.
     """
     config = inline_config(data, tasks=task, mlm__batch_size=8, checkpoint__every=3)
-    add_sections(config, ["scann"])
     config.scann.ahead = ahead
     config[task].update({"steps": steps, "learning_rate": 1e-3})
     config.retrieval.update(retrieval or {})

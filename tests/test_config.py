@@ -10,9 +10,7 @@ from ml_collections import ConfigDict
 import realm_jax
 from realm_jax import schema
 from realm_jax.config import (
-    OPTIONAL,
     SECTIONS,
-    add_sections,
     default,
     flatten,
     reference,
@@ -32,13 +30,12 @@ def test_the_page_of_keys_is_made_from_their_declarations():
     assert PAGE.read_text() == reference(), "`realm train --help-config > docs/config.md` writes it"
 
 
-@pytest.mark.parametrize("sections", [SECTIONS, SECTIONS | OPTIONAL], ids=["realm", "all"])
-def test_the_page_lists_every_key_and_says_which_may_change(sections):
-    tasks = [name for name, section in sections.items() if isinstance(section, TaskSection)]
-    entries = dict(re.findall(r"^\* `(\S+)` \((.*?)(?=^\* |\Z)", schema.help_text(sections), re.DOTALL | re.MULTILINE))
+def test_the_page_lists_every_key_and_says_which_may_change():
+    tasks = [name for name, section in SECTIONS.items() if isinstance(section, TaskSection)]
+    entries = dict(re.findall(r"^\* `(\S+)` \((.*?)(?=^\* |\Z)", schema.help_text(SECTIONS), re.DOTALL | re.MULTILINE))
     for name in [name for name in entries if name.startswith("<section>")]:
         entries |= dict.fromkeys([name.replace("<section>", task) for task in tasks], entries.pop(name))
-    config = schema.to_config_dict(sections)
+    config = schema.to_config_dict(SECTIONS)
     assert {*entries} == {*flatten(config.to_dict())}
     kept = {name for name, text in entries.items() if "operations):" not in " ".join(text.split())}
     assert kept == {*science(config)}
@@ -171,21 +168,7 @@ def test_a_task_that_is_not_in_the_recipe_is_not_looked_at():
     assert task_names(config) == ["realm", "qa"]
 
 
-@pytest.mark.parametrize(
-    "key, value, section", [("tasks", "closed_book", "closed_book"), ("retrieval.backend", "scann", "scann")]
-)
-def test_a_section_of_what_is_named_comes_with_its_name(key, value, section):
-    config = usable({key: value})
-    with pytest.raises(UserError, match=rf"^config\.{section}: is missing; add it with .*add_sections"):
-        validate(config)
-    add_sections(config, [section])
-    validate(config)
-    named = with_overrides(usable(), [f"--config.{key}={value}"])
-    assert {*flatten(named.to_dict())} - {*flatten(default().to_dict())} == {*schema.keys({section: OPTIONAL[section]})}
-    validate(named)
-
-
-def test_a_key_of_an_optional_section_brings_it():
+def test_keys_of_answering_may_change_on_resume():
     config = with_overrides(usable(), ["--config.answering.read=50"])
     validate(config)
     assert (config.answering.read, config.answering.retrieved) == (50, 20) and science(config) == science(usable())

@@ -10,7 +10,6 @@ from ml_collections import ConfigDict
 from runs import assert_same, cut_off, largest_change, planned_parts
 from tiny_run import open_config, tiny_config, with_config
 
-from realm_jax.config import add_sections
 from realm_jax.data.evidence import find_evidence
 from realm_jax.data.examples import dataset
 from realm_jax.data.held_out import trained_rows
@@ -36,7 +35,6 @@ def opened(data, workdir, **changes):
     """Twelve steps, with the head at five times the rate; a checkpoint every fourth. changes: of the task's section."""
     config = tiny_config(data)
     config.tasks = NAME
-    add_sections(config, [NAME])
     config[NAME].update({"steps": 12, "batch_size": 8, "learning_rate": 1e-2} | changes)
     config.optimizer.update({"preset": "short", "warmup": 1})
     config.update({"checkpoint": {"every": 4, "keep": 3}, "log": {"every": 1}})

@@ -8,7 +8,6 @@ import pytest
 from runs import assert_same, cut_off, largest_change, open_inline
 from tiny_run import PEOPLE, prepare_people, question, with_config
 
-from realm_jax.config import add_sections
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
@@ -153,7 +152,6 @@ def test_texts_that_share_no_word_are_no_candidates():
 def test_more_passages_can_be_read_than_in_training(fallen):
     run, last, _ = fallen
     config = type(run.config)(run.config.to_dict())
-    add_sections(config, ["answering"])
     config.answering.read = 7
     more, index = with_config(run, config), run.index(run.embed(last))
     few, many = (Evaluator(one, run.sources.questions["dev"]).predict(last, index) for one in (run, more))

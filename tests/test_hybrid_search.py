@@ -6,7 +6,7 @@ import pytest
 from runs import open_inline
 from tiny_run import PEOPLE
 
-from realm_jax.config import add_sections, default, validate
+from realm_jax.config import default, validate
 from realm_jax.data.examples import dataset
 from realm_jax.data.questions import Question
 from realm_jax.errors import UserError
@@ -114,6 +114,5 @@ def test_hidden_words_are_no_words_of_a_query(people, tmp_path):
 def test_hosts_search_vectors_alone():
     config = default()
     config.data.path, config.retrieval.backend, config.realm.search = "data", "scann", "hybrid"
-    add_sections(config, ["scann"])
     with pytest.raises(UserError, match=r"realm\.search: retrieval\.backend=scann"):
         validate(config)

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_run import open_config, tiny_config
 
-from realm_jax.config import add_sections
 from realm_jax.errors import UserError
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
@@ -45,7 +44,6 @@ def test_a_group_is_a_row_and_its_nearest_of_other_documents():
 def task_of(data, workdir, batch_size=GROUP):
     config = tiny_config(data)
     config.tasks = "evidence_contrast"
-    add_sections(config, ["evidence_contrast"])
     config.evidence_contrast.update(steps=4, batch_size=batch_size)
     return make_task("evidence_contrast", open_config(config, workdir))
 

@@ -15,7 +15,6 @@ from tiny import mesh_of_slices
 from tiny_run import prepare_people, tiny_config
 
 from realm_jax.assemble import make_run
-from realm_jax.config import add_sections
 from realm_jax.data.examples import batches
 from realm_jax.data.sources import open_sources
 from realm_jax.forward import PackingSpec, read_question, unplaced_share
@@ -327,7 +326,6 @@ OTHER_TASKS = {  # task → what a step reports that packing leaves as it is
 )
 def test_a_step_of_other_tasks_is_the_same_packed(named_people, tmp_path, name, devices, parts, changes):
     config = tiny_config(named_people)
-    add_sections(config, [name])
     config.tasks = name
     config[name].update({"batch_size": 16, "steps": 2, **changes})
     config.optimizer.microbatches = parts
@@ -352,7 +350,6 @@ def test_a_step_of_other_tasks_is_the_same_packed(named_people, tmp_path, name, 
 def test_a_task_without_passages_has_its_own_lengths(people, tmp_path):
     """No name occurs twice in these passages, which the warm-up could not learn from."""
     config = tiny_config(people)
-    add_sections(config, ["closed_book"])
     config.tasks = "closed_book"
     task = make_task("closed_book", make_run(config, tmp_path, open_sources(people), jax.devices()[:1]))
     longest = max(int(task.fixed_examples.make(n, np.random.default_rng(0))["query_length"]) for n in range(8))

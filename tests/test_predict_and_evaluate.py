@@ -18,7 +18,6 @@ from realm_jax.cli import arguments as run_arguments
 from realm_jax.cli import evaluate, predict
 from realm_jax.cli import main as cli
 from realm_jax.cli.arguments import check_passages
-from realm_jax.config import add_sections
 from realm_jax.errors import UserError
 from realm_jax.eval.answers import exact_match
 from realm_jax.eval.metrics import compare, over_seeds
@@ -63,7 +62,6 @@ def quick(trained, monkeypatch) -> list[str | None]:
 
     def opened(_workdir, changes):
         config = type(trained.run.config)(trained.run.config.to_dict())
-        add_sections(config, ["answering"])
         config.update_from_flattened_dict(changes)
         return with_config(trained.run, config)
 

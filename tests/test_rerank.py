@@ -11,7 +11,6 @@ from runs import assert_same, cut_off, planned_parts
 from tiny_run import open_config, tiny_config
 
 from realm_jax.cli import main as cli
-from realm_jax.config import add_sections
 from realm_jax.data.examples import dataset
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import read_settings
@@ -33,7 +32,6 @@ def opened(data, workdir, search="vectors"):
     config = tiny_config(data)
     config.tasks = "qa,rerank"
     config.qa.search = search
-    add_sections(config, ["rerank"])
     sizes = {"steps": 4, "batch_size": 8, "learning_rate": 1e-2}
     config.optimizer.warmup = 1
     config.rerank.update(sizes | {"passages": PASSAGES})

@@ -28,7 +28,7 @@ import pytest
 import small_chunks
 from runs import flags_of, inline_config
 
-from realm_jax.config import add_sections, task_names
+from realm_jax.config import task_names
 from realm_jax.index.heartbeat import TRAINER, read_status
 from realm_jax.launch.local import free_port
 from realm_jax.storage import open_folder, read_json
@@ -68,7 +68,6 @@ def flags(data, changes):
     for task in ("ict", "qa"):
         config[task].update({"steps": 6, "learning_rate": 1e-3})
     config.refresh.update({"mode": "async", "every": 3, "adopt_after": 2, "wait_seconds": LIMIT})
-    add_sections(config, ["scann"])
     config.update_from_flattened_dict(changes)
     return flags_of(config)
 

@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from realm_jax.assemble import make_run
 from realm_jax.cli.prepare import prepare
-from realm_jax.config import add_sections, default
+from realm_jax.config import default
 from realm_jax.data.sources import open_sources
 from realm_jax.run import Run
 from realm_jax.train.recipe import train
@@ -48,7 +48,6 @@ def prepare_people(folder: Path, people: list[str] = PEOPLE, house: str = "in {:
 def tiny_config(data: Path) -> ConfigDict:
     """One layer of width 16, and the tasks `ict` and `qa`."""
     config = default()
-    add_sections(config, ["closed_book"])
     sizes = {"layers": 1, "width": 16, "heads": 2, "feed_forward": 32}
     config.update({"tasks": "ict,qa", "model": sizes | {"dropout": 0.0}, "encoder": {"projection": 8}})
     config.update({"data": {"path": str(data), "query_length": 16, "document_length": 48}})

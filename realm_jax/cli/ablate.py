@@ -19,7 +19,7 @@ from rich.text import Text
 from realm_jax.cache import cache_programs
 from realm_jax.cli.output import stdout
 from realm_jax.cli.quickstart import make_data
-from realm_jax.config import add_sections, default, named_sections, require, science, task_names, validate
+from realm_jax.config import default, require, science, task_names, validate
 from realm_jax.config_flags import add_config_argument, load_config, with_overrides
 from realm_jax.data.encyclopedia import EncyclopediaSettings
 from realm_jax.errors import UserError
@@ -80,7 +80,6 @@ def _config_template(config: ConfigDict) -> ConfigDict:
     rows = config.get("rows", ConfigDict())
     made = config.get("encyclopedia", ConfigDict())
     base = default()
-    add_sections(base, [*config.get("base", ())])
     return ConfigDict({"seeds": (0,), "encyclopedia": made, "base": base, "table": ("",), "rows": rows})
 
 
@@ -148,7 +147,6 @@ def row_config(config: ConfigDict, name: str, seed: int, place: Path) -> ConfigD
     row = config.rows[name]
     found = with_overrides(ConfigDict(config.base.to_dict()), [f"--config.{change}" for change in row.changes])
     found.update(tasks=row.tasks, seed=seed)
-    add_sections(found, named_sections(found))
     for key, other in (("init_from", row.start), ("reader_from", row.reader)):
         if other:
             found[key] = str(place / other)

@@ -15,7 +15,6 @@ from rich.console import Console
 from realm_jax.cli.argument_types import nonempty
 from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, check_passages, config_changes
 from realm_jax.cli.output import checked_output, is_special, print_json, print_line, stdout, table, write_output
-from realm_jax.config import add_sections
 from realm_jax.data.questions import answered, gold_of
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
@@ -130,7 +129,6 @@ def run(args: argparse.Namespace) -> None:
         if args.unseen:
             questions = _without_training_golds(questions, [one.gold for one in questions], args)
         if "answering.read" not in changes and not answered(questions):
-            add_sections(opened.config, ["answering"])
             opened.config.answering.read = 1  # only what is retrieved is measured; reading more takes minutes
         check_passages(opened, args)
         asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]

@@ -24,7 +24,6 @@ from realm_jax.eval.prediction_files import question_record, resume, write_recor
 from realm_jax.host import Stop
 from realm_jax.inference.predictions import FIELDS, describe, records
 from realm_jax.run import Run
-from realm_jax.sections import answering_of
 from realm_jax.storage import digest, exclusive_lock, flush_to_disk
 from realm_jax.tasks import make_task
 from realm_jax.train.checkpoints import SavedCheckpoint
@@ -98,7 +97,7 @@ def prediction_settings(
 ) -> dict[str, Any]:
     """Everything that determines the bytes of a predictions file, and what readers of its metrics want to know."""
     asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
-    answering, rerank = answering_of(run.config), make_task(task, run).rerank
+    answering, rerank = run.config.answering, make_task(task, run).rerank
     settings = describe(run, task, saved.step, search) | ({"reranked": rerank.passages} if rerank else {})
     return settings | {
         "checkpoint": saved.record["digest"],

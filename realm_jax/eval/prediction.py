@@ -31,7 +31,7 @@ from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.fusion import FusedRanking
 from realm_jax.run import Run, put_batch
-from realm_jax.sections import QaConfig, answering_of, qa_config
+from realm_jax.sections import QaConfig, qa_config
 
 SPANS = 20  # likeliest spans of each passage that answers are made of; more change an answer's probability little
 GROUPED_BY = "replaced_words"  # a question field that recall is also given by, where questions have it
@@ -186,7 +186,7 @@ class Evaluator:
     @property
     def depth(self) -> int:
         """Passages retrieved for each question: `answering.retrieved`, or all."""
-        return min(answering_of(self.run.config).retrieved, self.run.context.rows)
+        return min(self.run.config.answering.retrieved, self.run.context.rows)
 
     def retrieve(self, params: Params, index: Index, depth: int = 0) -> NDArray[np.int64]:
         """Rows of the best passages for every question, `answering.retrieved` of them or `depth`.
@@ -302,7 +302,7 @@ class Evaluator:
             candidates.append(ReadPassage(row, prior[place], spans[0]))
             scored = zip(spans, within[place], strict=True)
             occurrences += [Answer(text[slice(*span)], prior[place] * p, row, span) for span, p in scored if p > 0]
-        nbest = merge(occurrences, answering_of(self.run.config).aggregate)
+        nbest = merge(occurrences, self.run.config.answering.aggregate)
         nothing = Answer("", 0.0, candidates[0].row if candidates else -1, (0, 0))
         return Prediction(nbest or [nothing], candidates, read.retrieved, read.scores, read.ranks)
 

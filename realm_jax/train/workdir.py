@@ -9,7 +9,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from realm_jax.assemble import make_run
-from realm_jax.config import add_sections, flatten, science, sections_of, validate, with_defaults
+from realm_jax.config import SECTIONS, flatten, science, validate, with_defaults
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.processes import is_process_0
@@ -114,7 +114,7 @@ def recorded_config(workdir: Path, name: str = "--workdir") -> ConfigDict:
     for section, key in RETIRED:
         if isinstance(config.get(section), dict):
             config[section].pop(key, None)
-    known = to_config_dict(sections_of(config))
+    known = to_config_dict(SECTIONS)
     if gone := sorted(key for key in {*flatten(config)} - {*flatten(known.to_dict())} if "." in key):
         raise UserError(
             f"{name}={workdir}: made by another version of realm_jax, with a key {gone[0]}; there, write its networks "
@@ -129,7 +129,6 @@ def load_run(workdir: Path, overrides: dict[str, Any] | None = None, questions: 
     questions: whether those of its prepared folder are read.
     """
     config = recorded_config(workdir)
-    add_sections(config, [key.partition(".")[0] for key in overrides or {}])
     config.update_from_flattened_dict(overrides or {})
     validate(config)
     sources = open_sources(config.data.path, questions=questions)
