@@ -417,7 +417,7 @@ def test_predictions_of_others_are_looked_at_before_they_are_measured(tmp_path, 
 
 def test_a_corpus_has_no_more_passages_to_read_than_it_has(monkeypatch):
     monkeypatch.setattr(run_arguments, "latest_checkpoint", lambda *_: ("qa", None))
-    small = SimpleNamespace(question_context=SimpleNamespace(qa_passages=5), context=SimpleNamespace(rows=3))
+    small = SimpleNamespace(answering_qa=SimpleNamespace(passages=5), context=SimpleNamespace(rows=3))
     check_passages(small, Namespace(task=None, overrides=["--config.answering.retrieved=3"]))
     with pytest.raises(UserError, match="retrieved=2: fewer than the 3 that are read"):
         check_passages(small, Namespace(task=None, overrides=["--config.answering.retrieved=2"]))

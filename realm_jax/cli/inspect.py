@@ -167,6 +167,7 @@ def run_data(args: argparse.Namespace, html: Path | None) -> None:
     ]
     for name, values in found.counted.items():
         if not len(values):
+            lines.append(f"{name:>29}  none")
             continue
         mean, median = f"mean {values.mean():.1f}", f"median {np.median(values):.0f}"
         lines.append(f"{name:>29}  {mean}, {median}, most {values.max()}")

@@ -52,6 +52,14 @@ def run(args: argparse.Namespace) -> int:
         for entry in (*reversed(saved_folders(folder)), *sorted(folder.glob(f"*{DAMAGED}*"))):
             items[f"{folder.parent.name}/{entry.name}"] = Checkpoint(entry)
     saved = {*items}
+    if args.action == "rm":
+        if not args.names:
+            raise UserError("realm storage rm: name the generations to remove; `realm storage ls` lists them")
+        for name in args.names:
+            if DAMAGED in name:
+                raise UserError(f"{name}: was set aside as damaged; remove its folder by hand once nobody needs it")
+            if name in saved:
+                raise UserError(f"{name}: a checkpoint is removed by training itself, as checkpoint.keep has it")
     # The shared folder, which may be a bucket, is read only when needed.
     if not args.names or not {*args.names} <= saved:
         shared = recorded_folder(workdir)
@@ -61,14 +69,6 @@ def run(args: argparse.Namespace) -> int:
         for kind in ("checkpoint", "generation"):
             print_records([entry for entry in entries if [*entry][0] == kind], args.json, f"no {kind}s")
         return 0
-    if args.action == "rm":
-        if not args.names:
-            raise UserError("realm storage rm: name the generations to remove; `realm storage ls` lists them")
-        for name in args.names:
-            if DAMAGED in name:
-                raise UserError(f"{name}: was set aside as damaged; remove its folder by hand once nobody needs it")
-            if name in saved:
-                raise UserError(f"{name}: a checkpoint is removed by training itself, as checkpoint.keep has it")
     for name in args.names:
         if name not in items:
             raise UserError(f"--workdir={workdir}: there is no {name} stored; `realm storage ls` lists what there is")

@@ -11,7 +11,6 @@ workers of a cluster (`realm_jax.corpora.pipelines`) call, so they write the sam
 
 import json
 import logging
-import os
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,13 +18,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import compress, islice
-from operator import iadd
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from realm_jax.corpora.pool import ordered_parallel_map
 from realm_jax.errors import Resumable, UserError
-from realm_jax.storage import Folder, read_json, write_json_atomic
+from realm_jax.storage import Folder, flush_to_disk, read_json, write_json_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +92,12 @@ class Counts:
 
     def add(self, other: "Counts") -> "Counts":
         """Add the counts of other records of the same source."""
-        for name in ("records", "articles", "characters", "dropped", "damaged", "notes"):
-            setattr(self, name, iadd(getattr(self, name), getattr(other, name)))
+        self.records += other.records
+        self.articles += other.articles
+        self.characters += other.characters
+        self.dropped += other.dropped
+        self.damaged += other.damaged
+        self.notes += other.notes
         for reason, samples in other.samples.items():
             self.samples[reason] = sorted([*self.samples.get(reason, []), *samples])[:SAMPLES]
         return self
@@ -292,8 +294,7 @@ class Processes:
             for part, lines, counted in ordered_parallel_map(partial(extract, source, shards), work, self.workers):
                 if part > finished and unsaved >= SAVED_BYTES:
                     for file in files:
-                        file.flush()
-                        os.fsync(file.fileno())
+                        flush_to_disk(file)
                     saved = {"parts": part, "sizes": [file.tell() for file in files], "counts": counts.to_json()}
                     write_json_atomic(root / PROGRESS, saved)
                     unsaved = 0
@@ -302,6 +303,8 @@ class Processes:
                 check_damage(source, counts, skip_damage)
                 unsaved += sum(files[shard].write(of_shard) for shard, of_shard in lines.items())
                 progress(counts.records)
+            for file in files:  # before COUNTS.json, which says that all is there
+                flush_to_disk(file)
         check_counts(source, counts, skip_damage)
         write_json_atomic(root / COUNTS, counts.to_json())
         (root / PROGRESS).unlink(missing_ok=True)

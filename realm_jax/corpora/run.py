@@ -117,7 +117,9 @@ def prepare(options: Options) -> Prepared | None:
     runner: Any = Processes(options.workers or os.cpu_count() or 1)
     if options.beam is not None:
         if options.workers is not None:
-            raise UserError("--workers: Beam's runners have options of their own for it; leave --workers or --beam out")
+            raise UserError(
+                "--workers: Beam's runners have options of their own for it; leave it out, or leave --beam out"
+            )
         from realm_jax.corpora.pipelines import Beam  # here, since few have Apache Beam
 
         runner = Beam.of(options.beam)

@@ -121,15 +121,16 @@ class _Read(NamedTuple):
     log_p: Any
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _read(
-    qa: QaConfig, context: StaticContext, rerank: Rerank | None, depth: int, params: Params, batch: Any, index: Index
-) -> _Read:
+    qa: QaConfig, context: StaticContext, rerank: Rerank | None, depth: int, spans: int, params: Params, batch: Any,
+    index: Index,
+) -> _Read:  # fmt: skip
     """Retrieve `depth` passages, read the first, and take the likeliest spans of each."""
     width = context.model.reader.span_width
     read = read_question(qa, context, params, batch, index, None, max(depth, qa.passages), rerank)
     flat = read.spans.reshape(*read.prior.shape, -1)
-    best, places = jax.lax.top_k(flat, min(SPANS, flat.shape[-1]))
+    best, places = jax.lax.top_k(flat, min(spans, flat.shape[-1]))
     starts = places // width - read.joint.body_start[..., None]
     return _Read(*read.beam, jnp.exp(read.prior), starts, places % width, best)
 
@@ -250,7 +251,7 @@ class Evaluator:
         qa = dataclasses.replace(run.answering_qa, search=self.search)
         for batch in self._batches:
             placed = put_batch(run.mesh, batch)
-            outputs = _read(qa, run.context, self.rerank, self.depth, params, placed, index)
+            outputs = _read(qa, run.context, self.rerank, self.depth, SPANS, params, placed, index)
             parts = zip(*map(to_host, outputs), strict=True)
             yield [self._assemble(_Read(*question)) for question in [*parts][:left]]
             left -= len(batch["query"])

@@ -3,7 +3,7 @@
 Any number of processes may build the same generation, and any of them may die: each takes
 unclaimed chunks, its own share first and then the others' from the far end, and skips what is there. A chunk's bytes
 depend on the export and the corpus alone, and its name on its bytes: work may be done twice, but no listed file is ever
-written again. When to build what is `build_job.py`; what the files mean is `generations.py`. Read
+written again. When to build what is `job.py`; what the files mean is `files.py`. Read
 `Builder.build` next.
 """
 

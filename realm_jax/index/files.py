@@ -9,7 +9,7 @@
     index/<step>-<nonce>.refused                    why a generation must not be served; outlives it
 
 Nothing that a record lists is ever written again. Writing exports is `index/export.py`, building generations
-`builder.py`, following them `index/watcher.py`; the jobs' status files are `status.py`.
+`build.py`, following them `index/watcher.py`; the jobs' status files are `heartbeat.py`.
 Read `Manifest` next.
 """
 

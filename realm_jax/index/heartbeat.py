@@ -5,7 +5,7 @@
 
 Written by a thread when it changes and every HEARTBEAT_SECONDS, so that neither a long program nor slow storage hides a
 job that is alive. Clocks are never compared: a reader checks whether the counter has moved. Who reads it:
-`build_job.py`, `launch/status.py`.
+`job.py`, `launch/status.py`.
 """
 
 import dataclasses

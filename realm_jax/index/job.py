@@ -1,7 +1,7 @@
 """The index builder's job: follow a run's exports and decide which generation to build, until the trainer is done.
 
 Either of trainer and builder may start first, and either may be killed and started again. Several processes share the
-work; their number may change. How a generation is built is `builder.py`. Read `Job.work` next.
+work; their number may change. How a generation is built is `build.py`. Read `Job.work` next.
 """
 
 import logging

@@ -4,7 +4,6 @@ Both answer the loop's one question, `maybe_refresh(step, …)`: is there a fres
 `InlineIndexProvider` embeds, every so many steps; `AsyncIndexProvider` (`async_provider.py`) waits for a generation.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -22,14 +21,6 @@ from realm_jax.retrieval.scann import Searcher
 from realm_jax.run import Run
 from realm_jax.storage import Folder, open_folder
 from realm_jax.tasks.base import Task
-
-logger = logging.getLogger(__name__)
-
-PIECE = 1 << 14  # passages whose vectors are kept at a time: what a run that is stopped does not lose
-BITS = ("realm_jax", "jax", "jaxlib", "platform", "device", "cores", "XLA_FLAGS")  # of `environment`
-COMPILER = ("disable_most_optimizations", "default_matmul_precision")  # of JAX's config
-EVERY_SECONDS = 60.0  # between two lines about what is done
-
 
 StartVectors = Callable[[Run, str, Params, Callable[[], None]], NDArray[np.floating]]
 
@@ -51,10 +42,12 @@ class InlineIndexProvider:
     """
 
     def __init__(self, task: Task, on_progress: Callable[[], None], start_vectors: StartVectors | None = None) -> None:
-        """Args:
-        task: whose index it is.
-        on_progress: called again and again while the corpus is embedded.
-        start_vectors: gives the corpus by the parameters that the task starts with, [rows, width]; None if the
+        """Make the provider of a task's index.
+
+        Args:
+            task: whose index it is.
+            on_progress: called again and again while the corpus is embedded.
+            start_vectors: gives the corpus by the parameters that the task starts with, [rows, width]; None if the
                 first index comes from elsewhere.
         """
         self._run, self._task, self._on_progress, self._start_vectors = task.run, task, on_progress, start_vectors

@@ -3,7 +3,7 @@
     index/<generation>/scann-<settings>/<first>-<last>-<writer>/…      what ScaNN writes for the rows first … last − 1
     index/<generation>/scann-<settings>/<first>-<last>-<writer>.done   what was chosen; every file, size and checksum
 
-Shards are shared out like chunks (`builder.py`), and those with a `.done` mark are not built again. What a searcher
+Shards are shared out like chunks (`build.py`), and those with a `.done` mark are not built again. What a searcher
 learns, the centroids of its tree and the codebook of its quantiser, takes a third of a build's time for 13 million rows
 and two thirds for 400,000 (`benchmarks/README.md`). So the shards of a generation take both from the generation before,
 as long as the measured recall holds (`LOSS`). After an edit of the corpus the shards of what it left as it was are

@@ -5,8 +5,8 @@ FOLDER/vectors.parquet   id, part, title, text, vector of each passage, where py
 FOLDER/index.faiss       an index of faiss for exact search by inner products, where faiss is installed
 """
 
-import contextlib
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
@@ -17,6 +17,7 @@ from realm_jax.data.store import PassageStore
 from realm_jax.storage import open_atomic
 
 FILES = VECTORS, TABLE, INDEX = "vectors.npy", "vectors.parquet", "index.faiss"
+OPTIONAL_PACKAGES = {TABLE: "pyarrow", INDEX: "faiss"}  # without its package a file is not written
 
 
 def write_vectors(folder: Path, store: PassageStore, vectors: NDArray[np.floating], anew: bool = False) -> list[str]:
@@ -57,6 +58,8 @@ def write_vectors(folder: Path, store: PassageStore, vectors: NDArray[np.floatin
     }
     for name, write in writers.items():
         if anew or not (folder / name).is_file():
-            with contextlib.suppress(ImportError), open_atomic(folder / name) as file:  # some packages are optional
+            if (package := OPTIONAL_PACKAGES.get(name)) and find_spec(package) is None:
+                continue
+            with open_atomic(folder / name) as file:
                 write(file)
     return [name for name in writers if (folder / name).is_file()]

@@ -1,6 +1,6 @@
 """REALM: masked sentences whose passages are retrieved, −log Σ_z p(z|x) p(y|z,x) (Guu et al. 2020, section 3.3).
 
-Read `realm_loss`, then what it is given: `realm_jax/forward/masked.py`.
+Read `realm_loss`, then what it is given: `realm_jax/forward.py`.
 """
 
 import logging

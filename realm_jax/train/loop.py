@@ -119,8 +119,9 @@ def train_task(
                 stop.check(f"{name} is saved at step {start_step}" if start_step else "every finished task is saved")
 
         index_provider = make_index_provider(task, status, start_step, checkpoints, should_stop, during_embedding)
-        corpus_vectors = partial(start_vectors, run, name, state.params, during_embedding_of_examples)
-        examples = task.examples(state.params, corpus_vectors)
+        examples = task.examples(
+            state.params, partial(start_vectors, run, name, state.params, during_embedding_of_examples)
+        )
         rows = local_rows(run.mesh, task.settings.batch_size)  # of each global batch, int64 [local batch]
         stream = batches(examples, config.seed, task.stream, task.settings.batch_size, start_step, total_steps, rows)
         trackers = open_trackers(config.log.to, TaskRun(folder, start_step, flatten(config.to_dict())))
@@ -219,7 +220,8 @@ def train_task(
                     # This waits for the step before the last: the devices are behind, and a step would take no time.
                     if len(reduced_controls) == 2:
                         control = ControlSignal(*np.asarray(reduced_controls[0]).tolist())
-                    if control.stop if jax.process_count() > 1 else stop.requested:
+                    must_stop = bool(control.stop) if jax.process_count() > 1 else stop.requested
+                    if must_stop:
                         raise Interrupted
                     profiler.at(step, values)
 
@@ -230,6 +232,7 @@ def train_task(
                             measures = measure(
                                 state.params, index_provider.index_for_eval(step, state.params, index), True
                             )
+                            watchdog.heartbeat()
                             best.update(step, state, measures)
                         watchdog.heartbeat()
                         metrics.log_evaluation(step, measures)
