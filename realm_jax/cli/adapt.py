@@ -109,11 +109,8 @@ def run(args: argparse.Namespace) -> None:
 
     # --- the prepared folders
     begun = (workdir / RECORD).is_file()
-    further = {
-        "vocab": args.model,
-        "limit": config.data.document_length,
-        "skip_damage": True,
-    }  # the report has the counts
+    # Damage does not end the command: the report has the counts.
+    further = {"vocab": args.model, "limit": config.data.document_length, "skip_damage": True}
     questions = [f"{JUDGED}={args.questions}"] if args.questions else []
     prepare_anew(args.documents, workdir / DATA, begun, questions=questions, **further)
     if args.questions and not (prepared := read_json(workdir / DATA / PREPARED))["questions"].get(JUDGED):

@@ -94,7 +94,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Look, and show."""
     html = None if args.html is None else checked_output(args.html, "--html")
-    (run_data if args.what == "data" else run_text)(args, html)
+    if args.what == "data":
+        run_data(args, html)
+    else:
+        run_text(args, html)
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

@@ -113,7 +113,10 @@ def plan(args: argparse.Namespace) -> int:
     from realm_jax.launch.plan import plan_launch, show  # here, since the other actions need no JAX
 
     planned = plan_launch(_description(args), args, (ROWS, VOCABULARY))
-    (print_json if args.json else show)(planned)
+    if args.json:
+        print_json(planned)
+    else:
+        show(planned)
     return 0 if planned["fits"] and planned.get("builder", planned)["fits"] else 1
 
 

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from itertools import chain, pairwise
-from operator import iadd
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,8 +48,13 @@ class PackingSummary:
 
     def add(self, other: "PackingSummary") -> None:
         """Add the counts of another batch."""
-        for one in fields(self):
-            setattr(self, one.name, iadd(getattr(self, one.name), getattr(other, one.name)))
+        self.articles += other.articles
+        self.documents += other.documents
+        self.passages += other.passages
+        self.tokens += other.tokens
+        self.unknown += other.unknown
+        self.wordless += other.wordless
+        self.notes += other.notes
 
     @property
     def unknown_share(self) -> float:

@@ -35,9 +35,8 @@ _TITLE, _ID, _ADDRESS = ("title", "headline"), ("id", "_id", "docid", "doc_id", 
 NULL_TEXT, NO_FIELD = "the text is null", 'without a field "text" or the like'  # reasons
 FIELDS = frozenset((*TEXT, *_TITLE, *_ID, "section"))
 
-Part = partial[
-    Iterator[Outcome]
-]  # gives the records in the order of the source; raises UserError when it cannot be reached
+# Gives the records in the order of the source; raises UserError if it cannot be reached.
+Part = partial[Iterator[Outcome]]
 
 
 def parts(source: str) -> list[Part]:
@@ -53,13 +52,15 @@ def parts(source: str) -> list[Part]:
     """
     kind, colon, rest = source.partition(":")
     if not colon or kind not in _EXAMPLES:
-        files = [(path, Path(path).suffix.lower() in PACKED) for path in matching(source)]
-        return [
-            partial(_read_lines, path, start, None if is_packed else min(start + PART_BYTES, size))
-            for path, is_packed in files
-            for size in [1 if is_packed else size_of(path)]
-            for start in range(0, size, PART_BYTES)
-        ]
+        parts: list[Part] = []
+        for path in matching(source):
+            if Path(path).suffix.lower() in PACKED:  # what is packed is read from its start to its end
+                parts.append(partial(_read_lines, path, 0, None))
+                continue
+            size = size_of(path)
+            starts = range(0, size, PART_BYTES)
+            parts += [partial(_read_lines, path, start, min(start + PART_BYTES, size)) for start in starts]
+        return parts
     name, _, split = rest.partition("@")
     split = split or "train"
     if not name:

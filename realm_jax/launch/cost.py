@@ -216,9 +216,8 @@ def program_cost(text: str) -> Cost:
         if 'custom_call_target="tpu_custom_call"' in line:
             kernel = _search(r'op_name="[^"]*?(\w+)\)*/pallas_call', line, line)[1]
             shape = _numbers(_search(ARRAY, line.partition("custom-call(")[0], line)[2])
-            if packed := re.fullmatch(
-                r"(\w+)_(\d+)_(\d+)", kernel
-            ):  # over packed rows; batch and length are in the name
+            # A kernel over packed rows has batch and length in its name.
+            if packed := re.fullmatch(r"(\w+)_(\d+)_(\d+)", kernel):
                 kernel, shape = packed[1], (int(packed[2]), int(packed[3]), shape[-1])
             kernels[Kernel(kernel, shape)] += times
         elif 'custom_call_target="TopK"' in line:

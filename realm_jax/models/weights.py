@@ -267,7 +267,8 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
         settings.setdefault("projection_layer_norm_eps", settings.get("layer_norm_eps", LAYER_NORM_EPSILON))
     if "hidden_act" in settings:
         settings["hidden_act"] = our_activation(settings["hidden_act"])
-    for name, (key, ours) in ((name, value) for part in present for name, value in part.settings.items()):
+    required = {name: value for part in present for name, value in part.settings.items()}
+    for name, (key, ours) in required.items():
         if settings.get(name, ours) != ours:
             raise UserError(
                 f"{folder / SETTINGS}: {name} is {settings[name]!r}, but {key} is {ours!r}; they must be the same"
