@@ -146,7 +146,7 @@ def _parse_override(override: str, config: ConfigDict, kind: str) -> tuple[str, 
     if kind == "config" and key in INHERITED and text == "model":
         return key, None  # as the model of init_from
     wanted = section.get_type(name)
-    if section[name] is None:
+    if section[name] is None and key in INHERITED:
         wanted = type(flatten(run_default().to_dict()).get(key, ""))
     try:
         return key, parse(text, wanted)

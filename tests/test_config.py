@@ -107,7 +107,7 @@ def test_a_value_beyond_its_limit_is_told_the_limit(key, value, message):
     "changes, message",
     [
         ({"ict": {"stepss": 5}}, "ict.stepss: no such key, did you mean ict.steps?"),
-        ({"zzz": {}, "a": 1}, "a: no such key, at the top it has checkpoint, data, "),
+        ({"zzz": {}, "a": 1}, "a: no such key, at the top it has answering, checkpoint, "),
         ({"ict": 5}, "ict: is a section; set its keys, such as ict.batch_size"),
         ({"ict": {"steps": None}}, "ict.steps: takes a value of type int, such as 100000, not None"),
         ({"ict": {"steps": 3.0}}, "ict.steps: takes a value of type int, such as 100000, not float"),

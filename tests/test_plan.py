@@ -250,7 +250,7 @@ def test_what_is_planned_has_the_sizes_of_data_that_are_there(people, monkeypatc
     found = json.loads(capsys.readouterr().out)
     assert (found["passages"], found["vocabulary"], "useful" in found) == (*sizes, useful)
     packs = sizes[1] == 135 and planned["task"].name in ("realm", "qa")
-    assert (planned["task"].packed_context.packed is not None) == packs, "as it will be trained on these data"
+    assert (planned["task"].packed_context.packing is not None) == packs, "as it will be trained on these data"
 
 
 RECORDED = runpy.run_path(str(ROOT / "benchmarks" / "plans.py"))

@@ -6,6 +6,7 @@ FOLDER/index.faiss       an index of faiss for exact search by inner products, w
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
@@ -45,8 +46,7 @@ def write_vectors(folder: Path, store: PassageStore, vectors: NDArray[np.floatin
         parquet.write_table(pyarrow.table(columns), file)
 
     def write_index(file: IO[bytes]) -> None:
-        import faiss
-
+        faiss = import_module("faiss")  # no extra installs it
         index = faiss.IndexFlatIP(vectors.shape[1])
         index.add(vectors)
         file.write(bytes(faiss.serialize_index(index)))
