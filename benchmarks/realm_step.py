@@ -253,8 +253,8 @@ def places_of(run: Run) -> PackingSpec:
     rows = rng.choice(len(run.corpus.ids), SAMPLED)
     queries = np.array([example_of(run, row, rng)["query_length"] for row in rows], np.int64)
     titles = run.corpus.title_lengths.astype(np.int64)
-    bodies_and_titles = run.corpus.lengths - titles - 3, titles
-    passages = SimpleNamespace(lengths=lambda: bodies_and_titles)
+    tokens = run.corpus.lengths - 3  # of titles and bodies
+    passages = SimpleNamespace(column=lambda _: titles, counts=lambda _: tokens)
     sources = SimpleNamespace(passages=passages)
     at_once = run.config.realm.batch_size // run.config.optimizer.microbatches
     lengths, candidates = TextLengths(queries, queries), run.config.realm.candidates - 1
