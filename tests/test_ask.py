@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from tiny_run import PEOPLE, prepare_people, question
 
+import realm_jax
 from realm_jax.cli import ask as job
 from realm_jax.cli import main as cli
 from realm_jax.data.questions import Question
@@ -328,3 +329,14 @@ def test_a_snippet_keeps_the_whole_span_and_what_is_around_it():
 
 def test_a_passage_cannot_steer_the_terminal_or_use_its_markup():
     assert marked("[bold]no\x1b]0;title\x07 1850\x9b", (19, 23)) == "[bold]no ]0;title  [[1850]] "
+
+
+def test_fewer_questions_use_the_program_of_the_next_power_of_two(trained_run):
+    """A service compiles powers of two before it is ready; no other number may compile while people wait."""
+    model = realm_jax.Model(trained_run.workdir)
+    questions = [question.question for question in trained_run.sources.questions["dev"]] * 32
+    many = model.ask(questions[:32], batch_size=32)
+    programs = prediction._read._cache_size()
+    fewer = model.ask(questions[:17], batch_size=32)
+    assert prediction._read._cache_size() == programs
+    assert [answer["answer"] for answer in fewer] == [answer["answer"] for answer in many[:17]]

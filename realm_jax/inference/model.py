@@ -159,11 +159,12 @@ class Model:
     def _each(
         self, question: str | Texts, batch_size: int, make: Callable[[list[str], int], list[Made]]
     ) -> Made | list[Made]:
-        """`make` of checked questions; of one, in a batch of its own."""
+        """Return `make` of checked questions; of one, in a batch of its own."""
         single = isinstance(question, str)
         asked = [question] if isinstance(question, str) else _texts(question, "questions")
         checked = [check_question(self.run, one, self.trained.search) for one in asked]
-        size = min(_at_least_one(batch_size, "batch_size"), max(len(checked), 1))
+        # Filled up to a power of two, so that a few programs serve any number of questions.
+        size = min(_at_least_one(batch_size, "batch_size"), 1 << (max(len(checked), 1) - 1).bit_length())
         found = make(checked, size) if checked else []
         return found[0] if single else found
 
