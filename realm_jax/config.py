@@ -18,8 +18,6 @@ from realm_jax.schema import flatten, require
 from realm_jax.sections import TaskSection, check_heads, task_names
 from realm_jax.tasks import TASKS
 
-DEFAULT_TASKS = sections.Top().tasks.split(",")
-
 # The paper's sizes and hyper-parameters: the sections of every config.
 SECTIONS: dict[str, Any] = {
     "": sections.Top(),

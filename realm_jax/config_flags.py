@@ -3,8 +3,8 @@
 NAME is one of the configs that travel with the package (`configs/`), or the path of a file: what has a folder in it or
 ends with `.py`. A config file is Python with `get_config()` or `get_config(argument)` that returns an
 `ml_collections.ConfigDict`. A value is parsed by the type of its key (`schema.parse`), written as other JAX projects
-write them. Errors are one line that names the file, the line or the key. What the keys mean is not known here: read
-`realm_jax/config.py` next.
+write them; `model` stands for None, "as the model of init_from". Errors are one line that names the file, the line or
+the key. Read `realm_jax/config.py` next.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import INHERITED, check_shape, reference
-from realm_jax.config import default as run_default
+from realm_jax.config import INHERITED, SECTIONS, check_shape, reference
 from realm_jax.errors import UserError
 from realm_jax.recipes import NAMED, config_names, is_name
 from realm_jax.schema import flatten, parse, suggest
+from realm_jax.schema import keys as declared_keys
 
 
 def add_config_argument(parser: argparse.ArgumentParser, default: str = "the built-in one") -> None:
@@ -146,8 +146,8 @@ def _parse_override(override: str, config: ConfigDict, kind: str) -> tuple[str, 
     if kind == "config" and key in INHERITED and text == "model":
         return key, None  # as the model of init_from
     wanted = section.get_type(name)
-    if section[name] is None and key in INHERITED:
-        wanted = type(flatten(run_default().to_dict()).get(key, ""))
+    if section[name] is None and key in INHERITED:  # its type is that of its default
+        wanted = type(declared_keys(SECTIONS)[key].default)
     try:
         return key, parse(text, wanted)
     except ValueError:

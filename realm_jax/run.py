@@ -42,7 +42,7 @@ from realm_jax.retrieval.embed import EMBED_BATCH, GROUPS, CorpusRows, embed_cor
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.fusion import FUSION_DEPTH
 from realm_jax.retrieval.scann import BUDGET, ScannConfig
-from realm_jax.sections import QaConfig, RealmConfig, qa_config, section_of, task_names
+from realm_jax.sections import QaConfig, qa_config, realm_config, task_names
 
 
 def host_of_gpus(mesh: Mesh) -> jax.Device | None:
@@ -145,7 +145,7 @@ class Run:
     def find_sentence(self) -> Bm25Lookup | None:
         """What gives BM25's list for the words that are left of a masked sentence, without its own passage: for
         REALM's candidates, where they do not come from vectors alone."""
-        realm = section_of(RealmConfig, self.config, "realm")
+        realm = realm_config(self.config)
         if realm.search == "vectors":
             return None
         words, own = self.words(), realm.exclude_own

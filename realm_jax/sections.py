@@ -1,7 +1,7 @@
-"""The sections of a config: every key that no single task owns, declared once with default, limits and help.
+"""The sections of a config, a frozen dataclass each: every key is declared once, with default, limit and help.
 
-Not for the sections of tasks, which stand in their files (`tasks/`), nor for how sections go together: `config.py`,
-which is the one thing to read next. How a key is declared: `schema.py`.
+`schema.py` says how a key is declared, `config.py` how sections go together. A task's own defaults are in its file
+(`tasks/`), as `section`; a loss takes the dataclass of its task with the values of the run.
 """
 
 from collections.abc import Collection
@@ -457,6 +457,11 @@ def task_names(config: ConfigDict) -> list[str]:
 def section_of(kind: type[T], config: ConfigDict, name: str) -> T:
     """Return a section of a config as the frozen dataclass `kind`."""
     return kind(**config[name])
+
+
+def realm_config(config: ConfigDict) -> RealmConfig:
+    """Return how REALM retrieves and reads."""
+    return section_of(RealmConfig, config, "realm")
 
 
 def qa_config(config: ConfigDict) -> QaConfig:

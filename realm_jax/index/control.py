@@ -13,11 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 class ControlSignal(NamedTuple):
-    """The control words that processes exchange in every step, and receive two steps later.
+    """What a process announces in a step; after `reduce_control`, what all processes together have announced.
 
-    word: for the generation that is loaded, −1 for none; consensus: that of all processes, −1 where they differ.
-    step: its export step, −1 for none; consensus: the newest that any of them has.
-    stop: 1 if the process was asked to stop; consensus: 1 if any was.
+    Attributes:
+        word: 28 bits of the digest of the loaded generation's name, −1 for none; reduced: −1 if processes differ.
+        step: the export step of that generation, −1 for none; reduced: the newest that any process has.
+        stop: 1 if the process was asked to stop; reduced: 1 if any was.
     """
 
     word: int = -1
@@ -25,22 +26,18 @@ class ControlSignal(NamedTuple):
     stop: int = 0
 
 
-def put_control(mesh: Mesh, said: ControlSignal) -> jax.Array:
-    """The control words of this process, int32 [devices, 3]. The step reduces them.
-
-    Decisions that all processes must take at the same step travel this way, inside the step, so that no host ever waits
-    for another.
-    """
-    places = control_sharding(mesh)
-    return jax.make_array_from_callback((mesh.size, len(said)), places, lambda part: np.array([said], np.int32))
+def put_control(mesh: Mesh, signal: ControlSignal) -> jax.Array:
+    """Put the signal of this process on its devices, int32 [devices, 3]; the step reduces those of all."""
+    shape, sharding = (mesh.size, len(signal)), control_sharding(mesh)
+    return jax.make_array_from_callback(shape, sharding, lambda part: np.array([signal], np.int32))
 
 
 def control_sharding(mesh: Mesh) -> NamedSharding:
-    """A row on every device."""
+    """Return the sharding of control signals: a row on every device."""
     return NamedSharding(mesh, PartitionSpec(mesh.axis_names, None))
 
 
 def reduce_control(control: jax.Array) -> jax.Array:
-    """The reduced control words: a `ControlSignal` as int32 [3]."""
+    """Reduce the signals of all devices, int32 [devices, 3], to one `ControlSignal` as int32 [3]."""
     words, steps, stops = control.T
     return jnp.stack([jnp.where(words.min() == words.max(), words.min(), -1), steps.max(), stops.max()])

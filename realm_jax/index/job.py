@@ -14,7 +14,7 @@ import jax
 from realm_jax.console import StageProgress
 from realm_jax.errors import UserError
 from realm_jax.host import Stop
-from realm_jax.index import files as generations
+from realm_jax.index import files
 from realm_jax.index.build import Builder, Corpus, Rejected
 from realm_jax.index.export import export_record, to_params
 from realm_jax.index.files import (
@@ -51,7 +51,7 @@ def run_builder(run: Run, folder: Folder, **options: Any) -> Builder:
     segments = tuple((segment.fingerprint, segment.rows) for segment in passages.segments)
     corpus = Corpus(passages.fingerprint, run.sources.tokenizer.fingerprint, segments, run.read_stored)
     return Builder(
-        folder, corpus, c.model.dtype, generations.CHUNK_ROWS,
+        folder, corpus, c.model.dtype, files.CHUNK_ROWS,
         searches=run.scann_config, min_recall=c.scann.min_recall if run.scann_config else 0.0, **options,
     )  # fmt: skip
 
@@ -185,7 +185,7 @@ class Job:
             return
         last = newest.step if self._newest_first else trainer.index
         names = [name for name in generation_names(self._folder) if export_step(name) <= newest.step]
-        for name in names[: -generations.KEPT]:
+        for name in names[: -files.KEPT]:
             step = export_step(name)
             if step <= last and step not in (*trainer.pins, trainer.index) and name != newest.generation:
                 remove_generation(self._folder, name)

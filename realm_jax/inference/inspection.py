@@ -43,7 +43,7 @@ from realm_jax.mesh import to_host
 from realm_jax.models.likelihood import NEGATIVE, log_prior, log_sum_selected
 from realm_jax.models.realm import Params
 from realm_jax.run import Run, put_batch
-from realm_jax.sections import QaConfig, RealmConfig, section_of
+from realm_jax.sections import QaConfig, RealmConfig, realm_config
 from realm_jax.tasks import TASKS
 from realm_jax.train.trained_run import TrainedRun
 
@@ -186,7 +186,7 @@ def inspect_sentence(
     run, tokenizer = trained.run, trained.run.sources.tokenizer
     example = masked_text(run, text, pieces)
     count = int(example["weights"].sum())
-    if section_of(RealmConfig, run.config, "realm").uses_span_marginal:  # the retriever is asked without the blank
+    if realm_config(run.config).uses_span_marginal:  # the retriever is asked without the blank
         words = example["query"][1 : example["query_length"] - 1]
         asked = query_arrays(words[words != tokenizer.mask_id], run.lengths.query, tokenizer)
         example = with_reader_query(example) | asked
@@ -280,7 +280,7 @@ def _inspect_examples(trained: TrainedRun, examples: Sequence[Example]) -> list[
     """`inspect_batch` of some examples, on the host."""
     run = trained.run
     special = np.array(sorted(run.sources.tokenizer.special_ids), np.int32)
-    realm, frozen = section_of(RealmConfig, run.config, "realm"), run.config.refresh.every == 0
+    realm, frozen = realm_config(run.config), run.config.refresh.every == 0
     outputs = inspect_batch(realm, run.context, frozen, trained.params, _put(run, examples), trained.index, special)
     outputs = jax.tree.map(to_host, outputs)
     return [InspectionOutputs(*(part[i] for part in outputs)) for i in range(len(examples))]

@@ -44,7 +44,7 @@ from realm_jax.models.inputs import DOCUMENT_SPECIALS, Documents
 from realm_jax.retrieval.embed import EMBED_BATCH
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.run import Run, embed_program
-from realm_jax.sections import RealmConfig, section_of
+from realm_jax.sections import realm_config
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.packed import clipped_lengths
 from realm_jax.train.init_from import fill_from_pretrained
@@ -183,7 +183,7 @@ def useful_share(trainer: Run, task: str) -> dict[str, float]:
         return make_task(task, dataclasses.replace(trainer, config=config, sources=None)).flops()  # type: ignore[arg-type]
 
     computed, real = make_task(task, trainer).flops(), flops_at(body + title)
-    if not section_of(RealmConfig, trainer.config, "realm").uses_span_marginal:
+    if not realm_config(trainer.config).uses_span_marginal:
         real["reader"] = flops_at(body)["reader"]  # only a reader with a span head reads titles
     return {"query": query, "passage": body + title, "share": sum(real.values()) / sum(computed.values())}
 

@@ -71,6 +71,7 @@ class Task(abc.ABC):
     stream: ClassVar[int]  # of random numbers, which examples and dropout follow from: another for every task, for ever
     title: ClassVar[str]
     section: ClassVar[TaskSection]  # its section of the config, with its defaults
+    settings: TaskSection  # the same with the values of the run
     partners: ClassVar[frozenset[str] | None] = None  # other tasks that its recipe may have; None: any
 
     # --- data and evaluation
@@ -102,17 +103,13 @@ class Task(abc.ABC):
     def __init__(self, run: Run) -> None:
         """What depends on the run is set here."""
         self.run = run
+        self.settings = section_of(type(self.section), run.config, self.name)
         self.question_search = qa_config(run.config).search
 
     @property
     def context(self) -> StaticContext:
         """The static context of its losses."""
         return self.run.context
-
-    @property
-    def settings(self) -> TaskSection:
-        """Its section of the config."""
-        return section_of(type(self.section), self.run.config, self.name)
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:

@@ -33,7 +33,7 @@ from realm_jax.models.realm import Params
 from realm_jax.retrieval.exact import search
 from realm_jax.run import Run
 from realm_jax.schema import require
-from realm_jax.sections import IctConfig, section_of, task_names
+from realm_jax.sections import IctConfig, task_names
 from realm_jax.tasks.base import (
     ContrastiveLoss,
     Embed,
@@ -56,6 +56,7 @@ class Ict(Task):
     stream = 2
     title = "Inverse cloze task"
     section = IctConfig(100_000, 4096, learning_rate=1e-4)
+    settings: IctConfig
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -68,10 +69,6 @@ class Ict(Task):
         else:
             given = partial(ict_vectors, run.context), partial(ict_null_vector, self.settings, run.context)
             self.contrast = ContrastiveLoss(*given, partial(in_batch_softmax, null_weight=self.settings.null_weight))
-
-    @property
-    def settings(self) -> IctConfig:
-        return section_of(IctConfig, self.run.config, self.name)
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:

@@ -37,7 +37,7 @@ from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params, Realm
 from realm_jax.run import Run
 from realm_jax.schema import require
-from realm_jax.sections import QaConfig, joint_length, section_of, task_names
+from realm_jax.sections import QaConfig, joint_length, task_names
 from realm_jax.tasks.base import (
     Embed,
     Means,
@@ -64,6 +64,7 @@ class Qa(Task):
     stream = 4
     title = "Fine-tuning"
     section = QaConfig(160_000, 16, learning_rate=1e-5)
+    settings: QaConfig
     short = Short(40, 2e-5 / 1.5e-4)
     retrieves = True
     learns_to_answer = True
@@ -77,10 +78,6 @@ class Qa(Task):
         self.evaluate_every = run.config.evaluation.every
         self.eval_search = qa.search
         self.bm25_depth = bm25_list_length(qa.search, qa.depth(rows), rows)
-
-    @property
-    def settings(self) -> QaConfig:
-        return section_of(QaConfig, self.run.config, self.name)
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:

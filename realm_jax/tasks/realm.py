@@ -47,7 +47,7 @@ from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.schema import require
-from realm_jax.sections import RealmConfig, joint_length, section_of, task_names
+from realm_jax.sections import RealmConfig, joint_length, task_names
 from realm_jax.tasks.base import (
     LOG_PERPLEXITY,
     Embed,
@@ -76,6 +76,7 @@ class RealmTask(Task):
     stream = 3
     title = "REALM"
     section = RealmConfig(200_000, 512, learning_rate=3e-5)
+    settings: RealmConfig
     short = Short(20, 1e-5 / 5e-5)
     retrieves = True
     inspects_sentences = True
@@ -90,10 +91,6 @@ class RealmTask(Task):
         self.trained = (*(towers[:1] if self.frozen_passages else towers), "reader")
         self.retriever_delay = self.settings.retriever_start
         self.bm25_depth = bm25_list_length(self.settings.search, search_depth(self.settings, rows), rows)
-
-    @property
-    def settings(self) -> RealmConfig:
-        return section_of(RealmConfig, self.run.config, self.name)
 
     @classmethod
     def check(cls, config: ConfigDict) -> None:
@@ -208,7 +205,7 @@ class RealmTask(Task):
 
 def realm_loss(
     realm: RealmConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None,
-    frozen_passages: bool = False,
+    frozen_passages: bool,
 ) -> Means:  # fmt: skip
     """Return −log Σ_z p(z|x) p(y|z,x) over the null document and the retrieved candidates, and what is reported."""
     read = read_masked(realm, context, params, batch, index, key, frozen_passages)

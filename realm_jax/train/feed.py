@@ -23,7 +23,7 @@ from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.scann import Searcher
 from realm_jax.run import make_global_batch
-from realm_jax.sections import RealmConfig, section_of
+from realm_jax.sections import realm_config
 from realm_jax.tasks.base import Task
 
 Batch = dict[str, Any]
@@ -46,6 +46,7 @@ class Feed:
         checkpoint, [n, batch, k]."""
         self._task, self._source, self._rows = task, source, rows
         self._searches_ahead = task.host_search and task.run.scann_config is not None
+        self._depth = search_depth(realm_config(task.run.config), task.context.rows)  # rows that hosts search
         self._pool = ThreadPoolExecutor(1)
         self._queue: deque[PendingBatch] = deque()
         for rows in [] if in_flight is None else in_flight:
@@ -66,14 +67,13 @@ class Feed:
             return self._put()
         assert index is not None and index.searcher is not None, "where hosts search, an index has a searcher"
         context, mesh = self._task.context, self._task.run.mesh
-        depth = search_depth(section_of(RealmConfig, self._task.run.config, "realm"), context.rows)
         while len(self._queue) <= self._task.run.config.scann.ahead:
             try:
                 batch = self._put()
             except StopIteration:
                 break
             queries = _queries(context, params, batch, index.index.tower, replicated(mesh))
-            found = self._pool.submit(self._search, index.searcher, queries, depth)
+            found = self._pool.submit(self._search, index.searcher, queries, self._depth)
             self._queue.append(PendingBatch(batch, found))
         batch, rows = self._queue.popleft()
         return batch | self._spread({"retrieved_rows": rows.result()})

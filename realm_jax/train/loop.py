@@ -249,9 +249,9 @@ def train_task(
 
                     compiles.check(step - 1)
                     metrics.flush()  # of the step before: the devices are at work on this one
-                    if config.log.every and (step % config.log.every == 0 or step == total_steps):
+                    if step % config.log.every == 0 or step == total_steps:
                         metrics.log_step(step, values, {} if index is None else {"index_age": step - 1 - index.step})
-                    if config.checkpoint.every and step % config.checkpoint.every == 0 and step < total_steps:
+                    if step % config.checkpoint.every == 0 and step < total_steps:
                         save()
         except Interrupted:
             stop.requested = True  # whichever process got the signal
