@@ -1,11 +1,10 @@
 """A per-machine cache of arrays that can be recomputed, in `$REALM_CACHE`, as memory-mapped files.
 
-    ROOT/<kind>/<name>/<item>.npy     the arrays of an item one after another, uint8
-    ROOT/<kind>/<name>/<item>.json    put last: name → dtype, shape, first byte and checksum of each
+    ROOT/vectors/<encoder>/<item>.npy     the arrays of an item one after another, uint8
+    ROOT/vectors/<encoder>/<item>.json    put last: name → dtype, shape, first byte and checksum of each
 
-An entry, ROOT/<kind>/<name>, is evicted as a whole when space is needed. Kinds are `vectors`, of passages by encoder
-(`retrieval/embed.py`), and `opened`, of checkpoints that answer questions (`train/cached_checkpoint.py`).
-Nothing that is read is trusted: arrays are compared with their checksums. JAX keeps its programs beside them (`jax`).
+An entry, ROOT/vectors/<encoder>, is evicted as a whole when space is needed (`retrieval/embed.py` fills it). Nothing
+that is read is trusted: arrays are compared with their checksums. JAX keeps its programs there too (`jax`).
 """
 
 import contextlib
@@ -20,11 +19,11 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.checksums import Sums, checksums
+from realm_jax.checksums import checksums
 from realm_jax.errors import UserError
 from realm_jax.storage import Damaged, cache_folder, open_atomic, write_json_atomic
 
-KINDS = ("vectors", "opened")  # this module leaves other folders alone
+VECTORS = "vectors"  # this module leaves other folders alone
 BYTES = 20_000_000_000  # of everything together, unless REALM_CACHE_BYTES says otherwise
 ALIGNED = 64  # bytes: where an array begins, so that a CPU device can use it where it lies
 Arrays = dict[str, NDArray]
@@ -47,11 +46,10 @@ def cache_programs() -> None:
 
 
 class CacheEntry:
-    """One cache entry: named items, each of several arrays."""
+    """The vectors of one encoder: named items, each of several arrays."""
 
-    def __init__(self, kind: str, name: str) -> None:
-        assert kind in KINDS
-        self.path = cache_folder() / kind / name
+    def __init__(self, name: str) -> None:
+        self.path = cache_folder() / VECTORS / name
 
     def items(self) -> list[str]:
         """The names of its items. Raises OSError."""
@@ -60,11 +58,8 @@ class CacheEntry:
         except FileNotFoundError:
             return []
 
-    def read(self, item: str, expected: Sums | None = None) -> Arrays:
-        """The arrays of an item, memory-mapped. expected: what their checksums must be.
-
-        Raises FileNotFoundError if it is not there, and Damaged.
-        """
+    def read(self, item: str) -> Arrays:
+        """Map the arrays of an item into memory. Raises FileNotFoundError if it is not there, and Damaged."""
         try:
             entries = json.loads((self.path / f"{item}.json").read_bytes())
             data = np.asarray(np.load(self.path / f"{item}.npy", mmap_mode="r"))
@@ -73,7 +68,7 @@ class CacheEntry:
                 size = np.dtype(dtype).itemsize * int(np.prod(shape))
                 arrays[name] = data[first : first + size].view(dtype).reshape(shape)
             recorded = {name: entry[3] for name, entry in entries.items()}
-            whole = checksums(arrays) == (recorded if expected is None else expected)
+            whole = checksums(arrays) == recorded
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(f"{self.path} has no {item}") from None
         except Exception:  # damaged bytes may raise anything, and a cache miss is never fatal
@@ -109,7 +104,7 @@ class CacheEntry:
 
     def _evict(self) -> None:
         """Evict the least recently used entries other than this one until the cache is within its size limit."""
-        others = [other for kind in KINDS for other in (cache_folder() / kind).glob("*") if other != self.path]
+        others = [other for other in (cache_folder() / VECTORS).glob("*") if other != self.path]
         total, limit = _size(self.path), cache_bytes()
         for other in sorted(others, key=_last_use, reverse=True):
             total += _size(other)

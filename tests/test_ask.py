@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 from rich.console import Console
-from tiny_run import PEOPLE, prepare_people, question
+from tiny_run import PEOPLE, go_back_to, prepare_people, question
 
 import realm_jax
 from realm_jax.cli import ask as job
@@ -19,7 +19,7 @@ from realm_jax.eval import prediction
 from realm_jax.eval.answers import normalise
 from realm_jax.eval.prediction import Answer, Evaluator, merge
 from realm_jax.run import Run
-from realm_jax.train.checkpoints import CheckpointRemoved, SavedCheckpoint
+from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.restore import restore_params, saved_index
 from realm_jax.train.trained_run import open_run_for_inference, restore
 
@@ -129,6 +129,7 @@ def test_the_saved_index_is_taken_only_if_the_parameters_give_it(trained_run, op
 def test_a_run_before_fine_tuning_shows_passages_and_claims_no_answer(trained_run, tmp_path, capsys):
     shutil.copytree(trained_run.workdir, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "qa")
+    go_back_to(tmp_path / "run", "ict")
     assert cli.main(["ask", f"--workdir={tmp_path}/run", "--json", QUESTION]) == 0
     out, err = capsys.readouterr()
     assert "no reader was trained (task ict): these are the passages that were found" in err
@@ -142,11 +143,11 @@ def test_a_run_before_fine_tuning_shows_passages_and_claims_no_answer(trained_ru
     assert "[[" not in out and "probability" not in out
 
 
-def test_a_folder_without_a_run_or_without_a_checkpoint_is_named(trained_run, tmp_path, capsys):
+def test_a_folder_without_a_run_or_without_a_model_is_named(trained_run, tmp_path, capsys):
     assert "no run there" in refused(capsys, f"--workdir={tmp_path}/none", QUESTION)
     (tmp_path / "fresh").mkdir()
     shutil.copy(trained_run.workdir / "config.json", tmp_path / "fresh")
-    assert "no checkpoint yet; give the command that started it" in refused(
+    assert "has no exported model yet (no task has ended); give the command that started" in refused(
         capsys, f"--workdir={tmp_path}/fresh", QUESTION
     )
 
@@ -177,28 +178,24 @@ def test_another_corpus_than_the_run_was_trained_with_is_refused(trained_run, tm
     assert f"{other}: not the data of the run" in line
 
 
-def test_a_checkpoint_that_the_run_removes_meanwhile_is_looked_for_again(opened, monkeypatch):
-    params, asked = SavedCheckpoint.params, []
-
-    def once_gone(saved, *where):
-        asked.append(saved.step)
-        if len(asked) == 1:
-            raise CheckpointRemoved("removed")
-        return params(saved, *where)
-
-    monkeypatch.setattr(SavedCheckpoint, "params", once_gone)
-    assert restore(opened.run).step == 2
-    assert asked == [2, 2]
+@pytest.mark.parametrize(
+    "file", ["query_embedder/model.safetensors", "reader/config.json", "vectors.npy", "manifest.json"]
+)
+@pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda content: b""])
+def test_a_damaged_model_is_named(trained_run, tmp_path, capsys, file, damage):
+    path = shutil.copytree(trained_run.workdir, tmp_path / "run") / "model" / file
+    path.write_bytes(damage(path.read_bytes()))
+    assert f"{tmp_path}/run/model" in refused(capsys, f"--workdir={tmp_path}/run", QUESTION)
 
 
-@pytest.mark.parametrize("files", ["*", "state/**/d/*"])  # all of it, or the names of arrays
-def test_a_damaged_checkpoint_is_named(trained_run, tmp_path, capsys, files):
-    shutil.copytree(trained_run.workdir, tmp_path / "run")
-    for path in (tmp_path / "run" / "qa" / "checkpoints" / "2").rglob(files):
-        if path.is_file() and path.name != "_CHECKPOINT_METADATA":
-            path.write_bytes(path.read_bytes()[:20])
-    error = refused(capsys, f"--workdir={tmp_path}/run", QUESTION)
-    assert "qa/checkpoints/2 is damaged" in error and "see `realm storage verify`" in error
+@pytest.mark.parametrize("file", ["reader/model.safetensors", "vectors.npy"])
+def test_a_flipped_bit_in_a_model_is_found(trained_run, tmp_path, capsys, file):
+    path = shutil.copytree(trained_run.workdir, tmp_path / "run") / "model" / file
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    line = refused(capsys, f"--workdir={tmp_path}/run", QUESTION)
+    assert "is not as it was written; remove the folder, and give the command that trained the run again" in line
 
 
 @pytest.mark.parametrize("content", ["[]", "", "{"])

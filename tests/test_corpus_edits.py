@@ -206,15 +206,13 @@ def content(folder):
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-def remove_checkpoints(workdir):
-    for folder in workdir.glob("*/checkpoints"):
-        shutil.rmtree(folder)
+def remove_model(workdir):
+    shutil.rmtree(workdir / "model")
 
 
-def damage_checkpoints(workdir):
-    for path in workdir.glob("*/checkpoints/**/*"):
-        if path.is_file():
-            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+def damage_model(workdir):
+    for path in (workdir / "model").rglob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def change_span_finder(workdir):
@@ -232,8 +230,8 @@ def tag_with_what_is_gone(workdir):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (remove_checkpoints, "no checkpoint yet"),
-        (damage_checkpoints, "checkpoint"),
+        (remove_model, "no exported model yet"),
+        (damage_model, "remove the folder, and give the command that trained the run again"),
         (change_span_finder, "rules is not the span finder used there"),
         (tag_with_what_is_gone, "has the spans of a tagger that this version cannot run"),
         (lambda workdir: (workdir / "config.json").write_text("{"), "config.json is not readable JSON"),

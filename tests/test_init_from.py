@@ -49,7 +49,7 @@ def test_refuses_a_source_that_is_not_done(trained_run, tmp_path):
     config = json.loads((source / "config.json").read_text())
     config["qa"]["steps"] = 9
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="init_from: .*at step 2 of 9 of qa; let it finish"):
+    with pytest.raises(UserError, match="init_from: .*exported qa at step 2, and trains qa for 9 steps; let it finish"):
         check(heir(trained_run, tmp_path / "run", init_from=str(source)))
 
 

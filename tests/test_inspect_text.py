@@ -276,7 +276,7 @@ def test_the_run_beside_is_checked_before_anything_is_restored(trained_run, unre
     assert f"--bert={tmp_path}: no run there" in capsys.readouterr().err
     (tmp_path / "config.json").write_bytes((trained_run.workdir / "config.json").read_bytes())
     assert cli.main([*command, f"--bert={tmp_path}"]) == 2
-    assert f"--bert: {tmp_path}: no checkpoint yet" in capsys.readouterr().err
+    assert f"--bert: {tmp_path}: has no exported model yet" in capsys.readouterr().err
 
 
 def test_the_run_beside_has_the_same_vocabulary(trained_run, unrestored, monkeypatch, capsys):

@@ -416,7 +416,7 @@ def test_predictions_of_others_are_looked_at_before_they_are_measured(tmp_path, 
 
 
 def test_a_corpus_has_no_more_passages_to_read_than_it_has(monkeypatch):
-    monkeypatch.setattr(run_arguments, "latest_checkpoint", lambda *_: ("qa", None))
+    monkeypatch.setattr(run_arguments, "find_task", lambda *_: SimpleNamespace(task="qa"))
     small = SimpleNamespace(answering_qa=SimpleNamespace(passages=5), context=SimpleNamespace(rows=3))
     check_passages(small, Namespace(task=None, overrides=["--config.answering.retrieved=3"]))
     with pytest.raises(UserError, match="retrieved=2: fewer than the 3 that are read"):
@@ -434,7 +434,7 @@ def test_a_corpus_has_no_more_passages_to_read_than_it_has(monkeypatch):
     ],
 )
 def test_what_is_said_about_passages_does_nothing_without_passages(monkeypatch, given, refused):
-    monkeypatch.setattr(run_arguments, "latest_checkpoint", lambda *_: ("closed_book", None))
+    monkeypatch.setattr(run_arguments, "find_task", lambda *_: SimpleNamespace(task="closed_book"))
     args, opened = Namespace(**{"task": None, "overrides": []} | given), SimpleNamespace(workdir="runs/mine")
     if refused is None:
         check_passages(opened, args)

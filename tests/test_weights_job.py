@@ -123,7 +123,7 @@ def test_what_cannot_be_exported_is_told_and_leaves_nothing(trained_run, tmp_pat
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("realm_jax.train.export.save_tokenizer", full)
+    monkeypatch.setattr("realm_jax.train.exported_model.save_tokenizer", full)
     with pytest.raises(OSError, match="No space"):
         job.export(trained_run.workdir, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -186,6 +186,8 @@ def test_an_adapted_model_is_pushed_as_it_is_and_privately_where_that_is_asked_f
     (tmp_path / "model").mkdir()
     (tmp_path / "adapt.json").write_text("{}")
     (tmp_path / "model" / "README.md").write_text("# An encoder\n")
+    for name in ("vectors.npy", "config.json", "manifest.json"):  # of the run, and of nobody else's business
+        (tmp_path / "model" / name).write_text("{}")
     assert push(tmp_path, "--private") == 0 and push(tmp_path, "--private") == 0
     assert hub.files == {"someone/mine": {"README.md": b"# An encoder\n"}} and hub.private == {"someone/mine": True}
     hub.private["someone/mine"] = False

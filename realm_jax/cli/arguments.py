@@ -11,7 +11,7 @@ from realm_jax.errors import UserError
 from realm_jax.run import Run
 from realm_jax.sections import SEARCHES
 from realm_jax.tasks import TASKS
-from realm_jax.train.trained_run import latest_checkpoint, run_changes
+from realm_jax.train.trained_run import find_task, run_changes
 
 PASSAGE_FLAGS = ("answering.retrieved", "answering.read", "answering.aggregate")
 
@@ -38,7 +38,7 @@ def config_changes(args: argparse.Namespace) -> dict[str, Any]:
 def check_passages(run: Run, args: argparse.Namespace) -> None:
     """Raise UserError for passage flags that would have no effect, or that retrieve too few passages to read."""
     changes = config_changes(args)
-    task, _ = latest_checkpoint(run, args.task)
+    task = find_task(run, args.task).task
     if not TASKS[task].reads_passages:
         given = [f"--{flag}" for flag in ("nbest", "search") if vars(args).get(flag) is not None]
         given += [f"--config.{key}" for key in changes if key in PASSAGE_FLAGS]
@@ -64,5 +64,5 @@ def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--questions", type=nonempty, metavar="SPLIT|FILE", help="questions of the prepared folder, by "
         "their split, or a file of questions (default: dev)")  # fmt: skip
     parser.add_argument("--task", type=nonempty, help="parameters at the end of this task (default: the last with a "
-        "checkpoint)")  # fmt: skip
+        "exported model)")  # fmt: skip
     add_search_argument(parser)

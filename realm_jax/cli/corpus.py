@@ -15,6 +15,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from realm_jax.cli.output import print_json
 from realm_jax.corpora.build import build_store
 from realm_jax.corpora.texts import read_passages
@@ -38,11 +40,13 @@ from realm_jax.index.files import (
 from realm_jax.index.heartbeat import TRAINER, read_status
 from realm_jax.index.job import run_builder
 from realm_jax.index.provider import shared_folder
+from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.vector_files import VECTORS, write_vectors
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, StorageError, exclusive_lock, is_held, make_folder, read_json
-from realm_jax.train.trained_run import open_run_for_inference, restore_towers
+from realm_jax.train.exported_model import exported_model
+from realm_jax.train.trained_run import open_run_for_inference
 from realm_jax.train.workdir import recorded_config, recorded_folder
 
 logger = logging.getLogger(__name__)
@@ -89,15 +93,18 @@ def run(args: argparse.Namespace) -> None:
     data = Path(place)
     open_sources(data, flag="--data=" if args.data else "config.data.path=")  # says what is wrong with it
     with exclusive_lock(workdir) if workdir else nullcontext(), exclusive_lock(data, PREPARED):
-        trained = restore_towers(open_run_for_inference(workdir, {"data.path": place})) if workdir else None
+        if workdir is not None:  # the encoders of the run, which count as those of REALM's last step
+            opened = open_run_for_inference(workdir, {"data.path": place})
+            host = exported_model(workdir).params(opened.model, opened.model.embedder_names)
+            towers = jax.device_put(host, replicated(opened.mesh))
         before = PassageStore.open(data / "passages")
         with _copy_to_edit(data) as copy:
             after = edit(copy, args.action, args.what)
             record: dict[str, Any] = {"data": place, "passages_before": len(before), "passages": len(after)}
             record |= {"version": after.fingerprint}
-            if workdir and trained:
+            if workdir is not None:
                 opened = open_run_for_inference(workdir, {"data.path": str(copy)})
-                record |= publish(opened, *trained)
+                record |= publish(opened, opened.config.realm.steps, towers)
     if args.json:
         print_json(record)
         return
@@ -170,7 +177,7 @@ def publish(run: Run, step: int, towers: Params) -> dict[str, Any]:
     Args:
         run: the run over that version.
         step: of REALM's training, that the towers count as.
-        towers: the run's final ones, from `restore_towers`.
+        towers: the run's final ones, on its devices.
 
     Returns:
         {"generation", "stored_vectors"}; of an adaptation "written_anew", the names of the files of its vectors.

@@ -33,7 +33,7 @@ from realm_jax.eval.prediction_files import (
 from realm_jax.eval.significance import METHODS
 from realm_jax.inference.predictions import evaluate
 from realm_jax.tasks import TASKS
-from realm_jax.train.trained_run import latest_checkpoint, load_questions, open_run_for_inference, restore
+from realm_jax.train.trained_run import find_task, load_questions, open_run_for_inference, restore
 
 _T = TypeVar("_T")
 EXAMPLES = f"""examples:
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> None:
             opened.config.answering.read = 1  # only what is retrieved is measured; reading more takes minutes
         check_passages(opened, args)
         asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
-        _check_trec(args, asked, TASKS[latest_checkpoint(opened, args.task)[0]].reads_passages)
+        _check_trec(args, asked, TASKS[find_task(opened, args.task).task].reads_passages)
         trained = restore(opened, args.task, search=args.search)
         measured, scored = evaluate(trained, questions, bm25=not args.no_bm25)
 

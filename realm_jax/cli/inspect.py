@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
@@ -41,8 +42,10 @@ from realm_jax.inference.inspection import (
     masked_text,
     parse,
 )
-from realm_jax.train.restore import restore_params
-from realm_jax.train.trained_run import check_question, latest_checkpoint, open_run_for_inference, restore
+from realm_jax.mesh import replicated
+from realm_jax.models.folders import READER
+from realm_jax.train.exported_model import exported_model
+from realm_jax.train.trained_run import check_question, open_run_for_inference, restore
 from realm_jax.train.workdir import recorded_config
 
 EXAMPLES = """examples:
@@ -281,7 +284,7 @@ def run_text(args: argparse.Namespace, html: Path | None) -> None:
         recorded_config(Path(args.bert), "--bert")
         try:
             other = open_run_for_inference(Path(args.bert), changes)
-            saved = latest_checkpoint(other)
+            exported = exported_model(other.workdir)
             masked_text(other, masked, args.pieces)
         except UserError as fault:
             raise UserError(f"--bert: {fault}") from None
@@ -289,7 +292,8 @@ def run_text(args: argparse.Namespace, html: Path | None) -> None:
             raise UserError(
                 f"--bert={args.bert}: its vocabulary is not that of --workdir={args.workdir}; name another run"
             )
-        bert = other, restore_params(other, *saved)
+        params = exported.params(other.model, [READER])
+        bert = other, jax.device_put(params, replicated(other.mesh))
     task = args.task or inspected_task(opened.config, masked is None)
     trained = restore(opened, task, for_answers=masked is None)
     check_has_priors(trained)

@@ -26,11 +26,11 @@ from realm_jax.inference.predictions import FIELDS, describe, records
 from realm_jax.run import Run
 from realm_jax.storage import digest, exclusive_lock, flush_to_disk
 from realm_jax.tasks import make_task
-from realm_jax.train.checkpoints import SavedCheckpoint
+from realm_jax.train.exported_model import ExportedModel
 from realm_jax.train.trained_run import (
     NBEST,
     TrainedRun,
-    latest_checkpoint,
+    find_task,
     load_questions,
     open_run_for_inference,
     restore,
@@ -76,14 +76,14 @@ def run(args: argparse.Namespace) -> None:
             with open(output, "wb") as stream:
                 _append(stream, trained, questions, nbest, 0, stop)
             return
-        task, saved = latest_checkpoint(run, args.task)
-        search = args.search or make_task(task, run).question_search
-        settings = prediction_settings(run, task, saved, questions, nbest, search)
+        exported = find_task(run, args.task)
+        search = args.search or make_task(exported.task, run).question_search
+        settings = prediction_settings(run, exported, questions, nbest, search)
         with exclusive_lock(output.parent, output.name):
             done = resume(output, settings, len(questions))
             if done < len(questions):
                 trained = restore(run, args.task, search=args.search)
-                if (trained.task, trained.step) != (task, saved.step):
+                if trained.model is None or trained.model.identity != exported.identity:
                     raise UserError(
                         f"{run.workdir}: training continued in the meantime; run the command again when the run is done"
                     )
@@ -93,14 +93,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def prediction_settings(
-    run: Run, task: str, saved: SavedCheckpoint, questions: Sequence[Question], nbest: int, search: str
+    run: Run, exported: ExportedModel, questions: Sequence[Question], nbest: int, search: str
 ) -> dict[str, Any]:
     """Everything that determines the bytes of a predictions file, and what readers of its metrics want to know."""
     asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
-    answering, rerank = run.config.answering, make_task(task, run).rerank
-    settings = describe(run, task, saved.step, search) | ({"reranked": rerank.passages} if rerank else {})
+    answering, rerank = run.config.answering, make_task(exported.task, run).rerank
+    settings = describe(run, exported.task, exported.step, search) | ({"reranked": rerank.passages} if rerank else {})
     return settings | {
-        "checkpoint": saved.record["digest"],
+        "checkpoint": exported.identity,
         "corpus": run.sources.passages.fingerprint,
         "questions": digest(json.dumps(asked).encode()),
         "lines": len(questions),

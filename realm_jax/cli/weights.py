@@ -37,10 +37,9 @@ from realm_jax.storage import publish_folder
 from realm_jax.tasks import TASKS
 from realm_jax.train.adaptation import MODEL
 from realm_jax.train.adaptation import RECORD as ADAPTED
-from realm_jax.train.export import save_tokenizer, write_networks
+from realm_jax.train.exported_model import CONFIG, MANIFEST, VECTORS, save_tokenizer, write_networks
 from realm_jax.train.model_card import run_card
-from realm_jax.train.restore import restore_params
-from realm_jax.train.trained_run import latest_checkpoint, open_run_for_inference, reader_is_trained
+from realm_jax.train.trained_run import find_task, open_run_for_inference, reader_is_trained
 
 logger = logging.getLogger(__name__)
 
@@ -110,25 +109,24 @@ def run(args: argparse.Namespace) -> None:
 def export(
     workdir: Path, output: Path, names: str = "bert", task: str | None = None, changes: dict[str, Any] | None = None
 ) -> None:
-    """Write the networks of a run, at its newest checkpoint of `task` or of the last task that has one.
+    """Write the networks of a run's exported model, of `task` or of the last task that ended.
 
     names: 'bert' or 'realm'. changes: of the run's config, as of `config_changes`. Raises UserError if there is no
-    checkpoint, and where `names` cannot say what the networks are.
+    exported model, and where `names` cannot say what the networks are.
     """
     opened = open_run_for_inference(workdir, changes)
     model, sources = opened.model, opened.sources
     if names == HF_REALM:
         _check_realm(model)
-    name, saved = latest_checkpoint(opened, task)
-    if saved.step < opened.config[name].steps:
-        logger.warning("task %s is not done: step %d of %d", name, saved.step, opened.config[name].steps)
-    params = restore_params(opened, name, saved)
+    exported = find_task(opened, task)
+    name, step = exported.task, exported.step
+    params = exported.params(model, exported.manifest["networks"])
     with _staged_output(output) as folder:
         reads = reader_is_trained(workdir, name)
         write_networks(folder, opened.config, model, params, sources.tokenizer, names, reads)
         networks = sorted(path.name for path in folder.iterdir())
-        (folder / README).write_text(run_card(opened, name, saved.step, networks, names), "utf-8")
-    logger.info("%s: %s of %s at step %d of %s", output, ", ".join(params), workdir, saved.step, name)
+        (folder / README).write_text(run_card(opened, name, step, networks, names), "utf-8")
+    logger.info("%s: %s of %s at step %d of %s", output, ", ".join(params), workdir, step, name)
 
 
 def push(workdir: Path, repository: str, private: bool, changes: dict[str, Any]) -> str:
@@ -142,7 +140,8 @@ def push(workdir: Path, repository: str, private: bool, changes: dict[str, Any])
             raise UserError(f"--workdir={workdir}: the adaptation is not done; run its command again")
         if changes:
             raise UserError(f"--config.{next(iter(changes))}: changes nothing in an adapted model; leave it out")
-        return upload_model(hub, workdir / MODEL, repository, private, "--repo")
+        # The vectors tell of the documents, and the config names folders of this machine.
+        return upload_model(hub, workdir / MODEL, repository, private, "--repo", (VECTORS, CONFIG, MANIFEST))
     with tempfile.TemporaryDirectory() as work:
         export(workdir, Path(work) / MODEL, changes=changes)
         return upload_model(hub, Path(work) / MODEL, repository, private, "--repo")

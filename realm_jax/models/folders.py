@@ -9,6 +9,7 @@ Each may be a folder of sentence-transformers (`modules.json`). Read next: `weig
 """
 
 import importlib.util
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -78,17 +79,30 @@ def open_hub(what: str) -> Any:
     return hub.HfApi(token=token, library_name="realm_jax", library_version=realm_jax.__version__)
 
 
-def upload_model(hub: Any, folder: Path, name: str, private: bool, flag: str) -> str:
+def upload_model(hub: Any, folder: Path, name: str, private: bool, flag: str, excluded: Sequence[str] = ()) -> str:
     """Upload a folder to a repository of the hub, which is made if it is not there; returns its address.
 
-    hub: as `open_hub` gives it. private: whether the repository has to be; otherwise a new one is what the hub makes
-    of it. Raises UserError if the hub is out of reach or refuses, and for a public one where it has to be private.
+    Args:
+        hub: as `open_hub` gives it.
+        folder: to upload.
+        name: of the repository.
+        private: whether the repository has to be private; otherwise a new one is what the hub makes of it.
+        flag: that names the repository.
+        excluded: names of files in `folder` that stay on this machine.
+
+    Raises:
+        UserError: if the hub is out of reach or refuses, and if a repository that has to be private is public.
     """
     try:
         url = hub.create_repo(name, private=private or None, exist_ok=True)
         fits = not private or hub.repo_info(url.repo_id).private
         if fits:
-            hub.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Upload a model of realm_jax")
+            hub.upload_folder(
+                repo_id=url.repo_id,
+                folder_path=folder,
+                commit_message="Upload a model of realm_jax",
+                ignore_patterns=[*excluded],
+            )
     except Exception as fault:  # as above
         raise UserError(
             f"{flag}={name}: cannot be uploaded ({_reason(fault, hub.token)}); "
@@ -121,8 +135,9 @@ def is_model(folder: Path) -> bool:
 
 
 def model_folders(folder: Path) -> list[Path]:
-    """The folders of weights in a model, of one network or of several; a run folder has none."""
-    return [folder / name for name in ("", SHARED, *TOWERS, READER) if is_model(folder / name)]
+    """List the folders of weights in a model: one for each network, or the folder itself; a run folder has none."""
+    of_networks = [folder / name for name in (SHARED, *TOWERS, READER) if is_model(folder / name)]
+    return of_networks or ([folder] if is_model(folder) else [])
 
 
 def tokenizer_folder(folder: Path) -> Path:
@@ -131,9 +146,19 @@ def tokenizer_folder(folder: Path) -> Path:
 
 
 def network_folder(folder: Path, network: str) -> Path | None:
-    """The folder of a network's weights; None if there are none for it. Raises UserError for two towers in place of the
-    one of a model."""
-    if is_model(folder):
+    """Find the folder of a network's weights in a model.
+
+    Args:
+        folder: of the model.
+        network: its name.
+
+    Returns:
+        None if there are no weights for it.
+
+    Raises:
+        UserError: if one tower is wanted and the model has two.
+    """
+    if model_folders(folder) == [folder]:
         return folder
     names = [network, SHARED] if network in TOWERS else [network]
     found = next((folder / name for name in names if is_model(folder / name)), None)

@@ -15,14 +15,13 @@ Two towers can be one folder, with the library's Router, which embeds queries wi
 
     modules.json, router_config.json          a Router with the routes `query` and `document`
     config_sentence_transformers.json         the prompts of both
-    query_0_Transformer/, query_1_Pooling/ …  the modules of each route
+    query_embedder/, document_embedder/       the modules of each route: query_embedder/1_Pooling …
 
 `encode_query` and `encode_document` take their own routes; plain `encode` takes that of documents, since whoever embeds
 a corpus calls it most. Read next: `weights.py`, for the BERT inside.
 """
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -388,31 +387,37 @@ def _readme(encoder: dict[str, Any], purposes: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_router(folder: Path, towers: Mapping[str, Path]) -> None:
-    """Make `folder` of the folders of two towers, which are moved into it.
+def write_sentence_transformer(folder: Path, towers: Mapping[str, str]) -> None:
+    """Make one model of sentence-transformers of two towers, or of one that serves both.
 
-    towers: QUERIES and PASSAGES → a folder as `write_modules` leaves it, whose vectors are compared alike.
+    Args:
+        folder: holds the folders of the towers, as `write_modules` leaves them.
+        towers: QUERIES and PASSAGES → name of the tower's folder. Their vectors are compared alike.
     """
-    settings = {route: read_settings(tower / PROMPTS) for route, tower in towers.items()}
-    folder.mkdir(exist_ok=True)
-    routes: dict[str, dict[str, str]] = {}  # of each the names of its modules and their classes, in order
+    routes: dict[str, dict[str, str]] = {}  # route → folder of each module → its class, in order
     for route, tower in towers.items():
-        entries = _entries(tower / MODULES)
-        names = [f"{route}_{number}_{entry['type'].rpartition('.')[2]}" for number, entry in enumerate(entries)]
-        for entry, name in zip(entries[1:], names[1:], strict=True):
-            shutil.move(tower / entry["path"], folder / name)
-        for name in (MODULES, PROMPTS, README):  # which the router has in its own folder
-            (tower / name).unlink()
-        shutil.move(tower, folder / names[0])  # what is left is the Transformer
-        routes[route] = {name: entry["type"] for name, entry in zip(names, entries, strict=True)}
-    write_json(folder / MODULES, [{"idx": 0, "name": "0", "path": "", "type": f"{LIBRARY}models.Router"}])
-    router = {
-        "types": {name: kind for modules in routes.values() for name, kind in modules.items()},
-        "structure": {route: list(modules) for route, modules in routes.items()},
-        "parameters": {"default_route": PASSAGES, "allow_empty_key": True},
-    }
-    write_json(folder / ROUTER, router)
-    prompts = {route: said["prompts"].get(route, "") for route, said in settings.items()}
-    default = PASSAGES if prompts[PASSAGES] else None
-    similarity = settings[QUERIES]["similarity_fn_name"]
-    write_json(folder / PROMPTS, {"prompts": prompts, "default_prompt_name": default, "similarity_fn_name": similarity})
+        entries = _entries(folder / tower / MODULES)
+        routes[route] = {f"{tower}/{entry['path']}".removesuffix("/"): entry["type"] for entry in entries}
+    queries, passages = (read_settings(folder / towers[route] / PROMPTS) for route in (QUERIES, PASSAGES))
+    if towers[QUERIES] == towers[PASSAGES]:
+        modules, prompts = routes[QUERIES], queries
+    else:
+        modules = {"": f"{LIBRARY}models.Router"}
+        router = {
+            "types": {path: kind for route in routes.values() for path, kind in route.items()},
+            "structure": {route: list(paths) for route, paths in routes.items()},
+            "parameters": {"default_route": PASSAGES, "allow_empty_key": True},
+        }
+        write_json(folder / ROUTER, router)
+        texts = {QUERIES: queries["prompts"].get(QUERIES, ""), PASSAGES: passages["prompts"].get(PASSAGES, "")}
+        prompts = {
+            "prompts": texts,
+            "default_prompt_name": PASSAGES if texts[PASSAGES] else None,
+            "similarity_fn_name": queries["similarity_fn_name"],
+        }
+    listed = [
+        {"idx": number, "name": str(number), "path": path, "type": kind}
+        for number, (path, kind) in enumerate(modules.items())
+    ]
+    write_json(folder / MODULES, listed)
+    write_json(folder / PROMPTS, prompts)

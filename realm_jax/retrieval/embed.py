@@ -140,7 +140,7 @@ class VectorCache:
 
     def __init__(self, encoder: str) -> None:
         """encoder: its digest."""
-        self._entry = CacheEntry("vectors", encoder)
+        self._entry = CacheEntry(encoder)
         self.path = self._entry.path
         self._usable = True
 

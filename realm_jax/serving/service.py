@@ -1,7 +1,7 @@
 """What requests are answered with: a model, in batches of a few compiled sizes, and a newer one once there is one.
 
-`Service.work` runs in one thread, `Service.renew` in another: it opens the run again when its checkpoints or its corpus
-have changed, compiles what requests need, and puts the new model into the place of the old between two batches.
+`Service.work` runs in one thread, `Service.renew` in another: it opens the run again when its exported model or its
+corpus has changed, compiles what requests need, and puts the new model into the place of the old between two batches.
 """
 
 import logging
@@ -20,8 +20,7 @@ from realm_jax.errors import UserError
 from realm_jax.index.files import generation_names
 from realm_jax.index.provider import shared_folder
 from realm_jax.inference.model import Model
-from realm_jax.sections import task_names
-from realm_jax.train.checkpoints import saved_folders
+from realm_jax.train.exported_model import MANIFEST, MODEL
 from realm_jax.train.trained_run import check_question, check_reads_passages, is_edited
 from realm_jax.train.workdir import recorded_config
 
@@ -183,14 +182,15 @@ def _computed(model: Model, kind: str, payloads: list[Any], size: int) -> list[A
 
 
 def _files(workdir: Path, options: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells whether a run is as it was: its checkpoints, and the files of its data that edits replace. They are
-    put in place whole, so they have new inodes."""
-    config = recorded_config(workdir)
-    place = (options.get("config") or {}).get("data.path", config.data.path)
-    files: list[Any] = [
-        entry.parts[-3:] for task in task_names(config) for entry in saved_folders(workdir / task / "checkpoints")
-    ]
-    for path in [] if is_remote(place) else [Path(place) / name for name in (PREPARED, f"passages/{STORE}")]:
+    """Identify the files that change with a run: its exported model, and the data that edits replace.
+
+    They are put in place as a whole, so they have new inodes.
+    """
+    data = (options.get("config") or {}).get("data.path", recorded_config(workdir).data.path)
+    paths = [workdir / (options.get("task") or "") / MODEL / MANIFEST]
+    paths += [] if is_remote(data) else [Path(data) / name for name in (PREPARED, f"passages/{STORE}")]
+    files: list[Any] = []
+    for path in paths:
         try:
             status = path.stat()
             files.append((status.st_ino, status.st_mtime_ns, status.st_size))

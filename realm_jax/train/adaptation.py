@@ -7,8 +7,6 @@ a stage decides is kept in adapt.json and not decided again, so the same command
 
 import json
 import logging
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
+from numpy.typing import NDArray
 
 from realm_jax.assemble import make_run
 from realm_jax.data.evidence import Evidence
@@ -31,23 +30,19 @@ from realm_jax.eval import adaptation as judge
 from realm_jax.eval.format import duration
 from realm_jax.index.embed import embed_with_cache, share_to_embed
 from realm_jax.index.heartbeat import StatusWriter, trainer_status
-from realm_jax.models.folders import TOWERS, resolve_model_path
+from realm_jax.models.folders import resolve_model_path
 from realm_jax.models.realm import Params
 from realm_jax.models.sentence_transformers import (
-    PASSAGES,
-    QUERIES,
     README,
     sentence_model,
     transformer_folder,
-    write_router,
 )
 from realm_jax.models.weights import read_bert_settings
 from realm_jax.retrieval.vector_files import FILES as VECTOR_FILES
 from realm_jax.retrieval.vector_files import write_vectors
 from realm_jax.run import Run
 from realm_jax.sections import task_names
-from realm_jax.storage import exclusive_lock, open_folder, publish_folder, read_json, write_atomic, write_json_atomic
-from realm_jax.tasks import make_task
+from realm_jax.storage import exclusive_lock, open_folder, read_json, write_atomic, write_json_atomic
 from realm_jax.tasks.base import Task
 from realm_jax.tasks.groups import GROUP
 from realm_jax.tasks.ict import Ict
@@ -67,19 +62,18 @@ from realm_jax.train.adaptation_gate import (
     vectors_at,
     with_towers,
 )
-from realm_jax.train.checkpoints import Checkpoints
-from realm_jax.train.export import write_networks
+from realm_jax.train.exported_model import MODEL, write_exported_model
 from realm_jax.train.init_from import recorded_start
 from realm_jax.train.loop import train_task
 from realm_jax.train.model_card import model_card
 from realm_jax.train.recipe import checked_run, open_run, preemptible, recipe_tasks, starting_params
-from realm_jax.train.restore import restore, restore_params, saved_vectors
+from realm_jax.train.restore import restore_params
 from realm_jax.train.results import save_bm25_index
 from realm_jax.train.time_plan import seconds_of, seconds_to_embed, step_time, steps_that_fit
 
 logger = logging.getLogger(__name__)
 
-RECORD, MODEL, DATA, REPORT = "adapt.json", "model", "data", "report.html"
+RECORD, DATA, REPORT = "adapt.json", "data", "report.html"
 OTHER = "other"  # folder of a second corpus, which is measured and never learned from
 WANTED = 750  # sentences with a span to hide that the held-out share aims at
 SHARES = 0.02, 0.2  # of documents that are held out, the least and the most
@@ -139,10 +133,10 @@ def run_adaptation(request: Request) -> str:
         run = open_run(planned_config(request.config, plan), request.workdir)
         record.once("training", lambda: train(run, plan, writer))
         measured = record.once("measured", lambda: measure(run, plan, request.merge))
-        params = promote(run, measured)
+        params, vectors = promote(run, measured)
         if request.settings["forgetting"]:
             record.once("forgetting", lambda: measure_forgetting(request, run.config, params))
-        record.once("export", lambda: export(run, params, record.values))
+        record.once("export", lambda: export(run, params, vectors, record.values))
         write_atomic(request.workdir / REPORT, judge.render_report(record.values))
     return judge.headline(measured)
 
@@ -400,46 +394,18 @@ def measure_forgetting(request: Request, planned: ConfigDict, params: Params) ->
 # --- promote and export -----------------------------------------------------------------------------------------------
 
 
-def promote(run: Run, measured: dict[str, Any]) -> Params:
-    """Make what was decided what the run answers with: a checkpoint of its last task, one step after its last, which
-    differs in towers and vectors alone. Returns the parameters there; does nothing where it is done."""
+def promote(run: Run, measured: dict[str, Any]) -> tuple[Params, NDArray]:
+    """Return what the run answers with: the trained parameters with the encoders that were decided on, and the
+    vectors of the passages by them, [rows, width]."""
     last, saved = last_checkpoint(run)
-    steps = run.config[last].steps
-    if saved.step > steps:
-        return restore_params(run, last, saved)
-    task, start = make_task(last, run), recorded_start(run, run.workdir)
-    state = restore(task, saved, run.abstract_params).state
+    trained, start = restore_params(run, last, saved), recorded_start(run, run.workdir)
     weight = measured["weight"] if measured["promoted"] else 0.0
-    params = with_towers(run, state.params, start, weight)
-    vectors = vectors_at(run, state.params, start, weight)
-    trained, frozen = ({name: params[name] for name in part} for part in (state.trained, state.frozen))
-    with Checkpoints(run.workdir / last / "checkpoints", keep=1) as checkpoints:
-        index, record = {"vectors": run.index(vectors).vectors}, saved.record | {"index_step": steps + 1}
-        checkpoints.save(steps + 1, state._replace(trained=trained, frozen=frozen), index, record, wait=True)
-    return params
+    return with_towers(run, trained, start, weight), vectors_at(run, trained, start, weight)
 
 
-def export(run: Run, params: Params, record: dict[str, Any]) -> list[str]:
-    """DIR/model and the files of vectors; returns their names."""
-    folder = run.workdir
-    if not (folder / MODEL).is_dir():
-        with tempfile.TemporaryDirectory(prefix=f".{MODEL}.", suffix=".partial", dir=folder) as work:
-            write_model(Path(work) / MODEL, run, params, record)
-            publish_folder(Path(work) / MODEL, folder / MODEL)
-    vectors = saved_vectors(run, *last_checkpoint(run))
-    assert vectors is not None, "they were saved with what was promoted"
-    return [MODEL, *write_vectors(folder, run.sources.passages, vectors)]
-
-
-def write_model(folder: Path, run: Run, params: Params, record: dict[str, Any]) -> None:
-    """A folder of sentence-transformers: a Router of both towers, or the start's own modules where it is kept."""
-    if record["measured"]["promoted"]:
-        towers = {name: params[name] for name in TOWERS}
-        folder.mkdir()
-        write_networks(folder, run.config, run.model, towers, run.sources.tokenizer)
-        write_router(folder, dict(zip((QUERIES, PASSAGES), (folder / name for name in TOWERS), strict=True)))
-    else:
-        source = resolve_model_path(record["settings"]["from"], "--from")
-        shutil.copytree(source, folder, copy_function=shutil.copyfile)  # whether or not they may be written to
-        folder.chmod(0o755)
-    (folder / README).write_text(model_card(record, run), "utf-8")
+def export(run: Run, params: Params, vectors: NDArray, record: dict[str, Any]) -> list[str]:
+    """Write DIR/model and the files of vectors; returns their names."""
+    last, saved = last_checkpoint(run)
+    write_exported_model(run.workdir / MODEL, run, last, saved.step, params, vectors, trained_reader=False)
+    (run.workdir / MODEL / README).write_text(model_card(record, run), "utf-8")
+    return [MODEL, *write_vectors(run.workdir, run.sources.passages, vectors)]

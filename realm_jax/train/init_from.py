@@ -52,7 +52,7 @@ from realm_jax.run import Run, abstract_params
 from realm_jax.sections import READER_SIZES, Encoder, reader_section
 from realm_jax.storage import digest, make_folder, read_json, read_settings, write_json_atomic
 from realm_jax.tasks import TASKS
-from realm_jax.train.checkpoints import SavedCheckpoint
+from realm_jax.train.exported_model import ExportedModel, exported_model
 from realm_jax.train.workdir import START, begins_with_reader, has_checkpoint, recorded_config, with_absolute_paths
 
 logger = logging.getLogger(__name__)
@@ -109,13 +109,8 @@ class RunSource(_Named):
 
     def check(self, config: ConfigDict, model: Realm, tokenizer: Tokenizer) -> None:
         """Raise UserError if the source is not whole, or has another tokenizer or a network of another size."""
-        theirs, (last, saved) = self.config, self._saved()
-        done = 0 if saved is None else saved.step
-        if saved is None or done < theirs[last].steps:
-            raise UserError(
-                f"config.{self.key}: {self.folder} is at step {done} of {theirs[last].steps} of {last}; let it finish "
-                "first"
-            )
+        theirs = self.config
+        self._exported()
         if read_json(self.folder / "data.json")["tokenizer"] != tokenizer.fingerprint:
             raise UserError(
                 f"config.{self.key}: {self.folder} was trained with another vocabulary; prepare {config.data.path} "
@@ -138,21 +133,23 @@ class RunSource(_Named):
 
     def params(self, run: Run, fresh: Params) -> Params:
         """Parameters on the run's devices, of the networks that the key is about. Raises UserError as `check` does."""
-        last, saved = self._saved()
-        if saved is None:
-            raise UserError(f"config.{self.key}: {self.folder} has no checkpoint of task {last}; let it finish first")
         names = self.networks_for(run.model)
         shardings = {name: run.param_shardings[name] for name in names}
-        return dict(jax.tree.map(put_with_sharding, saved.params(names), shardings))
+        return dict(jax.tree.map(put_with_sharding, self._exported().params(run.model, names), shardings))
 
     def has_trained_reader(self, model: Realm) -> bool:
         """True if its reader was trained with questions."""
         return any(TASKS[name].teaches_reading() for name in task_names(self.config)) or begins_with_reader(self.folder)
 
-    def _saved(self) -> tuple[str, SavedCheckpoint | None]:
-        """The last task, and its newest checkpoint."""
-        last = task_names(self.config)[-1]
-        return last, SavedCheckpoint.newest(self.folder / last / "checkpoints")
+    def _exported(self) -> ExportedModel:
+        """The model that its last task exported."""
+        exported, last = exported_model(self.folder), task_names(self.config)[-1]
+        if exported.task != last or exported.step < self.config[last].steps:
+            raise UserError(
+                f"config.{self.key}: {self.folder} has exported {exported.task} at step {exported.step}, and trains "
+                f"{last} for {self.config[last].steps} steps; let it finish first"
+            )
+        return exported
 
 
 class WeightsSource(_Named):

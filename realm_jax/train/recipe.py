@@ -35,6 +35,7 @@ from realm_jax.storage import exclusive_lock, make_folder
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.base import Task, dev_questions
 from realm_jax.train.checkpoints import SavedCheckpoint
+from realm_jax.train.exported_model import export_task
 from realm_jax.train.init_from import (
     check_sources,
     fill_from_pretrained,
@@ -44,6 +45,7 @@ from realm_jax.train.init_from import (
 from realm_jax.train.loop import train_task
 from realm_jax.train.results import measure_baselines, save_bm25_index, write_results
 from realm_jax.train.trackers import check_installed
+from realm_jax.train.trained_run import reader_is_trained
 from realm_jax.train.workdir import check_workdir, has_checkpoint, recorded_config, recorded_corpus
 
 logger = logging.getLogger(__name__)
@@ -195,12 +197,21 @@ def preemptible() -> Iterator[None]:
 
 
 def train(run: Run, status: StatusWriter | None = None) -> Params:
-    """All tasks of the recipe; returns the final parameters. status: needed where a builder makes REALM's index."""
+    """Train and export the tasks of the recipe in order.
+
+    Args:
+        run: the run.
+        status: the trainer's status file; needed if a builder makes REALM's index.
+
+    Returns:
+        All parameters after the last task.
+    """
     params = starting_params(run)
     for task in recipe_tasks(run):
         if status is not None:
             status.update(stage=task.name)
         params = train_task(run, task.name, params, task.measure(), status=status)
+        export_task(run, task.name, params, reader_is_trained(run.workdir, task.name))
     return params
 
 

@@ -1,6 +1,7 @@
-"""A trained run, opened for inference; shared by `realm ask`, `predict` and `evaluate`.
+"""A trained run, opened for inference; shared by `realm ask`, `predict`, `evaluate`, `inspect` and `serve`.
 
-Nothing in the run folder is changed, so a run can answer questions while it trains. Read next: `ask.py`.
+It is read from the run's exported model (`exported_model.py`). Nothing in the run folder is changed, so a run can
+answer questions while it trains: with the model that its last finished task left.
 """
 
 import contextlib
@@ -42,10 +43,8 @@ from realm_jax.schema import flatten
 from realm_jax.sections import qa_config, task_names
 from realm_jax.storage import Damaged, read_json
 from realm_jax.tasks import TASKS, make_task
-from realm_jax.train.cached_checkpoint import CachedCheckpoint
-from realm_jax.train.checkpoints import CheckpointRemoved, SavedCheckpoint
+from realm_jax.train.exported_model import ExportedModel, exported_model
 from realm_jax.train.records import RECALLS, primary_metric, read_lines
-from realm_jax.train.restore import restore_params, saved_index_with_vectors
 from realm_jax.train.workdir import begins_with_reader, check_data, load_run, recorded_config
 
 logger = logging.getLogger(__name__)
@@ -57,9 +56,16 @@ LOW_EXACT_MATCH, LOW_RECALL = 0.2, 0.5  # below these a user is warned
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRun:
-    """A run as it stands at the newest checkpoint of one of its tasks, with the corpus embedded.
+    """A run with the model that one of its tasks exported, and the corpus embedded.
 
-    search: what finds the passages of questions, one of `sections.SEARCHES`; rerank: what orders them anew.
+    Attributes:
+        run: its fixed parts.
+        task, step: whose parameters these are.
+        params: those that answering needs.
+        index: the corpus by these parameters.
+        search: what finds the passages of questions, one of `sections.SEARCHES`.
+        rerank: what reorders them; None: nothing.
+        model: where the other parameters are; None for an index version that the run published.
     """
 
     run: Run
@@ -69,6 +75,7 @@ class TrainedRun:
     index: Index
     search: str = "vectors"
     rerank: Rerank | None = None
+    model: ExportedModel | None = None
 
     def evaluator(self, questions: Sequence[Question], batch_size: int | None = None) -> Evaluator:
         """What answers questions with it, `batch_size` at a time (default: `evaluation.batch_size`)."""
@@ -181,42 +188,57 @@ def check_reads_passages(trained: TrainedRun) -> None:
 def restore(
     run: Run, task: str | None = None, for_answers: bool = True, search: str | None = None, warn: bool = True
 ) -> TrainedRun:
-    """Parameters at the end of `task`, or of the last task of the recipe that has a checkpoint, and the index.
+    """Read a run's exported model, and put it on the devices with the corpus.
 
-    for_answers: whether questions will be answered with them; search: what finds their passages, in place of
-    `qa.search`; warn: of parameters of other tasks than qa, which know nothing of answers. The corpus is
-    embedded unless the checkpoint holds vectors that fit its parameters. Raises UserError for a task that the recipe
-    does not have, and where there is no checkpoint.
+    The corpus is embedded if the model has no vectors of these passages.
+
+    Args:
+        run: the opened run.
+        task: whose parameters are wanted; None: those of the last task that ended.
+        for_answers: whether questions will be answered with them.
+        search: what finds the passages of questions; None: what the task says.
+        warn: whether to warn of a reader that has not learned to answer.
+
+    Raises:
+        UserError: if the recipe has no such task, and if there is no exported model, or a damaged one.
     """
-    while True:
-        name, saved = latest_checkpoint(run, task)
-        asked = make_task(name, run)
-        how = search or asked.question_search
-        vectors = asked.needs_vectors(how)
-        try:
-            if not vectors:
-                index: Index | None = run.index_without_vectors
-            elif is_edited(run):
-                index = None
-            else:
-                index = saved_index_with_vectors(run, name, saved)
-            params = _params(run, saved, index is None or not for_answers, asked.rerank)
-            if vectors and is_edited(run):
-                index = published_index(run, params)
-            break
-        except CheckpointRemoved:  # the run continued and removed it; there is a newer one
-            continue
-    trained = asked.learns_to_answer or reader_is_trained(run.workdir, name) or points_at_blanks(run, name)
-    if not trained and for_answers and warn:
+    exported = find_task(run, task)
+    settings = make_task(exported.task, run)
+    method = search or settings.question_search
+    needs_vectors = settings.needs_vectors(method)
+    vectors = exported.vectors(run.sources.passages.fingerprint) if needs_vectors else None  # [passages, width]
+
+    # The passage encoder is needed only to embed passages, which vectors make unnecessary.
+    query, *others = run.model.embedder_names
+    embeds = (needs_vectors and vectors is None) or not for_answers or qa_config(run.config).trains_passages
+    names = [query, "reader", *(others if embeds else ())]
+    names += [] if settings.rerank is None else [settings.rerank.network]
+    params = jax.device_put(exported.params(run.model, names), replicated(run.mesh))
+
+    if not needs_vectors:
+        index = run.index_without_vectors
+    elif vectors is not None:
+        index = run.index(vectors)
+    else:
+        published = published_index(run, params) if is_edited(run) else None
+        index = published or run.index(embed_with_cache(run, params, bar=True))
+
+    learned = settings.learns_to_answer or reader_is_trained(run.workdir, exported.task)
+    if not learned and not points_at_blanks(run, exported.task) and for_answers and warn:
         logger.warning(
-            "these are the parameters of task %s: answers come from a span head that was not fine-tuned", name
+            "these are the parameters of task %s: answers come from a span head that was not fine-tuned", exported.task
         )
-    if saved.step < run.config[name].steps:
-        logger.warning("task %s is not done: step %d of %d", name, saved.step, run.config[name].steps)
-    if how != "vectors" and for_answers:
+    if method != "vectors" and for_answers:
         run.words()  # raises where there are none
-    index = index or run.index(embed_with_cache(run, params, bar=True))
-    return TrainedRun(run, name, saved.step, params, index, how, asked.rerank)
+    return TrainedRun(run, exported.task, exported.step, params, index, method, settings.rerank, exported)
+
+
+def find_task(run: Run, task: str | None) -> ExportedModel:
+    """Open the exported model of a task of a run; None: of the last task that ended. Raises as `restore`."""
+    names = task_names(run.config)
+    if task is not None and task not in names:
+        raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
+    return exported_model(run.workdir, task)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,30 +301,18 @@ def recorded_metrics(run: Run, task: str) -> RecordedMetrics | None:
     return None if exact is None and found is None else RecordedMetrics(exact, found, on)
 
 
-def _params(run: Run, saved: SavedCheckpoint, documents: bool, rerank: Rerank | None) -> Params:
-    """The parameters needed to answer. documents: include the document tower, which stored vectors make unnecessary."""
-    query, *others = run.model.embedder_names
-    names = [query, "reader", *(others if documents or qa_config(run.config).trains_passages else ())]
-    names += [] if rerank is None else [rerank.network]
-    return jax.device_put(saved.params(names), replicated(run.mesh))  # as `open_run_for_inference` lays out the mesh
-
-
 def towers_of(trained: TrainedRun) -> Params:
-    """All towers of a run as it was opened. Raises UserError if it was trained on since."""
-    query, document = (trained.run.model.embedder_names[place] for place in (0, -1))
-    if document in trained.params:
-        return {name: trained.params[name] for name in (query, document)}
-    _, saved = latest_checkpoint(trained.run, trained.task)
-    if saved.step != trained.step:
+    """Both encoders of a run as it was opened. Raises UserError if another model was exported since."""
+    names = trained.run.model.embedder_names
+    missing = [name for name in names if name not in trained.params]
+    if not missing:
+        return {name: trained.params[name] for name in names}
+    assert trained.model is not None, "an index version comes with both"
+    now = find_task(trained.run, None if trained.model.folder.parent == trained.run.workdir else trained.task)
+    if now.identity != trained.model.identity:
         raise UserError(f"{trained.run.workdir}: was trained on since it was opened; open it again")
-    return {query: trained.params[query]} | jax.device_put(saved.params([document]), replicated(trained.run.mesh))
-
-
-def restore_towers(run: Run) -> tuple[int, Params]:
-    """The towers at the end of what was trained, and the step of REALM that they count as."""
-    name, saved = latest_checkpoint(run)
-    params = restore_params(run, name, saved)
-    return run.config.realm.steps, {tower: params[tower] for tower in run.model.embedder_names}
+    read = jax.device_put(now.params(trained.run.model, missing), replicated(trained.run.mesh))
+    return {name: trained.params.get(name, read.get(name)) for name in names}
 
 
 def is_edited(run: Run) -> bool:
@@ -360,19 +370,6 @@ def _exported_towers(run: Run, manifest: Manifest) -> dict[str, NDArray] | None:
 
 def _stored_index(run: Run, manifest: Manifest) -> Index:
     return generation_index(run, shared_folder(run), manifest)
-
-
-def latest_checkpoint(run: Run, task: str | None = None) -> tuple[str, SavedCheckpoint]:
-    """The newest checkpoint of `task`, or of the last task that has one, with the task's name. Raises as `restore`."""
-    names = task_names(run.config)
-    if task is not None and task not in names:
-        raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
-    names = names if task is None else [task]
-    for name in reversed(names):
-        if (saved := CachedCheckpoint.newest(run.workdir / name / "checkpoints")) is not None:
-            return name, saved
-    what = f"of task {names[0]} " if len(names) == 1 else ""
-    raise UserError(f"{run.workdir}: no checkpoint {what}yet; give the command that started it again")
 
 
 def check_question(run: Run, question: str, search: str = "vectors") -> str:

@@ -1,0 +1,351 @@
+"""The exported model: what a run leaves for everyone who asks it, searches with it, or starts from it.
+
+    WORKDIR/TASK/model/                   the parameters at the end of a task
+    WORKDIR/model/                        those of the last task that ended; its files are links to the ones above
+        manifest.json                     task, step, corpus of the vectors, checksums of all arrays
+        config.json                       the run's config
+        query_embedder/, document_embedder/ (or embedder/, if one tower serves both)
+                                          BERT, tokenizer and the modules of sentence-transformers
+        modules.json, router_config.json  both towers as one `SentenceTransformer(WORKDIR/model)`
+        reader/                           BERT with its heads, and its tokenizer
+        reranker/                         if the run has one: all of its arrays by our names
+        vectors.npy                       float32 [passages, width]; missing if no passage vectors fit these parameters
+
+Nothing but this is read to answer a question; checkpoints are for training alone. A folder is written beside its place
+and renamed, so it is there as a whole or not at all. Read next: `trained_run.py`, which opens it.
+"""
+
+import dataclasses
+import logging
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from ml_collections import ConfigDict
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+import realm_jax
+from realm_jax.assemble import tower_lengths
+from realm_jax.checksums import arrays_digest, checksums, mismatched, named_arrays
+from realm_jax.data.tokenizer import Tokenizer
+from realm_jax.errors import UserError
+from realm_jax.index.files import load_vectors, read_manifest
+from realm_jax.index.provider import shared_folder
+from realm_jax.mesh import to_host
+from realm_jax.models.folders import READER, SHARED, TOWERS
+from realm_jax.models.realm import Params, Realm
+from realm_jax.models.sentence_transformers import (
+    ENCODER_SECTION,
+    PASSAGES,
+    QUERIES,
+    TRAINED_READER,
+    mark_not_a_sentence_encoder,
+    write_modules,
+    write_sentence_transformer,
+)
+from realm_jax.models.weights import bert_of, find, networks, read, save, settings_of
+from realm_jax.processes import is_process_0, run_on_process_0
+from realm_jax.run import Run
+from realm_jax.storage import publish_folder, read_json, write_json_atomic
+from realm_jax.train.checkpoints import SavedCheckpoint
+from realm_jax.train.restore import saved_vectors
+from realm_jax.train.workdir import with_absolute_paths
+
+logger = logging.getLogger(__name__)
+
+MODEL, MANIFEST, CONFIG, VECTORS = "model", "manifest.json", "config.json", "vectors.npy"
+ARRAYS = "arrays.safetensors"  # of a network that Hugging Face's libraries have no name for
+FORMAT = 1
+
+
+# --- Read -------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedModel:
+    """An exported model, opened without reading its arrays.
+
+    Attributes:
+        folder: where it is.
+        manifest: the content of manifest.json.
+    """
+
+    folder: Path
+    manifest: dict[str, Any]
+
+    @property
+    def task(self) -> str:
+        """The task whose parameters these are."""
+        return str(self.manifest["task"])
+
+    @property
+    def step(self) -> int:
+        """The step of that task."""
+        return int(self.manifest["step"])
+
+    @property
+    def identity(self) -> str:
+        """A digest that no other parameters and vectors share."""
+        return str(self.manifest["identity"])
+
+    def params(self, model: Realm, names: Collection[str]) -> Params:
+        """Read networks, and compare them with their checksums.
+
+        Args:
+            model: the run's model, with the sizes of all networks.
+            names: of the networks to read.
+
+        Returns:
+            A tree of float32 arrays on the host.
+
+        Raises:
+            UserError: if a file is missing or damaged.
+        """
+        params: Params = {}
+        for name in names:
+            folder = self.folder / name
+            try:
+                if name in networks(model):
+                    params[name] = read(find(folder, bert_of(model, name), networks(model)[name]))
+                else:
+                    params[name] = unflatten_dict(load_file(folder / ARRAYS), sep=".")
+            except (UserError, OSError, SafetensorError) as error:
+                raise self._damaged(f"{name} cannot be read ({error})") from None
+        if wrong := mismatched(self.manifest["arrays"], checksums(params)):
+            raise self._damaged(f"{wrong[0]} is not as it was written")
+        return params
+
+    def vectors(self, corpus: str) -> NDArray[np.float32] | None:
+        """The passage vectors, memory-mapped, [passages, width].
+
+        Args:
+            corpus: fingerprint of the passages that they are wanted for.
+
+        Returns:
+            None if there are none, or if they are of other passages.
+
+        Raises:
+            UserError: if they are damaged.
+        """
+        if self.manifest["vectors"] is None or self.manifest["corpus"] != corpus:
+            return None
+        try:
+            vectors = np.load(self.folder / VECTORS, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError):
+            raise self._damaged(f"{VECTORS} cannot be read") from None
+        if checksums({VECTORS: np.asarray(vectors)})[VECTORS] != self.manifest["vectors"]:
+            raise self._damaged(f"{VECTORS} is not as it was written")
+        return np.asarray(vectors)
+
+    def _damaged(self, reason: str) -> UserError:
+        return UserError(
+            f"{self.folder}: {reason}; remove the folder, and give the command that trained the run again, which "
+            "writes it from the checkpoint"
+        )
+
+
+def find_exported_model(folder: Path) -> ExportedModel | None:
+    """Open the exported model in a folder; None if there is none. Raises UserError for another format."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    manifest = read_json(folder / MANIFEST)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise UserError(
+            f"{folder / MANIFEST}: is not of the format {FORMAT} that this version reads; remove the folder, and give "
+            "the command that trained the run again"
+        )
+    return ExportedModel(folder, manifest)
+
+
+def exported_model(workdir: Path, task: str | None = None) -> ExportedModel:
+    """Open the exported model of a run.
+
+    Args:
+        workdir: the folder of the run.
+        task: whose parameters are wanted; None: those of the last task that ended.
+
+    Raises:
+        UserError: if the run has exported no such model.
+    """
+    model = find_exported_model(workdir / MODEL) if task is None else None
+    if model is None or (task is not None and model.task != task):
+        model = None if task is None else find_exported_model(workdir / task / MODEL)
+    if model is None:
+        ended = "no task has ended" if task is None else f"task {task} has not ended"
+        raise UserError(
+            f"{workdir}: has no exported model yet ({ended}); give the command that started the run again, which "
+            "writes one at the end of each task"
+        )
+    return model
+
+
+# --- Write ------------------------------------------------------------------------------------------------------------
+
+
+def export_task(run: Run, task: str, params: Params, trained_reader: bool) -> None:
+    """Export the parameters at the end of a task, as WORKDIR/TASK/model and WORKDIR/model, unless that was done.
+
+    Every process has to call this.
+
+    Args:
+        run: the run.
+        task: the task, whose last checkpoint holds the vectors that fit the parameters.
+        params: all parameters after its last step.
+        trained_reader: whether the reader learned to answer questions.
+
+    Raises:
+        UserError: if the folder cannot be written.
+    """
+    saved = SavedCheckpoint.newest_on_process_0(run.workdir / task / "checkpoints")
+    assert saved is not None, "the last step of a task is saved"
+    folder, identity = run.workdir / task / MODEL, saved.record["digest"]
+
+    def is_exported() -> bool:
+        exported = find_exported_model(folder) if (folder / MANIFEST).is_file() else None
+        return exported is not None and exported.identity == identity
+
+    if not run_on_process_0(is_exported):
+        vectors = saved_vectors(run, task, saved)
+        if vectors is None and saved.record["generation"] and saved.record["index_step"] == saved.step:
+            shared = shared_folder(run)
+            generation = read_manifest(shared, saved.record["generation"])
+            if is_process_0() and generation is not None:
+                vectors = load_vectors(shared, generation)[: run.context.rows]
+        write_exported_model(folder, run, task, saved.step, params, vectors, trained_reader, identity)
+    if is_process_0():
+        latest = find_exported_model(run.workdir / MODEL) if (run.workdir / MODEL / MANIFEST).is_file() else None
+        if latest is None or latest.identity != identity:
+            with _Replacement(run.workdir / MODEL) as staged:
+                shutil.copytree(folder, staged, copy_function=_link_or_copy, dirs_exist_ok=True)
+
+
+def write_exported_model(
+    folder: Path, run: Run, task: str, step: int, params: Params, vectors: NDArray | None, trained_reader: bool,
+    identity: str | None = None,
+) -> None:  # fmt: skip
+    """Write an exported model into `folder`, in the place of one that is there. Every process has to call this.
+
+    Args:
+        folder: to write; its parent is there.
+        run: the run, with its config, model and tokenizer.
+        task: whose parameters these are.
+        step: of that task.
+        params: all parameters, on the devices or on the host.
+        vectors: [passages, width], of all passages by these parameters; None: whoever opens the model embeds them.
+        trained_reader: whether the reader learned to answer questions.
+        identity: see `ExportedModel`; None: a digest of the arrays.
+    """
+    params = jax.tree.map(to_host, params)
+    if not is_process_0():
+        return
+    with _Replacement(folder) as staged:
+        write_networks(staged, run.config, run.model, params, run.sources.tokenizer, trained_reader=trained_reader)
+        names = [SHARED] * 2 if SHARED in params else TOWERS
+        write_sentence_transformer(staged, dict(zip((QUERIES, PASSAGES), names, strict=True)))
+        for name in params.keys() - networks(run.model).keys():
+            (staged / name).mkdir()
+            arrays = {path: np.asarray(array) for path, array in flatten_dict(params[name], sep=".").items()}
+            save_file(arrays, staged / name / ARRAYS)
+        vector_sums = None
+        if vectors is not None:
+            vectors = np.ascontiguousarray(vectors, np.float32)
+            np.save(staged / VECTORS, vectors, allow_pickle=False)
+            vector_sums = checksums({VECTORS: vectors})[VECTORS]
+        write_json_atomic(staged / CONFIG, with_absolute_paths(run.config.to_dict()))
+        arrays = named_arrays(params) | ({} if vectors is None else {VECTORS: vectors})
+        manifest = {
+            "format": FORMAT,
+            "realm_jax": realm_jax.__version__,
+            "task": task,
+            "step": step,
+            "identity": arrays_digest(arrays) if identity is None else identity,
+            "corpus": run.sources.passages.fingerprint,
+            "networks": sorted(params),
+            "arrays": checksums(params),
+            "vectors": vector_sums,
+        }
+        write_json_atomic(staged / MANIFEST, manifest)
+    logger.info("%s: exported %s at step %d", folder, task, step)
+
+
+def write_networks(
+    folder: Path, config: ConfigDict, model: Realm, params: Params, tokenizer: Tokenizer, names: str = "bert",
+    trained_reader: bool = True,
+) -> None:  # fmt: skip
+    """Write every network of `params` into a folder of its own that transformers opens.
+
+    Args:
+        folder: to write into.
+        config: of the run.
+        model: of the run.
+        params: networks on the devices or on the host, by name.
+        tokenizer: written beside each network.
+        names: 'bert' for the names of `BertModel`, 'realm' for those of transformers' `RealmEmbedder`.
+        trained_reader: whether the reader learned to answer questions; recorded, so that a run that starts from it
+            knows.
+    """
+    encoder = config.encoder.to_dict()
+    query_length, passage_length = tower_lengths(config, model.query_template, model.passage_template)
+    lengths = {QUERIES: query_length, PASSAGES: passage_length}
+    for network, parts in networks(model).items():
+        if network not in params:
+            continue
+        path, arrays = folder / network, jax.tree.map(np.asarray, params[network])
+        settings = settings_of(model, network, names) | {"pad_token_id": tokenizer.pad_id}
+        settings |= {TRAINED_READER: trained_reader} if network == READER else {ENCODER_SECTION: encoder}
+        save(path, arrays, parts, names, settings)
+        save_tokenizer(path, tokenizer, bert_of(model, network).max_length)
+        if names == "bert" and network != READER:
+            inputs = {purpose: lengths[purpose] for purpose in lengths if network == SHARED or purpose in network}
+            write_modules(path, model, arrays, encoder, inputs)
+        else:
+            mark_not_a_sentence_encoder(path)
+
+
+def save_tokenizer(folder: Path, tokenizer: Tokenizer, length: int) -> None:
+    """Write the files that transformers needs. length: tokens of the longest input."""
+    for name, content in tokenizer.pretrained_files(length).items():
+        (folder / name).write_bytes(content)
+
+
+class _Replacement:
+    """A folder beside `final` to write into, which takes its place when the block ends well."""
+
+    def __init__(self, final: Path) -> None:
+        self._final, self._staged = final, final.with_name(f".{final.name}.partial")
+        self._old = final.with_name(f".{final.name}.old")
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self._staged, ignore_errors=True)  # of a process that was killed
+        try:
+            self._staged.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(f"{self._final}: cannot be written ({error.strerror}); make room or check it") from None
+        return self._staged
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is not None:
+            shutil.rmtree(self._staged, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise UserError(f"{self._final}: cannot be written ({error.strerror}); make room, and go on") from None
+            return
+        shutil.rmtree(self._old, ignore_errors=True)
+        if self._final.exists():
+            os.rename(self._final, self._old)
+        publish_folder(self._staged, self._final)
+        shutil.rmtree(self._old, ignore_errors=True)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """Give a file a second name; copy it if the file system has no hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
