@@ -1,0 +1,345 @@
+"""Adapt a public sentence encoder to documents without questions or labels: `realm adapt`, from request to report.
+
+Read `adapt` from top to bottom; then `plan.py` (what is held out, which tasks, how many steps), `evaluate.py` (what
+decides) and `record.py` (the request, and adapt.json).
+"""
+
+import logging
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from realm_jax.adaptation.evaluate import (
+    BASELINE,
+    QUESTIONS_SPLIT,
+    AdaptEvaluator,
+    compare_with_baseline,
+    find_sentences,
+    interpolate_encoders,
+    last_checkpoint,
+    measure,
+    passage_vectors,
+)
+from realm_jax.adaptation.plan import count_left_out, make_plan, open_other_corpus
+from realm_jax.adaptation.record import (
+    DATA,
+    MODEL,
+    OTHER,
+    RECORD,
+    REPORT,
+    AdaptRecord,
+    AdaptRequest,
+    Decision,
+    Forgetting,
+)
+from realm_jax.adaptation.report import model_card, render_report
+from realm_jax.cache import cache_programs
+from realm_jax.corpora.run import Options, PreparedOtherwise
+from realm_jax.corpora.summary import prepare_and_print
+from realm_jax.corpora.texts import open_texts
+from realm_jax.data.evidence import find_evidence
+from realm_jax.data.staging import PREPARED
+from realm_jax.errors import UserError
+from realm_jax.eval.format import duration
+from realm_jax.index.embed import embed_with_cache
+from realm_jax.index.heartbeat import trainer_status
+from realm_jax.models.folders import TOWERS, resolve_model_path
+from realm_jax.models.realm import Params
+from realm_jax.models.sentence_transformers import (
+    PASSAGES,
+    QUERIES,
+    README,
+    sentence_model,
+    transformer_folder,
+    write_router,
+)
+from realm_jax.models.weights import read_bert_settings
+from realm_jax.recipes import adapt as recipe
+from realm_jax.retrieval.vector_files import FILES as VECTOR_FILES
+from realm_jax.retrieval.vector_files import write_vectors
+from realm_jax.run import Run
+from realm_jax.schema import flatten
+from realm_jax.storage import exclusive_lock, open_folder, publish_folder, read_json, write_atomic
+from realm_jax.tasks import make_task
+from realm_jax.train.checkpoints import Checkpoints
+from realm_jax.train.export import write_networks
+from realm_jax.train.init_from import recorded_start
+from realm_jax.train.loop import train_task
+from realm_jax.train.recipe import open_run, preemptible, recipe_tasks, starting_params
+from realm_jax.train.restore import restore, restore_params, saved_vectors
+
+logger = logging.getLogger(__name__)
+
+_AT_THE_END = "start and end alone are measured"
+_AS_AT_THE_START = "vectors are made as the encoder of --from makes them, which they are compared with"
+DECIDED = {  # keys of the config that the request sets, or that have no effect, and why
+    "data.path": "the folder is prepared from DOCUMENTS",
+    "init_from": "the encoder is that of --from",
+    "evaluation.held_out": "the share follows from the documents",
+    "evaluation.every": _AT_THE_END,
+    "evaluation.keep_best": _AT_THE_END,
+    "refresh.mode": "no builder stands beside this command",
+    "model.shared_tower": "two towers are exported",
+    "encoder.pooling": _AS_AT_THE_START,
+    "encoder.projection": _AS_AT_THE_START,
+    "encoder.normalization": _AS_AT_THE_START,
+}
+
+
+@dataclass(frozen=True)
+class AdaptResult:
+    """A finished adaptation: whether the base encoder was replaced and why, and where the model and the report are."""
+
+    decision: Decision
+    model: Path
+    report: Path
+
+
+def adapt(request: AdaptRequest) -> AdaptResult:
+    """Adapt an encoder. Finished stages are skipped and interrupted ones resumed.
+
+    Raises:
+        UserError: before anything is trained, if the request, the documents or the time do not suffice.
+        Preempted: after SIGTERM, once the state is saved.
+    """
+    began, workdir = time.monotonic(), request.workdir
+
+    # --- Check the request, before anything is read or written --------------------------------------------------------
+    if not 0 < request.minutes < math.inf:
+        raise UserError(f"--minutes={request.minutes:g}: give a number above 0")
+    if request.merge is not None and not 0 < request.merge <= 1:
+        raise UserError(f"--merge={request.merge:g}: give a weight above 0 and at most 1")
+    if (workdir / RECORD).is_file():
+        recorded = read_json(workdir / RECORD)["settings"]
+        for name, value in request.settings().items():
+            if recorded.get(name) != value:
+                was = f"{name} {recorded.get(name)!r}, not {value!r}"
+                raise UserError(f"--output={workdir}: was begun with {was}; give the same, or another --output")
+    elif (workdir / "config.json").is_file():
+        raise UserError(f"--output={workdir}: another run lies there; choose another folder")
+    else:
+        for name in (MODEL, REPORT, *VECTOR_FILES):
+            if (workdir / name).exists():
+                raise UserError(f"--output={workdir}: has a {name} of something else; choose another folder")
+    check_model(request.model)
+    usual_values = flatten(recipe().to_dict())
+    for key, value in flatten(request.config.to_dict()).items():
+        if key in DECIDED and value != usual_values[key]:
+            raise UserError(f"config.{key}: {DECIDED[key]}; leave it out, or use `realm train --config=adapt`")
+    for source in filter(None, (request.documents, request.forgetting)):
+        check_outside(workdir, source, "whose files are documents")
+    check_outside(workdir, str(resolve_model_path(request.model, "--from")), "which is the model to start from")
+    if request.forgetting:
+        open_texts(request.forgetting)  # reports its errors before the documents are read
+
+    # --- Prepare the documents ----------------------------------------------------------------------------------------
+    config = ConfigDict(request.config.to_dict())
+    config.data.path, config.init_from = str(workdir / DATA), request.model
+    questions = [f"{QUESTIONS_SPLIT}={request.questions}"] if request.questions else []
+    _prepare(request, request.documents, workdir / DATA, questions)
+    prepared = read_json(workdir / DATA / PREPARED)
+    if request.questions and not prepared["questions"].get(QUESTIONS_SPLIT):
+        reasons = count_left_out(prepared["counts"]["questions"])
+        lost = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()) or "there is none"
+        raise UserError(f"--questions={request.questions}: none can be judged ({lost}); correct them")
+    if request.forgetting:
+        _prepare(request, request.forgetting, workdir / OTHER / DATA)
+
+    cache_programs()
+    status_folder = open_folder(config.refresh.shared or workdir)
+    with (
+        exclusive_lock(workdir),
+        preemptible(),
+        trainer_status(status_folder, workdir, needs_index=False) as status,
+    ):
+        record = AdaptRecord.open(request, status, time.monotonic() - began)
+
+        # --- Plan: once, because the steps follow from measured times -------------------------------------------------
+        if record.plan is None:
+            with record.stage("plan"):
+                record.plan = make_plan(request, config, began)
+        plan = record.plan
+        config.model.dtype = plan.dtype  # of the machine that the plan was made on
+        config.realm.candidates, config.tasks, config.evaluation.held_out = plan.candidates, plan.tasks, plan.held_out
+        for name, steps in plan.steps.items():
+            config[name].steps = steps
+        run = open_run(config, workdir)
+
+        # --- Train: nothing is measured on the way, because only start and end are compared ---------------------------
+        if record.training is None:
+            with record.stage("training"):
+                params = starting_params(run)
+                times = plan.estimate
+                remaining_seconds = times.embed + times.compile + times.measure
+                remaining_seconds += sum(times.step[name] * steps for name, steps in plan.steps.items())
+                logger.info("steps: %s; about %s left", dict(plan.steps), duration(remaining_seconds))
+                for task in recipe_tasks(run):
+                    status.update(stage=task.name)
+                    params = train_task(run, task.name, params)
+                del params  # measuring needs the memory, and restores what was saved
+                record.training = plan.steps
+
+        # --- Measure and decide ---------------------------------------------------------------------------------------
+        if record.measured is None:
+            with record.stage("measured"):
+                evidence = find_evidence(run.sources.passages, *run.lengths.hidden)
+                sentences = find_sentences(run, evidence, plan.held_out, plan.sentences)
+                eval_questions = run.sources.questions.get(QUESTIONS_SPLIT, [])
+                counts = len(sentences), len(eval_questions), duration(plan.estimate.measure)
+                logger.info("measuring on %d held-out sentences and %d questions; about %s left", *counts)
+                record.measured = measure(run, sentences, request.merge)
+        decision = record.measured.decision
+
+        # --- Promote: the run answers with the encoders that were chosen ----------------------------------------------
+        params = promote(run, decision)
+
+        # --- What was forgotten on a second corpus, which decides nothing ---------------------------------------------
+        if request.forgetting and record.forgetting is None:
+            with record.stage("forgetting"):
+                other_run, sentences = open_other_corpus(request, run.config)
+                logger.info("measuring on %s what was forgotten", request.forgetting)
+                evaluator = AdaptEvaluator(other_run, sentences)
+                base = recorded_start(other_run, workdir)
+                rows = {
+                    BASELINE: evaluator.metrics(base, embed_with_cache(other_run, base, bar=True), "vectors"),
+                    "adapted": evaluator.metrics(params, embed_with_cache(other_run, params, bar=True), "vectors"),
+                }
+                table = compare_with_baseline(rows, evaluator.document_numbers)
+                store = other_run.sources.passages
+                record.forgetting = Forgetting(table, store.documents, len(store))
+
+        # --- Export and report ----------------------------------------------------------------------------------------
+        if record.export is None:
+            with record.stage("export"):
+                base_model = None if decision.promoted else resolve_model_path(request.model, "--from")
+                record.export = export(run, params, base_model, model_card(record, run.config))
+        write_atomic(workdir / REPORT, render_report(record))
+    return AdaptResult(decision, workdir / MODEL, workdir / REPORT)
+
+
+# --- the request ------------------------------------------------------------------------------------------------------
+
+
+def check_model(name: str) -> None:
+    """Reject what is not a folder of sentence-transformers that the encoders can start from; raises UserError."""
+    folder = resolve_model_path(name, "--from")
+    if not folder.is_dir():
+        raise UserError(f"--from={name}: no such folder; write hf:NAME for a model of the hub, py:NAME for a package")
+    read_bert_settings(transformer_folder(folder))  # says what it is, if it is no BERT
+    if sentence_model(folder) is None:
+        raise UserError(
+            f"--from={name}: {folder} does not say how it makes a text a vector (no modules.json with a pooling); name "
+            "a model of sentence-transformers"
+        )
+
+
+def check_outside(workdir: Path, source: str, description: str) -> None:
+    """Reject a run folder whose files would be among those of a source the next time.
+
+    Args:
+        workdir: folder of the run.
+        source: a folder, or a pattern of files.
+        description: of the source, for the message.
+
+    Raises:
+        UserError: the run folder is inside.
+    """
+    path, inner = Path(source).absolute(), workdir.resolve()
+    wild = next((number for number, part in enumerate(path.parts) if set("*?[") & {*part}), None)
+    if wild is None:
+        inside = path.is_dir() and inner.is_relative_to(path.resolve())
+    else:
+        parts = [*Path(*path.parts[:wild]).resolve().parts, *path.parts[wild:]]
+        first = parts[: parts.index("**")] if "**" in parts else parts[: len(inner.parts)]
+        deep = "**" in parts or len(parts) > len(inner.parts)
+        inside = deep and len(first) <= len(inner.parts) and all(map(fnmatchcase, inner.parts, first))
+    if inside:
+        raise UserError(f"--output={workdir}: lies in {source}, {description}; name one outside")
+
+
+def _prepare(request: AdaptRequest, documents: str, folder: Path, questions: Sequence[str] = ()) -> None:
+    """Prepare a folder of the run and print a summary.
+
+    Until there is a plan, a folder that was prepared from other documents is made again, so that documents that do not
+    suffice can be completed.
+    """
+    limit = request.config.data.document_length
+    # Damage does not end the run: the report has the counts.
+    options = Options(documents, folder, questions=questions, vocab=request.model, limit=limit, skip_damage=True)
+    try:
+        prepare_and_print(options)
+    except PreparedOtherwise:
+        if (request.workdir / RECORD).is_file():
+            raise
+        shutil.rmtree(folder)
+        prepare_and_print(options)
+
+
+# --- the result -------------------------------------------------------------------------------------------------------
+
+
+def promote(run: Run, decision: Decision) -> Params:
+    """Save the chosen encoders as one more checkpoint of the last task, a step after its last.
+
+    It differs only in the encoders and the passages' vectors, and is the one that the run answers with.
+
+    Args:
+        run: the run.
+        decision: which encoders were chosen.
+
+    Returns:
+        The parameters there. Nothing is saved again.
+    """
+    last, saved = last_checkpoint(run)
+    steps = run.config[last].steps
+    if saved.step > steps:
+        return restore_params(run, last, saved)
+    task, base = make_task(last, run), recorded_start(run, run.workdir)
+    state = restore(task, saved, run.abstract_params).state
+    weight = decision.weight if decision.promoted else 0.0
+    params = interpolate_encoders(run, state.params, base, weight)
+    vectors = passage_vectors(run, params, weight)
+    trained, frozen = ({name: params[name] for name in part} for part in (state.trained, state.frozen))
+    with Checkpoints(run.workdir / last / "checkpoints", keep=1) as checkpoints:
+        index, record = {"vectors": run.index(vectors).vectors}, saved.record | {"index_step": steps + 1}
+        checkpoints.save(steps + 1, state._replace(trained=trained, frozen=frozen), index, record, wait=True)
+    return params
+
+
+def export(run: Run, params: Params, base_model: Path | None, card: str) -> list[str]:
+    """Write WORKDIR/model, for sentence-transformers, and the files of the passages' vectors.
+
+    Args:
+        run: the run, after `promote`.
+        params: parameters with the promoted encoders.
+        base_model: folder of the base model, which is copied if nothing was promoted; else None.
+        card: README.md of the model.
+
+    Returns:
+        The names of the folder and the files, each of which appears complete or not at all.
+    """
+    workdir = run.workdir
+    if not (workdir / MODEL).is_dir():
+        with tempfile.TemporaryDirectory(prefix=f".{MODEL}.", suffix=".partial", dir=workdir) as staging:
+            folder = Path(staging) / MODEL
+            if base_model is None:  # a Router of both encoders
+                folder.mkdir()
+                encoders = {name: params[name] for name in TOWERS}
+                write_networks(folder, run.config, run.model, encoders, run.sources.tokenizer)
+                write_router(folder, dict(zip((QUERIES, PASSAGES), (folder / name for name in TOWERS), strict=True)))
+            else:
+                # Files are copied without their permissions, because some may be read-only.
+                shutil.copytree(base_model, folder, copy_function=shutil.copyfile)
+                folder.chmod(0o755)
+            (folder / README).write_text(card, "utf-8")
+            publish_folder(folder, workdir / MODEL)
+    vectors = saved_vectors(run, *last_checkpoint(run))
+    assert vectors is not None, "they were saved with what was promoted"
+    return [MODEL, *write_vectors(workdir, run.sources.passages, vectors)]
