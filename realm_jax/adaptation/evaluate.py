@@ -85,7 +85,7 @@ def measure(run: Run, sentences: Sequence[HeldOutSentence], merge: float | None)
     # --- Decide by vector search
     baseline, documents = evaluate_at(0.0), evaluator.document_numbers
     decision = choose_weight(
-        decide(weight, baseline.metrics, evaluate_at(weight).metrics, documents)
+        _decide(weight, baseline.metrics, evaluate_at(weight).metrics, documents)
         for weight in ((merge,) if merge else WEIGHTS)
     )
     adapted = evaluate_at(decision.weight)
@@ -124,15 +124,8 @@ def choose_weight(decisions: Iterable[Decision]) -> Decision:
     return decision
 
 
-def decide(weight: float, before: Metrics, after: Metrics, documents: NDArray[np.int64]) -> Decision:
-    """Decide whether the encoders at a weight are promoted.
-
-    Args:
-        weight: their interpolation weight.
-        before: metrics of the base encoder.
-        after: metrics of the encoders.
-        documents: number of the document of each sentence, [sentences].
-    """
+def _decide(weight: float, before: Metrics, after: Metrics, documents: NDArray[np.int64]) -> Decision:
+    """Decide by the metrics of the base encoder and of encoders at a weight; see `compare` for `documents`."""
     mean_recall = compare(before[MEAN_RECALL], after[MEAN_RECALL], documents)
     without = compare(before[RECALL_WITHOUT_SENTENCE], after[RECALL_WITHOUT_SENTENCE], documents)
     # Questions are compared by the recall that stands for a retriever elsewhere, too.
@@ -260,18 +253,19 @@ class AdaptEvaluator:
         return metrics
 
     def sentence_metrics(self, params: Params, vectors: NDArray[np.floating], search: str) -> Metrics:
-        """Search with the sentences among the passages as they are; arguments: as of `metrics`."""
+        """Search with the sentences among the passages as they are; see `metrics` for the arguments."""
         index = self.run.index(vectors)
         masked_queries = [Question(sentence.masked or sentence.text, []) for sentence in self.sentences]
-        whole_queries = [Question(sentence.text, []) for sentence in self.sentences]
-        masked = Evaluator(self.run, masked_queries, search).retrieve(params, index, DEPTH)  # [sentences, DEPTH] rows
-        whole = Evaluator(self.run, whole_queries, search).retrieve(params, index, DEPTH)  # [sentences, DEPTH] rows
+        unmasked_queries = [Question(sentence.text, []) for sentence in self.sentences]
+        # Rows of passages, [sentences, DEPTH] each, −1 for none
+        masked = Evaluator(self.run, masked_queries, search).retrieve(params, index, DEPTH)
+        unmasked = Evaluator(self.run, unmasked_queries, search).retrieve(params, index, DEPTH)
         store = self.run.sources.passages
         values = np.empty((len(self.sentences), 4))  # [sentences, metrics]
         for number, sentence in enumerate(self.sentences):
             documents = {store.document_id(int(row)) for row in masked[number, :TOP] if row >= 0}
             other_rows = masked[number][masked[number] != sentence.row][:TOP]
-            ranks = np.flatnonzero(whole[number, :RANKED] == sentence.row)
+            ranks = np.flatnonzero(unmasked[number, :RANKED] == sentence.row)
             reciprocal_rank = 1 / (1 + ranks[0]) if len(ranks) else 0.0
             values[number] = (
                 store.document_id(sentence.row) in documents if sentence.masked else np.nan,

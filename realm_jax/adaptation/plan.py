@@ -111,7 +111,7 @@ def make_plan(request: AdaptRequest, config: ConfigDict, began: float) -> Plan:
         notes.append(f"{few}: nothing was learned from hidden names.")
         logger.warning("%s", notes[-1])
     run = checked_run(config, request.workdir)
-    other_corpus = None if request.forgetting is None else open_other_corpus(request, run.config)
+    other_corpus = open_other_corpus(request, run.config) if request.forgetting else None
     save_bm25_index(run)
 
     # --- Time: what has to be done, before steps are compiled, and then what a step takes

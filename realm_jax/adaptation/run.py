@@ -77,19 +77,19 @@ from realm_jax.train.restore import restore, restore_params, saved_vectors
 
 logger = logging.getLogger(__name__)
 
-_AT_THE_END = "start and end alone are measured"
-_AS_AT_THE_START = "vectors are made as the encoder of --from makes them, which they are compared with"
+_MEASURED_ONCE = "only the base encoder and the result are measured"
+_AS_BASE = "vectors are made as the encoder of --from makes them, because they are compared with those"
 DECIDED = {  # keys of the config that the request sets, or that have no effect, and why
     "data.path": "the folder is prepared from DOCUMENTS",
     "init_from": "the encoder is that of --from",
     "evaluation.held_out": "the share follows from the documents",
-    "evaluation.every": _AT_THE_END,
-    "evaluation.keep_best": _AT_THE_END,
-    "refresh.mode": "no builder stands beside this command",
-    "model.shared_tower": "two towers are exported",
-    "encoder.pooling": _AS_AT_THE_START,
-    "encoder.projection": _AS_AT_THE_START,
-    "encoder.normalization": _AS_AT_THE_START,
+    "evaluation.every": _MEASURED_ONCE,
+    "evaluation.keep_best": _MEASURED_ONCE,
+    "refresh.mode": "this command has no index builder",
+    "model.shared_tower": "two encoders are exported",
+    "encoder.pooling": _AS_BASE,
+    "encoder.projection": _AS_BASE,
+    "encoder.normalization": _AS_BASE,
 }
 
 
@@ -123,7 +123,7 @@ def adapt(request: AdaptRequest) -> AdaptResult:
                 was = f"{name} {recorded.get(name)!r}, not {value!r}"
                 raise UserError(f"--output={workdir}: was begun with {was}; give the same, or another --output")
     elif (workdir / "config.json").is_file():
-        raise UserError(f"--output={workdir}: another run lies there; choose another folder")
+        raise UserError(f"--output={workdir}: is the folder of another run; choose another one")
     else:
         for name in (MODEL, REPORT, *VECTOR_FILES):
             if (workdir / name).exists():
@@ -251,17 +251,18 @@ def check_outside(workdir: Path, source: str, description: str) -> None:
     Raises:
         UserError: the run folder is inside.
     """
-    path, inner = Path(source).absolute(), workdir.resolve()
-    wild = next((number for number, part in enumerate(path.parts) if set("*?[") & {*part}), None)
-    if wild is None:
-        inside = path.is_dir() and inner.is_relative_to(path.resolve())
+    path, run_parts = Path(source).absolute(), workdir.resolve().parts
+    first_wildcard = next((number for number, part in enumerate(path.parts) if set("*?[") & {*part}), None)
+    if first_wildcard is None:
+        is_inside = path.is_dir() and workdir.resolve().is_relative_to(path.resolve())
     else:
-        parts = [*Path(*path.parts[:wild]).resolve().parts, *path.parts[wild:]]
-        first = parts[: parts.index("**")] if "**" in parts else parts[: len(inner.parts)]
-        deep = "**" in parts or len(parts) > len(inner.parts)
-        inside = deep and len(first) <= len(inner.parts) and all(map(fnmatchcase, inner.parts, first))
-    if inside:
-        raise UserError(f"--output={workdir}: lies in {source}, {description}; name one outside")
+        # The pattern has to match the folders down to the run folder, or down to its "**", and then go deeper.
+        parts = [*Path(*path.parts[:first_wildcard]).resolve().parts, *path.parts[first_wildcard:]]
+        is_deeper = "**" in parts or len(parts) > len(run_parts)
+        parts = parts[: parts.index("**")] if "**" in parts else parts[: len(run_parts)]
+        is_inside = is_deeper and len(parts) <= len(run_parts) and all(map(fnmatchcase, run_parts, parts))
+    if is_inside:
+        raise UserError(f"--output={workdir}: is inside {source}, {description}; name a folder outside")
 
 
 def _prepare(request: AdaptRequest, documents: str, folder: Path, questions: Sequence[str] = ()) -> None:
@@ -306,10 +307,12 @@ def promote(run: Run, decision: Decision) -> Params:
     weight = decision.weight if decision.promoted else 0.0
     params = interpolate_encoders(run, state.params, base, weight)
     vectors = passage_vectors(run, params, weight)
-    trained, frozen = ({name: params[name] for name in part} for part in (state.trained, state.frozen))
+    state = state._replace(
+        trained={name: params[name] for name in state.trained}, frozen={name: params[name] for name in state.frozen}
+    )
+    index, record = {"vectors": run.index(vectors).vectors}, saved.record | {"index_step": steps + 1}
     with Checkpoints(run.workdir / last / "checkpoints", keep=1) as checkpoints:
-        index, record = {"vectors": run.index(vectors).vectors}, saved.record | {"index_step": steps + 1}
-        checkpoints.save(steps + 1, state._replace(trained=trained, frozen=frozen), index, record, wait=True)
+        checkpoints.save(steps + 1, state, index, record, wait=True)
     return params
 
 

@@ -31,15 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_argument(parser, "adapt")
     add = parser.add_argument
     add("documents", metavar="DOCUMENTS", help="file, pattern or folder of documents")
-    add("--from", required=True, dest="model", metavar="MODEL", help="model of sentence-transformers: a folder, "
-        "hf:NAME, or py:NAME of an installed package")  # fmt: skip
+    model_help = "model of sentence-transformers: a folder, hf:NAME, or py:NAME of an installed package"
+    add("--from", required=True, dest="model", metavar="MODEL", help=model_help)
     add("--output", required=True, metavar="DIR", help="folder of the run: created or resumed")
-    add("--questions", metavar="FILE", help="judged questions to compare on, beside held-out documents")
-    add("--forgetting", metavar="DOCUMENTS", help="a second corpus, to see what was lost on other documents than yours")
-    add("--minutes", type=float, default=MINUTES, metavar="N", help="time for all of it on this machine "
-        f"({MINUTES:g}); up to twice as much where the least that is to be done needs it")  # fmt: skip
-    add("--merge", type=float, metavar="W", help="weight of the trained towers beside the start's, above 0 and at "
-        "most 1 (default: 1, or ½ where 1 loses passages that lack the sentence asked with)")  # fmt: skip
+    add("--questions", metavar="FILE", help="evaluation questions to measure on, in addition to held-out documents")
+    add("--forgetting", metavar="DOCUMENTS", help="second corpus, to measure what the encoder lost on other documents")
+    minutes_help = f"time on this machine (default: {MINUTES:g}); up to twice as much if less is not enough"
+    add("--minutes", type=float, default=MINUTES, metavar="N", help=minutes_help)
+    merge_help = "interpolation weight of the trained encoders, above 0 and at most 1 (default: 1, or 0.5 if weight 1 "
+    merge_help += "finds fewer passages that lack the sentence in the query)"
+    add("--merge", type=float, metavar="W", help=merge_help)
 
 
 def run(args: argparse.Namespace) -> None:

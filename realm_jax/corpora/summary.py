@@ -14,20 +14,20 @@ def prepare_and_print(options: Options) -> None:
         UserError: a fault in the inputs, or the output exists otherwise.
     """
     started = time.monotonic()
-    output, made = options.output, prepare(options)
-    if made is None:
+    output, prepared = options.output, prepare(options)
+    if prepared is None:
         print(f"{output} was prepared from the same inputs with the same settings; nothing to do")
         return
-    for name, summary in made.summaries.items():
-        counts = made.counts[name]
+    for name, summary in prepared.summaries.items():
+        counts = prepared.counts[name]
         line = f"{name}: {summary.articles:,} articles -> {summary.passages:,} passages"
         changes = _with_reasons("", "", summary.notes)
         print(_with_reasons(line, "dropped", counts.dropped + counts.damaged) + changes)
         _print_samples(counts)
-    splits = ", ".join(f"{split} {count:,}" for split, count in made.manifest["questions"].items()) or "none"
-    print(_with_reasons(f"questions: {splits}", "dropped", made.questions.dropped + made.questions.damaged))
-    _print_samples(made.questions)
-    print(f"vocabulary: {made.vocabulary:,} word pieces")
+    splits = ", ".join(f"{split} {count:,}" for split, count in prepared.manifest["questions"].items()) or "none"
+    print(_with_reasons(f"questions: {splits}", "dropped", prepared.questions.dropped + prepared.questions.damaged))
+    _print_samples(prepared.questions)
+    print(f"vocabulary: {prepared.vocabulary:,} word pieces")
     print(f"{output} is ready after {time.monotonic() - started:.0f} seconds")
 
 
