@@ -181,17 +181,19 @@ def compare_with_baseline(rows: Mapping[str, Metrics], documents: NDArray[np.int
 # --- searches ---------------------------------------------------------------------------------------------------------
 
 
-def find_sentences(run: Run, evidence: Evidence, share: float, most: int = MAX_SENTENCES) -> list[HeldOutSentence]:
-    """Return the held-out sentences of a run, at most `most`.
+def find_sentences(
+    run: Run, evidence: Evidence, share: float, max_sentences: int = MAX_SENTENCES
+) -> list[HeldOutSentence]:
+    """Return held-out sentences of a run.
 
     Args:
         run: the run, whose passages and tokenizer are used.
         evidence: the spans to hide.
         share: share of the documents that is held out.
-        most: how many to return.
+        max_sentences: return at most so many, evenly spread over the corpus.
     """
     sources = run.sources
-    return held_out_sentences(sources.passages, sources.tokenizer, run.lengths.query, share, most, evidence)
+    return held_out_sentences(sources.passages, sources.tokenizer, run.lengths.query, share, max_sentences, evidence)
 
 
 @dataclass(frozen=True)

@@ -136,14 +136,14 @@ def make_plan(request: AdaptRequest, config: ConfigDict, began: float) -> Plan:
     # --- Steps that fit the rest
     remaining_seconds = seconds * (1 - RESERVE) - elapsed_seconds
     remaining_seconds -= estimate.embed + estimate.measure + estimate.compile
-    most = {name: run.config[name].steps for name in task_names(run.config)}
+    max_steps = {name: run.config[name].steps for name in task_names(run.config)}
     counts = read_json(Path(config.data.path) / PREPARED)["counts"]
     lost_questions = count_left_out(counts["questions"]) if "questions" in counts else {}
     return Plan(
         candidates=config.realm.candidates,
         held_out=share,
-        tasks=",".join(most),
-        steps=steps_that_fit(most, estimate.step, remaining_seconds, MIN_STEPS),
+        tasks=",".join(max_steps),
+        steps=steps_that_fit(max_steps, estimate.step, remaining_seconds, MIN_STEPS),
         dtype=config.model.dtype,
         sentences=max_sentences,
         estimate=estimate,
@@ -323,15 +323,17 @@ def measure_steps(run: Run, params: Params, embed_seconds: float) -> tuple[float
     return compile_seconds, step_seconds
 
 
-def steps_that_fit(most: Mapping[str, int], each: Mapping[str, float], seconds: float, least: int) -> dict[str, int]:
-    """Return the steps of each task: the same share of its most, as large as fits.
+def steps_that_fit(
+    max_steps: Mapping[str, int], step_seconds: Mapping[str, float], seconds: float, min_steps: int
+) -> dict[str, int]:
+    """Return the steps of each task: the same share of its maximum, as large as fits.
 
     Args:
-        most: task → steps of the recipe.
-        each: task → seconds of a step.
+        max_steps: task → steps of the recipe.
+        step_seconds: task → seconds of a step.
         seconds: time for all of them.
-        least: steps of a task, even if they do not fit.
+        min_steps: steps of a task, even if they do not fit.
     """
-    total = sum(most[name] * each[name] for name in most)
+    total = sum(max_steps[name] * step_seconds[name] for name in max_steps)
     share = min(1.0, max(0.0, seconds) / total) if total else 1.0
-    return {name: max(min(least, count), int(count * share)) for name, count in most.items()}
+    return {name: max(min(min_steps, steps), int(steps * share)) for name, steps in max_steps.items()}
