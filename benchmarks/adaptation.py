@@ -25,6 +25,8 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.adaptation.evaluate import interpolate_encoders, passage_vectors, trains_passage_encoder
+from realm_jax.adaptation.plan import measure_steps, seconds_to_embed, steps_that_fit
 from realm_jax.config_flags import with_overrides
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.significance import difference, paired_mean
@@ -33,13 +35,10 @@ from realm_jax.recipes import adapt
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.storage import open_atomic, read_json, write_json_atomic
-from realm_jax.train.adaptation import measure_steps
-from realm_jax.train.adaptation_gate import any_moves, vectors_at, with_towers
 from realm_jax.train.init_from import init_from_sources
 from realm_jax.train.loop import train_task
 from realm_jax.train.recipe import checked_run, recipe_tasks, starting_params
 from realm_jax.train.results import save_bm25_index
-from realm_jax.train.time_plan import seconds_to_embed, steps_that_fit
 
 # REALM that moves the passages, with fewer of them as each is embedded in every step: whether its index has to follow.
 MOVING = ["tasks=realm", "realm.candidates=5", "realm.batch_size=8"]
@@ -110,10 +109,10 @@ def run_method(args: argparse.Namespace, method: str, seed: int, folder: Path) -
     logging.info("%s, seed %d: trained in %.0f s", method, seed, time.monotonic() - began)
     start = init_from_sources(run, run.initial_params())
     if not values_file(args.output, 0.0).is_file():
-        save(values_file(args.output, 0.0), recalls(run, start, vectors_at(run, trained, start, 0.0)))
+        save(values_file(args.output, 0.0), recalls(run, start, passage_vectors(run, start, 0.0)))
     for weight in args.weights:
-        params = with_towers(run, trained, start, weight)
-        found = recalls(run, params, vectors_at(run, trained, start, weight))
+        params = interpolate_encoders(run, trained, start, weight)
+        found = recalls(run, params, passage_vectors(run, params, weight))
         save(values_file(folder, weight), found)
         means = ", ".join(f"{name} {values.mean():.3f}" for name, values in found.items())
         logging.info("%s, seed %d, weight %g: %s", method, seed, weight, means)
@@ -129,9 +128,10 @@ def with_steps(run: Run, seconds: float, given: int | None) -> ConfigDict:
     if not path.is_file():
         params = starting_params(run)
         embed = seconds_to_embed(run, params)
-        each = measure_steps(run, params, embed)["step"]
+        each = measure_steps(run, params, embed)[1]
         most = {name: config[name].steps for name in names} if len(names) > 1 else dict.fromkeys(names, MOST)
-        between = embed * any_moves(run) if len(names) > 1 else 0.0
+        moves_passages = any(trains_passage_encoder(task) for task in recipe_tasks(run))
+        between = embed if moves_passages and len(names) > 1 else 0.0
         write_json_atomic(path, {"steps": steps_that_fit(most, each, seconds - between, 1), "seconds": each})
     config = ConfigDict(config.to_dict())
     for name, steps in read_json(path)["steps"].items():

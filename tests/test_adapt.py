@@ -11,21 +11,27 @@ import jax
 import numpy as np
 import pytest
 from articles import NAMES, WORDS
+from ml_collections import ConfigDict
 from runs import largest_change
 from tiny import loud_params
 from tiny_run import tiny_config, write_lines
 from weight_folders import edit_settings, save_network
 
+from realm_jax.adaptation import evaluate, plan
+from realm_jax.adaptation import run as adaptation
+from realm_jax.adaptation.evaluate import AdaptEvaluator, choose_weight, passes_promotion_test
+from realm_jax.adaptation.record import AdaptRecord, AdaptRequest, Change, Decision, Estimate, Measurement, Plan
+from realm_jax.adaptation.report import headline
 from realm_jax.assemble import make_model, make_run
 from realm_jax.cli import main as cli
-from realm_jax.cli.adapt import check_outside
 from realm_jax.cli.prepare import prepare
+from realm_jax.data.evidence import find_evidence
 from realm_jax.data.examples import cloze_pieces, query_arrays
 from realm_jax.data.questions import Question
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.eval import adaptation as judge
 from realm_jax.eval import prediction
+from realm_jax.index.heartbeat import StatusWriter
 from realm_jax.inference.model import Model
 from realm_jax.launch.status import Heartbeats, run_status
 from realm_jax.models.folders import TOWERS
@@ -33,9 +39,10 @@ from realm_jax.models.realm import Params
 from realm_jax.retrieval.vector_files import write_vectors
 from realm_jax.run import Run
 from realm_jax.storage import open_folder, read_json
-from realm_jax.train import adaptation, adaptation_gate, recipe, workdir
+from realm_jax.train import recipe, workdir
+from realm_jax.train.exported_model import exported_model
 from realm_jax.train.init_from import init_from_sources
-from realm_jax.train.time_plan import steps_that_fit
+from realm_jax.train.restore import restore_params
 from realm_jax.train.trained_run import open_run_for_inference, restore
 
 LIBRARY = "sentence_transformers.models."
@@ -59,7 +66,7 @@ def article(number: int, rng: np.random.Generator) -> dict[str, str]:
 @pytest.fixture(scope="module", autouse=True)
 def one_device():
     with pytest.MonkeyPatch.context() as patch:
-        for module in (recipe, workdir, adaptation):
+        for module in (recipe, workdir, plan):
             patch.setattr(module, "make_run", partial(make_run, devices=jax.devices()[:1]))
         yield
 
@@ -67,13 +74,8 @@ def one_device():
 @pytest.fixture(autouse=True)
 def no_measuring(monkeypatch):
     """All steps fit: how fast this machine is is measured in `done` only, before this fixture."""
-    searches = {"passage": 0.01, "embed": 1.0, "query": 0.01, "measure": 1.0, "sentences": 1000}
-
-    def steps(run, params, embed):
-        return {"compile": 1.0, "step": {task.name: 0.1 for task in recipe.recipe_tasks(run)}}
-
-    monkeypatch.setattr(adaptation, "measure_searches", lambda *_: searches.copy())
-    monkeypatch.setattr(adaptation, "measure_steps", steps)
+    monkeypatch.setattr(plan, "measure_searches", lambda *_: (Estimate(0.01, 1.0, 0.01, 1.0), 1000))
+    monkeypatch.setattr(plan, "measure_steps", lambda run, *_: (1.0, dict.fromkeys(recipe.task_names(run.config), 0.1)))
 
 
 @pytest.fixture(scope="module")
@@ -119,16 +121,9 @@ def questions(documents) -> Path:
 @pytest.fixture(scope="module")
 def done(documents, encoder, questions, tmp_path_factory) -> Path:
     """A finished adaptation, promoted whatever it is worth."""
-    output, promote = tmp_path_factory.mktemp("adapted") / "run", adaptation.promote
-
-    def promoted(run, measured):
-        trained = adaptation_gate.restore_params(run, *adaptation_gate.last_checkpoint(run))
-        np.savez(output.with_name("trained.npz"), *jax.tree.leaves({name: trained[name] for name in TOWERS}))
-        return promote(run, measured)
-
+    output = tmp_path_factory.mktemp("adapted") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(adaptation, "promote", promoted)
-        patch.setattr(judge, "is_better", lambda *found: True)
+        patch.setattr(evaluate, "passes_promotion_test", lambda *_: True)
         assert adapt(documents, encoder, output, f"--questions={questions}", "--merge=0.5") == 0
     return output
 
@@ -150,6 +145,8 @@ def test_from_documents_to_a_model_and_a_report(done, capsys, monkeypatch):
     assert record["plan"]["steps"] == {"evidence_contrast": 3, "realm": 3}
     estimate = record["plan"]["estimate"]
     assert estimate["embed"] > 0 and all(seconds > 0 for seconds in estimate["step"].values())
+    for name, entry in (("plan", Plan), ("measured", Measurement)):
+        assert entry.from_json(record[name]).to_json() == record[name]
     start = record["measured"]["table"]["start"]
     assert start["mean_recall@5"]["queries"] >= 8 and start["evidence_recall@5"]["queries"] > 0
     assert start["judged questions: recall@5"]["queries"] == 12
@@ -188,23 +185,26 @@ def test_what_answers_is_half_of_the_start_and_half_of_what_was_trained(done):
     """And the vectors are those of the promoted document tower."""
     run, found = open_run_for_inference(done), towers(done)
     start = init_from_sources(run, run.initial_params())
-    with np.load(done.with_name("trained.npz")) as trained:
-        parts = zip(*(jax.tree.leaves({name: one[name] for name in TOWERS}) for one in (start, found)), strict=True)
-        for (before, after), last in zip(parts, trained.values(), strict=True):
-            np.testing.assert_allclose(after, (before + last) / 2, atol=1e-6)
+    trained = restore_params(run, *evaluate.last_checkpoint(run))
+    parts = (jax.tree.leaves({name: params[name] for name in TOWERS}) for params in (start, trained, found))
+    for before, last, after in zip(*parts, strict=True):
+        np.testing.assert_allclose(after, (before + last) / 2, atol=1e-6)
     assert all(largest_change(start[name], found[name]) > 0 for name in TOWERS)
-    vectors = adaptation_gate.saved_vectors(run, *adaptation_gate.last_checkpoint(run))
+    vectors = exported_model(done).vectors(run.sources.passages.fingerprint)
     np.testing.assert_array_equal(vectors, np.load(done / "vectors.npy"))
     np.testing.assert_allclose(vectors, run.embed(found), atol=1e-6)
     assert np.abs(vectors - run.embed(start)).max() > 1e-5
 
 
-def breaks_off(work: Any) -> Any:
-    """A stage that ends badly when it is done; of several tasks the first is done."""
+def breaks_off(work: Any, calls: int = 1) -> Any:
+    """A function that ends badly when it is done, at a call of several."""
+    numbers = iter(range(1, calls + 1))
 
-    def cut(*arguments: Any) -> None:
-        work(*arguments)
-        raise KeyError("power failure")
+    def cut(*arguments: Any, **options: Any) -> Any:
+        result = work(*arguments, **options)
+        if next(numbers) == calls:
+            raise KeyError("power failure")
+        return result
 
     return cut
 
@@ -213,18 +213,19 @@ def test_a_cut_after_every_stage_changes_no_bit(done, documents, encoder, questi
     """A second run in the place of the first breaks off again and again; it then has the same files."""
     wanted, vectors = files(done / "model"), (done / "vectors.npy").read_bytes()
     kept = done.rename(done.with_name("kept"))
-    monkeypatch.setattr(judge, "is_better", lambda *found: True)
+    monkeypatch.setattr(evaluate, "passes_promotion_test", lambda *_: True)
     arguments = documents, encoder, done, f"--questions={questions}", "--merge=0.5"
     try:
-        for stage in ("make_plan", "train_task", "train", "measure", "promote", "write_model", "write_vectors"):
+        cuts = ["make_plan", "train_task", "train_task", "measure", "write_exported_model", "write_vectors"]
+        for number, name in enumerate(cuts):
             with monkeypatch.context() as patch, pytest.raises(KeyError, match="power failure"):
-                patch.setattr(adaptation, stage, breaks_off(getattr(adaptation, stage)))
+                patch.setattr(adaptation, name, breaks_off(getattr(adaptation, name), cuts[: number + 1].count(name)))
                 adapt(*arguments)
             assert not (done / "report.html").exists()
         assert adapt(*arguments) == 0
         assert files(done / "model") == wanted and (done / "vectors.npy").read_bytes() == vectors
-        for stage in ("make_plan", "train", "measure", "write_model"):
-            monkeypatch.setattr(adaptation, stage, None)
+        for name in ("make_plan", "train_task", "measure", "write_exported_model"):
+            monkeypatch.setattr(adaptation, name, None)
         assert adapt(*arguments) == 0, "nothing is done again"
     finally:
         shutil.rmtree(done)
@@ -242,13 +243,12 @@ def test_the_start_is_kept_where_adaptation_is_worse(documents, encoder, questio
     broken.write_text(documents.read_text() + '{"id": "cut", "te\n')
     lost = {"question": "Who?", "answers": [], "gold_passage_id": "nowhere"}
     asked.write_text(questions.read_text() + json.dumps(lost) + "\n")
-    honest = judge.compare
-    monkeypatch.setattr(judge, "compare", lambda before, after, *further: honest(before, after * 0, *further))
+    compare = evaluate.compare
+    monkeypatch.setattr(evaluate, "compare", lambda before, after, *clusters: compare(before, after * 0, *clusters))
     assert adapt(broken, start, run, f"--questions={asked}") == 0
     out, page, record = capsys.readouterr().out, (run / "report.html").read_text(), read_json(run / "adapt.json")
     assert out.splitlines()[-4].startswith("Start kept: ") and "Start kept: " in page
     assert "\n# An encoder that is not adapted to" in (run / "model" / "README.md").read_text()
-    assert files(run / "model") == files(encoder)
     opened = open_run_for_inference(run)
     first, found = init_from_sources(opened, opened.initial_params()), towers(run)
     jax.tree.map(np.testing.assert_array_equal, {name: first[name] for name in found}, found)
@@ -257,17 +257,16 @@ def test_the_start_is_kept_where_adaptation_is_worse(documents, encoder, questio
     assert "left out: " in page and "whose gold passage is not there" in out
 
 
-def test_only_what_is_better_beyond_doubt_and_not_worse_when_judged_is_promoted():
-    better, unsure = {"low": 0.01, "high": 0.03}, {"low": -0.01, "high": 0.03}
-    assert judge.is_better(better, {}) and judge.is_better(better, unsure)
-    assert not judge.is_better(unsure, {}) and not judge.is_better({"low": None, "high": None}, {})
-    assert not judge.is_better(better, {"low": -0.03, "high": -0.01})
-    assert not judge.is_better(better, unsure, {"low": -0.03, "high": -0.01})
-    change = {"start": 0.5, "value": 0.5, "change": 0.0, "queries": 9, "documents": 3}
-    record = {"promoted": False, "weight": 1.0, "gain": change | better, "removed": change | unsure, "judged": {}}
-    assert "not better beyond doubt" in judge.headline(record | {"gain": change | unsure})
-    worse = record | {"removed": change | {"low": -0.03, "high": -0.01}}
-    assert "Start kept: the adapted encoder finds more, but not all that the start finds" in judge.headline(worse)
+def test_only_a_significant_gain_without_a_significant_loss_is_promoted():
+    better, unsure, worse = (
+        Change(9, low=low, high=high) for low, high in ((0.01, 0.03), (-0.01, 0.03), (-0.03, -0.01))
+    )
+    assert passes_promotion_test(better, Change()) and passes_promotion_test(better, unsure)
+    assert not passes_promotion_test(unsure, Change()) and not passes_promotion_test(Change(9), Change())
+    assert not passes_promotion_test(better, worse) and not passes_promotion_test(better, unsure, worse)
+    assert "not better beyond doubt" in headline(Decision(False, 1.0, unsure, unsure))
+    lost = headline(Decision(False, 1.0, better, worse))
+    assert "Start kept: the adapted encoder finds more, but not all that the start finds" in lost
 
 
 @pytest.mark.parametrize(
@@ -284,27 +283,21 @@ def test_half_of_what_was_trained_is_tried_where_all_of_it_gains_and_loses(gains
     """gains: lower ends of the interval at the weights 1 and ½; losses: upper ends of passages without sentences.
     Judged questions veto, and choose nothing."""
     for promoted in (True, False):
-        ends = zip(gains, losses, strict=True)
-        decisions = [{"gain": {"low": low}, "removed": {"high": high}, "promoted": promoted} for low, high in ends]
-        at = dict(zip(adaptation_gate.WEIGHTS, decisions, strict=True))
-        assert adaptation_gate.first_decision(adaptation_gate.WEIGHTS, at.get) == at[weight] | {"weight": weight}
-        assert adaptation_gate.first_decision([0.25], lambda _, at=at: at[1.0])["weight"] == 0.25
-
-
-def test_where_documents_stay_every_weight_has_the_vectors_of_the_start(documents, encoder, tmp_path):
-    tasks = "--config.tasks=ict", "--config.ict.negatives=index"
-    assert adapt(documents, encoder, tmp_path / "run", *tasks, "--merge=0.5") == 0
-    run = open_run_for_inference(tmp_path / "run")
-    start = init_from_sources(run, run.initial_params())
-    np.testing.assert_allclose(np.load(tmp_path / "run" / "vectors.npy"), run.embed(start), atol=1e-6)
+        values = zip(evaluate.WEIGHTS, gains, losses, strict=True)
+        decisions = [Decision(promoted, each, Change(9, low=low), Change(9, high=high)) for each, low, high in values]
+        remaining = iter(decisions)
+        assert choose_weight(remaining).weight == weight
+        assert len([*remaining]) == (weight == 1.0), "no weight is measured that is not tried"
+        assert choose_weight(decisions[:1]) == decisions[0]
 
 
 def test_a_passage_without_its_sentence_is_searched_in_its_place(done):
     """By the sentence; it lacks that only, and the passages that do not ask are as they are."""
     run = open_run_for_inference(done)
-    sentences, store = adaptation_gate.sentences_of(run, adaptation_gate.evidence_of(run), 1.0), run.sources.passages
-    searches = adaptation_gate.Searches(run, sentences, [])
-    numbers, rows = searches._removed
+    store = run.sources.passages
+    sentences = evaluate.find_sentences(run, find_evidence(store, *run.lengths.hidden), 1.0)
+    evaluator = AdaptEvaluator(run, sentences)
+    numbers, rows = evaluator.shortened_passages
     assert len({sentences[number].row for number in numbers}) == len(numbers) == len(rows.title_lengths) > 8
     for number, ids, length in zip(numbers, rows.ids, rows.lengths, strict=True):
         sentence = sentences[number]
@@ -312,28 +305,30 @@ def test_a_passage_without_its_sentence_is_searched_in_its_place(done):
         body, title = store.body_tokens(sentence.row).tolist(), store.title_tokens(sentence.row).tolist()
         assert ids[1 : length - 1].tolist() == [*title, run.sources.tokenizer.sep_id, *body[:start], *body[end:]]
     params, vectors = restore(run, warn=False, for_answers=False).params, np.load(done / "vectors.npy")
-    found = searches.values(params, vectors, "vectors")[judge.REMOVED]
+    found = evaluator.metrics(params, vectors, "vectors")[evaluate.RECALL_WITHOUT_SENTENCE]
     assert np.flatnonzero(~np.isnan(found)).tolist() == sorted(numbers) and {*found[sorted(numbers)]} <= {0.0, 1.0}
-    assert np.isnan(searches.values(params, vectors, "bm25")[judge.REMOVED]).all()
+    assert np.isnan(evaluator.metrics(params, vectors, "bm25")[evaluate.RECALL_WITHOUT_SENTENCE]).all()
 
 
 def test_steps_fit_the_time_and_keep_their_proportion():
     most, each = {"ict": 1000, "realm": 500}, {"ict": 0.1, "realm": 0.4}
-    assert steps_that_fit(most, each, 150.0, 20) == {"ict": 500, "realm": 250}
-    assert steps_that_fit(most, each, 1e6, 20) == most
-    assert steps_that_fit(most, each, -5.0, 20) == {"ict": 20, "realm": 20}
-    assert steps_that_fit({"ict": 3}, {"ict": 1.0}, 0.0, 20) == {"ict": 3}
+    assert plan.steps_that_fit(most, each, 150.0, 20) == {"ict": 500, "realm": 250}
+    assert plan.steps_that_fit(most, each, 1e6, 20) == most
+    assert plan.steps_that_fit(most, each, -5.0, 20) == {"ict": 20, "realm": 20}
+    assert plan.steps_that_fit({"ict": 3}, {"ict": 1.0}, 0.0, 20) == {"ict": 3}
 
 
 def test_a_corpus_that_takes_too_long_is_told_or_refused():
-    times, check = {"measure": 5.0, "compile": 2.0, "step": {"ict": 0.1}}, adaptation.check_time
-    assert check(1.0, 3.0, times | {"embed": 40.0}, 1000) == []
-    (note,) = check(1.0, 3.0, times | {"embed": 100.0}, 1000)
+    def check(embed: float, step: float = 0.1) -> list[str]:
+        return plan.check_time(1.0, 3.0, Estimate(0.01, embed, 0.01, 5.0, 2.0, {"ict": step}), 1000)
+
+    assert check(40.0) == []
+    (note,) = check(100.0)
     wanted = "--minutes=1: 1 min 52 s at least are needed here, 1 min 40 s to embed 1,000 passages and 5 s to compare "
     assert note == f"{wanted}among them: training is as short as can be."
-    for late in (times | {"embed": 110.0}, times | {"step": {"ict": 4.0}, "embed": 40.0}):
+    for embed, step in ((110.0, 0.1), (40.0, 4.0)):
         with pytest.raises(UserError, match="at least are needed here, .*; give more minutes, or fewer documents"):
-            check(1.0, 3.0, late, 1000)
+            check(embed, step)
 
 
 def fails(capsys, *arguments: Any) -> str:
@@ -376,7 +371,7 @@ def test_what_cannot_be_adapted_is_reported_before_training(documents, encoder, 
 def test_a_pattern_that_finds_nothing_in_the_output_may_stand_above_it(tmp_path, monkeypatch, pattern):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
-    check_outside(Path("docs/run/1"), pattern, "whose files are documents")
+    adaptation.check_outside(Path("docs/run/1"), pattern, "whose files are documents")
 
 
 def test_documents_that_do_not_suffice_may_be_completed(documents, encoder, tmp_path, capsys):
@@ -404,7 +399,7 @@ def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp
     for source, start, output, option, message in [
         (documents, encoder, done, "--merge=0.25", "was begun with questions"),
         (documents, encoder, done, "--merge=0.25", "give the same, or another --output"),
-        (documents, encoder, other, "", "another run lies there"),
+        (documents, encoder, other, "", "is the folder of another run"),
         (documents, encoder, other / "vectors", "", "has a vectors.npy of something else"),
         (documents, encoder, new, "--merge=2", "--merge=2: give a weight"),
         *[(documents, encoder, new, f"--minutes={x}", f"={x}: give a number above 0") for x in ("0", "inf", "nan")],
@@ -423,6 +418,13 @@ def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp
     ]:
         assert message in fails(capsys, source, start, output, *filter(None, [option]))
     assert not new.exists() and not (own / "deep").exists()
+
+
+def test_a_record_of_another_version_is_refused(tmp_path):
+    record = {"settings": {}, "command": "", "seconds": {}, "plan": {"tasks": "realm"}}
+    (tmp_path / "adapt.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="adapt.json: another version of realm_jax wrote it; continue"):
+        AdaptRecord.open(AdaptRequest("docs", "model", tmp_path, ConfigDict()), StatusWriter(None, "", None), 0.0)
 
 
 def test_other_weights_under_the_name_of_the_start_are_refused(documents, encoder, tmp_path, monkeypatch, capsys):
@@ -445,12 +447,15 @@ def test_a_document_that_is_added_is_found_and_nothing_else_is_embedded(
     """And what other documents lost is measured, here of the same documents, so that all of them ask."""
     run = tmp_path / "run"
     monkeypatch.setenv("REALM_CACHE_BYTES", "1000000")
-    monkeypatch.setattr(judge, "is_better", lambda *found: True)
+    monkeypatch.setattr(evaluate, "passes_promotion_test", lambda *_: True)
     assert adapt(documents, encoder, run, "--merge=1", f"--forgetting={documents}") == 0
     record = read_json(run / "adapt.json")
     table = record["forgetting"]["table"]
     assert record["forgetting"]["documents"] == 60 and {*table} == {"start", "adapted"}
-    assert table["start"][judge.GAIN]["queries"] > record["measured"]["table"]["start"][judge.GAIN]["queries"]
+    assert (
+        table["start"][evaluate.MEAN_RECALL]["queries"]
+        > record["measured"]["table"]["start"][evaluate.MEAN_RECALL]["queries"]
+    )
     assert f"On other documents: {documents}" in (run / "report.html").read_text()
     before = np.load(run / "vectors.npy")
     new = {"id": "new", "title": "Life 60", "text": "The bardlo of Ada Moss was beck."}
@@ -481,12 +486,16 @@ def test_with_hardly_any_names_sentences_alone_are_learned_from(encoder, tmp_pat
     for number, text in enumerate(texts[:named]):
         text.append(f"The {' '.join(WORDS[:6])} of Ada Moss was {WORDS[6 + number]}.")
     articles = [{"id": f"a{n}", "title": "", "text": " ".join(text)} for n, text in enumerate(texts)]
-    assert adapt(write_lines(tmp_path / "plain.jsonl", articles), encoder, tmp_path / "run") == 0
+    assert adapt(write_lines(tmp_path / "plain.jsonl", articles), encoder, tmp_path / "run", "--merge=0.5") == 0
     record = read_json(tmp_path / "run" / "adapt.json")
     plan, start = record["plan"], record["measured"]["table"]["start"]
     assert named or start["evidence_recall@5"] == {"queries": 0}
     assert plan["steps"] == {"ict": 3} and bool(plan["spans_with_evidence"]) == bool(named)
     assert re.match(f"[0-{named}] documents to learn from have a name", plan["notes"][0])
+    # The passage encoder is not trained, so every weight has the vectors of the start.
+    run = open_run_for_inference(tmp_path / "run")
+    base = init_from_sources(run, run.initial_params())
+    np.testing.assert_allclose(np.load(tmp_path / "run" / "vectors.npy"), run.embed(base), atol=1e-6)
 
 
 def test_the_exported_folder_gives_our_vectors_in_sentence_transformers(done):

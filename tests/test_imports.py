@@ -11,7 +11,7 @@ LAYERS = (
     *("errors", "storage", "schema", "processes", "mesh", "console", "checksums", "cache", "host", "environment"),
     *("data", "sections", "models", "corpora", "retrieval", "forward", "run", "flops"),
     *("eval", "tasks", "assemble", "config", "recipes", "config_flags"),
-    *("index", "train", "inference", "serving", "launch", "cli"),
+    *("index", "train", "adaptation", "inference", "serving", "launch", "cli"),
     *("api", "__main__"),
 )
 

@@ -13,13 +13,13 @@ from tiny import DOCUMENT, SPECIAL, document_rows
 from tiny_run import tiny_config
 from weight_folders import cut_into_shards, edit_settings, save_tiny_network
 
+from realm_jax.adaptation.run import check_model
 from realm_jax.cli.prepare import prepare
 from realm_jax.config import INHERITED, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.models.inputs import Documents, document_sequences, query_sequences
 from realm_jax.models.prompts import Template, compiled, parse
-from realm_jax.train.adaptation import check_model
 from realm_jax.train.init_from import fill_from_pretrained, find_source
 from realm_jax.train.recipe import open_run
 

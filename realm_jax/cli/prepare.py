@@ -1,18 +1,15 @@
 """`realm prepare`: turn documents and questions into a folder that every other job reads.
 
-The work is `prepare` of `realm_jax.corpora.run`; here are the flags and the summary.
+The work is `prepare` of `realm_jax.corpora.run`; here are the flags.
 """
 
 import argparse
-import time
-from collections import Counter
 from dataclasses import fields
 from typing import Any
 
 from realm_jax.cli.argument_types import positive
-from realm_jax.corpora.articles import Counts
 from realm_jax.corpora.run import DEFAULT_VOCABULARY_SIZE, Options, Path_
-from realm_jax.corpora.run import prepare as prepare_folder
+from realm_jax.corpora.summary import prepare_and_print
 from realm_jax.data import spans
 from realm_jax.data.packing import DEFAULT_LIMIT
 
@@ -142,33 +139,4 @@ def prepare(passages: Path_, output: Path_, **further: Any) -> None:
     Raises:
         UserError: a fault in the inputs, or `output` exists otherwise.
     """
-    started = time.monotonic()
-    made = prepare_folder(Options(passages, output, **further))
-    if made is None:
-        print(f"{output} was prepared from the same inputs with the same settings; nothing to do")
-        return
-    for name, summary in made.summaries.items():
-        counts = made.counts[name]
-        line = f"{name}: {summary.articles:,} articles -> {summary.passages:,} passages"
-        changes = _with_reasons("", "", summary.notes)
-        print(_with_reasons(line, "dropped", counts.dropped + counts.damaged) + changes)
-        _print_samples(counts)
-    splits = ", ".join(f"{split} {count:,}" for split, count in made.manifest["questions"].items()) or "none"
-    print(_with_reasons(f"questions: {splits}", "dropped", made.questions.dropped + made.questions.damaged))
-    _print_samples(made.questions)
-    print(f"vocabulary: {made.vocabulary:,} word pieces")
-    print(f"{output} is ready after {time.monotonic() - started:.0f} seconds")
-
-
-def _print_samples(counts: Counts) -> None:
-    for kind, note in counts.common_notes().items():
-        print(f"  {note['times']:,} × {kind}, such as {', '.join(list(note['names'])[:5])}")
-    for reason, samples in sorted(counts.samples.items()):
-        print(f"  {reason}, such as: " + " | ".join(sample[:100] for _, _, sample in samples))
-
-
-def _with_reasons(line: str, verb: str, reasons: Counter[str]) -> str:
-    """`line; dropped 4 of other sources, 3 without words`: most often first, without reasons that never happened."""
-    often = sorted(reasons.items(), key=lambda reason: (-reason[1], reason[0]))
-    counted = ", ".join(f"{count:,} {reason}" for reason, count in often if count)
-    return f"{line}; {verb} {counted}".replace("  ", " ") if counted else line
+    prepare_and_print(Options(passages, output, **further))

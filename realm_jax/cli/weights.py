@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from realm_jax.adaptation.record import RECORD as ADAPTED
 from realm_jax.cli.argument_types import nonempty
 from realm_jax.cli.arguments import add_run_arguments, config_changes
 from realm_jax.data.wordpiece import VOCABULARY_FILE, WordPiece
@@ -35,9 +36,7 @@ from realm_jax.models.sentence_transformers import README
 from realm_jax.models.weights import HF_REALM, SETTINGS, WEIGHTS, bert_settings, write_json
 from realm_jax.storage import publish_folder
 from realm_jax.tasks import TASKS
-from realm_jax.train.adaptation import MODEL
-from realm_jax.train.adaptation import RECORD as ADAPTED
-from realm_jax.train.exported_model import CONFIG, MANIFEST, VECTORS, save_tokenizer, write_networks
+from realm_jax.train.exported_model import CONFIG, MANIFEST, MODEL, VECTORS, save_tokenizer, write_networks
 from realm_jax.train.model_card import run_card
 from realm_jax.train.trained_run import find_task, open_run_for_inference, reader_is_trained
 

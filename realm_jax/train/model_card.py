@@ -1,16 +1,12 @@
-"""Write the README.md of an adapted encoder, or of a run's networks: use, measures, data and recipe.
-
-It does not depend on when or how fast the model was made, so a resumed adaptation writes the same bytes.
-"""
+"""Write the README.md of a run's networks: use, measures, data and recipe. That of an adapted encoder uses parts of it
+(`adaptation/report.py`)."""
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 from ml_collections import ConfigDict
 
 import realm_jax
 from realm_jax.config import task_names
-from realm_jax.eval.adaptation import headline, table
 from realm_jax.models.folders import HUB, PACKAGE, READER
 from realm_jax.models.weights import HF_REALM
 from realm_jax.run import Run
@@ -25,46 +21,6 @@ USES = {  # names of `realm weights export` → what a tower opens with, and the
     HF_REALM: ("`RealmEmbedder` of transformers 4", "`RealmReader` of transformers 4"),
 }
 TAGS = ("sentence-transformers", "feature-extraction", "sentence-similarity", "retrieval")
-
-
-def model_card(record: Mapping[str, Any], run: Run) -> str:
-    """Return the card of an adapted encoder, with its YAML front matter. record: the content of adapt.json."""
-    measured, plan, base = record["measured"], record["plan"], record["settings"]["from"]
-    passage_format = run.config.encoder.passage_prompt or "pairs of title and text"
-    heads, rows = table(measured["table"])
-    lines = [
-        front_matter(base),
-        f"# An encoder {'' if measured['promoted'] else 'that is not '}adapted to {plan['documents']:,} documents",
-        "",
-        f"{headline(measured)}.",
-        "",
-        f"Base model: `{base}`. It was trained on sentences of the documents only, on no question and no label.",
-        "",
-        "    model = SentenceTransformer(FOLDER)",
-        "    queries = model.encode_query(questions)",
-        "    passages = model.encode_document(texts)",
-        "",
-        f"Passages are texts as {passage_format!r}, of at most {run.config.data.document_length} tokens.",
-        *(["Queries have weights of their own; plain `encode` is that of passages."] if measured["promoted"] else []),
-        "",
-        "## Measures",
-        "",
-        "Recall and rank on held-out documents; mean, and the 95 % interval of the change from the start.",
-        "",
-        *(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)),
-        "",
-        "## Data and recipe",
-        "",
-        f"* {plan['passages']:,} passages of {plan['documents']:,} documents, fingerprint `{plan['fingerprint']}`",
-        f"* {plan['held_out']:.1%} of the documents held out",
-        f"* {plan['spans_with_evidence']:,} of {plan['spans']:,} salient spans have evidence in another passage",
-        *recipe(run.config, plan["steps"]),
-        "",
-        "Made by",
-        "",
-        f"    {record['command']}",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def run_card(run: Run, task: str, step: int, networks: Collection[str], names: str = "bert") -> str:
@@ -99,7 +55,7 @@ def run_card(run: Run, task: str, step: int, networks: Collection[str], names: s
         lines += [] if metrics.found is None else [f"* right passage among the first five: {metrics.found:.3f}"]
         lines += [""]
     source = f"{len(passages):,} passages of {passages.documents:,} documents, fingerprint `{passages.fingerprint}`"
-    lines += ["## Data and recipe", "", f"* {source}", *recipe(config, steps)]
+    lines += ["## Data and recipe", "", f"* {source}", *recipe_lines(config, steps)]
     return "\n".join(lines) + "\n"
 
 
@@ -110,7 +66,7 @@ def front_matter(base: str) -> str:
     return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in TAGS), "---", ""])
 
 
-def recipe(config: ConfigDict, steps: Mapping[str, int]) -> Iterator[str]:
+def recipe_lines(config: ConfigDict, steps: Mapping[str, int]) -> Iterator[str]:
     """Yield a line for each task and the number of steps that it was trained for."""
     for name, number in steps.items():
         task = config[name]

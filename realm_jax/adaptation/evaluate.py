@@ -1,0 +1,345 @@
+"""Compare adapted encoders with the base encoder, on sentences of documents that nothing was learned from.
+
+Each held-out sentence is searched with three times, without any label: for its own document by the sentence without a
+hidden span, for another passage that has what is hidden, and for its own passage by the whole sentence. One number has
+to rise, the mean over the sentences of the average of the three recalls (`MEAN_RECALL`), or of those that a sentence
+has. The queries have the very words of their passages, so an encoder that learned only to match words is better at
+this, while it may be worse at questions. So another number must not fall: recall of a passage that lacks the sentence
+(`RECALL_WITHOUT_SENTENCE`). Evaluation questions, if there are any, must not get worse either. Read `measure`.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from realm_jax.adaptation.record import Change, ChangeTable, Decision, Measurement
+from realm_jax.data.evidence import Evidence
+from realm_jax.data.held_out import HeldOutSentence, held_out_sentences, passages_without
+from realm_jax.data.questions import Question
+from realm_jax.data.store import PassageStore
+from realm_jax.eval.prediction import Evaluator
+from realm_jax.eval.retrieval import RANKED
+from realm_jax.eval.significance import clustered_interval, paired_interval
+from realm_jax.index.embed import embed_with_cache
+from realm_jax.models.realm import Params
+from realm_jax.retrieval.embed import CorpusRows
+from realm_jax.run import Run
+from realm_jax.sections import task_names
+from realm_jax.tasks.base import Task
+from realm_jax.tasks.groups import numbered
+from realm_jax.train.checkpoints import SavedCheckpoint
+from realm_jax.train.init_from import recorded_start
+from realm_jax.train.recipe import recipe_tasks
+from realm_jax.train.records import primary_metric
+from realm_jax.train.restore import restore_params, saved_vectors
+
+logger = logging.getLogger(__name__)
+
+# Split of the evaluation questions: as `dev` they would take the place of held-out documents.
+QUESTIONS_SPLIT = "test"
+QUESTION_PREFIX = "judged questions: "  # before the names of their metrics
+MAX_SENTENCES, MIN_SENTENCES = 1000, 200  # held out: an interval of ± 0.02 or less, and with little time
+WEIGHTS = (1.0, 0.5)  # interpolation weights of the trained encoders, in the order in which they are tried
+TOP = 5  # passages among which the right one has to be
+DEPTH = RANKED + 1  # passages that are searched for, one of which may be the sentence's own
+MAX_EXAMPLES = 5  # sentences of each kind in the report
+
+BASELINE = "start"  # row of the base encoder
+MASKED, EVIDENCE, SENTENCE = "masked_recall@5", "evidence_recall@5", "sentence_recall@5"
+SENTENCE_RANK, MEAN_RECALL, RECALL_WITHOUT_SENTENCE = "sentence_mrr@10", "mean_recall@5", "removed_recall@5"
+METRICS = {  # of sentences: name → title in the report
+    MEAN_RECALL: "mean of the three",
+    MASKED: "sentence without a name, for its document: recall@5",
+    EVIDENCE: "the same, for another passage that has the name and says it: recall@5",
+    SENTENCE: "whole sentence, for its passage: recall@5",
+    SENTENCE_RANK: "the same: MRR@10",
+    RECALL_WITHOUT_SENTENCE: "whole sentence, for its passage without that sentence: recall@5",
+}
+
+Metrics = dict[str, NDArray[np.float64]]  # metric → its value for each query, NaN if the query does not have it
+
+
+def measure(run: Run, sentences: Sequence[HeldOutSentence], merge: float | None) -> Measurement:
+    """Decide whether the trained encoders are promoted, and at which interpolation weight.
+
+    Args:
+        run: the run, all of whose tasks are trained.
+        sentences: held-out sentences to search with.
+        merge: interpolation weight; None tries `WEIGHTS`.
+    """
+    trained, base = restore_params(run, *last_checkpoint(run)), recorded_start(run, run.workdir)
+    evaluator = AdaptEvaluator(run, sentences, run.sources.questions.get(QUESTIONS_SPLIT, []))
+
+    @lru_cache
+    def evaluate_at(weight: float) -> EncoderResult:
+        params = interpolate_encoders(run, trained, base, weight)
+        vectors = passage_vectors(run, params, weight)
+        return EncoderResult(params, vectors, evaluator.metrics(params, vectors, "vectors"))
+
+    # --- Decide by vector search
+    baseline, documents = evaluate_at(0.0), evaluator.document_numbers
+    decision = choose_weight(
+        _decide(weight, baseline.metrics, evaluate_at(weight).metrics, documents)
+        for weight in ((merge,) if merge else WEIGHTS)
+    )
+    adapted = evaluate_at(decision.weight)
+
+    # --- Rows that decide nothing: the trained encoders without interpolation, and BM25
+    rows = {BASELINE: baseline.metrics, "adapted": adapted.metrics}
+    if decision.weight != 1.0:
+        rows["trained"] = evaluate_at(1.0).metrics
+    rows["bm25"] = evaluator.metrics(baseline.params, baseline.vectors, "bm25")
+    rows["start_hybrid"] = evaluator.metrics(baseline.params, baseline.vectors, "hybrid")
+    rows["hybrid"] = evaluator.metrics(adapted.params, adapted.vectors, "hybrid")
+    examples = _changed_examples(run.sources.passages, sentences, baseline.metrics, adapted.metrics)
+    return Measurement(decision, compare_with_baseline(rows, documents), examples)
+
+
+class EncoderResult(NamedTuple):
+    """Encoders, the passages' vectors by them, [rows, width], and what a search of these vectors finds."""
+
+    params: Params
+    vectors: NDArray[np.float32]
+    metrics: Metrics
+
+
+def choose_weight(decisions: Iterable[Decision]) -> Decision:
+    """Return the first decision, or a later one if more sentences are found and fewer passages without them.
+
+    Both changes have to be significant. So a later weight is a second chance to lose nothing, and none to gain.
+
+    Args:
+        decisions: one for each weight to try, made when it is asked for: each takes an evaluation.
+    """
+    for decision in decisions:
+        if not (decision.mean_recall.is_significant_gain and decision.recall_without_sentence.is_significant_loss):
+            break
+        logger.info("weight %g finds more sentences, and fewer passages without them", decision.weight)
+    return decision
+
+
+def _decide(weight: float, before: Metrics, after: Metrics, documents: NDArray[np.int64]) -> Decision:
+    """Decide by the metrics of the base encoder and of encoders at a weight; see `compare` for `documents`."""
+    mean_recall = compare(before[MEAN_RECALL], after[MEAN_RECALL], documents)
+    without = compare(before[RECALL_WITHOUT_SENTENCE], after[RECALL_WITHOUT_SENTENCE], documents)
+    # Questions are compared by the recall that stands for a retriever elsewhere, too.
+    metric = primary_metric({name.removeprefix(QUESTION_PREFIX): True for name in before if name not in METRICS})
+    name = f"{QUESTION_PREFIX}{metric}"
+    questions = compare(before[name], after[name]) if metric else Change()
+    promoted = passes_promotion_test(mean_recall, without, questions)
+    return Decision(promoted, weight, mean_recall, without, metric, questions)
+
+
+def passes_promotion_test(mean_recall: Change, *vetoes: Change) -> bool:
+    """Return True if the mean recall rises significantly, and nothing else falls significantly."""
+    return mean_recall.is_significant_gain and not any(veto.is_significant_loss for veto in vetoes)
+
+
+def compare(
+    before: NDArray[np.float64], after: NDArray[np.float64], documents: NDArray[np.int64] | None = None
+) -> Change:
+    """Compare the values of a metric, over the queries that have it.
+
+    Args:
+        before: values of the base encoder, [queries].
+        after: values of the other encoder, [queries].
+        documents: number of the document of each query, [queries]. Sentences of one document gain or lose together, so
+            the interval is over documents. None for queries that have nothing to do with one another.
+    """
+    known = ~(np.isnan(before) | np.isnan(after))
+    if not known.any():
+        return Change()
+    before, after = before[known], after[known]
+    count, start, value, change = len(before), float(before.mean()), float(after.mean()), float((after - before).mean())
+    if documents is None:
+        return Change(count, start, value, change, *paired_interval(before, after))
+    low, high = clustered_interval(after - before, documents[known])
+    return Change(count, start, value, change, low, high, len(np.unique(documents[known])))
+
+
+def compare_with_baseline(rows: Mapping[str, Metrics], documents: NDArray[np.int64]) -> ChangeTable:
+    """Compare all metrics of all encoders with those of the base encoder.
+
+    Args:
+        rows: encoder → its metrics; one of them is BASELINE.
+        documents: number of the document of each sentence, [sentences].
+    """
+    before = rows[BASELINE]
+    clusters = {name: documents if name in METRICS else None for name in before}
+    return {
+        encoder: {name: compare(before[name], after[name], clusters[name]) for name in before}
+        for encoder, after in rows.items()
+    }
+
+
+# --- searches ---------------------------------------------------------------------------------------------------------
+
+
+def find_sentences(
+    run: Run, evidence: Evidence, share: float, max_sentences: int = MAX_SENTENCES
+) -> list[HeldOutSentence]:
+    """Return held-out sentences of a run.
+
+    Args:
+        run: the run, whose passages and tokenizer are used.
+        evidence: the spans to hide.
+        share: share of the documents that is held out.
+        max_sentences: return at most so many, evenly spread over the corpus.
+    """
+    sources = run.sources
+    return held_out_sentences(sources.passages, sources.tokenizer, run.lengths.query, share, max_sentences, evidence)
+
+
+@dataclass(frozen=True)
+class AdaptEvaluator:
+    """Search with held-out sentences, and with evaluation questions if there are any, and measure what is found."""
+
+    run: Run
+    sentences: Sequence[HeldOutSentence]
+    questions: Sequence[Question] = ()
+
+    @cached_property
+    def document_numbers(self) -> NDArray[np.int64]:
+        """Number of each sentence's document, [sentences], from 0 in their order."""
+        store = self.run.sources.passages
+        return numbered(store.document_id(sentence.row) for sentence in self.sentences)
+
+    @cached_property
+    def shortened_passages(self) -> tuple[list[int], CorpusRows]:
+        """Positions of the sentences that ask for their passage without them, and these passages."""
+        sources, length = self.run.sources, self.run.lengths.document
+        positions, examples = passages_without(sources.passages, sources.tokenizer, length, self.sentences)
+        names = ("document", "document_length", "document_title_length")
+        columns = (
+            np.array([example[name] for example in examples], column.dtype).reshape(-1, *column.shape[1:])
+            for name, column in zip(names, self.run.corpus, strict=True)
+        )
+        return positions, CorpusRows(*columns)
+
+    def metrics(self, params: Params, vectors: NDArray[np.floating], search: str) -> Metrics:
+        """Search and measure.
+
+        Args:
+            params: parameters whose query encoder searches.
+            vectors: of the passages, [rows, width].
+            search: one of `sections.SEARCHES`.
+
+        Returns:
+            METRICS of the sentences, and the recall metrics of the questions.
+        """
+        metrics = self.sentence_metrics(params, vectors, search)
+
+        # Recall of passages without the sentence, by vectors only: BM25 finds none of them.
+        without = np.full(len(self.sentences), np.nan)  # [sentences]
+        positions, passages = self.shortened_passages
+        if search == "vectors" and positions:
+            rows = np.array([self.sentences[position].row for position in positions])  # [shortened]
+            changed_vectors = vectors.copy()  # [rows, width]
+            changed_vectors[rows] = self.run.embed(params, rows=passages)
+            queries = [Question(self.sentences[position].text, []) for position in positions]
+            index = self.run.index(changed_vectors)
+            retrieved = Evaluator(self.run, queries, search).retrieve(params, index, TOP)  # [shortened, TOP]
+            without[positions] = (retrieved == rows[:, None]).any(axis=1)
+        metrics[RECALL_WITHOUT_SENTENCE] = without
+
+        if self.questions:
+            evaluator = Evaluator(self.run, self.questions, search)
+            recalls = evaluator.recall_values(evaluator.retrieve(params, self.run.index(vectors)))
+            metrics |= {f"{QUESTION_PREFIX}{name}": values for name, values in recalls.items()}
+        return metrics
+
+    def sentence_metrics(self, params: Params, vectors: NDArray[np.floating], search: str) -> Metrics:
+        """Search with the sentences among the passages as they are; see `metrics` for the arguments."""
+        index = self.run.index(vectors)
+        masked_queries = [Question(sentence.masked or sentence.text, []) for sentence in self.sentences]
+        unmasked_queries = [Question(sentence.text, []) for sentence in self.sentences]
+        # Rows of passages, [sentences, DEPTH] each, −1 for none
+        masked = Evaluator(self.run, masked_queries, search).retrieve(params, index, DEPTH)
+        unmasked = Evaluator(self.run, unmasked_queries, search).retrieve(params, index, DEPTH)
+        store = self.run.sources.passages
+        values = np.empty((len(self.sentences), 4))  # [sentences, metrics]
+        for number, sentence in enumerate(self.sentences):
+            documents = {store.document_id(int(row)) for row in masked[number, :TOP] if row >= 0}
+            other_rows = masked[number][masked[number] != sentence.row][:TOP]
+            ranks = np.flatnonzero(unmasked[number, :RANKED] == sentence.row)
+            reciprocal_rank = 1 / (1 + ranks[0]) if len(ranks) else 0.0
+            values[number] = (
+                store.document_id(sentence.row) in documents if sentence.masked else np.nan,
+                np.isin(other_rows, sentence.evidence).any() if sentence.evidence else np.nan,
+                reciprocal_rank >= 1 / TOP,
+                reciprocal_rank,
+            )
+        names = (MASKED, EVIDENCE, SENTENCE, SENTENCE_RANK)
+        return {MEAN_RECALL: np.nanmean(values[:, :3], axis=1)} | dict(zip(names, values.T, strict=True))
+
+
+def _changed_examples(
+    store: PassageStore, sentences: Sequence[HeldOutSentence], before: Metrics, after: Metrics
+) -> dict[str, list[dict[str, str]]]:
+    """Return up to MAX_EXAMPLES sentences that only the adapted, or only the base encoder finds a passage for."""
+    examples = dict[str, list[dict[str, str]]]()
+    for kind, finder, other in (("gained", after, before), ("lost", before, after)):
+        entries = []
+        for metric, passage in ((EVIDENCE, "one that tells it"), (MASKED, "its own")):
+            for number in np.flatnonzero((finder[metric] == 1) & (other[metric] == 0)).tolist():
+                sentence = sentences[number]
+                row = sentence.evidence[0] if metric == EVIDENCE else sentence.row
+                entry = {"query": sentence.masked, "what": passage, "title": store.title(row), "text": store.text(row)}
+                entries.append(entry)
+        examples[kind] = entries[:MAX_EXAMPLES]
+    return examples
+
+
+# --- encoders ---------------------------------------------------------------------------------------------------------
+
+
+def interpolate_encoders(run: Run, trained: Params, base: Params, weight: float) -> Params:
+    """Return the trained parameters with encoders (1 − weight) × base + weight × trained, array by array.
+
+    Args:
+        run: the run, whose model names the encoders.
+        trained: parameters after training.
+        base: parameters of the base encoder.
+        weight: 0 to 1.
+    """
+
+    def interpolate(a: jax.Array, b: jax.Array) -> jax.Array:
+        return ((1 - weight) * a + weight * b).astype(a.dtype)
+
+    encoders = {name: jax.tree.map(interpolate, base[name], trained[name]) for name in run.model.embedder_names}
+    return trained | encoders
+
+
+def passage_vectors(run: Run, params: Params, weight: float) -> NDArray[np.float32]:
+    """Return the passages' vectors at an interpolation weight, [rows, width].
+
+    Args:
+        run: the run, all of whose tasks are trained.
+        params: from `interpolate_encoders`.
+        weight: of these parameters.
+
+    Returns:
+        The vectors of the last checkpoint if they are the same, and else new ones, which the cache keeps.
+    """
+    trains_passages = any(trains_passage_encoder(task) for task in recipe_tasks(run))
+    vectors = saved_vectors(run, *last_checkpoint(run)) if weight == 1.0 or not trains_passages else None
+    return embed_with_cache(run, params, bar=True) if vectors is None else vectors
+
+
+def trains_passage_encoder(task: Task) -> bool:
+    """Return True if a task changes the passages' vectors."""
+    return task.run.model.embedder_names[-1] in task.trained
+
+
+def last_checkpoint(run: Run) -> tuple[str, SavedCheckpoint]:
+    """Return the last task, which is trained, and its newest checkpoint."""
+    last = task_names(run.config)[-1]
+    saved = SavedCheckpoint.newest(run.workdir / last / "checkpoints")
+    assert saved is not None, "training is done"
+    return last, saved

@@ -1,0 +1,339 @@
+"""Plan an adaptation: which documents are held out, which tasks are trained, and how many of their steps fit the time.
+
+Times are measured on this machine before the first step. They are estimates, for a machine that does nothing else.
+Read `make_plan`; the functions below it are in the order of their use.
+"""
+
+import dataclasses
+import logging
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from realm_jax.adaptation.evaluate import (
+    MAX_SENTENCES,
+    MIN_SENTENCES,
+    QUESTIONS_SPLIT,
+    WEIGHTS,
+    AdaptEvaluator,
+    find_sentences,
+    trains_passage_encoder,
+)
+from realm_jax.adaptation.record import DATA, OTHER, AdaptRequest, CorpusFacts, Estimate, Plan
+from realm_jax.assemble import make_run
+from realm_jax.data.evidence import find_evidence
+from realm_jax.data.examples import batches, salient_sentences
+from realm_jax.data.held_out import HeldOutSentence, trained_rows
+from realm_jax.data.sources import open_sources
+from realm_jax.data.staging import PREPARED
+from realm_jax.errors import UserError
+from realm_jax.eval.format import duration
+from realm_jax.index.control import ControlSignal, put_control
+from realm_jax.index.embed import share_to_embed
+from realm_jax.models.realm import Params
+from realm_jax.retrieval import bm25
+from realm_jax.run import Run, local_rows, make_global_batch
+from realm_jax.sections import task_names
+from realm_jax.storage import read_json
+from realm_jax.tasks import make_task
+from realm_jax.tasks.groups import GROUP
+from realm_jax.tasks.ict import Ict
+from realm_jax.train.recipe import checked_run, recipe_tasks, starting_params
+from realm_jax.train.results import save_bm25_index
+from realm_jax.train.step import make_step, start_state
+
+logger = logging.getLogger(__name__)
+
+WANTED_SENTENCES = 750  # with a span to hide, of held-out documents
+MIN_SHARE, MAX_SHARE = 0.02, 0.2  # of the documents that are held out
+MIN_HELD_OUT, MAX_SHARE_OF_FEW = 12, 1 / 3  # documents that are held out of few, as far as that share goes
+REQUIRED_SENTENCES, REQUIRED_DOCUMENTS = 8, 6  # without which nothing can be decided
+MIN_STEPS = 20  # of a task
+RESERVE = 0.1  # share of the time for what the plan does not foresee
+MAX_MEASURING = 0.2  # share of the time to compare encoders
+NUM_SAMPLED_PASSAGES = 256  # that are embedded to see how long it takes
+NUM_TIMED_STEPS = 3  # of each task, after the first
+
+
+def make_plan(request: AdaptRequest, config: ConfigDict, began: float) -> Plan:
+    """Plan the adaptation of the prepared documents.
+
+    Args:
+        request: the request.
+        config: its recipe, with `data.path` and `init_from`. It is not changed.
+        began: `time.monotonic()` at the start of the command.
+
+    Raises:
+        UserError: the documents or the minutes do not suffice.
+    """
+    # --- What the corpus allows: the candidates of REALM, and the share to hold out
+    config = ConfigDict(config.to_dict())
+    num_passages = len(open_sources(config.data.path, questions=False).passages)
+    config.realm.candidates = _num_candidates(config, num_passages)
+    run = checked_run(config, request.workdir)
+    store = run.sources.passages
+    evidence = find_evidence(store, *run.lengths.hidden)
+    num_sentences = len(salient_sentences(store, run.lengths.query).rows) or int(store.counts("sentences").sum())
+    share = min(max(WANTED_SENTENCES / max(num_sentences, 1), MIN_SHARE), MAX_SHARE)
+    share = max(share, min(MIN_HELD_OUT / store.documents, MAX_SHARE_OF_FEW))
+    share = round(share, 3)  # `is_held_out` counts in thousandths
+    config.evaluation.held_out = share
+    sentences = find_sentences(run, evidence, share)
+    _check_sentences(request.documents, run, sentences, share)
+
+    # --- Tasks: those that learn from evidence need a group of documents with evidence
+    notes: list[str] = []
+    is_trained = trained_rows(store, share)
+    assert is_trained is not None, "some documents are held out"
+    evidence_rows = np.unique(evidence.among(is_trained).spans.rows)
+    num_documents = len({store.document_id(row) for row in evidence_rows.tolist()})
+    other_tasks = [task.name for task in recipe_tasks(run) if not task.learns_from_evidence(run.config)]
+    config.tasks = run.config.tasks
+    if num_documents < GROUP and len(other_tasks) < len(task_names(run.config)):
+        few = (
+            f"{num_documents} documents to learn from have a name that another passage tells of, and {GROUP} are needed"
+        )
+        if not other_tasks:
+            other_tasks = [Ict.name]
+            if lacking := Ict.missing(config, run.sources):
+                raise UserError(
+                    f"{request.documents}: {few}, and there is no {lacking}: nothing to learn from; keep the start"
+                )
+        config.tasks = ",".join(other_tasks)
+        notes.append(f"{few}: nothing was learned from hidden names.")
+        logger.warning("%s", notes[-1])
+    run = checked_run(config, request.workdir)
+    other_corpus = open_other_corpus(request, run.config) if request.forgetting else None
+    save_bm25_index(run)
+
+    # --- Time: what has to be done, before steps are compiled, and then what a step takes
+    logger.info("measuring how fast this machine is")
+    seconds = request.minutes * 60
+    params = starting_params(run)
+    estimate, max_sentences = measure_searches(run, params, sentences, seconds * MAX_MEASURING)
+    if other_corpus is not None:
+        other_run, other_sentences = other_corpus
+        encoders = 1 + any(trains_passage_encoder(task) for task in recipe_tasks(run))  # that embed its passages
+        embed_other = estimate.passage * len(other_run.sources.passages) * encoders
+        measure_other = estimate.query * 2 * 2 * len(other_sentences)  # two encoders, two queries of a sentence
+        estimate = dataclasses.replace(
+            estimate, embed=estimate.embed + embed_other, measure=estimate.measure + measure_other
+        )
+    check_time(request.minutes, time.monotonic() - began, estimate, num_passages)
+    compile_seconds, step_seconds = measure_steps(run, params, estimate.passage * num_passages)
+    estimate = dataclasses.replace(estimate, compile=compile_seconds, step=step_seconds)
+    elapsed_seconds = time.monotonic() - began
+    notes += check_time(request.minutes, elapsed_seconds, estimate, num_passages)
+
+    # --- Steps that fit the rest
+    remaining_seconds = seconds * (1 - RESERVE) - elapsed_seconds
+    remaining_seconds -= estimate.embed + estimate.measure + estimate.compile
+    max_steps = {name: run.config[name].steps for name in task_names(run.config)}
+    counts = read_json(Path(config.data.path) / PREPARED)["counts"]
+    lost_questions = count_left_out(counts["questions"]) if "questions" in counts else {}
+    return Plan(
+        candidates=config.realm.candidates,
+        held_out=share,
+        tasks=",".join(max_steps),
+        steps=steps_that_fit(max_steps, estimate.step, remaining_seconds, MIN_STEPS),
+        dtype=config.model.dtype,
+        sentences=max_sentences,
+        estimate=estimate,
+        notes=tuple(notes),
+        corpus=CorpusFacts(
+            passages=num_passages,
+            documents=store.documents,
+            read=counts["passages"]["records"],
+            left_out=count_left_out(counts["passages"])
+            | {f"questions {reason}": count for reason, count in lost_questions.items()},
+            fingerprint=store.fingerprint,
+            spans=int(store.counts("spans").sum()),
+            spans_with_evidence=len(evidence.spans.rows),
+        ),
+    )
+
+
+def open_other_corpus(request: AdaptRequest, config: ConfigDict) -> tuple[Run, list[HeldOutSentence]]:
+    """Open the second corpus.
+
+    Args:
+        request: the request, with a second corpus.
+        config: of the run.
+
+    Returns:
+        The run over it, and its sentences to search with, from all documents because none is learned from.
+
+    Raises:
+        UserError: there are too few sentences.
+    """
+    folder, config = request.workdir / OTHER, ConfigDict(config.to_dict())
+    config.data.path, config.evaluation.held_out = str(folder / DATA), 0.0
+    sources = open_sources(config.data.path)
+    config.realm.candidates = _num_candidates(config, len(sources.passages))
+    run = make_run(config, folder, sources)  # unchecked, because no task is trained on it
+    sentences = find_sentences(run, find_evidence(sources.passages, *run.lengths.hidden), 1.0)
+    _check_sentences(str(request.forgetting), run, sentences, 1.0)
+    return run, sentences
+
+
+def _num_candidates(config: ConfigDict, num_passages: int) -> int:
+    """Return K of REALM, or as many as there are passages, and at least the null document and one more."""
+    return max(2, min(config.realm.candidates, num_passages))
+
+
+def _check_sentences(documents: str, run: Run, sentences: Sequence[HeldOutSentence], share: float) -> None:
+    """Raise UserError if nothing could be decided with held-out sentences of a share of the documents."""
+    number = len({run.sources.passages.document_id(sentence.row) for sentence in sentences})
+    if len(sentences) < REQUIRED_SENTENCES or number < REQUIRED_DOCUMENTS:
+        raise UserError(
+            f"{documents}: {len(sentences)} sentences of {share:.0%} of the documents stand in no other, in {number} "
+            f"documents; {REQUIRED_SENTENCES} in {REQUIRED_DOCUMENTS} are needed to see whether adaptation helps; add "
+            "documents that differ, or split long ones"
+        )
+
+
+def count_left_out(counts: Mapping[str, Any]) -> dict[str, int]:
+    """Return reason → how many records of a part of PREPARED.json were left out."""
+    return dict(Counter(counts["dropped"]) + Counter(counts["damaged"]))
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def check_time(minutes: float, elapsed_seconds: float, estimate: Estimate, num_passages: int) -> list[str]:
+    """Compare the time that is given with what is needed at least.
+
+    Args:
+        minutes: time for everything.
+        elapsed_seconds: how much of it is over.
+        estimate: of what has to be done.
+        num_passages: for the message.
+
+    Returns:
+        A note for the report if little time is left to train.
+
+    Raises:
+        UserError: twice the minutes would not suffice.
+    """
+    training = estimate.compile + MIN_STEPS * sum(estimate.step.values())
+    needed = elapsed_seconds + estimate.embed + estimate.measure + training
+    if needed <= minutes * 60 * (1 - RESERVE):
+        return []
+    parts = f"{duration(estimate.embed)} to embed {num_passages:,} passages and {duration(estimate.measure)} to compare"
+    message = f"--minutes={minutes:g}: {duration(needed)} at least are needed here, {parts} among them"
+    if needed > 2 * minutes * 60:
+        raise UserError(f"{message}; give more minutes, or fewer documents")
+    note = f"{message}: training is as short as can be."
+    logger.warning("%s", note)
+    return [note]
+
+
+def measure_searches(
+    run: Run, params: Params, sentences: Sequence[HeldOutSentence], longest: float
+) -> tuple[Estimate, int]:
+    """Measure how long embedding and searching take.
+
+    Args:
+        run: the run.
+        params: the base encoder.
+        sentences: held-out sentences.
+        longest: seconds that comparing encoders may take.
+
+    Returns:
+        The estimate, without steps, and how many sentences are measured at most: fewer if time is short.
+    """
+    num_passages = run.context.rows
+    sample = sentences[:: max(1, len(sentences) // 64)]
+    evaluator = AdaptEvaluator(run, sample)
+    zeros = np.zeros((num_passages, run.model.vector_size), np.float32)
+    query = _seconds_of(lambda: evaluator.sentence_metrics(params, zeros, "vectors")) / (2 * len(sample))
+    num_weights = 1 + len(WEIGHTS)  # with the base encoder
+    num_searches = num_weights + 3  # by BM25, and hybrid with the base encoder and with what is exported
+    num_questions = len(run.sources.questions.get(QUESTIONS_SPLIT, []))
+    affordable = int((longest / (query * num_searches) - num_questions) / 2)  # a sentence is searched with twice
+    max_sentences = min(MAX_SENTENCES, max(MIN_SENTENCES, affordable))
+    num_sentences = min(max_sentences, len(sentences))
+    embed = seconds_to_embed(run, params)
+    num_moving = sum(trains_passage_encoder(task) for task in recipe_tasks(run))
+    # All passages: by the base encoder, by each task that changes them, and at a second weight. Passages without their
+    # sentence: by each encoder that is measured.
+    times_embedded = share_to_embed(run, params) + num_moving + float(num_moving > 0)
+    times_embedded += num_weights * min(num_sentences / num_passages, 1.0)
+    measure = query * num_searches * (2 * num_sentences + num_questions)
+    return Estimate(embed / num_passages, embed * times_embedded, query, measure), max_sentences
+
+
+def seconds_to_embed(run: Run, params: Params) -> float:
+    """Return how long embedding the corpus takes, measured on passages that are spread evenly over it."""
+    count = min(NUM_SAMPLED_PASSAGES, run.context.rows)
+    sample = run.corpus.take(np.linspace(0, run.context.rows - 1, count).astype(int))
+    return _seconds_of(lambda: run.embed(params, rows=sample)) * run.context.rows / count
+
+
+def _seconds_of(work: Callable[[], Any]) -> float:
+    """Return how long something takes once it is compiled."""
+    jax.block_until_ready(work())
+    began = time.monotonic()
+    jax.block_until_ready(work())
+    return time.monotonic() - began
+
+
+def measure_steps(run: Run, params: Params, embed_seconds: float) -> tuple[float, dict[str, float]]:
+    """Take a few steps of each task, which leave nothing behind.
+
+    Args:
+        run: the run.
+        params: that each task starts from.
+        embed_seconds: to embed all passages.
+
+    Returns:
+        Seconds to compile the steps of all tasks, which is done again whenever their number changes; and task → seconds
+        of a step, with its share of embedding passages that the task changes again.
+    """
+    compile_seconds, step_seconds = 0.0, dict[str, float]()
+    zeros = np.zeros((run.context.rows, run.model.vector_size), np.float32)  # the values do not change the time
+    for task in recipe_tasks(run):
+        # Examples are made for a run folder that goes away, so that training makes its own.
+        with tempfile.TemporaryDirectory() as folder:
+            if (run.workdir / bm25.FOLDER).is_dir():
+                (Path(folder) / bm25.FOLDER).symlink_to((run.workdir / bm25.FOLDER).absolute())
+            copy = make_task(task.name, dataclasses.replace(run, workdir=Path(folder)))
+            examples = copy.examples(params, lambda: zeros)
+        size = task.settings.batch_size
+        rows = local_rows(run.mesh, size)
+        step, index, control = make_step(task), run.index(zeros), put_control(run.mesh, ControlSignal())
+        state, seconds = start_state(task, jax.tree.map(jnp.copy, params)), list[float]()
+        for batch in batches(examples, run.config.seed, task.stream, size, 0, 1 + NUM_TIMED_STEPS, rows):
+            began = time.monotonic()
+            state, _ = step(state, make_global_batch(run.mesh, batch, rows, size), index, control)
+            jax.block_until_ready(state)
+            seconds.append(time.monotonic() - began)
+        compile_seconds += seconds[0]
+        refresh = embed_seconds / task.refresh_every if trains_passage_encoder(task) and task.refresh_every else 0.0
+        step_seconds[task.name] = float(np.median(seconds[1:])) + refresh
+        del state, index  # the next task needs the memory
+    return compile_seconds, step_seconds
+
+
+def steps_that_fit(
+    max_steps: Mapping[str, int], step_seconds: Mapping[str, float], seconds: float, min_steps: int
+) -> dict[str, int]:
+    """Return the steps of each task: the same share of its maximum, as large as fits.
+
+    Args:
+        max_steps: task → steps of the recipe.
+        step_seconds: task → seconds of a step.
+        seconds: time for all of them.
+        min_steps: steps of a task, even if they do not fit.
+    """
+    total = sum(max_steps[name] * step_seconds[name] for name in max_steps)
+    share = min(1.0, max(0.0, seconds) / total) if total else 1.0
+    return {name: max(min(min_steps, steps), int(steps * share)) for name, steps in max_steps.items()}

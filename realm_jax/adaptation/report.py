@@ -1,0 +1,147 @@
+"""Write the results of an adaptation: its headline, report.html and the model card, from adapt.json."""
+
+from ml_collections import ConfigDict
+
+from realm_jax.adaptation.evaluate import BASELINE, MEAN_RECALL, METRICS
+from realm_jax.adaptation.record import AdaptRecord, Change, ChangeTable, Decision
+from realm_jax.eval.format import duration
+from realm_jax.eval.html import Section, render_page
+from realm_jax.train.model_card import front_matter, recipe_lines
+
+TITLES = {  # columns of the table
+    BASELINE: "start",
+    "adapted": "adapted",
+    "trained": "weight 1",
+    "bm25": "BM25",
+    "start_hybrid": "start with BM25",
+    "hybrid": "adapted with BM25",
+}
+
+
+def headline(decision: Decision) -> str:
+    """Return the decision in one line, with its numbers."""
+    gain, removed, questions = decision.mean_recall, decision.recall_without_sentence, decision.questions
+    reasons = (
+        f"held-out sentences: {_change(gain)} of {MEAN_RECALL}, {gain.queries} of them in {gain.documents} documents"
+    )
+    if removed.queries:
+        reasons += f"; of passages without them: {_change(removed)}"
+    if questions.queries:
+        reasons += f"; {decision.question_metric} of judged questions: {_change(questions)}"
+    if decision.promoted:
+        return f"Adapted: {1 - decision.weight:g} × start + {decision.weight:g} × trained ({reasons})"
+    is_worse = removed.is_significant_loss or questions.is_significant_loss
+    why = "is not better beyond doubt"
+    if gain.is_significant_gain and is_worse:
+        why = "finds more, but not all that the start finds"
+    return f"Start kept: the adapted encoder {why} ({reasons})"
+
+
+def _change(change: Change) -> str:
+    if not change.queries:
+        return "unknown"
+    interval = "no interval, as all changed alike"
+    if change.low is not None:
+        interval = f"95 % interval {change.low:+.3f} to {change.high:+.3f}"
+    return f"{change.start:.3f} → {change.value:.3f} ({change.change:+.3f}, {interval})"
+
+
+def table_cells(table: ChangeTable) -> tuple[list[str], list[list[str]]]:
+    """Return the titles of the columns, the first of which is empty, and for each metric its title and values."""
+    encoders = [name for name in TITLES if name in table]
+    rows = []
+    for metric in table[BASELINE]:
+        row = [METRICS.get(metric, metric)]
+        for change in (table[name][metric] for name in encoders):
+            interval = "" if change.low is None else f" ({change.low:+.3f} to {change.high:+.3f})"
+            row.append(f"{change.value:.3f}{interval}" if change.queries else "–")
+        rows.append(row)
+    return ["", *(TITLES[name] for name in encoders)], rows
+
+
+def render_report(record: AdaptRecord) -> str:
+    """Render the page of adapt.json as one string of HTML."""
+    assert record.plan is not None and record.measured is not None
+    measured, plan, settings = record.measured, record.plan, record.settings
+    note = (
+        "All sentences of held-out documents, and judged questions if there are any. In brackets the 95 % interval of "
+        "the change from the start: of sentences over documents, of questions over questions."
+    )
+    heads, rows = table_cells(measured.table)
+    sections = [Section("Measures", note, heads, rows, len(heads) - 1)]
+    if (other := record.forgetting) is not None:
+        note = (
+            f"{other.passages:,} passages of {other.documents:,} documents, none of which was trained on. This "
+            "decides nothing; it shows what adaptation costs elsewhere."
+        )
+        _, rows = table_cells(other.table)
+        heads = ["", "start", "promoted"]
+        sections.append(Section(f"On other documents: {settings['forgetting']}", note, heads, rows, 2))
+    for heading, kind in (("Found after adaptation only", "gained"), ("Found before adaptation only", "lost")):
+        examples = measured.examples[kind]
+        rows = [[example["query"], example["what"], f"{example['title']}: {example['text']}"] for example in examples]
+        sections.append(Section(heading, "" if rows else "None.", ["Sentence", "Passage", ""] if rows else (), rows))
+    corpus = plan.corpus
+    facts = {
+        "base model": settings["from"],
+        "documents": settings["documents"],
+        "passages": f"{corpus.passages:,} of {corpus.documents:,} documents",
+        "read": f"{corpus.read:,}",
+        **{f"left out: {reason}": f"{count:,}" for reason, count in corpus.left_out.items()},
+        "fingerprint of the passages": corpus.fingerprint,
+        "spans with evidence": f"{corpus.spans_with_evidence:,} of {corpus.spans:,}",
+        "documents held out": f"{plan.held_out:.1%}",
+        **{f"steps of {name}": f"{count:,}" for name, count in plan.steps.items()},
+        **{f"time of {name}": duration(seconds) for name, seconds in record.seconds.items()},
+        "command": record.command,
+    }
+    sections.append(Section("How it was made", rows=[*facts.items()]))
+    return render_page("REALM: adaptation", headline(measured.decision), sections, notes=plan.notes)
+
+
+def model_card(record: AdaptRecord, config: ConfigDict) -> str:
+    """Return README.md of the exported model, with its YAML front matter.
+
+    It does not depend on when or how fast the model was made, so a resumed adaptation writes the same bytes.
+
+    Args:
+        record: of an adaptation that is measured.
+        config: of the run.
+    """
+    assert record.plan is not None and record.measured is not None
+    plan, decision, corpus, base = record.plan, record.measured.decision, record.plan.corpus, record.settings["from"]
+    passage_format = config.encoder.passage_prompt or "pairs of title and text"
+    heads, rows = table_cells(record.measured.table)
+    lines = [
+        front_matter(base),
+        f"# An encoder {'' if decision.promoted else 'that is not '}adapted to {corpus.documents:,} documents",
+        "",
+        f"{headline(decision)}.",
+        "",
+        f"Base model: `{base}`. It was trained on sentences of the documents only, on no question and no label.",
+        "",
+        "    model = SentenceTransformer(FOLDER)",
+        "    queries = model.encode_query(questions)",
+        "    passages = model.encode_document(texts)",
+        "",
+        f"Passages are texts as {passage_format!r}, of at most {config.data.document_length} tokens.",
+        *(["Queries have weights of their own; plain `encode` is that of passages."] if decision.promoted else []),
+        "",
+        "## Measures",
+        "",
+        "Recall and rank on held-out documents; mean, and the 95 % interval of the change from the start.",
+        "",
+        *(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)),
+        "",
+        "## Data and recipe",
+        "",
+        f"* {corpus.passages:,} passages of {corpus.documents:,} documents, fingerprint `{corpus.fingerprint}`",
+        f"* {plan.held_out:.1%} of the documents held out",
+        f"* {corpus.spans_with_evidence:,} of {corpus.spans:,} salient spans have evidence in another passage",
+        *recipe_lines(config, plan.steps),
+        "",
+        "Made by",
+        "",
+        f"    {record.command}",
+    ]
+    return "\n".join(lines) + "\n"
