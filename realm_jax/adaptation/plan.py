@@ -253,22 +253,29 @@ def measure_searches(
     num_passages = run.context.rows
     sample = sentences[:: max(1, len(sentences) // 64)]
     evaluator = AdaptEvaluator(run, sample)
-    zeros = np.zeros((num_passages, run.model.vector_size), np.float32)
-    query = _seconds_of(lambda: evaluator.sentence_metrics(params, zeros, "vectors")) / (2 * len(sample))
+    zeros = np.zeros((num_passages, run.model.vector_size), np.float32)  # the values do not change the time
+    query_seconds = _seconds_of(lambda: evaluator.sentence_metrics(params, zeros, "vectors")) / (2 * len(sample))
     num_weights = 1 + len(WEIGHTS)  # with the base encoder
     num_searches = num_weights + 3  # by BM25, and hybrid with the base encoder and with what is exported
     num_questions = len(run.sources.questions.get(QUESTIONS_SPLIT, []))
-    affordable = int((longest / (query * num_searches) - num_questions) / 2)  # a sentence is searched with twice
+    affordable = int((longest / (query_seconds * num_searches) - num_questions) / 2)  # two queries a sentence
     max_sentences = min(MAX_SENTENCES, max(MIN_SENTENCES, affordable))
     num_sentences = min(max_sentences, len(sentences))
-    embed = seconds_to_embed(run, params)
+    measure_seconds = query_seconds * num_searches * (2 * num_sentences + num_questions)
+
+    embed_seconds = seconds_to_embed(run, params)
     num_moving = sum(trains_passage_encoder(task) for task in recipe_tasks(run))
     # All passages: by the base encoder, by each task that changes them, and at a second weight. Passages without their
     # sentence: by each encoder that is measured.
     times_embedded = share_to_embed(run, params) + num_moving + float(num_moving > 0)
     times_embedded += num_weights * min(num_sentences / num_passages, 1.0)
-    measure = query * num_searches * (2 * num_sentences + num_questions)
-    return Estimate(embed / num_passages, embed * times_embedded, query, measure), max_sentences
+    estimate = Estimate(
+        passage=embed_seconds / num_passages,
+        embed=embed_seconds * times_embedded,
+        query=query_seconds,
+        measure=measure_seconds,
+    )
+    return estimate, max_sentences
 
 
 def seconds_to_embed(run: Run, params: Params) -> float:
