@@ -455,7 +455,8 @@ def test_a_missing_config_file_is_named():
 
 def test_a_config_of_the_package_has_a_name_and_a_path_stays_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "quickstart").write_text("from realm_jax.recipes import paper\nget_config = lambda: paper('qa')")
+    text = "from realm_jax.config import load_config\nget_config = lambda: load_config('qa_wiki')"
+    (tmp_path / "quickstart").write_text(text)
     assert load(path="quickstart", default=default).model.width == 64
     assert load("--config.model.width=8", path="./quickstart", default=default).tasks == "qa"
 

@@ -14,14 +14,12 @@ from typing import Any
 
 from realm_jax.cache import cache_programs
 from realm_jax.cli.prepare import prepare
-from realm_jax.config_flags import add_config_argument, load_config
+from realm_jax.config import add_config_argument, flatten, load_config
 from realm_jax.corpora.run import PreparedOtherwise
 from realm_jax.corpora.texts import open_texts
 from realm_jax.data.staging import PREPARED
 from realm_jax.errors import UserError
 from realm_jax.models.folders import resolve_model_path
-from realm_jax.recipes import adapt as recipe
-from realm_jax.schema import flatten
 from realm_jax.storage import read_json
 from realm_jax.train.adaptation import (
     DATA,
@@ -95,8 +93,8 @@ def run(args: argparse.Namespace) -> None:
     settings["config"] = [*([args.config] if args.config else []), *args.overrides]
     check_settings(workdir, settings)
     check_model(args.model)
-    config = load_config(args.config, args.overrides, recipe)
-    given, usual = (flatten(each.to_dict()) for each in (config, recipe()))
+    config = load_config(args.config or "adapt", args.overrides)
+    given, usual = (flatten(each.to_dict()) for each in (config, load_config("adapt")))
     for key, reason in DECIDED.items():
         if given[key] != usual[key]:
             raise UserError(f"config.{key}: {reason}; leave it out, or use `realm train --config=adapt`")

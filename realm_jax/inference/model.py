@@ -71,7 +71,7 @@ class Model:
 
         task: whose parameters (default: of the last task with a checkpoint; for blanks, of pre-training). search: what
         finds passages, 'vectors', 'bm25' or 'hybrid' (default: the config's qa.search). generation: the index of this
-        name, or the 'newest', which searches but does not answer. config: operations and evaluation keys to change,
+        name, or the 'newest', which searches but does not answer. config: runtime and evaluation keys to change,
         such as {"answering.read": 50, "data.path": "moved/data"}.
 
         Raises UserError where there is no run, no checkpoint, or no such task or generation, and where the prepared

@@ -32,7 +32,7 @@ from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Network, Params, Realm
 from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.run import Run
-from realm_jax.sections import TaskSection, qa_config, section_of
+from realm_jax.sections import TaskSection, qa_config
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 
 Array = jax.Array
@@ -70,9 +70,7 @@ class Task(abc.ABC):
     name: ClassVar[str]
     stream: ClassVar[int]  # of random numbers, which examples and dropout follow from: another for every task, for ever
     title: ClassVar[str]
-    section: ClassVar[TaskSection]  # its section of the config, with its defaults
-    settings: TaskSection  # the same with the values of the run
-    partners: ClassVar[frozenset[str] | None] = None  # other tasks that its recipe may have; None: any
+    settings: TaskSection  # its section of the config
 
     # --- data and evaluation
     learns_to_answer: ClassVar[bool] = False  # from questions, and ends with answers to them
@@ -103,18 +101,13 @@ class Task(abc.ABC):
     def __init__(self, run: Run) -> None:
         """What depends on the run is set here."""
         self.run = run
-        self.settings = section_of(type(self.section), run.config, self.name)
+        self.settings = run.config[self.name]
         self.question_search = qa_config(run.config).search
 
     @property
     def context(self) -> StaticContext:
         """The static context of its losses."""
         return self.run.context
-
-    @classmethod
-    def check(cls, config: ConfigDict) -> None:
-        """Raise UserError for values of its keys that do not go together. Every task of every config is checked."""
-        return None
 
     @classmethod
     def networks(cls, model: Realm) -> tuple[Network, ...]:
@@ -206,7 +199,7 @@ class Task(abc.ABC):
     @property
     def keeps_best(self) -> bool:
         """Whether it hands on the parameters that measured best."""
-        return bool(self.run.config.evaluation.get("keep_best", False))
+        return bool(self.run.config.evaluation.keep_best)
 
     @property
     def searches(self) -> set[str]:
@@ -331,7 +324,7 @@ def dev_questions(run: Run) -> list[Question]:
     sources = run.sources
     if questions := evaluation_questions(sources):
         return questions
-    share = held_out_share(run.config, sources.questions)
+    share = held_out_share(run.config.evaluation.held_out, sources.questions)
     return masked_sentences(sources.passages, sources.tokenizer, run.lengths.query, share, MEASURED) if share else []
 
 

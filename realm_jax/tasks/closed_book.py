@@ -34,7 +34,6 @@ from realm_jax.forward import Index, batch_candidates, masked_inputs
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params, Realm
 from realm_jax.run import Run, put_batch
-from realm_jax.sections import TaskSection
 from realm_jax.tasks.base import Measure, Short, dev_questions
 from realm_jax.tasks.mlm import Mlm
 from realm_jax.tasks.qa_examples import check_string_answers
@@ -46,9 +45,7 @@ class ClosedBook(Mlm):
     name = "closed_book"
     stream = 7
     title = "Without passages"
-    section = TaskSection(160_000, 16, learning_rate=1e-5)
     short = Short(40)
-    partners = frozenset({Mlm.name})
     learns_to_answer = True
     reads_passages = False
     selects_by = "exact_match"

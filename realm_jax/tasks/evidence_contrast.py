@@ -30,7 +30,6 @@ from realm_jax.forward import Batch, StaticContext, batch_passages, dropout_keys
 from realm_jax.models import likelihood
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
-from realm_jax.sections import TaskSection
 from realm_jax.tasks.base import Embed, Means, Shapes, Task, batch_mean, document_shapes, query_shapes
 from realm_jax.tasks.groups import GROUP, check_groups, grouped_rows, numbered
 
@@ -44,7 +43,6 @@ class EvidenceContrast(Task):
     name = "evidence_contrast"
     stream = 13
     title = "Evidence contrast"
-    section = TaskSection(1000, 16, learning_rate=1e-5)
     is_parted = False  # it embeds short texts alone, and a part of a batch would have fewer to compare
 
     def __init__(self, run: Run) -> None:

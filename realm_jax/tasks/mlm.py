@@ -33,7 +33,7 @@ from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
-from realm_jax.sections import TaskSection, joint_length, task_names
+from realm_jax.sections import joint_length, task_names
 from realm_jax.tasks.base import (
     Embed,
     Means,
@@ -61,7 +61,6 @@ class Mlm(Task):
     name = "mlm"
     stream = 1
     title = "Warm-up: masked words"
-    section = TaskSection(100_000, 512, learning_rate=1e-4)
     has_final_index = False
 
     def __init__(self, run: Run) -> None:

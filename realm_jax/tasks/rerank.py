@@ -33,10 +33,8 @@ from realm_jax.models.inputs import Documents, ReaderInput, reader_inputs
 from realm_jax.models.likelihood import Mean, log_sum_selected
 from realm_jax.models.realm import Network, Params, Realm, flatten_passages
 from realm_jax.run import Run
-from realm_jax.schema import require
-from realm_jax.sections import QaConfig, RerankConfig, joint_length, qa_config, task_names
+from realm_jax.sections import QaConfig, joint_length, qa_config
 from realm_jax.tasks.base import Embed, Means, Shapes, Task, batch_mean, question_shapes
-from realm_jax.tasks.qa import Qa
 from realm_jax.tasks.qa_examples import retrieved_examples, training_questions
 
 Array = jax.Array
@@ -50,7 +48,6 @@ class RerankTask(Task):
     name = "rerank"
     stream = 8
     title = "Reranker"
-    section = RerankConfig(1000, 16, learning_rate=5e-5)
     retrieves = True
     learns_to_answer = True
     selects_by = "answer_recall@1"
@@ -62,13 +59,6 @@ class RerankTask(Task):
         self.candidates = min(CANDIDATES, rows)
         self.eval_search = qa.search
         self.bm25_depth = bm25_list_length(qa.search, self.candidates, rows)
-
-    @classmethod
-    def check(cls, config: ConfigDict) -> None:
-        names = task_names(config)
-        if cls.name in names:
-            taught = Qa.name in names[: names.index(cls.name)] or config.init_from or config.reader_from
-            require(bool(taught), "tasks", "rerank learns from a trained reader; put qa before it, or set init_from")
 
     @classmethod
     def supervision(cls, config: ConfigDict) -> str:

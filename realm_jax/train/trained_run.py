@@ -119,13 +119,13 @@ def _questions(run: Run, name: str, need_right: bool) -> list[Question]:
 def run_changes(overrides: Sequence[str]) -> dict[str, Any]:
     """Dotted key → value of what `--config.key=value` changes in the config of a trained run.
 
-    Raises UserError for a key that is fixed in it: only operations and evaluation keys may change.
+    Raises UserError for a key that is fixed in it: only runtime and evaluation keys may change.
     """
     names = [override.partition("=")[0].removeprefix("--config.") for override in overrides]
     config = with_overrides(default(), overrides)
     for name in science(config).keys() & {*names}:
         if not name.startswith("evaluation."):
-            raise UserError(f"--config.{name}: fixed by the run; only operations and evaluation keys may change")
+            raise UserError(f"--config.{name}: fixed by the run; only runtime and evaluation keys may change")
     values = flatten(config.to_dict())
     return {name: values[name] for name in names}
 
@@ -143,7 +143,7 @@ def open_run_for_inference(workdir: Path, changes: dict[str, Any] | None = None,
     # Trained on one machine and asked on another: every device takes a share of the passages and all parameters. Batch
     # sizes of training must suit the devices, but nothing is trained here.
     here: dict[str, Any] = {"mesh.fsdp": 1, "mesh.model": 1, "optimizer.microbatches": 1}
-    for name in TASKS.keys() & {*recorded}:
+    for name in TASKS:
         here[f"{name}.batch_size"] = jax.device_count()
     run = load_run(workdir, here | changes, questions)
     check_data(run, run.sources.passages.versions, questions)
