@@ -25,13 +25,11 @@ import numpy as np
 from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
-from realm_jax.config import load_config
-from realm_jax.config_flags import with_overrides
+from realm_jax.config import load_config, task_names, with_overrides
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.significance import difference, paired_mean
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
-from realm_jax.sections import task_names
 from realm_jax.storage import open_atomic, read_json, write_json_atomic
 from realm_jax.train.adaptation import measure_steps
 from realm_jax.train.adaptation_gate import any_moves, vectors_at, with_towers

@@ -1017,16 +1017,3 @@ def help_text(section: Section, name: str = "") -> str:
         entry = f"* `{dotted}` ({'; '.join(notes)}): {key.help}"
         lines.append(textwrap.fill(entry, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
     return "\n".join([*lines, "", *inner])
-
-
-science = training_keys
-
-
-def realm_config(config: Config) -> RealmConfig:
-    """Return how REALM retrieves and reads."""
-    return config.realm
-
-
-def qa_config(config: Config) -> QaConfig:
-    """Return how the passages of questions are found and read."""
-    return config.qa

@@ -9,8 +9,7 @@ ROOT = Path(realm_jax.__file__).parent
 # The lowest first. A module or package imports from those before it alone; configs/ are users' files.
 LAYERS = (
     *("errors", "storage", "processes", "mesh", "console", "checksums", "cache", "host", "environment"),
-    *("data", "models", "config", "schema", "sections", "recipes", "config_flags"),
-    *("corpora", "retrieval", "forward", "run", "flops"),
+    *("data", "models", "config", "corpora", "retrieval", "forward", "run", "flops"),
     *("eval", "tasks", "assemble"),
     *("index", "train", "inference", "serving", "launch", "cli"),
     *("api", "__main__"),

@@ -29,7 +29,7 @@ from tiny_run import tiny_config
 
 from realm_jax import forward
 from realm_jax.assemble import make_run
-from realm_jax.config import as_config, default
+from realm_jax.config import QaConfig, RealmConfig, as_config, default
 from realm_jax.data import layouts
 from realm_jax.data.sources import open_sources
 from realm_jax.forward import (
@@ -46,7 +46,6 @@ from realm_jax.forward import (
 )
 from realm_jax.models.inputs import Documents, reader_inputs
 from realm_jax.models.likelihood import UNSEEN, masked_word_marginal, pointing
-from realm_jax.sections import QaConfig, RealmConfig
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.qa import batch_reader_input
 from realm_jax.tasks.realm import realm_metrics

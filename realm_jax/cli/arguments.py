@@ -7,9 +7,9 @@ import argparse
 from typing import Any
 
 from realm_jax.cli.argument_types import nonempty
+from realm_jax.config import SEARCHES
 from realm_jax.errors import UserError
 from realm_jax.run import Run
-from realm_jax.sections import SEARCHES
 from realm_jax.tasks import TASKS
 from realm_jax.train.trained_run import latest_checkpoint, run_changes
 

@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
+from realm_jax.config import task_names
 from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.errors import UserError
 from realm_jax.index.files import generation_names
 from realm_jax.index.provider import shared_folder
 from realm_jax.inference.model import Model
-from realm_jax.sections import task_names
 from realm_jax.train.checkpoints import saved_folders
 from realm_jax.train.trained_run import check_question, check_reads_passages, is_edited
 from realm_jax.train.workdir import recorded_config

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.config import Config, TaskSection
 from realm_jax.data.examples import Examples
 from realm_jax.data.held_out import held_out_share, masked_sentences
 from realm_jax.data.questions import Question, answered
@@ -32,7 +32,6 @@ from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Network, Params, Realm
 from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.run import Run
-from realm_jax.sections import TaskSection, qa_config
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 
 Array = jax.Array
@@ -102,7 +101,7 @@ class Task(abc.ABC):
         """What depends on the run is set here."""
         self.run = run
         self.settings = run.config[self.name]
-        self.question_search = qa_config(run.config).search
+        self.question_search = run.config.qa.search
 
     @property
     def context(self) -> StaticContext:
@@ -115,12 +114,12 @@ class Task(abc.ABC):
         return ()
 
     @classmethod
-    def reranks(cls, config: ConfigDict) -> Rerank | None:
+    def reranks(cls, config: Config) -> Rerank | None:
         """What orders passages anew once it is trained, for questions to its parameters and to those of later tasks."""
         return None
 
     @classmethod
-    def missing(cls, config: ConfigDict, sources: Sources) -> str:
+    def missing(cls, config: Config, sources: Sources) -> str:
         """What the data lack for it, which is then left out of the recipe; '' for nothing."""
         return "" if not cls.learns_to_answer or sources.answered("train") else "training questions with answers"
 
@@ -130,17 +129,17 @@ class Task(abc.ABC):
         return cls.learns_to_answer and cls.reads_passages
 
     @classmethod
-    def teaches_pointing(cls, config: ConfigDict) -> bool:
+    def teaches_pointing(cls, config: Config) -> bool:
         """Whether the reader learns, without questions, to point at what stands in a blank."""
         return False
 
     @classmethod
-    def supervision(cls, config: ConfigDict) -> str:
+    def supervision(cls, config: Config) -> str:
         """What it learns from, in a sentence or two."""
         return ""
 
     @classmethod
-    def learns_from_evidence(cls, config: ConfigDict) -> bool:
+    def learns_from_evidence(cls, config: Config) -> bool:
         """Whether it learns from names alone that another passage tells of (`data/evidence.py`)."""
         return False
 
@@ -213,7 +212,7 @@ class Task(abc.ABC):
         while it is measured.
         """
         bm25_alone = (search or self.eval_search) == "bm25"
-        return not (bm25_alone and self.teaches_reading() and qa_config(self.run.config).uses_bm25_only)
+        return not (bm25_alone and self.teaches_reading() and self.run.config.qa.uses_bm25_only)
 
     def measure(self) -> Measure | None:
         """What measures parameters on the development questions; None without any.

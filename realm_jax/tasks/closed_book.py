@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.config import Config
 from realm_jax.data.examples import (
     Example,
     Examples,
@@ -55,7 +55,7 @@ class ClosedBook(Mlm):
         self.question_search = "vectors"
 
     @classmethod
-    def supervision(cls, config: ConfigDict) -> str:
+    def supervision(cls, config: Config) -> str:
         return "Questions with answer strings, and names and dates hidden in a sentence; no passages."
 
     def check_data(self) -> None:

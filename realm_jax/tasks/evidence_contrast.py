@@ -9,9 +9,9 @@ needs no index and can move the passages as well. What it gains, and over what, 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.config import Config
 from realm_jax.data.evidence import HOLDERS, Evidence, find_evidence
 from realm_jax.data.examples import (
     MINIMUM_SENTENCE,
@@ -51,14 +51,14 @@ class EvidenceContrast(Task):
         self.trained = run.context.model.embedder_names
 
     @classmethod
-    def supervision(cls, config: ConfigDict) -> str:
+    def supervision(cls, config: Config) -> str:
         return (
             "Sentences without a name, their own passages, and passages that share the name and rare words with them. "
             "Passages only; no questions, no labels."
         )
 
     @classmethod
-    def learns_from_evidence(cls, config: ConfigDict) -> bool:
+    def learns_from_evidence(cls, config: Config) -> bool:
         return True
 
     def check_data(self) -> None:

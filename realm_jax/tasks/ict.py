@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.config import Config, IctConfig
 from realm_jax.data.examples import (
     MINIMUM_SENTENCE,
     Example,
@@ -32,7 +32,6 @@ from realm_jax.models import likelihood
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.exact import search
 from realm_jax.run import Run
-from realm_jax.sections import IctConfig
 from realm_jax.tasks.base import (
     ContrastiveLoss,
     Embed,
@@ -69,7 +68,7 @@ class Ict(Task):
             self.contrast = ContrastiveLoss(*given, partial(in_batch_softmax, null_weight=self.settings.null_weight))
 
     @classmethod
-    def missing(cls, config: ConfigDict, sources: Sources) -> str:
+    def missing(cls, config: Config, sources: Sources) -> str:
         what, share = "passage of two or more sentences", held_out_share(config.evaluation.held_out, sources.questions)
         several, kept = sources.passages.counts("sentences") > 1, trained_rows(sources.passages, share)
         if not several.any():
@@ -78,7 +77,7 @@ class Ict(Task):
         return "" if left else f"{what} that config.evaluation.held_out={share} leaves to learn from"
 
     @classmethod
-    def supervision(cls, config: ConfigDict) -> str:
+    def supervision(cls, config: Config) -> str:
         return "Which passage was this sentence taken from? Passages only; no questions, no labels."
 
     def examples(self, params: Params, embed: Embed) -> Examples:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.config import Config, QaConfig, joint_length
 from realm_jax.data.examples import Examples
 from realm_jax.data.questions import answered
 from realm_jax.data.tokenizer import Tokenizer, id_dtype
@@ -36,7 +36,6 @@ from realm_jax.models.inputs import ReaderInput, has_answer_span, token_mask
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params, Realm
 from realm_jax.run import Run
-from realm_jax.sections import QaConfig, joint_length
 from realm_jax.tasks.base import (
     Embed,
     Means,
@@ -78,7 +77,7 @@ class Qa(Task):
         self.bm25_depth = bm25_list_length(qa.search, qa.depth(rows), rows)
 
     @classmethod
-    def supervision(cls, config: ConfigDict) -> str:
+    def supervision(cls, config: Config) -> str:
         if config.qa.objective == "positive":
             return (
                 "Questions with answer strings, each read beside one passage that holds an answer: of its gold "

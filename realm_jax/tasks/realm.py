@@ -10,9 +10,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.config import Config, RealmConfig, joint_length
 from realm_jax.data.evidence import EvidenceSpans, find_evidence
 from realm_jax.data.examples import (
     Bm25Lookup,
@@ -46,7 +46,6 @@ from realm_jax.models import likelihood
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
-from realm_jax.sections import RealmConfig, joint_length
 from realm_jax.tasks.base import (
     LOG_PERPLEXITY,
     Embed,
@@ -91,18 +90,18 @@ class RealmTask(Task):
         self.bm25_depth = bm25_list_length(self.settings.search, search_depth(self.settings, rows), rows)
 
     @classmethod
-    def supervision(cls, config: ConfigDict) -> str:
+    def supervision(cls, config: Config) -> str:
         return (
             "Names and dates hidden in the pre-training text. Nobody says which passage helps: the retriever learns "
             "from how well the reader fills the gap."
         )
 
     @classmethod
-    def teaches_pointing(cls, config: ConfigDict) -> bool:
+    def teaches_pointing(cls, config: Config) -> bool:
         return bool(config.realm.marginal == "span")
 
     @classmethod
-    def learns_from_evidence(cls, config: ConfigDict) -> bool:
+    def learns_from_evidence(cls, config: Config) -> bool:
         return bool(config.realm.masking == "evidence")
 
     @property

@@ -20,6 +20,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from realm_jax.assemble import make_run
+from realm_jax.config import task_names
 from realm_jax.data.evidence import Evidence
 from realm_jax.data.examples import salient_sentences
 from realm_jax.data.held_out import HeldOutSentence, trained_rows
@@ -45,7 +46,6 @@ from realm_jax.models.weights import read_bert_settings
 from realm_jax.retrieval.vector_files import FILES as VECTOR_FILES
 from realm_jax.retrieval.vector_files import write_vectors
 from realm_jax.run import Run
-from realm_jax.sections import task_names
 from realm_jax.storage import exclusive_lock, open_folder, publish_folder, read_json, write_atomic, write_json_atomic
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task

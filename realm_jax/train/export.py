@@ -8,9 +8,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from realm_jax.assemble import tower_lengths
+from realm_jax.config import Config
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.models.folders import READER, SHARED
 from realm_jax.models.realm import Params, Realm
@@ -26,7 +26,7 @@ from realm_jax.models.weights import bert_of, networks, save, settings_of
 
 
 def write_networks(
-    folder: Path, config: ConfigDict, model: Realm, params: Params, tokenizer: Tokenizer, names: str = "bert",
+    folder: Path, config: Config, model: Realm, params: Params, tokenizer: Tokenizer, names: str = "bert",
     reads: bool = True,
 ) -> None:  # fmt: skip
     """Write every network of `params` into a folder of its own in `folder`. names: 'bert' or 'realm'.

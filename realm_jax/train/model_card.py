@@ -6,10 +6,8 @@ It does not depend on when or how fast the model was made, so a resumed adaptati
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from ml_collections import ConfigDict
-
 import realm_jax
-from realm_jax.config import task_names
+from realm_jax.config import Config, task_names
 from realm_jax.eval.adaptation import headline, table
 from realm_jax.models.folders import HUB, PACKAGE, READER
 from realm_jax.models.weights import HF_REALM
@@ -110,7 +108,7 @@ def front_matter(base: str) -> str:
     return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in TAGS), "---", ""])
 
 
-def recipe(config: ConfigDict, steps: Mapping[str, int]) -> Iterator[str]:
+def recipe(config: Config, steps: Mapping[str, int]) -> Iterator[str]:
     """Yield a line for each task and the number of steps that it was trained for."""
     for name, number in steps.items():
         task = config[name]

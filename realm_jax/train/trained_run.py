@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.cache import cache_programs
-from realm_jax.config import default, science
-from realm_jax.config_flags import with_overrides
+from realm_jax.config import default, flatten, task_names, training_keys, with_overrides
 from realm_jax.data.questions import Question, read_questions
 from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.errors import UserError
@@ -38,8 +37,6 @@ from realm_jax.index.watcher import generation_index
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
-from realm_jax.schema import flatten
-from realm_jax.sections import qa_config, task_names
 from realm_jax.storage import Damaged, read_json
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.train.cached_checkpoint import CachedCheckpoint
@@ -123,7 +120,7 @@ def run_changes(overrides: Sequence[str]) -> dict[str, Any]:
     """
     names = [override.partition("=")[0].removeprefix("--config.") for override in overrides]
     config = with_overrides(default(), overrides)
-    for name in science(config).keys() & {*names}:
+    for name in training_keys(config).keys() & {*names}:
         if not name.startswith("evaluation."):
             raise UserError(f"--config.{name}: fixed by the run; only runtime and evaluation keys may change")
     values = flatten(config.to_dict())
@@ -282,7 +279,7 @@ def recorded_metrics(run: Run, task: str) -> RecordedMetrics | None:
 def _params(run: Run, saved: SavedCheckpoint, documents: bool, rerank: Rerank | None) -> Params:
     """The parameters needed to answer. documents: include the document tower, which stored vectors make unnecessary."""
     query, *others = run.model.embedder_names
-    names = [query, "reader", *(others if documents or qa_config(run.config).trains_passages else ())]
+    names = [query, "reader", *(others if documents or run.config.qa.trains_passages else ())]
     names += [] if rerank is None else [rerank.network]
     return jax.device_put(saved.params(names), replicated(run.mesh))  # as `open_run_for_inference` lays out the mesh
 

@@ -1,4 +1,0 @@
-"""Names of `config.py`, until the imports are renamed."""
-
-from realm_jax.config import *  # noqa: F403
-from realm_jax.config import qa_config, realm_config  # noqa: F401
