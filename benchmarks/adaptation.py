@@ -27,13 +27,11 @@ from numpy.typing import NDArray
 
 from realm_jax.adaptation.evaluate import interpolate_encoders, passage_vectors, trains_passage_encoder
 from realm_jax.adaptation.plan import measure_steps, seconds_to_embed, steps_that_fit
-from realm_jax.config_flags import with_overrides
+from realm_jax.config import load_config, task_names, with_overrides
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.significance import difference, paired_mean
 from realm_jax.models.realm import Params
-from realm_jax.recipes import adapt
 from realm_jax.run import Run
-from realm_jax.sections import task_names
 from realm_jax.storage import open_atomic, read_json, write_json_atomic
 from realm_jax.train.init_from import init_from_sources
 from realm_jax.train.loop import train_task
@@ -97,7 +95,7 @@ def check_folder(args: argparse.Namespace) -> None:
 def run_method(args: argparse.Namespace, method: str, seed: int, folder: Path) -> None:
     """Train, and keep what every question finds at each weight."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = adapt()
+    config = load_config("adapt")
     config.data.path, config.init_from, config.seed = args.data, args.model, seed
     run = checked_run(with_overrides(config, METHODS[method]), folder)
     save_bm25_index(run)

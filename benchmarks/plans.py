@@ -18,9 +18,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import default, flatten, task_names, validate
-from realm_jax.config_flags import load_config
-from realm_jax.sections import TaskSection
+from realm_jax.config import TaskSection, default, flatten, load_config, task_names, validate
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.tasks import TASKS
 

@@ -40,14 +40,13 @@ from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from realm_jax.assemble import abstract_run
-from realm_jax.config import default
+from realm_jax.config import default, joint_length
 from realm_jax.flops import peak
 from realm_jax.forward import PackingSpec
 from realm_jax.index.control import ControlSignal, put_control
 from realm_jax.mesh import logical_sharding
 from realm_jax.models.inputs import Documents
 from realm_jax.run import Run, put_batch
-from realm_jax.sections import joint_length
 from realm_jax.tasks import make_task
 from realm_jax.tasks.packed import SAMPLED, PlaceCounter, TextLengths
 from realm_jax.train.optimizer import CLIP, WEIGHT_DECAY

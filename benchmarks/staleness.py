@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from realm_jax.cache import cache_programs
 from realm_jax.cli.quickstart import make_data
-from realm_jax.recipes import quickstart
+from realm_jax.config import load_config
 from realm_jax.run import Run
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Measure
@@ -52,7 +52,7 @@ def main() -> None:
 
 def recipe(seed: int, data: Path, tasks: str) -> ConfigDict:
     """The quickstart's with half as many pairs of query and passage a step."""
-    config = quickstart()
+    config = load_config("quickstart")
     config.seed, config.tasks, config.data.path = seed, tasks, str(data)
     config.realm.update({"steps": STEPS, "batch_size": 16})
     config.realm.candidates = 12

@@ -16,8 +16,12 @@ through the towers in parts, in a quarter of the memory and more time, for fewer
 
 from ml_collections import ConfigDict
 
-from realm_jax.recipes import paper
+from realm_jax.config import default
 
 
 def get_config() -> ConfigDict:
-    return paper("ict")
+    config = default()
+    config.tasks = "ict"
+    config.model.update(dtype="bfloat16", remat="dots")  # the arithmetic of accelerators
+    config.mesh.fsdp = 8  # parameters and moments over eight devices, or a step does not fit 16 GB
+    return config

@@ -12,8 +12,10 @@ launch plan --config=qa_wiki --spec.trainer.slice=v5e:4x4`); one question a chip
 
 from ml_collections import ConfigDict
 
-from realm_jax.recipes import paper
+from realm_jax.config import load_config
 
 
 def get_config() -> ConfigDict:
-    return paper("qa")
+    config = load_config("ict_wiki")
+    config.tasks = "qa"
+    return config

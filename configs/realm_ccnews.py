@@ -9,10 +9,8 @@ Everything else, and what it needs and costs, as in `configs/realm_wiki.py`: a s
 
 from ml_collections import ConfigDict
 
-from realm_jax.recipes import paper
+from realm_jax.config import load_config
 
 
 def get_config() -> ConfigDict:
-    config = paper("realm")
-    config.refresh.mode = "async"
-    return config
+    return load_config("realm_wiki")

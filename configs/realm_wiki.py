@@ -24,10 +24,11 @@ are `docs/results/plans.json`; with your prices: `realm launch plan --config=rea
 
 from ml_collections import ConfigDict
 
-from realm_jax.recipes import paper
+from realm_jax.config import load_config
 
 
 def get_config() -> ConfigDict:
-    config = paper("realm")
+    config = load_config("ict_wiki")
+    config.tasks = "realm"
     config.refresh.mode = "async"
     return config

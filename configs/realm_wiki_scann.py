@@ -12,11 +12,10 @@ it needs (`docs/results/plans.json`).
 
 from ml_collections import ConfigDict
 
-from realm_jax.recipes import paper
+from realm_jax.config import load_config
 
 
 def get_config() -> ConfigDict:
-    config = paper("realm")
-    config.refresh.mode = "async"
+    config = load_config("realm_wiki")
     config.retrieval.backend = "scann"
     return config

@@ -11,11 +11,11 @@ Hardware: two CPU cores; one accelerator can do with larger batches.
 
 from ml_collections import ConfigDict
 
-from realm_jax.recipes import real_text
+from realm_jax.config import load_config
 
 
 def get_config() -> ConfigDict:
-    config = real_text()
+    config = load_config("real_text")
     config.tasks = "ict,qa,rerank"
     config.rerank.update(steps=300, batch_size=8, learning_rate=1e-4, passages=10)
     return config

@@ -10,7 +10,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from realm_jax.cli.launch import TARGETS
-from realm_jax.config_flags import load_config
+from realm_jax.config import load_config
 from realm_jax.launch import spec as specs
 from realm_jax.launch.spec import describe
 

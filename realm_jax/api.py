@@ -18,11 +18,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax import config_flags
+from realm_jax import config as configs
 from realm_jax.cache import cache_programs
 from realm_jax.cli.prepare import Options, Path_
 from realm_jax.cli.prepare import prepare as prepare_folder
-from realm_jax.config import default
 from realm_jax.errors import Resumable, UserError
 from realm_jax.inference.model import Model
 from realm_jax.storage import read_json
@@ -39,7 +38,7 @@ def load_config(name: str | os.PathLike[str] | None = None, changes: Mapping[str
     Raises UserError for a config or a key that does not exist, and for a value that is not of the key's type.
     """
     overrides = [f"--config.{key}={value}" for key, value in (changes or {}).items()]
-    return config_flags.load_config(None if name is None else os.fspath(name), overrides, default)
+    return configs.load_config(None if name is None else os.fspath(name), overrides)
 
 
 def prepare(passages: Path_, output: Path_, **options: Any) -> None:

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 from ml_collections import ConfigDict
 
+from realm_jax.config import Config, as_config, joint_length, reader_section, task_names
 from realm_jax.data.examples import lengths_from
 from realm_jax.data.sources import Sources
 from realm_jax.data.tokenizer import Tokenizer
@@ -20,12 +21,14 @@ from realm_jax.mesh import logical_sharding
 from realm_jax.models.prompts import Encode, Template, compiled, longest_passage, placeholder, query_lengths
 from realm_jax.models.realm import Reader, Realm, span_size
 from realm_jax.run import Run, device_options, make_bert, mesh_for
-from realm_jax.sections import joint_length, reader_section, task_names
 from realm_jax.tasks import TASKS
 
 
-def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[jax.Device] | None = None) -> Run:
+def make_run(
+    config: Config | ConfigDict, workdir: Path, sources: Sources, devices: list[jax.Device] | None = None
+) -> Run:
     """Everything that a validated config decides. Raises UserError if config and data do not fit."""
+    config = as_config(config)
     rows, read = len(sources.passages), max(config.qa.passages, config.answering.read)
     wanted = max(config.realm.candidates, read)
     if rows < wanted:
@@ -44,14 +47,15 @@ def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[
 
 
 def abstract_run(
-    config: ConfigDict, workdir: Path, rows: int, vocabulary_size: int, devices: list[jax.Device] | None = None,
-    special: tuple[int, int] = (101, 102), encode: Encode = placeholder,
+    config: Config | ConfigDict, workdir: Path, rows: int, vocabulary_size: int,
+    devices: list[jax.Device] | None = None, special: tuple[int, int] = (101, 102), encode: Encode = placeholder,
 ) -> Run:  # fmt: skip
     """A run with the sizes of its data but without data: enough to compile its programs.
 
     special: ids of [CLS] and [SEP], by default those of BERT's vocabulary. encode: what makes tokens of prompts.
     Raises UserError if sizes do not fit.
     """
+    config = as_config(config)
     mesh = mesh_for(config, devices)
     data = config.data
     hidden = logical_sharding(mesh, "batch", None, None)
@@ -67,10 +71,12 @@ def abstract_run(
 
 
 def make_model(
-    config: ConfigDict, vocabulary_size: int, encode: Encode = placeholder, hidden: NamedSharding | None = None
-) -> Realm:
+    config: Config | ConfigDict, vocabulary_size: int, encode: Encode = placeholder,
+    hidden: NamedSharding | None = None,
+) -> Realm:  # fmt: skip
     """The networks that a config describes. encode: what makes tokens of prompts; hidden: where their hidden
     states live on a mesh. Raises UserError if prompts leave too few positions."""
+    config = as_config(config)
     model, encoder = config.model, config.encoder
     query, passage = encoder.query_prompt, encoder.passage_prompt
     query_template = compiled(query, "config.encoder.query_prompt", False, encode) if query else None
@@ -93,7 +99,7 @@ def make_model(
     )
 
 
-def tower_lengths(config: ConfigDict, query: Template | None, passage: Template | None) -> tuple[int, int]:
+def tower_lengths(config: Config, query: Template | None, passage: Template | None) -> tuple[int, int]:
     """Positions that the longest query and the longest passage take, with what their templates add."""
     lengths = config.data
     return query_lengths(lengths.query_length, query), longest_passage(lengths.document_length, passage)

@@ -10,11 +10,9 @@ operations a second, over devices × their peak.
 
 import dataclasses
 
-from ml_collections import ConfigDict
-
+from realm_jax.config import Config, reader_section
 from realm_jax.models.encoder import POOLINGS
 from realm_jax.run import Run
-from realm_jax.sections import reader_section
 
 GIB = 2**30
 
@@ -43,18 +41,18 @@ class Tower:
         return 2.0 * 2 * queries * keys * self.width
 
 
-def tower_of(config: ConfigDict) -> Tower:
+def tower_of(config: Config) -> Tower:
     """The size that the embedders have."""
     return Tower(config.model.layers, config.model.width, config.model.feed_forward)
 
 
-def reader_of(config: ConfigDict) -> Tower:
+def reader_of(config: Config) -> Tower:
     """The reader's size."""
     reader = reader_section(config.model)
     return Tower(reader.layers, reader.width, reader.feed_forward)
 
 
-def embedding_flops(config: ConfigDict, length: int, places: float = 0) -> float:
+def embedding_flops(config: Config, length: int, places: float = 0) -> float:
     """One sequence to its vector, forward; the literal pieces of prompts are left out. places: as of
     `Tower.forward`."""
     width, encoder = config.model.width, config.encoder

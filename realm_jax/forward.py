@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
+from realm_jax.config import QaConfig, RealmConfig
 from realm_jax.mesh import batch_parts
 from realm_jax.models import likelihood
 from realm_jax.models.inputs import (
@@ -36,7 +37,6 @@ from realm_jax.models.realm import Params, Realm, flatten_passages
 from realm_jax.retrieval.exact import search
 from realm_jax.retrieval.fusion import FUSION_DEPTH, FusedRanking, fuse, ranks_of
 from realm_jax.retrieval.scann import Searcher
-from realm_jax.sections import QaConfig, RealmConfig
 
 Array = jax.Array
 Batch = dict[str, Array]

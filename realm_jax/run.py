@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.config import Config, Model, QaConfig, task_names
 from realm_jax.data.examples import Bm25Hits, Bm25Lookup, Example, Lengths
 from realm_jax.data.held_out import held_out_share, trained_rows
 from realm_jax.data.sources import Sources
@@ -42,7 +42,6 @@ from realm_jax.retrieval.embed import EMBED_BATCH, GROUPS, CorpusRows, embed_cor
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.fusion import FUSION_DEPTH
 from realm_jax.retrieval.scann import BUDGET, ScannConfig
-from realm_jax.sections import QaConfig, qa_config, realm_config, task_names
 
 
 def host_of_gpus(mesh: Mesh) -> jax.Device | None:
@@ -81,7 +80,7 @@ def _init_program(model: Any, mesh: Mesh | None) -> Callable[[jax.Array], Params
 class Run:
     """A run over a corpus of passages, which is on the devices in document layout."""
 
-    config: ConfigDict
+    config: Config
     workdir: Path
     mesh: Mesh
     model: Realm
@@ -145,7 +144,7 @@ class Run:
     def find_sentence(self) -> Bm25Lookup | None:
         """What gives BM25's list for the words that are left of a masked sentence, without its own passage: for
         REALM's candidates, where they do not come from vectors alone."""
-        realm = realm_config(self.config)
+        realm = self.config.realm
         if realm.search == "vectors":
             return None
         words, own = self.words(), realm.exclude_own
@@ -173,12 +172,12 @@ class Run:
 
     def learned_rows(self, store: PassageStore) -> NDArray[np.bool_] | None:
         """The rows of a store whose sentences may be learned from, bool [rows]; None for all."""
-        return trained_rows(store, held_out_share(self.config, self.sources.questions))
+        return trained_rows(store, held_out_share(self.config.evaluation.held_out, self.sources.questions))
 
     @property
     def answering_qa(self) -> QaConfig:
         """How questions are answered: evaluation and inference may read more passages than training does."""
-        qa = qa_config(self.config)
+        qa = self.config.qa
         return dataclasses.replace(qa, passages=self.config.answering.read or qa.passages)
 
     @property
@@ -258,14 +257,14 @@ def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents
     return spread(params, documents)
 
 
-def mesh_for(config: ConfigDict, devices: list[jax.Device] | None = None) -> Mesh:
+def mesh_for(config: Config, devices: list[jax.Device] | None = None) -> Mesh:
     """The mesh of a config. Raises UserError if a task's batch cannot be shared out on it."""
     mesh = make_mesh(-1, config.mesh.fsdp, config.mesh.model, devices)
     check_batches(config, batch_parts(mesh))
     return mesh
 
 
-def check_batches(config: ConfigDict, spread: int) -> None:
+def check_batches(config: Config, spread: int) -> None:
     """Raise UserError if a task's batch cannot be shared out over so many devices."""
     parts = config.optimizer.microbatches
     for name in task_names(config):
@@ -285,7 +284,7 @@ def device_options(mesh: Mesh, dtype: Any) -> dict[str, Any]:
     return {"attention": attention, "states": states} | ({"hidden": None} if attention == "cpu" else {})
 
 
-def make_bert(model: ConfigDict, vocabulary_size: int, length: int, hidden: NamedSharding | None) -> BertConfig:
+def make_bert(model: Model, vocabulary_size: int, length: int, hidden: NamedSharding | None) -> BertConfig:
     """One BERT of a config's section `model`, with positions for `length` pieces."""
     return BertConfig(
         vocabulary_size,

@@ -33,7 +33,6 @@ from realm_jax.launch.plan import abstract_arguments
 from realm_jax.models.realm import Params
 from realm_jax.processes import WorkShare
 from realm_jax.run import Run
-from realm_jax.sections import qa_config
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
 from realm_jax.train import loop
@@ -52,13 +51,21 @@ PATIENCE = 300.0  # seconds that trainer and builder wait for each other, on a m
 # --- Opened and trained -----------------------------------------------------------------------------------------------
 
 
+def set_key(run: Run, key: str, value: Any) -> None:
+    """Change a key in the config of an opened run, such as one that a test cannot wait for."""
+    section, _, name = key.partition(".")
+    object.__setattr__(run.config[section], name, value)  # in place, since parts of the run hold the section
+
+
 @contextmanager
 def shared_steps() -> Iterator[None]:
     """Runs of one test after another share their compiled step."""
     steps: dict[Any, Any] = {}
 
     def make(task: Task) -> Any:
-        key = task.name, task.context, task.settings, qa_config(task.run.config), task.run.config.refresh.every == 0
+        config, settings = task.run.config, task.settings
+        rates = settings.steps, settings.batch_size, settings.learning_rate  # which are not compared in settings
+        key = task.name, task.context, settings, rates, config.qa, config.refresh.every == 0
         return steps.setdefault(key, make_step(task))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -217,14 +224,14 @@ def first_generation_only(run, seconds=PATIENCE):
 
     def die(self, export, *rest):
         if export.step > 0:
-            run.config.refresh.wait_seconds = seconds
+            set_key(run, "refresh.wait_seconds", seconds)
             raise Preempted
         return build(self, export, *rest)
 
     with pytest.MonkeyPatch.context() as patch, builder(run):
         patch.setattr(Builder, "build", die)
         yield
-    run.config.refresh.wait_seconds = PATIENCE
+    set_key(run, "refresh.wait_seconds", PATIENCE)
 
 
 # --- As commands, in processes of their own ---------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_a_run_that_records_a_key_of_an_earlier_version_is_opened(copied_run):
     config = json.loads(path.read_text())
     config["checkpoint"]["keep_every"] = 100
     path.write_text(json.dumps(config))
-    assert "keep_every" not in open_run_for_inference(copied_run).config.checkpoint
+    assert "keep_every" not in open_run_for_inference(copied_run).config.checkpoint.to_dict()
 
 
 def newest(run, task):
@@ -166,7 +166,7 @@ def test_a_prepared_folder_that_moved_is_named_and_found_with_data(trained_run, 
 
 def test_a_run_keeps_what_it_was_trained_with(trained_run, capsys):
     line = refused(capsys, f"--workdir={trained_run.workdir}", "--config.qa.search=bm25", QUESTION)
-    assert "--config.qa.search: fixed by the run; only operations and evaluation keys" in line
+    assert "--config.qa.search: fixed by the run; only runtime and evaluation keys" in line
     line = refused(capsys, f"--workdir={trained_run.workdir}", "--config.answering.reed=5", QUESTION)
     assert "there is no such key in the config; did you mean answering.read" in line
 

@@ -27,6 +27,7 @@ from runs import (
     make_job,
     metrics,
     open_tiny,
+    set_key,
     spoil,
     train,
     train_with_builder,
@@ -70,7 +71,7 @@ def built(folder):
 
 def test_what_is_served_is_what_was_exported_and_what_nobody_needs_goes(people, tmp_path, monkeypatch):
     run, watch, folder = open_tiny(people, tmp_path), Watch(monkeypatch), PosixFolder(tmp_path)
-    run.config.checkpoint.every = 1
+    set_key(run, "checkpoint.every", 1)
     train_with_builder(run)
     watch.check(run)
     assert read_status(folder, "trainer").pins == (4, 6)

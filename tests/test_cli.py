@@ -16,13 +16,11 @@ import pytest
 from ml_collections import ConfigDict, config_dict
 
 import realm_jax
-from realm_jax import config_flags
 from realm_jax.cli import main as cli
-from realm_jax.config import default, reference, validate
+from realm_jax.config import add_config_argument, default, is_name, load_config, reference, validate
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted
 from realm_jax.launch import spec as specs
-from realm_jax.recipes import is_name
 from realm_jax.storage import StorageError
 
 ROOT = Path(realm_jax.__file__).parents[1]
@@ -35,7 +33,7 @@ def job(monkeypatch):
     module.seen, module.ends = [], lambda: None
 
     def add_arguments(parser: argparse.ArgumentParser) -> None:
-        config_flags.add_config_argument(parser)
+        add_config_argument(parser)
         parser.add_argument("--workdir")
         parser.epilog = "examples:\n  realm fake --workdir=runs/first"
 
@@ -129,7 +127,7 @@ def examples() -> list[list[str]]:
 def test_the_config_of_an_example_in_the_help_is_complete(command):
     name = next(part for part in command if part.startswith("--config=")).removeprefix("--config=")
     given = [part for part in command if part.startswith("--config.")]
-    config = config_flags.load_config(name, given, default)
+    config = load_config(name, given, default)
     validate(config)
 
 
@@ -326,7 +324,7 @@ def tiny_config() -> ConfigDict:
 
 
 def load(*overrides: str, path: str | None = None, default=tiny_config, like=None) -> ConfigDict:
-    return config_flags.load_config(path, list(overrides), default, like=like)
+    return load_config(path, list(overrides), default, like=like)
 
 
 def write(folder: Path, text: str) -> str:
@@ -455,7 +453,8 @@ def test_a_missing_config_file_is_named():
 
 def test_a_config_of_the_package_has_a_name_and_a_path_stays_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "quickstart").write_text("from realm_jax.recipes import paper\nget_config = lambda: paper('qa')")
+    text = "from realm_jax.config import load_config\nget_config = lambda: load_config('qa_wiki')"
+    (tmp_path / "quickstart").write_text(text)
     assert load(path="quickstart", default=default).model.width == 64
     assert load("--config.model.width=8", path="./quickstart", default=default).tasks == "qa"
 
@@ -470,7 +469,7 @@ def test_a_name_that_no_config_has_gets_the_names_there_are(tmp_path, monkeypatc
     for command in (["train"], ["ablate"], ["launch", "plan"], ["build-index"]):
         assert cli.main([*command, "--config=none", "--workdir=run"]) == 2
     with pytest.raises(UserError, match=r"^--spec=v5e: there is no file v5e"):
-        config_flags.load_config("v5e", [], specs.default, kind="spec")
+        load_config("v5e", [], specs.default, kind="spec")
 
 
 def test_an_edited_config_file_is_read_anew(tmp_path):

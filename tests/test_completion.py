@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from realm_jax.cli import main as cli
-from realm_jax.recipes import config_names
+from realm_jax.config import config_names
 
 # Asks for completions as Readline does; a line a candidate.
 ASK = """

@@ -1,4 +1,4 @@
-"""The config: a page lists its keys, every bad value is named by its key, and resume keeps the science."""
+"""The config: a page lists its keys, every bad value is named by its key, and resume keeps the training keys."""
 
 import json
 import re
@@ -8,19 +8,22 @@ import pytest
 from ml_collections import ConfigDict
 
 import realm_jax
-from realm_jax import schema
 from realm_jax.config import (
-    SECTIONS,
+    KEYS,
+    RealmConfig,
+    as_config,
     default,
-    flatten,
+    joint_length,
+    reader_section,
     reference,
-    science,
     task_names,
+    training_keys,
     validate,
+    with_overrides,
+    with_values,
 )
-from realm_jax.config_flags import with_overrides
 from realm_jax.errors import UserError
-from realm_jax.sections import TaskSection, joint_length
+from realm_jax.tasks import TASKS
 from realm_jax.train.workdir import recorded_config
 
 PAGE = Path(realm_jax.__file__).parents[1] / "docs" / "config.md"
@@ -31,14 +34,14 @@ def test_the_page_of_keys_is_made_from_their_declarations():
 
 
 def test_the_page_lists_every_key_and_says_which_may_change():
-    tasks = [name for name, section in SECTIONS.items() if isinstance(section, TaskSection)]
-    entries = dict(re.findall(r"^\* `(\S+)` \((.*?)(?=^\* |\Z)", schema.help_text(SECTIONS), re.DOTALL | re.MULTILINE))
-    for name in [name for name in entries if name.startswith("<section>")]:
-        entries |= dict.fromkeys([name.replace("<section>", task) for task in tasks], entries.pop(name))
-    config = schema.to_config_dict(SECTIONS)
-    assert {*entries} == {*flatten(config.to_dict())}
-    kept = {name for name, text in entries.items() if "operations):" not in " ".join(text.split())}
-    assert kept == {*science(config)}
+    entries = dict(re.findall(r"^\* `(\S+)` \((.*?)(?=^\* |\Z)", reference(), re.DOTALL | re.MULTILINE))
+    assert [*entries] == [*KEYS]
+    kept = {name for name, text in entries.items() if "runtime):" not in " ".join(text.split())}
+    assert kept == {*training_keys(default())}
+
+
+def test_every_task_has_a_section():
+    assert all(hasattr(default(), name) for name in TASKS)
 
 
 @pytest.mark.parametrize("gone", ["optimizer.weight_decay", "index.min_recall"])
@@ -57,11 +60,11 @@ def usable(changes: dict[str, object] | None = None) -> ConfigDict:
     return config
 
 
-def test_operations_may_change_and_science_may_not():
-    operations = dict.fromkeys(("checkpoint.every", "log.every", "evaluation.batch_size"), 7)
-    operations |= {"mesh.model": 2, "optimizer.microbatches": 4, "init_from": "elsewhere"}
-    assert science(usable(operations)) == science(usable())
-    assert science(usable(operations | {"realm.candidates": 4})) != science(usable())
+def test_runtime_keys_may_change_and_training_keys_may_not():
+    runtime = dict.fromkeys(("checkpoint.every", "log.every", "evaluation.batch_size", "answering.read"), 7)
+    runtime |= {"mesh.model": 2, "optimizer.microbatches": 4, "init_from": "elsewhere"}
+    assert training_keys(usable(runtime)) == training_keys(usable())
+    assert training_keys(usable(runtime | {"realm.candidates": 4})) != training_keys(usable())
 
 
 def test_the_default_needs_nothing_but_data():
@@ -108,7 +111,7 @@ def test_a_value_beyond_its_limit_is_told_the_limit(key, value, message):
     [
         ({"ict": {"stepss": 5}}, "ict.stepss: no such key, did you mean ict.steps?"),
         ({"zzz": {}, "a": 1}, "a: no such key, at the top it has answering, checkpoint, "),
-        ({"ict": 5}, "ict: is a section; set its keys, such as ict.batch_size"),
+        ({"ict": 5}, "ict: is a section; set its keys, such as ict.steps"),
         ({"ict": {"steps": None}}, "ict.steps: takes a value of type int, such as 100000, not None"),
         ({"ict": {"steps": 3.0}}, "ict.steps: takes a value of type int, such as 100000, not float"),
         ({"ict": {"steps": True}}, "ict.steps: takes a value of type int, such as 100000, not bool"),
@@ -162,18 +165,41 @@ def test_keys_that_do_not_go_together_are_refused(keys, message, repair):
     validate(with_overrides(usable(), [*overrides, f"--config.{repair}"]))
 
 
-def test_a_task_that_is_not_in_the_recipe_is_not_looked_at():
-    config = usable({"tasks": "realm, qa", "ict.steps": 0})
-    validate(config)
-    assert task_names(config) == ["realm", "qa"]
+def test_the_recipe_is_a_list_of_names():
+    assert task_names(validate(usable({"tasks": "realm, qa"}))) == ["realm", "qa"]
 
 
-def test_keys_of_answering_may_change_on_resume():
-    config = with_overrides(usable(), ["--config.answering.read=50"])
-    validate(config)
-    assert (config.answering.read, config.answering.retrieved) == (50, 20) and science(config) == science(usable())
-    with pytest.raises(UserError, match="did you mean answering.read"):
-        with_overrides(usable(), ["--config.answering.reed=50"])
+def test_the_reader_is_as_the_encoders_but_for_the_keys_that_are_set():
+    model = validate(
+        with_overrides(usable(), ["--config.model.reader.width=24", "--config.model.reader.heads=3"])
+    ).model
+    reader = reader_section(model)
+    assert (reader.width, reader.heads, reader.layers, model.width) == (24, 3, 12, 768)
+    with pytest.raises(UserError, match="^config.model.reader: the reader's 12 heads must divide its width of 9$"):
+        validate(usable({"model.reader.width": 9}))
+    with pytest.raises(UserError, match="^config.model.reader.layers: takes a value of type int, not str$"):
+        validate(usable({"model.reader.layers": "many"}))
+
+
+def test_reader_sizes_of_an_earlier_version_are_read(tmp_path):
+    recorded = default().to_dict()
+    recorded["model"]["reader"] = "layers=2,hidden_act=gelu"
+    (tmp_path / "config.json").write_text(json.dumps(recorded))
+    assert recorded_config(tmp_path).model.reader.changes == {"layers": 2, "hidden_act": "gelu"}
+
+
+def test_another_number_of_steps_needs_no_other_program():
+    """A loss takes its section as a static argument of a jitted function."""
+    assert RealmConfig(steps=1, batch_size=2, learning_rate=0.1) == RealmConfig() != RealmConfig(candidates=4)
+    assert hash(RealmConfig(steps=1)) == hash(RealmConfig())
+
+
+def test_a_config_is_frozen_and_changed_by_its_dotted_keys():
+    config = as_config(usable())
+    changed = with_values(config, {"realm.candidates": 4, "model.reader.layers": 2})
+    assert (changed.realm.candidates, config.realm.candidates, changed.model.reader.layers) == (4, 8, 2)
+    with pytest.raises(UserError, match="^config.realm.candidates: must be at least 2"):
+        with_values(config, {"realm.candidates": 1})
 
 
 def test_the_joint_layout_holds_a_whole_query_and_a_whole_passage():

@@ -20,10 +20,10 @@ from tiny import (
     tiny_realm,
 )
 
+from realm_jax.config import RealmConfig
 from realm_jax.forward import Index, retrieve
 from realm_jax.mesh import logical_sharding, make_mesh, parameter_shardings, replicated
 from realm_jax.retrieval.exact import padded_rows
-from realm_jax.sections import RealmConfig
 from realm_jax.train.optimizer import make_optimizer
 from realm_jax.train.step import loss_and_metrics
 

@@ -16,11 +16,9 @@ from typing import NamedTuple
 
 import pytest
 
-from realm_jax import config_flags
 from realm_jax.cli import main as cli
-from realm_jax.config import default, reference, validate
+from realm_jax.config import config_names, default, is_name, load_config, reference, validate
 from realm_jax.launch import spec as specs
-from realm_jax.recipes import config_names, is_name
 
 ROOT = Path(__file__).parents[1]
 # Every page that people read, on the site or in the repository.
@@ -135,7 +133,7 @@ def test_the_config_of_every_command_of_a_page_is_complete(page):
         takes_config = job in ("train", "build-index", "launch") and words[:1] != ["plan"]
         if command.is_whole and takes_config and names and is_name(names[0]):
             overrides = [word for word in words if word.startswith("--config.")]
-            validate(config_flags.load_config(names[0], overrides, default))
+            validate(load_config(names[0], overrides, default))
 
 
 @every_page

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 from articles import prepared_articles
-from ml_collections import ConfigDict
 from runs import assert_same, cut_off, largest_change, planned_parts
 from tiny_run import open_config, tiny_config, with_config
 
+from realm_jax.config import with_values
 from realm_jax.data.evidence import find_evidence
 from realm_jax.data.examples import dataset
 from realm_jax.data.held_out import trained_rows
@@ -114,8 +114,8 @@ def test_a_sentence_comes_without_its_name_and_with_a_passage_that_is_evidence_f
 
 
 def test_no_passage_of_a_held_out_document_is_learned_from_not_even_as_evidence(trained, tmp_path):
-    config, share = ConfigDict(trained[0].config.to_dict()), 0.3
-    config.evaluation.held_out = share
+    share = 0.3
+    config = with_values(trained[0].config, {"evaluation.held_out": share})
     run = dataclasses.replace(with_config(trained[0], config), workdir=tmp_path)
     task, store = make_task(NAME, run), run.sources.passages
     kept, evidence = trained_rows(store, share), find_evidence(store, *run.lengths.hidden)

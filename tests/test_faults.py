@@ -24,6 +24,7 @@ from runs import (
     make_job,
     metrics,
     open_tiny,
+    set_key,
     spoil,
     train,
     train_with_builder,
@@ -93,7 +94,7 @@ def stops(sturdy, watch):
             with pytest.raises(error, match=match):
                 train(run)
             yield
-            run.config.refresh.wait_seconds = 60.0
+            set_key(run, "refresh.wait_seconds", 60.0)
             final = train(run)
         if same:
             assert_same(final, sturdy.final)
@@ -236,7 +237,7 @@ def test_no_builder_at_all(people, ends_the_same, tmp_path):
     run = open_tiny(people, tmp_path, wait_seconds=0.05)
     with pytest.raises(UserError, match="the first generation did not come within config.refresh.wait_seconds=0.05"):
         train(run)
-    run.config.refresh.wait_seconds = 60.0
+    set_key(run, "refresh.wait_seconds", 60.0)
     ends_the_same(run)
 
 
@@ -395,7 +396,7 @@ def test_a_builder_of_something_else(copied, name):
     folder = PosixFolder(copied.workdir)
     job = make_job(copied)
     if name == "towers":
-        job._run.config.model.dtype = "bfloat16"
+        set_key(job._run, "model.dtype", "bfloat16")
     else:
         folder.write_json(f"exports/6/{EXPORT}", folder.read_json(f"exports/6/{EXPORT}") | {name: "another"})
     with pytest.raises(UserError, match=f"exports/6 was written by a run with other {name}; give this command the"):

@@ -8,6 +8,7 @@ import pytest
 from runs import assert_same, cut_off, largest_change, open_inline
 from tiny_run import PEOPLE, prepare_people, question, with_config
 
+from realm_jax.config import with_values
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
@@ -108,10 +109,7 @@ def test_passages_are_read_with_their_titles(people, tmp_path):
     assert len(measurements(run)) == 3
     params, questions = run.initial_params(), run.sources.questions["dev"]
     index = run.index(run.embed(params))
-    config = run.config.copy_and_resolve_references()
-    with config.unlocked():
-        config.qa.titles = False
-    without = dataclasses.replace(run, config=config)
+    without = dataclasses.replace(run, config=with_values(run.config, {"qa.titles": False}))
     told, untold = (Evaluator(one, questions).predict(params, index) for one in (run, without))
     assert [one.probability for one in told] != pytest.approx([one.probability for one in untold], rel=1e-3)
 
@@ -151,9 +149,7 @@ def test_texts_that_share_no_word_are_no_candidates():
 
 def test_more_passages_can_be_read_than_in_training(fallen):
     run, last, _ = fallen
-    config = type(run.config)(run.config.to_dict())
-    config.answering.read = 7
-    more, index = with_config(run, config), run.index(run.embed(last))
+    more, index = with_config(run, with_values(run.config, {"answering.read": 7})), run.index(run.embed(last))
     few, many = (Evaluator(one, run.sources.questions["dev"]).predict(last, index) for one in (run, more))
     for a, b in zip(few, many, strict=True):
         assert (len(a.candidates), len(b.candidates)) == (3, 7)

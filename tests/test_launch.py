@@ -9,7 +9,7 @@ import pytest
 from clouds import GCLOUD, IMAGE, JOBSET, WORKDIR, described, launch
 from fake_tools import calls
 
-from realm_jax.config_flags import load_config
+from realm_jax.config import load_config
 from realm_jax.errors import UserError
 from realm_jax.launch import spec as specs
 from realm_jax.launch.cloud import explain_error

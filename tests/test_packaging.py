@@ -112,11 +112,11 @@ def test_the_installed_command_works_from_another_folder(built, run_installed):
 def test_every_config_is_found_by_its_name_far_from_the_checkout(run_installed):
     configs = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
     program = (
-        "from realm_jax import config, config_flags, recipes\n"
+        "from realm_jax import config\n"
         "from realm_jax.cli import ablate\n"
-        "for name in recipes.config_names():\n"
+        "for name in config.config_names():\n"
         "    like = ablate._config_template if name == 'ablations' else None\n"
-        "    print(name, config_flags.load_config(name, [], config.default, like=like).get('tasks', 'rows'))"
+        "    print(name, config.load_config(name, like=like).get('tasks', 'rows'))"
     )
     found = dict(line.split() for line in run_installed("-c", program).splitlines())
     assert sorted(found) == configs and {"real_text", "quickstart", "ablations"} <= {*configs}

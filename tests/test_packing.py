@@ -15,6 +15,7 @@ from tiny import mesh_of_slices
 from tiny_run import prepare_people, tiny_config
 
 from realm_jax.assemble import make_run
+from realm_jax.config import QaConfig
 from realm_jax.data.examples import batches
 from realm_jax.data.sources import open_sources
 from realm_jax.forward import PackingSpec, read_question, unplaced_share
@@ -41,7 +42,6 @@ from realm_jax.models.packing import (
     unpack,
 )
 from realm_jax.run import put_batch
-from realm_jax.sections import QaConfig
 from realm_jax.tasks import make_task
 from realm_jax.tasks.packed import PlacesMonitor, places_needed
 from realm_jax.train.step import gradients

@@ -15,8 +15,7 @@ from tiny_run import tiny_config
 
 from realm_jax.assemble import abstract_run, make_run
 from realm_jax.cli import main as cli
-from realm_jax.config import default
-from realm_jax.config_flags import load_config
+from realm_jax.config import default, load_config
 from realm_jax.data.sources import open_sources
 from realm_jax.flops import Tower, chip, embedding_flops
 from realm_jax.launch.plan import (

@@ -18,6 +18,7 @@ from realm_jax.cli import arguments as run_arguments
 from realm_jax.cli import evaluate, predict
 from realm_jax.cli import main as cli
 from realm_jax.cli.arguments import check_passages
+from realm_jax.config import with_values
 from realm_jax.errors import UserError
 from realm_jax.eval.answers import exact_match
 from realm_jax.eval.metrics import compare, over_seeds
@@ -61,9 +62,7 @@ def quick(trained, monkeypatch) -> list[str | None]:
     restored: list[str | None] = []
 
     def opened(_workdir, changes):
-        config = type(trained.run.config)(trained.run.config.to_dict())
-        config.update_from_flattened_dict(changes)
-        return with_config(trained.run, config)
+        return with_config(trained.run, with_values(trained.run.config, changes))
 
     def given(run, task, **_):
         restored.append(task)

@@ -17,7 +17,6 @@ from realm_jax.eval.prediction_files import read_settings
 from realm_jax.forward import read_question
 from realm_jax.index.embed import embed_with_cache
 from realm_jax.run import put_batch
-from realm_jax.sections import qa_config
 from realm_jax.tasks import make_task
 from realm_jax.tasks.rerank import CANDIDATES, NAME, added
 from realm_jax.train.recipe import train
@@ -71,7 +70,7 @@ def test_the_loss_is_the_cross_entropy_with_the_posterior_of_the_reader(trained)
     run, _, last = trained
     task, index = make_task("rerank", run), run.index(embed_with_cache(run, last))
     batch = put_batch(run.mesh, dataset(task.examples(last, None), 0, task.stream, 8)[0])
-    qa = dataclasses.replace(qa_config(run.config), passages=CANDIDATES)
+    qa = dataclasses.replace(run.config.qa, passages=CANDIDATES)
     read = read_question(qa, run.context, last, batch, index, None, CANDIDATES)
     loss, values = loss_and_metrics(task, last, batch, index, None)
     documents = type(run.documents)(*(part[read.beam.rows] for part in run.documents))

@@ -18,9 +18,9 @@ from tiny import (  # fmt: skip
     tiny_realm,
 )
 
+from realm_jax.config import QaConfig
 from realm_jax.forward import Rerank, falling_scores, retrieve_and_rerank
 from realm_jax.models.realm import Network
-from realm_jax.sections import QaConfig
 
 ROWS, BEAM, FIRST = 12, 6, 4
 

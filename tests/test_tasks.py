@@ -29,7 +29,7 @@ from tiny_run import tiny_config
 
 from realm_jax import forward
 from realm_jax.assemble import make_run
-from realm_jax.config import default
+from realm_jax.config import QaConfig, RealmConfig, as_config, default
 from realm_jax.data import layouts
 from realm_jax.data.sources import open_sources
 from realm_jax.forward import (
@@ -46,7 +46,6 @@ from realm_jax.forward import (
 )
 from realm_jax.models.inputs import Documents, reader_inputs
 from realm_jax.models.likelihood import UNSEEN, masked_word_marginal, pointing
-from realm_jax.sections import QaConfig, RealmConfig
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.qa import batch_reader_input
 from realm_jax.tasks.realm import realm_metrics
@@ -306,7 +305,7 @@ def test_frozen_documents_keep_their_vectors(params, index):
     config = default()
     for every, trained in ((0, ("query_embedder", "reader")), (5, ("query_embedder", "document_embedder", "reader"))):
         config.refresh.every = every
-        run = SimpleNamespace(context=context(), config=config, sources=None)
+        run = SimpleNamespace(context=context(), config=as_config(config), sources=None)
         assert make_task("realm", run).trained == trained
 
 
@@ -587,7 +586,7 @@ def test_a_part_of_the_warm_up_is_no_larger_than_a_part_of_realm(tasks, batch, p
     config = default()
     config.tasks, config.optimizer.microbatches, config.mlm.batch_size = tasks, 8, batch
     config.realm.batch_size, config.realm.candidates = 24, 16  # 48 sequences a part
-    run = SimpleNamespace(config=config, context=None)
+    run = SimpleNamespace(config=as_config(config), context=None)
     assert TASKS["mlm"](run).parts == parts
 
 

@@ -11,6 +11,7 @@ from tiny_run import tiny_config, with_config
 
 from realm_jax.assemble import make_run
 from realm_jax.cache import cache_bytes
+from realm_jax.config import with_values
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.control import ControlSignal
@@ -142,8 +143,7 @@ def test_another_tower_or_setting_is_another_encoder(tiny, params):
     moved = jax.tree.map(lambda x: x + 1e-6, params)
     assert encoder_digest(tiny, {**params, query: moved[query]}) == known, "passages do not go through it"
     assert encoder_digest(tiny, {**params, document: moved[document]}) != known
-    config = tiny.config.copy_and_resolve_references()
-    config.model.hidden_act = "gelu"
+    config = with_values(tiny.config, {"model.hidden_act": "gelu"})
     assert encoder_digest(with_config(tiny, config), params) != known
 
 

@@ -1,6 +1,7 @@
 """`realm weights export` and `push`, and runs that start from weights: a folder, one for each network, or a model of
 the hub."""
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -19,6 +20,7 @@ from weight_folders import assert_same_bits, save_tiny_network
 from realm_jax.assemble import make_model, make_run
 from realm_jax.cli import main as cli
 from realm_jax.cli import weights as job
+from realm_jax.config import with_values
 from realm_jax.data.sources import open_sources
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
@@ -99,7 +101,8 @@ def test_an_exported_reader_says_whether_it_was_trained_with_questions(trained_r
         run = heir(people, tmp_path / name, folder)
         starting_params(run)
         assert begins_with_reader(run.workdir) == trained
-    run.config.update(init_from=str(exported), reader_from=str(tmp_path / "earlier"))  # the reader is the latter's
+    changes = {"init_from": str(exported), "reader_from": str(tmp_path / "earlier")}  # the reader is the latter's
+    run = dataclasses.replace(run, config=with_values(run.config, changes))
     starting_params(run)
     assert not begins_with_reader(run.workdir)
 

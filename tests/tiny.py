@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from realm_jax.config import default
+from realm_jax.config import as_config, default
 from realm_jax.data import layouts
 from realm_jax.forward import Index, StaticContext
 from realm_jax.mesh import AXES, make_mesh
@@ -71,7 +71,7 @@ def task_of(name: str, context: StaticContext, changes: Mapping[str, Any] | None
     """A task with its losses, of a run that has nothing else; of REALM with four candidates. changes: dotted keys."""
     config = default()
     config.update_from_flattened_dict({"realm.candidates": 4, **(changes or {})})
-    return make_task(name, SimpleNamespace(context=context, config=config, sources=None))
+    return make_task(name, SimpleNamespace(context=context, config=as_config(config), sources=None))
 
 
 def masked_batch(rng: np.random.Generator, corpus: Texts, size: int) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from realm_jax.assemble import make_run
 from realm_jax.cli.prepare import prepare
-from realm_jax.config import default
+from realm_jax.config import Config, default
 from realm_jax.data.sources import open_sources
 from realm_jax.run import Run
 from realm_jax.train.recipe import train
@@ -79,7 +79,7 @@ def open_config(config: ConfigDict, workdir: Path, devices: int = 1) -> Run:
     return run
 
 
-def with_config(run: Run, config: ConfigDict) -> Run:
+def with_config(run: Run, config: Config) -> Run:
     """A run under another config of the same data, lengths and networks; the corpus on the devices is shared."""
     other = dataclasses.replace(run, config=config)
     own = {name: getattr(run, name) for name in ("corpus", "documents")}

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.adaptation.record import Change, ChangeTable, Decision, Measurement
+from realm_jax.config import task_names
 from realm_jax.data.evidence import Evidence
 from realm_jax.data.held_out import HeldOutSentence, held_out_sentences, passages_without
 from realm_jax.data.questions import Question
@@ -30,7 +31,6 @@ from realm_jax.index.embed import embed_with_cache
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run
-from realm_jax.sections import task_names
 from realm_jax.tasks.base import Task
 from realm_jax.tasks.groups import numbered
 from realm_jax.train.checkpoints import SavedCheckpoint

@@ -29,6 +29,7 @@ from realm_jax.adaptation.evaluate import (
 )
 from realm_jax.adaptation.record import DATA, OTHER, AdaptRequest, CorpusFacts, Estimate, Plan
 from realm_jax.assemble import make_run
+from realm_jax.config import task_names
 from realm_jax.data.evidence import find_evidence
 from realm_jax.data.examples import batches, salient_sentences
 from realm_jax.data.held_out import HeldOutSentence, trained_rows
@@ -41,7 +42,6 @@ from realm_jax.index.embed import share_to_embed
 from realm_jax.models.realm import Params
 from realm_jax.retrieval import bm25
 from realm_jax.run import Run, local_rows, make_global_batch
-from realm_jax.sections import task_names
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
 from realm_jax.tasks.groups import GROUP

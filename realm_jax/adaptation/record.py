@@ -31,7 +31,7 @@ class AdaptRequest:
     documents: str  # file, pattern or folder
     model: str  # base model of sentence-transformers: a folder, hf:NAME or py:NAME
     workdir: Path  # created or resumed
-    config: ConfigDict  # from `recipes.adapt` or `load_config("adapt")`; `data.path` and `init_from` are set later
+    config: ConfigDict  # from `load_config("adapt")`; `data.path` and `init_from` are set later
     config_arguments: tuple[str, ...] = ()  # that made the config; others are rejected on resume
     questions: str | None = None  # file of evaluation questions, which are never learned from
     forgetting: str | None = None  # documents of a second corpus, to measure what the encoder lost

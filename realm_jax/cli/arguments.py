@@ -7,9 +7,9 @@ import argparse
 from typing import Any
 
 from realm_jax.cli.argument_types import nonempty
+from realm_jax.config import SEARCHES
 from realm_jax.errors import UserError
 from realm_jax.run import Run
-from realm_jax.sections import SEARCHES
 from realm_jax.tasks import TASKS
 from realm_jax.train.trained_run import find_task, run_changes
 
@@ -24,7 +24,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, required: bool = True) ->
         type=nonempty,
         required=required,
         metavar="DIR",
-        help="folder of a run of `realm train`. Operations and evaluation keys of its config can be overridden with "
+        help="folder of a run of `realm train`. Runtime and evaluation keys of its config can be overridden with "
         "--config.section.key=value, such as --config.data.path=DIR for a prepared folder that was moved "
         "(`realm train --help-config` lists the keys)",
     )

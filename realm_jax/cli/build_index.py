@@ -9,11 +9,11 @@ import math
 from pathlib import Path
 
 import jax
+from ml_collections import ConfigDict
 
 from realm_jax.assemble import make_run
 from realm_jax.cache import cache_programs
-from realm_jax.config import default, validate
-from realm_jax.config_flags import add_config_argument, load_config
+from realm_jax.config import add_config_argument, default, load_config, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.host import Stop
 from realm_jax.index.build import for_embedding
@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> None:
     check_process(args.process, args.processes)
     share, workdir = WorkShare(args.process, args.processes), Path(args.workdir)
     recorded = (workdir / "config.json").is_file()  # then the builder of a run needs its folder alone
-    config = load_config(args.config, args.overrides, lambda: recorded_config(workdir) if recorded else default())
-    validate(config)
+    usual = ConfigDict(recorded_config(workdir).to_dict()) if recorded else default()
+    config = validate(load_config(args.config, args.overrides, lambda: usual))
     config = fill_from_pretrained(config, workdir, with_reader=False)
     if config.retrieval.backend == "scann":
         check_scann()

@@ -6,7 +6,7 @@ import re
 import shtab
 
 from realm_jax.cli.main import JOBS, import_job, make_parser
-from realm_jax.recipes import config_names
+from realm_jax.config import config_names
 
 EXAMPLES = """examples:
   realm completion bash > ~/.local/share/bash-completion/completions/realm

@@ -5,6 +5,7 @@ BM25's recall stands beside a run's. Two files are compared by the tests of `rea
 """
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 from realm_jax.cli.argument_types import nonempty
 from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, check_passages, config_changes
 from realm_jax.cli.output import checked_output, is_special, print_json, print_line, stdout, table, write_output
+from realm_jax.config import with_values
 from realm_jax.data.questions import answered, gold_of
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
@@ -129,7 +131,8 @@ def run(args: argparse.Namespace) -> None:
         if args.unseen:
             questions = _without_training_golds(questions, [one.gold for one in questions], args)
         if "answering.read" not in changes and not answered(questions):
-            opened.config.answering.read = 1  # only what is retrieved is measured; reading more takes minutes
+            # Only what is retrieved is measured; reading more takes minutes.
+            opened = dataclasses.replace(opened, config=with_values(opened.config, {"answering.read": 1}))
         check_passages(opened, args)
         asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
         _check_trec(args, asked, TASKS[find_task(opened, args.task).task].reads_passages)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 from rich.cells import cell_len
 from rich.console import Console
@@ -21,8 +20,7 @@ from rich.text import Text
 from realm_jax.cli.argument_types import nonempty, positive
 from realm_jax.cli.arguments import add_run_arguments, config_changes
 from realm_jax.cli.output import checked_output, print_json, stdout, write_output
-from realm_jax.config import default, validate
-from realm_jax.config_flags import add_config_argument, load_config
+from realm_jax.config import add_config_argument, default, load_config, validate
 from realm_jax.console import printable
 from realm_jax.data.evidence import find_evidence
 from realm_jax.data.examples import lengths_from, masked_arrays, spans_of
@@ -108,15 +106,11 @@ def run(args: argparse.Namespace) -> None:
 
 def run_data(args: argparse.Namespace, html: Path | None) -> None:
     """Show passages of the folder `args.subject`, and numbers. html: a checked file for the page."""
-
-    def passages_config() -> ConfigDict:  # which every prepared folder has
-        config = default()
-        config.data.text = "passages"
-        return config
-
     if args.rows < 0:
         raise UserError(f"--rows={args.rows}: must be at least 0")
-    config = load_config(args.config, args.overrides, passages_config)
+    usual = default()
+    usual.data.text = "passages"  # which every prepared folder has
+    config = load_config(args.config, args.overrides, lambda: usual)
     config.data.path = args.subject
     validate(config)
     sources, data, masking = open_sources(args.subject, flag=""), config.data, config.realm.masking

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from realm_jax.cli.argument_types import positive
 from realm_jax.cli.output import print_json, print_records
-from realm_jax.config import default, task_names, validate
-from realm_jax.config_flags import PrintPage, add_config_argument, load_config, with_overrides
+from realm_jax.config import PrintPage, add_config_argument, load_config, task_names, validate, with_overrides
 from realm_jax.errors import UserError
 from realm_jax.index.heartbeat import TRAINER
 from realm_jax.launch import spec as specs
@@ -186,7 +185,7 @@ def _description(args: argparse.Namespace) -> Launch:
 def _checked_launch(args: argparse.Namespace) -> Launch:
     """The description of what is started. Raises UserError for a config or a spec that cannot work."""
     spec = load_config(args.spec, args.spec_overrides, specs.default, kind="spec")
-    config, local = load_config(args.config, args.overrides, default), args.target == "local"
+    config, local = load_config(args.config, args.overrides), args.target == "local"
     if not any(TASKS[name].follows_builder for name in task_names(config)):
         spec.builder.update(processes=0, slices=0)  # no other task follows an index
     builders = spec.builder.processes if local else spec.builder.slices
@@ -198,11 +197,11 @@ def _checked_launch(args: argparse.Namespace) -> Launch:
             )
         overrides.append("--config.refresh.mode=async")
         config = with_overrides(config, overrides[-1:])
-    validate(config)
+    checked = validate(config)
     launch = describe(spec, args.config or "", overrides, args.workdir)
     if not local:
         check_cloud(launch, args.target)
-    check_training(launch, config, builders, not local)
+    check_training(launch, checked, builders, not local)
     return launch
 
 

@@ -2,7 +2,7 @@
 
 Each command is a module of `realm_jax.cli` with `add_arguments(parser)` and `run(args) -> int | None`, imported only
 when its command is given, so that `realm --help` needs no JAX. A job that takes a config calls
-`realm_jax.config_flags.add_config_argument`; its `args.overrides` then holds the arguments of the form
+`realm_jax.config.add_config_argument`; its `args.overrides` then holds the arguments of the form
 `--config.key=value`, and `args.spec_overrides` those of the form `--spec.key=value`.
 """
 

@@ -15,13 +15,11 @@ from ml_collections import ConfigDict
 
 from realm_jax.cache import cache_programs
 from realm_jax.cli.prepare import prepare
-from realm_jax.config import validate
-from realm_jax.config_flags import add_config_argument, load_config
+from realm_jax.config import add_config_argument, load_config, validate
 from realm_jax.data import encyclopedia
 from realm_jax.errors import UserError
 from realm_jax.index.heartbeat import BUILDER, process_name
 from realm_jax.launch.local import Process, Supervisor
-from realm_jax.recipes import quickstart
 from realm_jax.storage import make_folder, publish_folder, read_json, write_json_atomic
 from realm_jax.train.recipe import open_run, run_recipe
 
@@ -81,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 def recipe() -> ConfigDict:
     """The recipe of the quickstart, for the devices that are here."""
-    config = quickstart()
+    config = load_config("quickstart")
     if jax.default_backend() == "cpu" and jax.device_count() == 1:
         config.optimizer.microbatches = PARTS
     return config

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from realm_jax import processes
 from realm_jax.cache import cache_programs
-from realm_jax.config import default
-from realm_jax.config_flags import add_config_argument, load_config
+from realm_jax.config import add_config_argument, load_config
 from realm_jax.train.recipe import open_run, run_recipe
 
 EXAMPLES = """examples:
@@ -36,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; exit code 75 after SIGTERM, once the state is saved."""
-    config = load_config(args.config, args.overrides, default)
+    config = load_config(args.config, args.overrides)
     processes.start(args)
     cache_programs()
     return run_recipe(open_run(config, Path(args.workdir)), args.command_line)

@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeVar
 
 import farmhash
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.data.evidence import Evidence
@@ -46,9 +45,9 @@ def trained_rows(store: PassageStore, share: float) -> NDArray[np.bool_] | None:
     return np.array([not is_held_out(store.document_id(row), share) for row in range(len(store))], bool)
 
 
-def held_out_share(config: ConfigDict, questions: Mapping[str, Sequence[Question]]) -> float:
+def held_out_share(share: float, questions: Mapping[str, Sequence[Question]]) -> float:
     """The share of documents that is kept out of training, to measure with where there are no questions for that."""
-    return 0.0 if questions.get("dev") else float(config.evaluation.held_out)
+    return 0.0 if questions.get("dev") else share
 
 
 def masked_sentences(

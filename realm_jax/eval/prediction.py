@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.config import QaConfig
 from realm_jax.data.examples import (
     Bm25Hits,
     Example,
@@ -31,7 +32,6 @@ from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.fusion import FusedRanking
 from realm_jax.run import Run, put_batch
-from realm_jax.sections import QaConfig, qa_config
 
 SPANS = 20  # likeliest spans of each passage that answers are made of; more change an answer's probability little
 GROUPED_BY = "replaced_words"  # a question field that recall is also given by, where questions have it
@@ -203,7 +203,7 @@ class Evaluator:
 
     def find(self, params: Params, index: Index, depth: int) -> FusedRanking:
         """The `depth` best passages for every question on the devices, [questions, depth or all]."""
-        run, qa = self.run, dataclasses.replace(qa_config(self.run.config), search=self.search)
+        run, qa = self.run, dataclasses.replace(self.run.config.qa, search=self.search)
         batches = (put_batch(run.mesh, batch) for batch in self._batches)
         parts = [_find(qa, run.context, self.rerank, depth, params, batch, index) for batch in batches]
         columns = [np.concatenate([*map(to_host, column)]) for column in zip(*parts, strict=True)]

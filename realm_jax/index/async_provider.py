@@ -16,7 +16,6 @@ from typing import Any, Self, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
@@ -61,7 +60,7 @@ class AsyncIndexProvider(InlineIndexProvider):
         super().__init__(task, on_progress)
         run = task.run
         self._start, self._should_stop = start, should_stop
-        self._options: ConfigDict = run.config.refresh
+        self._options = run.config.refresh
         self._folder = shared_folder(run)
         expected: dict[str, object] = {
             "corpus": run.sources.passages.fingerprint,

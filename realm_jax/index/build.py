@@ -12,12 +12,12 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.config import Config, with_values
 from realm_jax.index.files import (
     MANIFEST,
     ChunkFile,
@@ -272,13 +272,9 @@ class Builder:
                 raise Damaged(f"{self.folder.path(listed.file.name)} holds vectors that are not those of its passages")
 
 
-def for_embedding(config: ConfigDict, devices: int) -> ConfigDict:
+def for_embedding(config: Config, devices: int) -> Config:
     """The config on so many devices of the builder's own: nothing is trained there, so training batch sizes are
     irrelevant."""
-    own = ConfigDict(config.to_dict())
-    own.mesh.update({"fsdp": 1, "model": 1})
-    own.optimizer.microbatches = 1
-    own.model.reader = ""  # there is none, so its tokens are not needed
-    for name in TASKS.keys() & {*own}:
-        own[name].batch_size = devices
-    return own
+    own: dict[str, Any] = {"mesh.fsdp": 1, "mesh.model": 1, "optimizer.microbatches": 1}
+    own |= {f"model.reader.{name}": None for name in config.model.reader.changes}  # nothing is read
+    return with_values(config, own | {f"{name}.batch_size": devices for name in TASKS})

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple, NotRequired  # TypedDict of typing only from
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
-from realm_jax.config import task_names
+from realm_jax.config import Config, QaConfig, RealmConfig, task_names
 from realm_jax.data.examples import Example, query_arrays, question_arrays, with_reader_query
 from realm_jax.data.questions import Question
 from realm_jax.data.tokenizer import MARK
@@ -43,7 +42,6 @@ from realm_jax.mesh import to_host
 from realm_jax.models.likelihood import NEGATIVE, log_prior, log_sum_selected
 from realm_jax.models.realm import Params
 from realm_jax.run import Run, put_batch
-from realm_jax.sections import QaConfig, RealmConfig, realm_config
 from realm_jax.tasks import TASKS
 from realm_jax.train.trained_run import TrainedRun
 
@@ -115,7 +113,7 @@ def parse(text: str) -> Masked | None:
     return Masked(text[: blank.start()], answer, text[blank.end() :])
 
 
-def inspected_task(config: ConfigDict, is_question: bool) -> str | None:
+def inspected_task(config: Config, is_question: bool) -> str | None:
     """The task whose parameters are meant when none is named; None: the last."""
     inspected = [name for name in task_names(config) if TASKS[name].inspects_sentences]
     return inspected[-1] if inspected and not is_question else None
@@ -186,7 +184,7 @@ def inspect_sentence(
     run, tokenizer = trained.run, trained.run.sources.tokenizer
     example = masked_text(run, text, pieces)
     count = int(example["weights"].sum())
-    if realm_config(run.config).uses_span_marginal:  # the retriever is asked without the blank
+    if run.config.realm.uses_span_marginal:  # the retriever is asked without the blank
         words = example["query"][1 : example["query_length"] - 1]
         asked = query_arrays(words[words != tokenizer.mask_id], run.lengths.query, tokenizer)
         example = with_reader_query(example) | asked
@@ -280,7 +278,7 @@ def _inspect_examples(trained: TrainedRun, examples: Sequence[Example]) -> list[
     """`inspect_batch` of some examples, on the host."""
     run = trained.run
     special = np.array(sorted(run.sources.tokenizer.special_ids), np.int32)
-    realm, frozen = realm_config(run.config), run.config.refresh.every == 0
+    realm, frozen = run.config.realm, run.config.refresh.every == 0
     outputs = inspect_batch(realm, run.context, frozen, trained.params, _put(run, examples), trained.index, special)
     outputs = jax.tree.map(to_host, outputs)
     return [InspectionOutputs(*(part[i] for part in outputs)) for i in range(len(examples))]

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.config import SEARCHES
 from realm_jax.data.examples import document_arrays, query_arrays
 from realm_jax.data.questions import checked_questions
 from realm_jax.data.staging import is_remote
@@ -33,7 +34,6 @@ from realm_jax.models.encoder import Retriever
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.embed import CorpusRows, filled_up
 from realm_jax.run import Run, put_batch
-from realm_jax.sections import SEARCHES
 from realm_jax.train.trained_run import (
     TrainedRun,
     check_question,
@@ -71,7 +71,7 @@ class Model:
 
         task: whose parameters (default: of the last task with a checkpoint; for blanks, of pre-training). search: what
         finds passages, 'vectors', 'bm25' or 'hybrid' (default: the config's qa.search). generation: the index of this
-        name, or the 'newest', which searches but does not answer. config: operations and evaluation keys to change,
+        name, or the 'newest', which searches but does not answer. config: runtime and evaluation keys to change,
         such as {"answering.read": 50, "data.path": "moved/data"}.
 
         Raises UserError where there is no run, no checkpoint, or no such task or generation, and where the prepared

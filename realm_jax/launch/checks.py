@@ -2,14 +2,10 @@
 
 import re
 
-from ml_collections import ConfigDict
-
+from realm_jax.config import Config, flatten, is_name, task_names
 from realm_jax.errors import UserError
 from realm_jax.index.heartbeat import BUILDER, TRAINER
 from realm_jax.launch.spec import BUCKET, MOUNTED, Launch
-from realm_jax.recipes import is_name
-from realm_jax.schema import flatten
-from realm_jax.sections import task_names
 from realm_jax.tasks import TASKS
 
 SAVE_SECONDS = 60  # an upper bound on the time of a save: a grace period below it loses steps
@@ -55,7 +51,7 @@ def check_cloud(launch: Launch, target: str) -> None:
         )
 
 
-def check_training(launch: Launch, config: ConfigDict, builders: int, remote: bool) -> None:
+def check_training(launch: Launch, config: Config, builders: int, remote: bool) -> None:
     """Raise UserError for a validated config that cannot be trained as the launch says. builders: processes of it."""
     follows = any(TASKS[name].follows_builder for name in task_names(config))
     if config.refresh.mode == "async" and follows and not builders:

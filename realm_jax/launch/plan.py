@@ -19,13 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
 from realm_jax.assemble import abstract_run
-from realm_jax.config import default, task_names, validate
-from realm_jax.config_flags import load_config
+from realm_jax.config import load_config, task_names, validate, with_values
 from realm_jax.data.sources import open_sources
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.tokenizer import id_dtype
@@ -44,7 +42,6 @@ from realm_jax.models.inputs import DOCUMENT_SPECIALS, Documents
 from realm_jax.retrieval.embed import EMBED_BATCH
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.run import Run, embed_program
-from realm_jax.sections import realm_config
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.packed import clipped_lengths
 from realm_jax.train.init_from import fill_from_pretrained
@@ -73,14 +70,13 @@ def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]
     Raises:
         UserError: if the config is wrong, or the compiler is missing or does not know a slice.
     """
-    config = load_config(args.config, args.overrides, default)
+    config = load_config(args.config, args.overrides)
     prepared = Path(config.data.path or "-", PREPARED).is_file()
     sources = open_sources(config.data.path) if prepared else None
     data_sizes = usual if sources is None else (len(sources.passages), sources.tokenizer.size)
     sizes = args.passages or data_sizes[0], args.vocabulary or data_sizes[1]
     config.data.path = config.data.path or "-"
-    validate(config)
-    config = fill_from_pretrained(config)
+    config = fill_from_pretrained(validate(config))
     names = task_names(config)
     task = args.task or next((name for name in names if TASKS[name].follows_builder), names[-1])
     if task not in names:
@@ -178,12 +174,12 @@ def useful_share(trainer: Run, task: str) -> dict[str, float]:
     body, title = float(bodies.mean()) + DOCUMENT_SPECIALS + 1, float(titles.mean())
 
     def flops_at(passage: float) -> dict[str, float]:
-        config = ConfigDict(trainer.config.to_dict())
-        config.data.query_length, config.data.document_length = round(query), round(passage)
+        lengths = {"data.query_length": max(8, round(query)), "data.document_length": max(16, round(passage))}
+        config = with_values(trainer.config, lengths)  # the least that the keys allow
         return make_task(task, dataclasses.replace(trainer, config=config, sources=None)).flops()  # type: ignore[arg-type]
 
     computed, real = make_task(task, trainer).flops(), flops_at(body + title)
-    if not realm_config(trainer.config).uses_span_marginal:
+    if not trainer.config.realm.uses_span_marginal:
         real["reader"] = flops_at(body)["reader"]  # only a reader with a span head reads titles
     return {"query": query, "passage": body + title, "share": sum(real.values()) / sum(computed.values())}
 

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
+from realm_jax.config import NOT_NEGATIVE, Section, check, from_config_dict, help_text, key, one_of
 from realm_jax.errors import UserError
 from realm_jax.index.heartbeat import BUILDER, TRAINER, process_name
-from realm_jax.schema import NOT_NEGATIVE, check_values, help_text, key, one_of, require, to_config_dict
 
 BUCKET = "gs://"
 MOUNTED = "/realm"  # where the containers see buckets
@@ -111,19 +111,7 @@ def parse(name: str, key: str) -> Slice:
 
 
 @dataclass(frozen=True)
-class Top:
-    """What holds for the whole run."""
-
-    name: str = key("realm", "of the run, a DNS label: what clouds call its parts begins with it")
-    image: str = key("", "container with this package (`launch/Dockerfile`); clouds need one")
-    restarts: int = key(
-        10, "failures without progress after which a job is given up; preemptions do not count", NOT_NEGATIVE
-    )
-    grace_seconds: int = key(120, "from SIGTERM to SIGKILL: long enough to save", NOT_NEGATIVE)
-
-
-@dataclass(frozen=True)
-class Trainer:
+class Trainer(Section):
     """The processes that train together."""
 
     slice: str = key("v5e:8x8", "TPU slice")
@@ -133,7 +121,7 @@ class Trainer:
 
 
 @dataclass(frozen=True)
-class Builder:
+class Builder(Section):
     """The index builder's processes, which are independent of each other."""
 
     slice: str = key("v5e:2x4", "TPU slice of one machine")
@@ -143,7 +131,7 @@ class Builder:
 
 
 @dataclass(frozen=True)
-class Here:
+class Here(Section):
     """This machine."""
 
     devices: int = key(0, "CPU devices that each process emulates; 0: those that are there", NOT_NEGATIVE)
@@ -153,7 +141,7 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Gcloud:
+class Gcloud(Section):
     """Queued resources of TPU VMs."""
 
     project: str = key("", "where they are asked for")
@@ -164,7 +152,7 @@ class Gcloud:
 
 
 @dataclass(frozen=True)
-class Kubernetes:
+class Kubernetes(Section):
     """JobSets of GKE."""
 
     context: str = key("", "kubectl's; '' for the current one")
@@ -176,30 +164,45 @@ class Kubernetes:
     service_account: str = key("", "with access to the bucket (Workload Identity)")
 
 
-SECTIONS = {
-    "": Top(),
-    TRAINER: Trainer(),
-    BUILDER: Builder(),
-    "local": Here(),
-    "gcloud": Gcloud(),
-    "kubernetes": Kubernetes(),
-}
+@dataclass(frozen=True)
+class Spec(Section):
+    """What holds for the whole run."""
+
+    name: str = key("realm", "of the run, a DNS label: what clouds call its parts begins with it")
+    image: str = key("", "container with this package (`launch/Dockerfile`); clouds need one")
+    restarts: int = key(
+        10, "failures without progress after which a job is given up; preemptions do not count", NOT_NEGATIVE
+    )
+    grace_seconds: int = key(120, "from SIGTERM to SIGKILL: long enough to save", NOT_NEGATIVE)
+    trainer: Trainer = Trainer()
+    builder: Builder = Builder()
+    local: Here = Here()
+    gcloud: Gcloud = Gcloud()
+    kubernetes: Kubernetes = Kubernetes()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not LABEL.fullmatch(self.name):
+            raise UserError(f"name={self.name}: use lower-case letters, digits and '-', at most 30 of them")
+        if self.image and not IMAGE.fullmatch(self.image):
+            raise UserError(f"image={self.image}: write it like REGION-docker.pkg.dev/PROJECT/realm/realm:1")
+        check(min(self.trainer.processes, self.trainer.slices) > 0, "trainer", "needs one process and one slice")
 
 
 def default() -> ConfigDict:
     """A spec with every key: one process on this machine and no image."""
-    return to_config_dict(SECTIONS)
+    return ConfigDict(Spec().to_dict())
 
 
 def reference() -> str:
     """The page that lists all keys."""
-    return help_text(SECTIONS)
+    return help_text(Spec())
 
 
 class Launch(NamedTuple):
     """What is to be started, whole. workdir: a folder of this machine, or gs://BUCKET/FOLDER."""
 
-    spec: ConfigDict
+    spec: Spec
     config: str
     overrides: tuple[str, ...]
     workdir: str
@@ -275,15 +278,9 @@ def choose(job: str, names: Iterable[str]) -> str:
 
 def describe(spec: ConfigDict, config: str, overrides: Sequence[str], workdir: str) -> Launch:
     """A checked description. Raises UserError, with the key's name, for what cannot be started anywhere."""
-    check_values(spec, SECTIONS, kind="spec")
-    if not LABEL.fullmatch(spec.name):
-        raise UserError(f"spec.name={spec.name}: use lower-case letters, digits and '-', at most 30 of them")
-    if spec.image and not IMAGE.fullmatch(spec.image):
-        raise UserError(f"spec.image={spec.image}: write it like REGION-docker.pkg.dev/PROJECT/realm/realm:1")
-    require(min(spec.trainer.processes, spec.trainer.slices) > 0, TRAINER, "needs one process and one slice", "spec")
     for override in overrides:
         if "\n" in override:
             raise UserError(f"{override.partition('=')[0]}: a value of one line is needed; set it in a config file")
-    launch = Launch(spec, config, tuple(overrides), workdir.rstrip("/") or workdir)
+    launch = Launch(from_config_dict(Spec(), spec, "spec"), config, tuple(overrides), workdir.rstrip("/") or workdir)
     job_specs(launch)  # raises for a slice that there is not
     return launch

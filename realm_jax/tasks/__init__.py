@@ -4,7 +4,7 @@ import pkgutil
 from importlib import import_module
 from typing import Any
 
-from realm_jax.sections import task_names
+from realm_jax.config import task_names
 from realm_jax.tasks.base import Task
 
 

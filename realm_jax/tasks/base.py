@@ -17,9 +17,9 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.config import Config, TaskSection
 from realm_jax.data.examples import Examples
 from realm_jax.data.held_out import held_out_share, masked_sentences
 from realm_jax.data.questions import Question, answered
@@ -32,7 +32,6 @@ from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Network, Params, Realm
 from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.run import Run
-from realm_jax.sections import TaskSection, qa_config, section_of
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 
 Array = jax.Array
@@ -70,9 +69,7 @@ class Task(abc.ABC):
     name: ClassVar[str]
     stream: ClassVar[int]  # of random numbers, which examples and dropout follow from: another for every task, for ever
     title: ClassVar[str]
-    section: ClassVar[TaskSection]  # its section of the config, with its defaults
-    settings: TaskSection  # the same with the values of the run
-    partners: ClassVar[frozenset[str] | None] = None  # other tasks that its recipe may have; None: any
+    settings: TaskSection  # its section of the config
 
     # --- data and evaluation
     learns_to_answer: ClassVar[bool] = False  # from questions, and ends with answers to them
@@ -103,8 +100,8 @@ class Task(abc.ABC):
     def __init__(self, run: Run) -> None:
         """What depends on the run is set here."""
         self.run = run
-        self.settings = section_of(type(self.section), run.config, self.name)
-        self.question_search = qa_config(run.config).search
+        self.settings = run.config[self.name]
+        self.question_search = run.config.qa.search
 
     @property
     def context(self) -> StaticContext:
@@ -112,22 +109,17 @@ class Task(abc.ABC):
         return self.run.context
 
     @classmethod
-    def check(cls, config: ConfigDict) -> None:
-        """Raise UserError for values of its keys that do not go together. Every task of every config is checked."""
-        return None
-
-    @classmethod
     def networks(cls, model: Realm) -> tuple[Network, ...]:
         """Networks that it brings along, beside those of `model`."""
         return ()
 
     @classmethod
-    def reranks(cls, config: ConfigDict) -> Rerank | None:
+    def reranks(cls, config: Config) -> Rerank | None:
         """What orders passages anew once it is trained, for questions to its parameters and to those of later tasks."""
         return None
 
     @classmethod
-    def missing(cls, config: ConfigDict, sources: Sources) -> str:
+    def missing(cls, config: Config, sources: Sources) -> str:
         """What the data lack for it, which is then left out of the recipe; '' for nothing."""
         return "" if not cls.learns_to_answer or sources.answered("train") else "training questions with answers"
 
@@ -137,17 +129,17 @@ class Task(abc.ABC):
         return cls.learns_to_answer and cls.reads_passages
 
     @classmethod
-    def teaches_pointing(cls, config: ConfigDict) -> bool:
+    def teaches_pointing(cls, config: Config) -> bool:
         """Whether the reader learns, without questions, to point at what stands in a blank."""
         return False
 
     @classmethod
-    def supervision(cls, config: ConfigDict) -> str:
+    def supervision(cls, config: Config) -> str:
         """What it learns from, in a sentence or two."""
         return ""
 
     @classmethod
-    def learns_from_evidence(cls, config: ConfigDict) -> bool:
+    def learns_from_evidence(cls, config: Config) -> bool:
         """Whether it learns from names alone that another passage tells of (`data/evidence.py`)."""
         return False
 
@@ -206,7 +198,7 @@ class Task(abc.ABC):
     @property
     def keeps_best(self) -> bool:
         """Whether it hands on the parameters that measured best."""
-        return bool(self.run.config.evaluation.get("keep_best", False))
+        return bool(self.run.config.evaluation.keep_best)
 
     @property
     def searches(self) -> set[str]:
@@ -220,7 +212,7 @@ class Task(abc.ABC):
         while it is measured.
         """
         bm25_alone = (search or self.eval_search) == "bm25"
-        return not (bm25_alone and self.teaches_reading() and qa_config(self.run.config).uses_bm25_only)
+        return not (bm25_alone and self.teaches_reading() and self.run.config.qa.uses_bm25_only)
 
     def measure(self) -> Measure | None:
         """What measures parameters on the development questions; None without any.
@@ -331,7 +323,7 @@ def dev_questions(run: Run) -> list[Question]:
     sources = run.sources
     if questions := evaluation_questions(sources):
         return questions
-    share = held_out_share(run.config, sources.questions)
+    share = held_out_share(run.config.evaluation.held_out, sources.questions)
     return masked_sentences(sources.passages, sources.tokenizer, run.lengths.query, share, MEASURED) if share else []
 
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.config import Config
 from realm_jax.data.examples import (
     Example,
     Examples,
@@ -34,7 +34,6 @@ from realm_jax.forward import Index, batch_candidates, masked_inputs
 from realm_jax.mesh import to_host
 from realm_jax.models.realm import Params, Realm
 from realm_jax.run import Run, put_batch
-from realm_jax.sections import TaskSection
 from realm_jax.tasks.base import Measure, Short, dev_questions
 from realm_jax.tasks.mlm import Mlm
 from realm_jax.tasks.qa_examples import check_string_answers
@@ -46,9 +45,7 @@ class ClosedBook(Mlm):
     name = "closed_book"
     stream = 7
     title = "Without passages"
-    section = TaskSection(160_000, 16, learning_rate=1e-5)
     short = Short(40)
-    partners = frozenset({Mlm.name})
     learns_to_answer = True
     reads_passages = False
     selects_by = "exact_match"
@@ -58,7 +55,7 @@ class ClosedBook(Mlm):
         self.question_search = "vectors"
 
     @classmethod
-    def supervision(cls, config: ConfigDict) -> str:
+    def supervision(cls, config: Config) -> str:
         return "Questions with answer strings, and names and dates hidden in a sentence; no passages."
 
     def check_data(self) -> None:

@@ -9,9 +9,9 @@ needs no index and can move the passages as well. What it gains, and over what, 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.config import Config
 from realm_jax.data.evidence import HOLDERS, Evidence, find_evidence
 from realm_jax.data.examples import (
     MINIMUM_SENTENCE,
@@ -30,7 +30,6 @@ from realm_jax.forward import Batch, StaticContext, batch_passages, dropout_keys
 from realm_jax.models import likelihood
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
-from realm_jax.sections import TaskSection
 from realm_jax.tasks.base import Embed, Means, Shapes, Task, batch_mean, document_shapes, query_shapes
 from realm_jax.tasks.groups import GROUP, check_groups, grouped_rows, numbered
 
@@ -44,7 +43,6 @@ class EvidenceContrast(Task):
     name = "evidence_contrast"
     stream = 13
     title = "Evidence contrast"
-    section = TaskSection(1000, 16, learning_rate=1e-5)
     is_parted = False  # it embeds short texts alone, and a part of a batch would have fewer to compare
 
     def __init__(self, run: Run) -> None:
@@ -53,14 +51,14 @@ class EvidenceContrast(Task):
         self.trained = run.context.model.embedder_names
 
     @classmethod
-    def supervision(cls, config: ConfigDict) -> str:
+    def supervision(cls, config: Config) -> str:
         return (
             "Sentences without a name, their own passages, and passages that share the name and rare words with them. "
             "Passages only; no questions, no labels."
         )
 
     @classmethod
-    def learns_from_evidence(cls, config: ConfigDict) -> bool:
+    def learns_from_evidence(cls, config: Config) -> bool:
         return True
 
     def check_data(self) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.config import check
 from realm_jax.errors import UserError
-from realm_jax.schema import require
 from realm_jax.tasks.base import Embed, Task, load_or_create
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ SEEDS = 64  # groups that are begun at a time
 def check_groups(task: Task) -> None:
     """Raise UserError for a batch that is not made of whole groups."""
     fits, what = task.settings.batch_size % GROUP == 0, f"passages come in groups of {GROUP}; set a multiple of it"
-    require(fits, f"{task.name}.batch_size", what)
+    check(fits, f"{task.name}.batch_size", what)
 
 
 def grouped_rows(task: Task, embed: Embed, rows: NDArray[np.int64]) -> NDArray[np.int64]:

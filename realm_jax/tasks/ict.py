@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.config import Config, IctConfig
 from realm_jax.data.examples import (
     MINIMUM_SENTENCE,
     Example,
@@ -32,8 +32,6 @@ from realm_jax.models import likelihood
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.exact import search
 from realm_jax.run import Run
-from realm_jax.schema import require
-from realm_jax.sections import IctConfig, task_names
 from realm_jax.tasks.base import (
     ContrastiveLoss,
     Embed,
@@ -55,7 +53,6 @@ class Ict(Task):
     name = "ict"
     stream = 2
     title = "Inverse cloze task"
-    section = IctConfig(100_000, 4096, learning_rate=1e-4)
     settings: IctConfig
 
     def __init__(self, run: Run) -> None:
@@ -71,17 +68,8 @@ class Ict(Task):
             self.contrast = ContrastiveLoss(*given, partial(in_batch_softmax, null_weight=self.settings.null_weight))
 
     @classmethod
-    def check(cls, config: ConfigDict) -> None:
-        if cls.name not in task_names(config) or config.ict.negatives != "index":
-            return
-        apart = not config.model.shared_tower
-        require(apart, "ict.negatives", "'index' trains the query tower alone; set model.shared_tower=False")
-        unused = "ict.negatives=index has no null document; set it to 0"
-        require(config.ict.null_weight == 0, "ict.null_weight", unused)
-
-    @classmethod
-    def missing(cls, config: ConfigDict, sources: Sources) -> str:
-        what, share = "passage of two or more sentences", held_out_share(config, sources.questions)
+    def missing(cls, config: Config, sources: Sources) -> str:
+        what, share = "passage of two or more sentences", held_out_share(config.evaluation.held_out, sources.questions)
         several, kept = sources.passages.counts("sentences") > 1, trained_rows(sources.passages, share)
         if not several.any():
             return what
@@ -89,7 +77,7 @@ class Ict(Task):
         return "" if left else f"{what} that config.evaluation.held_out={share} leaves to learn from"
 
     @classmethod
-    def supervision(cls, config: ConfigDict) -> str:
+    def supervision(cls, config: Config) -> str:
         return "Which passage was this sentence taken from? Passages only; no questions, no labels."
 
     def examples(self, params: Params, embed: Embed) -> Examples:

@@ -10,9 +10,9 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.config import Config, joint_length, task_names
 from realm_jax.data.evidence import recurring_spans
 from realm_jax.data.examples import (
     Example,
@@ -33,7 +33,6 @@ from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
-from realm_jax.sections import TaskSection, joint_length, task_names
 from realm_jax.tasks.base import (
     Embed,
     Means,
@@ -61,7 +60,6 @@ class Mlm(Task):
     name = "mlm"
     stream = 1
     title = "Warm-up: masked words"
-    section = TaskSection(100_000, 512, learning_rate=1e-4)
     has_final_index = False
 
     def __init__(self, run: Run) -> None:
@@ -82,7 +80,7 @@ class Mlm(Task):
         return next((parts for parts in divisors if self.settings.batch_size // parts <= joints), most)
 
     @classmethod
-    def supervision(cls, config: ConfigDict) -> str:
+    def supervision(cls, config: Config) -> str:
         return (
             "Names and dates hidden in a sentence, read beside other sentences of the same passage in which they occur "
             "again, beside a random passage, or beside nothing. No questions, no labels."

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.config import Config, QaConfig, joint_length
 from realm_jax.data.examples import Examples
 from realm_jax.data.questions import answered
 from realm_jax.data.tokenizer import Tokenizer, id_dtype
@@ -36,8 +36,6 @@ from realm_jax.models.inputs import ReaderInput, has_answer_span, token_mask
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params, Realm
 from realm_jax.run import Run
-from realm_jax.schema import require
-from realm_jax.sections import QaConfig, joint_length, task_names
 from realm_jax.tasks.base import (
     Embed,
     Means,
@@ -63,7 +61,6 @@ class Qa(Task):
     name = "qa"
     stream = 4
     title = "Fine-tuning"
-    section = QaConfig(160_000, 16, learning_rate=1e-5)
     settings: QaConfig
     short = Short(40, 2e-5 / 1.5e-4)
     retrieves = True
@@ -80,25 +77,7 @@ class Qa(Task):
         self.bm25_depth = bm25_list_length(qa.search, qa.depth(rows), rows)
 
     @classmethod
-    def check(cls, config: ConfigDict) -> None:
-        qa = config.qa
-        trains_tower = cls.name in task_names(config) and qa.search != "bm25"
-        require(
-            not (trains_tower and config.model.shared_tower and qa.refresh_every == 0),
-            "model.shared_tower",
-            "cannot be fine-tuned while the document tower stays as it is; set qa.refresh_every, or leave qa out of "
-            "tasks",
-        )
-        if qa.refresh_every:
-            trained = qa.objective != "positive"
-            require(trained, "qa.refresh_every", "qa.objective=positive trains no document tower; set it to 0")
-            unsearched = "trains vectors that qa.search=bm25 does not search; set it to 0"
-            require(qa.search != "bm25", "qa.refresh_every", unsearched)
-        fits = qa.objective == "marginal" or qa.beam >= qa.passages
-        require(fits, "qa.beam", "must be at least qa.passages")
-
-    @classmethod
-    def supervision(cls, config: ConfigDict) -> str:
+    def supervision(cls, config: Config) -> str:
         if config.qa.objective == "positive":
             return (
                 "Questions with answer strings, each read beside one passage that holds an answer: of its gold "

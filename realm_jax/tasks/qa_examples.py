@@ -38,7 +38,6 @@ from realm_jax.eval.prediction import Evaluator
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
-from realm_jax.sections import qa_config
 from realm_jax.tasks.base import Embed, Task, load_or_create
 
 logger = logging.getLogger(__name__)
@@ -52,15 +51,15 @@ def fine_tuning_examples(task: Task, params: Params, embed: Embed) -> Examples:
     """The examples of fine-tuning from `params`; see `Task.examples`."""
     run: Run = task.run
     questions = training_questions(task, params, embed)
-    if qa_config(run.config).objective == "positive":
+    if run.config.qa.objective == "positive":
         return examples_with_positives(task, params, embed, questions)
-    return retrieved_examples(run, questions, qa_config(run.config).depth(run.context.rows))
+    return retrieved_examples(run, questions, run.config.qa.depth(run.context.rows))
 
 
 def retrieved_examples(run: Run, questions: Sequence[Question], depth: int) -> Examples:
     """Questions with their answers, for a step that finds `depth` passages."""
     examples = question_examples(questions, run.sources.tokenizer, run.lengths)
-    return with_search(run, examples, questions, depth, qa_config(run.config).search != "vectors")
+    return with_search(run, examples, questions, depth, run.config.qa.search != "vectors")
 
 
 def question_examples(questions: Sequence[Question], tokenizer: Tokenizer, lengths: Lengths) -> Examples:
@@ -206,7 +205,7 @@ def examples_with_positives(task: Task, params: Params, embed: Embed, questions:
             f"gold passages nor the first {DEPTH} that are retrieved have one; check questions and passages"
         )
     asked, positives = [questions[place] for place in known], [rows[place] for place in known]
-    sources, qa = run.sources, qa_config(run.config)
+    sources, qa = run.sources, run.config.qa
     examples = positive_examples(asked, positives, sources.passages, sources.tokenizer, run.lengths, qa.titles)
     return with_search(run, examples, asked, qa.depth(run.context.rows), qa.search == "hybrid")
 

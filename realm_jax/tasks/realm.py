@@ -10,9 +10,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 
+from realm_jax.config import Config, RealmConfig, joint_length
 from realm_jax.data.evidence import EvidenceSpans, find_evidence
 from realm_jax.data.examples import (
     Bm25Lookup,
@@ -46,8 +46,6 @@ from realm_jax.models import likelihood
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
-from realm_jax.schema import require
-from realm_jax.sections import RealmConfig, joint_length, task_names
 from realm_jax.tasks.base import (
     LOG_PERPLEXITY,
     Embed,
@@ -75,7 +73,6 @@ class RealmTask(Task):
     name = "realm"
     stream = 3
     title = "REALM"
-    section = RealmConfig(200_000, 512, learning_rate=3e-5)
     settings: RealmConfig
     short = Short(20, 1e-5 / 5e-5)
     retrieves = True
@@ -93,28 +90,18 @@ class RealmTask(Task):
         self.bm25_depth = bm25_list_length(self.settings.search, search_depth(self.settings, rows), rows)
 
     @classmethod
-    def check(cls, config: ConfigDict) -> None:
-        if cls.name not in task_names(config) or config.refresh.every:
-            return
-        inline, on_devices = config.refresh.mode == "inline", config.retrieval.backend == "device"
-        require(inline, "refresh.every", "0 leaves a builder nothing to do; set refresh.mode=inline")
-        require(on_devices, "refresh.every", "0 takes vectors from the devices; set retrieval.backend=device")
-        apart = not config.model.shared_tower
-        require(apart, "refresh.every", "0 trains the query tower alone; set model.shared_tower=False")
-
-    @classmethod
-    def supervision(cls, config: ConfigDict) -> str:
+    def supervision(cls, config: Config) -> str:
         return (
             "Names and dates hidden in the pre-training text. Nobody says which passage helps: the retriever learns "
             "from how well the reader fills the gap."
         )
 
     @classmethod
-    def teaches_pointing(cls, config: ConfigDict) -> bool:
+    def teaches_pointing(cls, config: Config) -> bool:
         return bool(config.realm.marginal == "span")
 
     @classmethod
-    def learns_from_evidence(cls, config: ConfigDict) -> bool:
+    def learns_from_evidence(cls, config: Config) -> bool:
         return bool(config.realm.masking == "evidence")
 
     @property

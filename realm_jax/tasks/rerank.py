@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
+from realm_jax.config import Config, QaConfig, joint_length
 from realm_jax.data.examples import Examples
 from realm_jax.flops import embedding_flops, reader_of, score_flops
 from realm_jax.forward import (
@@ -33,10 +33,7 @@ from realm_jax.models.inputs import Documents, ReaderInput, reader_inputs
 from realm_jax.models.likelihood import Mean, log_sum_selected
 from realm_jax.models.realm import Network, Params, Realm, flatten_passages
 from realm_jax.run import Run
-from realm_jax.schema import require
-from realm_jax.sections import QaConfig, RerankConfig, joint_length, qa_config, task_names
 from realm_jax.tasks.base import Embed, Means, Shapes, Task, batch_mean, question_shapes
-from realm_jax.tasks.qa import Qa
 from realm_jax.tasks.qa_examples import retrieved_examples, training_questions
 
 Array = jax.Array
@@ -50,7 +47,6 @@ class RerankTask(Task):
     name = "rerank"
     stream = 8
     title = "Reranker"
-    section = RerankConfig(1000, 16, learning_rate=5e-5)
     retrieves = True
     learns_to_answer = True
     selects_by = "answer_recall@1"
@@ -58,20 +54,13 @@ class RerankTask(Task):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        qa, rows = qa_config(run.config), run.context.rows
+        qa, rows = run.config.qa, run.context.rows
         self.candidates = min(CANDIDATES, rows)
         self.eval_search = qa.search
         self.bm25_depth = bm25_list_length(qa.search, self.candidates, rows)
 
     @classmethod
-    def check(cls, config: ConfigDict) -> None:
-        names = task_names(config)
-        if cls.name in names:
-            taught = Qa.name in names[: names.index(cls.name)] or config.init_from or config.reader_from
-            require(bool(taught), "tasks", "rerank learns from a trained reader; put qa before it, or set init_from")
-
-    @classmethod
-    def supervision(cls, config: ConfigDict) -> str:
+    def supervision(cls, config: Config) -> str:
         return "Questions with answer strings, and what the trained reader makes of each passage."
 
     @classmethod
@@ -79,7 +68,7 @@ class RerankTask(Task):
         return (CrossEncoder(model.reader.bert),)
 
     @classmethod
-    def reranks(cls, config: ConfigDict) -> Rerank:
+    def reranks(cls, config: Config) -> Rerank:
         return Rerank(config.rerank.passages, NAME, added)
 
     def start(self, params: Params) -> Params:
@@ -93,7 +82,7 @@ class RerankTask(Task):
         return question_shapes(self.run, self.bm25_depth)
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
-        qa = dataclasses.replace(qa_config(self.run.config), passages=self.candidates)
+        qa = dataclasses.replace(self.run.config.qa, passages=self.candidates)
         return rerank_loss(qa, self.context, params, batch, index, key)
 
     def example_flops(self) -> dict[str, float]:
@@ -101,7 +90,7 @@ class RerankTask(Task):
         reader, length = reader_of(config), joint_length(config)
         read, scored = reader.forward(length), reader.forward(length, 1) + 2 * reader.width**2
         parts = {"reader": count * read, "reranker": 3 * count * scored}
-        if not qa_config(config).uses_bm25_only:
+        if not config.qa.uses_bm25_only:
             queries = embedding_flops(config, config.data.query_length)
             parts |= {"search": self.context.rows * score_flops(self.run), "queries": queries}
         return parts

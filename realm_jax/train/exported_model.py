@@ -26,7 +26,6 @@ from typing import Any
 import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from ml_collections import ConfigDict
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
@@ -34,6 +33,7 @@ from safetensors.numpy import load_file, save_file
 import realm_jax
 from realm_jax.assemble import tower_lengths
 from realm_jax.checksums import arrays_digest, checksums, mismatched, named_arrays
+from realm_jax.config import Config
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.index.files import load_vectors, read_manifest
@@ -276,7 +276,7 @@ def write_exported_model(
 
 
 def write_networks(
-    folder: Path, config: ConfigDict, model: Realm, params: Params, tokenizer: Tokenizer, names: str = "bert",
+    folder: Path, config: Config, model: Realm, params: Params, tokenizer: Tokenizer, names: str = "bert",
     trained_reader: bool = True,
 ) -> None:  # fmt: skip
     """Write every network of `params` into a folder of its own that transformers opens.

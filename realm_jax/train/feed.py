@@ -23,7 +23,6 @@ from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.retrieval.scann import Searcher
 from realm_jax.run import make_global_batch
-from realm_jax.sections import realm_config
 from realm_jax.tasks.base import Task
 
 Batch = dict[str, Any]
@@ -46,7 +45,7 @@ class Feed:
         checkpoint, [n, batch, k]."""
         self._task, self._source, self._rows = task, source, rows
         self._searches_ahead = task.host_search and task.run.scann_config is not None
-        self._depth = search_depth(realm_config(task.run.config), task.context.rows)  # rows that hosts search
+        self._depth = search_depth(task.run.config.realm, task.context.rows)  # rows that hosts search
         self._pool = ThreadPoolExecutor(1)
         self._queue: deque[PendingBatch] = deque()
         for rows in [] if in_flight is None else in_flight:

@@ -19,7 +19,19 @@ from ml_collections import ConfigDict
 
 from realm_jax.assemble import make_model, prompt_encoder, tower_lengths
 from realm_jax.checksums import checksums
-from realm_jax.config import flatten, inherited_keys, require, task_names, validate, with_defaults
+from realm_jax.config import (
+    Config,
+    Encoder,
+    ReaderSizes,
+    as_config,
+    check,
+    flatten,
+    inherited_keys,
+    reader_section,
+    task_names,
+    with_defaults,
+    with_values,
+)
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.tokenizer_files import lower_case_of, read_tokenizer, tokenizer_file
 from realm_jax.errors import UserError
@@ -49,7 +61,6 @@ from realm_jax.models.weights import (
 )
 from realm_jax.processes import run_on_process_0
 from realm_jax.run import Run, abstract_params
-from realm_jax.sections import READER_SIZES, Encoder, reader_section
 from realm_jax.storage import digest, make_folder, read_json, read_settings, write_json_atomic
 from realm_jax.tasks import TASKS
 from realm_jax.train.exported_model import ExportedModel, exported_model
@@ -57,7 +68,7 @@ from realm_jax.train.workdir import START, begins_with_reader, has_checkpoint, r
 
 logger = logging.getLogger(__name__)
 
-READER_KEYS = (*READER_SIZES, "hidden_act")
+READER_KEYS = tuple(ReaderSizes().to_dict())
 INIT_KEYS = ("init_from", "reader_from")  # keys that name what a fresh run starts from
 
 
@@ -89,7 +100,7 @@ class RunSource(_Named):
     """
 
     @property
-    def config(self) -> ConfigDict:
+    def config(self) -> Config:
         return recorded_config(self.folder, f"config.{self.key}")
 
     def values(self, keys: Collection[str]) -> dict[str, Any]:
@@ -100,14 +111,14 @@ class RunSource(_Named):
     @property
     def has_own_reader(self) -> bool:
         """True if its reader may be of another size than its embedders."""
-        return bool(self.config.model.reader)
+        return bool(self.config.model.reader.changes)
 
     def reader_sizes(self) -> dict[str, Any]:
         """Its reader's sizes and hidden_act, by their keys in `config.model`; None for what is not known."""
-        section = reader_section(self.config.model)
+        section = reader_section(self.config.model).to_dict()
         return {name: section[name] for name in READER_KEYS}
 
-    def check(self, config: ConfigDict, model: Realm, tokenizer: Tokenizer) -> None:
+    def check(self, config: Config, model: Realm, tokenizer: Tokenizer) -> None:
         """Raise UserError if the source is not whole, or has another tokenizer or a network of another size."""
         theirs = self.config
         self._exported()
@@ -182,11 +193,11 @@ class WeightsSource(_Named):
                 _check_vocabulary(transformer_folder(folder), tokenizer)
         return files
 
-    def check(self, config: ConfigDict, model: Realm, tokenizer: Tokenizer) -> None:
+    def check(self, config: Config, model: Realm, tokenizer: Tokenizer) -> None:
         """Read headers, settings and vocabularies; warn of texts that may be longer than those a model was made for."""
         files = self.files(model, tokenizer)
         if self.key == "reader_from":
-            require(READER in files, self.key, f"{self.folder} has no reader; name another folder")
+            check(READER in files, self.key, f"{self.folder} has no reader; name another folder")
             return
         lengths = tower_lengths(config, model.query_template, model.passage_template)
         for tower, length, key in zip(TOWERS, lengths, ("query_length", "document_length"), strict=True):
@@ -239,26 +250,28 @@ def find_source(name: str, key: str = "init_from") -> Source:
     )
 
 
-def init_sources(config: ConfigDict) -> list[Source]:
+def init_sources(config: Config) -> list[Source]:
     """All that a fresh run starts from. The reader comes from the last one; if it has sizes of its own
     (`model.reader`), not from a model that has one BERT for all networks."""
-    sources = [find_source(config[key], key) for key in INIT_KEYS if config.get(key)]
-    if config.init_from and (len(sources) > 1 or (config.model.reader and not sources[0].has_own_reader)):
+    sources = [find_source(config[key], key) for key in INIT_KEYS if config[key]]
+    if config.init_from and (len(sources) > 1 or (config.model.reader.changes and not sources[0].has_own_reader)):
         sources[0] = dataclasses.replace(sources[0], gives_reader=False)
     return sources
 
 
-def check_sources(config: ConfigDict, workdir: Path, tokenizer: Tokenizer) -> None:
+def check_sources(config: Config, workdir: Path, tokenizer: Tokenizer) -> None:
     """Raise UserError if what a run without a checkpoint of its own is to start from is missing, or does not fit."""
     if has_checkpoint(config, workdir) or not (sources := init_sources(config)):
         return
     model = make_model(config, tokenizer.size, prompt_encoder(tokenizer))
     for source in sources:
-        if source.key == "init_from" and not config.model.reader and source.gives_reader and source.has_own_reader:
-            values, reader = source.values(()), _reader_of(config, source)
-            fit = all(values[f"model.{name}"] in (None, config.model[name]) for name in READER_KEYS)  # its embedders
-            advice = f"its reader differs from its embedders ({reader}); set config.reader_from={source.name} too"
-            require(not (fit and reader), f"init_from={source.name}", advice)
+        reader_set = bool(config.model.reader.changes)
+        if source.key == "init_from" and not reader_set and source.gives_reader and source.has_own_reader:
+            values, reader, model_values = source.values(()), _reader_of(config, source), config.model.to_dict()
+            fit = all(values[f"model.{name}"] in (None, model_values[name]) for name in READER_KEYS)  # its embedders
+            sizes = ", ".join(f"{name}={value}" for name, value in reader.items())
+            advice = f"its reader differs from its embedders ({sizes}); set config.reader_from={source.name} too"
+            check(not (fit and reader), f"init_from={source.name}", advice)
         source.check(config, model, tokenizer)
 
 
@@ -319,12 +332,13 @@ def _check_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
 # --- What a config leaves to its source -------------------------------------------------------------------------------
 
 
-def fill_from_pretrained(config: ConfigDict, workdir: Path | None = None, with_reader: bool = True) -> ConfigDict:
+def fill_from_pretrained(config: Config | ConfigDict, workdir: Path | None = None, with_reader: bool = True) -> Config:
     """Give a validated config every value of its own: of the run in `workdir` if it has begun, else of its models.
 
-    with_reader: whether to set `model.reader`, in what the reader of `reader_from` differs from the embedders. Raises
+    with_reader: whether to set `model.reader`, how the reader of `reader_from` differs from the embedders. Raises
     UserError if a model is none, lacks a value that the config leaves to it, or has one that cannot be represented.
     """
+    config = as_config(config)
     recorded: dict[str, Any] = {}  # the config in the folder of the run
     begun = False
     if workdir is not None and (workdir / SETTINGS).is_file():
@@ -336,38 +350,33 @@ def fill_from_pretrained(config: ConfigDict, workdir: Path | None = None, with_r
         for key in waiting:
             if values.get(key) is None:
                 raise UserError(f"config.{key}: the model of config.init_from={config.init_from} does not say; set it")
-        config = ConfigDict(config.to_dict())
-        config.update_from_flattened_dict({key: values[key] for key in waiting})
-        if "encoder.temperature" in waiting and config.encoder.normalization != values["encoder.normalization"]:
-            config.encoder.temperature = default_temperature(config.encoder.normalization)
-        validate(config)
+        normalization = config.encoder.normalization or values["encoder.normalization"]
+        config = with_values(config, {key: values[key] for key in waiting})
+        if "encoder.temperature" in waiting and normalization != values["encoder.normalization"]:
+            config = with_values(config, {"encoder.temperature": default_temperature(normalization)})
         if not recorded:
             inherited = ", ".join(f"{key}={values[key]!r}" for key in waiting)
             logger.info("config.init_from=%s says %s", config.init_from, inherited)
 
-    if not with_reader or config.model.reader:
+    if not with_reader or config.model.reader.changes or not (begun or config.reader_from):
         return config
     if begun:
-        reader = recorded["model.reader"]
+        reader = {name: recorded[f"model.reader.{name}"] for name in READER_KEYS}
     else:
-        reader = _reader_of(config, find_source(config.reader_from, "reader_from")) if config.reader_from else ""
-    if reader:
-        config = ConfigDict(config.to_dict())
-        config.model.reader = reader
-        validate(config)
-        if not recorded:
+        reader = _reader_of(config, find_source(config.reader_from, "reader_from"))
+        if reader and not recorded:
             logger.info("config.reader_from=%s says model.reader=%s", config.reader_from, reader)
-    return config
+    return with_values(config, {f"model.reader.{name}": value for name, value in reader.items()})
 
 
-def _reader_of(config: ConfigDict, source: Source) -> str:
-    """`model.reader` for the reader of a source."""
-    sizes = source.reader_sizes().items()
-    return ",".join(f"{name}={value}" for name, value in sizes if value and value != config.model[name])
+def _reader_of(config: Config, source: Source) -> dict[str, Any]:
+    """The keys of `model.reader` for the reader of a source, with their values."""
+    sizes, usual = source.reader_sizes(), config.model.to_dict()
+    return {name: value for name, value in sizes.items() if value and value != usual[name]}
 
 
 def _inherited(
-    config: ConfigDict, waiting: Collection[str], workdir: Path | None, recorded: dict[str, Any]
+    config: Config, waiting: Collection[str], workdir: Path | None, recorded: dict[str, Any]
 ) -> dict[str, Any]:
     """The values of the model of `init_from`, or those recorded if it is gone, for a run without a checkpoint.
 

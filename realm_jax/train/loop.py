@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from realm_jax.config import flatten
 from realm_jax.data.examples import batches, padded_lengths
 from realm_jax.errors import UserError
 from realm_jax.flops import peak
@@ -27,7 +28,6 @@ from realm_jax.index.provider import InlineIndexProvider, Interrupted
 from realm_jax.models.realm import Params
 from realm_jax.processes import any_process, broadcast_from_process_0
 from realm_jax.run import Run, local_rows
-from realm_jax.schema import flatten
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Measure, Task
 from realm_jax.train.best import BestParameters

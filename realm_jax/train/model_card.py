@@ -3,10 +3,8 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
-from ml_collections import ConfigDict
-
 import realm_jax
-from realm_jax.config import task_names
+from realm_jax.config import Config, task_names
 from realm_jax.models.folders import HUB, PACKAGE, READER
 from realm_jax.models.weights import HF_REALM
 from realm_jax.run import Run
@@ -66,7 +64,7 @@ def front_matter(base: str) -> str:
     return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in TAGS), "---", ""])
 
 
-def recipe_lines(config: ConfigDict, steps: Mapping[str, int]) -> Iterator[str]:
+def recipe_lines(config: Config, steps: Mapping[str, int]) -> Iterator[str]:
     """Yield a line for each task and the number of steps that it was trained for."""
     for name, number in steps.items():
         task = config[name]

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realm_jax.assemble import make_run
-from realm_jax.config import validate
+from realm_jax.config import Config, task_names, validate, with_values
 from realm_jax.console import console, printable
 from realm_jax.data.questions import Question
 from realm_jax.data.sources import Sources, open_sources
@@ -30,7 +30,6 @@ from realm_jax.models.realm import Params
 from realm_jax.processes import is_process_0
 from realm_jax.retrieval.scann import check_scann
 from realm_jax.run import Run
-from realm_jax.sections import task_names
 from realm_jax.storage import exclusive_lock, make_folder
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.base import Task, dev_questions
@@ -56,7 +55,7 @@ FEW_SENTENCES = 50  # masked sentences; the interval of a share of fewer is wide
 # --- open a run -------------------------------------------------------------------------------------------------------
 
 
-def open_run(config: ConfigDict, workdir: Path) -> Run:
+def open_run(config: Config | ConfigDict, workdir: Path) -> Run:
     """A validated run over its prepared folder; its config is recorded in `workdir`, or compared with the one there."""
     run = checked_run(config, workdir)
     make_folder(workdir, "--workdir")
@@ -65,9 +64,9 @@ def open_run(config: ConfigDict, workdir: Path) -> Run:
     return run
 
 
-def checked_run(config: ConfigDict, workdir: Path) -> Run:
+def checked_run(config: Config | ConfigDict, workdir: Path) -> Run:
     """`open_run` that leaves nothing in `workdir` and compares nothing with what is recorded there."""
-    validate(config)
+    config = validate(config)
     if config.retrieval.backend == "scann":
         check_scann()
     check_installed(config.log.to)
@@ -83,7 +82,7 @@ def checked_run(config: ConfigDict, workdir: Path) -> Run:
     return run
 
 
-def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
+def _with_possible_tasks(config: Config, sources: Sources) -> Config:
     """The config with the tasks that its data allow. Raises UserError if none is left."""
     names = task_names(config)
     lacking = {name: what for name in names if (what := TASKS[name].missing(config, sources))}
@@ -95,11 +94,7 @@ def _with_possible_tasks(config: ConfigDict, sources: Sources) -> ConfigDict:
         )
     for name, what in lacking.items():
         logger.info("%s has no %s: %s left out of the recipe", config.data.path, what, name)
-    if not lacking:
-        return config
-    found = ConfigDict(config.to_dict())
-    found.tasks = ",".join(left)
-    return found
+    return with_values(config, {"tasks": ",".join(left)}) if lacking else config
 
 
 def _warn_of_cut_passages(run: Run) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.checksums import checksums
-from realm_jax.config import with_defaults
+from realm_jax.config import task_names, with_defaults
 from realm_jax.environment import differences, environment
 from realm_jax.errors import UserError
 from realm_jax.forward import Index
@@ -19,7 +19,6 @@ from realm_jax.index.embed import embed_with_cache
 from realm_jax.models.realm import Params
 from realm_jax.processes import allgather_flags
 from realm_jax.run import Run
-from realm_jax.sections import task_names
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task

@@ -15,9 +15,9 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
+from realm_jax.config import tracker_names
 from realm_jax.errors import UserError
 from realm_jax.processes import run_on_process_0
-from realm_jax.sections import tracker_names
 from realm_jax.storage import read_json, write_json_atomic
 
 logger = logging.getLogger(__name__)

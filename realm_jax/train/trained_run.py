@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.cache import cache_programs
-from realm_jax.config import default, science
-from realm_jax.config_flags import with_overrides
+from realm_jax.config import default, flatten, task_names, training_keys, with_overrides
 from realm_jax.data.questions import Question, read_questions
 from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.errors import UserError
@@ -39,8 +38,6 @@ from realm_jax.index.watcher import generation_index
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
-from realm_jax.schema import flatten
-from realm_jax.sections import qa_config, task_names
 from realm_jax.storage import Damaged, read_json
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.train.exported_model import ExportedModel, exported_model
@@ -126,13 +123,13 @@ def _questions(run: Run, name: str, need_right: bool) -> list[Question]:
 def run_changes(overrides: Sequence[str]) -> dict[str, Any]:
     """Dotted key → value of what `--config.key=value` changes in the config of a trained run.
 
-    Raises UserError for a key that is fixed in it: only operations and evaluation keys may change.
+    Raises UserError for a key that is fixed in it: only runtime and evaluation keys may change.
     """
     names = [override.partition("=")[0].removeprefix("--config.") for override in overrides]
     config = with_overrides(default(), overrides)
-    for name in science(config).keys() & {*names}:
+    for name in training_keys(config).keys() & {*names}:
         if not name.startswith("evaluation."):
-            raise UserError(f"--config.{name}: fixed by the run; only operations and evaluation keys may change")
+            raise UserError(f"--config.{name}: fixed by the run; only runtime and evaluation keys may change")
     values = flatten(config.to_dict())
     return {name: values[name] for name in names}
 
@@ -150,7 +147,7 @@ def open_run_for_inference(workdir: Path, changes: dict[str, Any] | None = None,
     # Trained on one machine and asked on another: every device takes a share of the passages and all parameters. Batch
     # sizes of training must suit the devices, but nothing is trained here.
     here: dict[str, Any] = {"mesh.fsdp": 1, "mesh.model": 1, "optimizer.microbatches": 1}
-    for name in TASKS.keys() & {*recorded}:
+    for name in TASKS:
         here[f"{name}.batch_size"] = jax.device_count()
     run = load_run(workdir, here | changes, questions)
     check_data(run, run.sources.passages.versions, questions)
@@ -210,7 +207,7 @@ def restore(
 
     # The passage encoder is needed only to embed passages, which vectors make unnecessary.
     query, *others = run.model.embedder_names
-    embeds = (needs_vectors and vectors is None) or not for_answers or qa_config(run.config).trains_passages
+    embeds = (needs_vectors and vectors is None) or not for_answers or run.config.qa.trains_passages
     names = [query, "reader", *(others if embeds else ())]
     names += [] if settings.rerank is None else [settings.rerank.network]
     params = jax.device_put(exported.params(run.model, names), replicated(run.mesh))

@@ -6,27 +6,22 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from realm_jax.assemble import make_run
-from realm_jax.config import SECTIONS, flatten, science, validate, with_defaults
+from realm_jax.config import Config, task_names, training_keys, validate, with_defaults, with_values
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.processes import is_process_0
 from realm_jax.run import Run
-from realm_jax.schema import to_config_dict
-from realm_jax.sections import task_names
 from realm_jax.storage import Folder, open_folder, read_json, write_json_atomic
 from realm_jax.train.checkpoints import SavedCheckpoint
 
 START = "start.json"  # what is known of where a run began
 # Keys that may name a file or a folder.
 PLACES = ("data.path", "init_from", "reader_from", "refresh.shared")
-RETIRED = (("checkpoint", "keep_every"),)  # operations keys of earlier versions, which change nothing in a run
 _ELSEWHERE = re.compile(r"[a-z0-9]+:")  # begins what lies in no folder: gs://, hf:, py:, tfds:
 
 
-def has_checkpoint(config: ConfigDict, workdir: Path) -> bool:
+def has_checkpoint(config: Config, workdir: Path) -> bool:
     """Whether a run has parameters of its own saved."""
     return SavedCheckpoint.newest(workdir / task_names(config)[0] / "checkpoints") is not None
 
@@ -40,12 +35,12 @@ def begins_with_reader(workdir: Path) -> bool:
 def check_workdir(run: Run) -> None:
     """Record config and data in the run folder, or compare them with what is recorded there.
 
-    Raises UserError when a science key or the data differ; another value of an operations key is recorded. Paths are
+    Raises UserError when a training key or the data differ; another value of a runtime key is recorded. Paths are
     recorded absolute.
     """
     path = run.workdir / "config.json"
     if path.is_file():
-        _check_science(run, path)
+        _check_training_keys(run, path)
         check_data(run)
     if is_process_0():
         run.workdir.mkdir(parents=True, exist_ok=True)
@@ -68,9 +63,9 @@ def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _check_science(run: Run, path: Path) -> None:
-    recorded = science(with_defaults(read_json(path)))
-    now = science(run.config)
+def _check_training_keys(run: Run, path: Path) -> None:
+    recorded = training_keys(with_defaults(read_json(path)))
+    now = training_keys(run.config)
     for key in sorted(now):  # what else is recorded belongs to another task or backend, which these keys name
         if recorded.get(key) != now.get(key):
             raise UserError(
@@ -104,33 +99,22 @@ def check_data(run: Run, versions: Collection[str] = (), questions: bool = True)
             )
 
 
-def recorded_config(workdir: Path, name: str = "--workdir") -> ConfigDict:
+def recorded_config(workdir: Path, name: str = "--workdir") -> Config:
     """The config that a run recorded in its folder. `name`: of the flag or key that names the folder."""
     if not (workdir / "config.json").is_file():
         raise UserError(f"{name}={workdir}: no run there (no config.json); train one with `realm train`")
-    config = read_json(workdir / "config.json")
+    config: Any = read_json(workdir / "config.json")
     if not isinstance(config, dict) or not {"tasks", "data", "model"} <= {*config}:
         raise UserError(f"{name}={workdir}: config.json there is not the config of a run of `realm train`")
-    for section, key in RETIRED:
-        if isinstance(config.get(section), dict):
-            config[section].pop(key, None)
-    known = to_config_dict(SECTIONS)
-    if gone := sorted(key for key in {*flatten(config)} - {*flatten(known.to_dict())} if "." in key):
-        raise UserError(
-            f"{name}={workdir}: made by another version of realm_jax, with a key {gone[0]}; there, write its networks "
-            "with `realm weights export`, and start from them with config.init_from"
-        )
-    return with_defaults(config)
+    return with_defaults(config, f"{name}={workdir}")
 
 
 def load_run(workdir: Path, overrides: dict[str, Any] | None = None, questions: bool = True) -> Run:
-    """The run recorded in a folder, with operations keys changed by `overrides` (dotted keys).
+    """The run recorded in a folder, with runtime keys changed by `overrides` (dotted keys).
 
     questions: whether those of its prepared folder are read.
     """
-    config = recorded_config(workdir)
-    config.update_from_flattened_dict(overrides or {})
-    validate(config)
+    config = validate(with_values(recorded_config(workdir), overrides or {}))
     sources = open_sources(config.data.path, questions=questions)
     return make_run(config, workdir, sources)
 
@@ -143,6 +127,5 @@ def recorded_corpus(workdir: Path) -> str | None:
 
 def recorded_folder(workdir: Path) -> Folder:
     """The shared folder of the run that is recorded in `workdir`."""
-    config = recorded_config(workdir)
-    validate(config)
+    config = validate(recorded_config(workdir))
     return open_folder(config.refresh.shared or workdir)
