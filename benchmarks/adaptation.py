@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from realm_jax.config_flags import with_overrides
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.significance import difference, paired_mean
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.recipes import adapt
 from realm_jax.run import Run
 from realm_jax.sections import task_names

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-NEGATIVE = -1e9
+NEG_INF = -1e9
 NO_CORRECTION = 1e9  # a step at which Adam's bias correction is 1, as in BERT's optimiser, which has none
 
 
@@ -135,7 +135,7 @@ class Realm(nn.Module):
         documents = tuple(part[rows] for part in index[1:])
         scores, log_p = self.score(queries, documents), self.read(batch, documents)
         valid = F.pad(valid, (1, 0), value=True)
-        prior = F.log_softmax(scores.masked_fill(~valid, NEGATIVE), dim=-1)
+        prior = F.log_softmax(scores.masked_fill(~valid, NEG_INF), dim=-1)
         reading = (log_p.float() * batch["weights"][:, None]).sum(-1)
         counted = batch["weights"].amax(-1)
         return -(torch.logsumexp(prior + reading, -1) * counted).sum() / counted.sum()

@@ -4,7 +4,7 @@
 Pure functions of (config, context, parameters, batch, index), shared by training, evaluation and inspection: losses,
 answers, the report and `realm inspect` are computed from what they return. A refreshed index is new data, not a new
 program. `key` None turns dropout off. Symbols in shapes: k candidates or passages of an example, d tokens of a passage
-row, q of a query row, m masked tokens. Read next: `models/likelihood.py` for the probabilities, `tasks/realm.py` and
+row, q of a query row, m masked tokens. Read next: `models/losses.py` for the probabilities, `tasks/realm.py` and
 `tasks/qa.py` for the losses.
 """
 
@@ -20,19 +20,22 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from realm_jax.mesh import batch_parts
-from realm_jax.models import likelihood
+from realm_jax.models import losses
 from realm_jax.models.inputs import (
     DOCUMENT_SPECIALS,
     Documents,
     ReaderInput,
     answer_spans,
     contains_phrase,
+    flatten_passages,
     has_answer_span,
     null_documents,
     reader_inputs,
 )
-from realm_jax.models.likelihood import NEGATIVE, Mean, answer_log_probabilities
-from realm_jax.models.realm import Params, Realm, flatten_passages
+from realm_jax.models.layers import Params
+from realm_jax.models.losses import NEG_INF, WeightedSum, answer_log_probabilities
+from realm_jax.models.networks import Realm
+from realm_jax.models.packing import packed_lengths
 from realm_jax.retrieval.exact import search
 from realm_jax.retrieval.fusion import FUSION_DEPTH, FusedRanking, fuse, ranks_of
 from realm_jax.retrieval.scann import Searcher
@@ -221,7 +224,7 @@ def embed_searching_queries(context: StaticContext, params: Params, batch: Batch
     if tower is not None:
         params = {**params, context.model.embedder_names[0]: tower}
     slots = context.slots(len(batch["query"])).queries
-    return context.model.embed_queries(params, batch["query"], batch["query_length"], places=slots)
+    return context.model.embed_queries(params, batch["query"], batch["query_length"], packed_length=slots)
 
 
 def retrieve_and_rerank(
@@ -254,7 +257,7 @@ def retrieve_for_questions(
     depth = min(beam, context.rows)
     if index.vectors is None:
         rows = batch["bm25_rows"][:, :depth]
-        scores = jnp.where(rows >= 0, batch["bm25_scores"][:, :depth], NEGATIVE)
+        scores = jnp.where(rows >= 0, batch["bm25_scores"][:, :depth], NEG_INF)
         return FusedRanking(rows, scores, ranks_of("bm25", jnp, rows)), None
     slots = context.slots(len(batch["query"])).queries
     queries = context.model.embed_queries(params, batch["query"], batch["query_length"], key, slots)
@@ -284,7 +287,7 @@ def search_passages(
             the others (−1 for none).
 
     Returns:
-        Where words find fewer, rows are −1 and scores NEGATIVE. Scores carry gradient to the queries alone.
+        Where words find fewer, rows are −1 and scores NEG_INF. Scores carry gradient to the queries alone.
     """
     if method == "bm25":
         rows = batch["bm25_rows"][:, :depth]
@@ -322,9 +325,9 @@ def gather_passages(index: Index, rows: Array) -> Documents:
 
 def stored_scores(queries: Array, index: Index, rows: Array) -> Array:
     """Return inner products of queries [batch, projection] with the stored vectors of rows [batch, k], without a
-    gradient to those; NEGATIVE for no row (below 0), so that nothing of a softmax falls to it."""
+    gradient to those; NEG_INF for no row (below 0), so that nothing of a softmax falls to it."""
     vectors = index.vectors[jnp.maximum(rows, 0)].astype(jnp.float32)  # [batch, k, projection]
-    return jnp.where(rows >= 0, jnp.einsum("bd,bkd->bk", queries, jax.lax.stop_gradient(vectors)), NEGATIVE)
+    return jnp.where(rows >= 0, jnp.einsum("bd,bkd->bk", queries, jax.lax.stop_gradient(vectors)), NEG_INF)
 
 
 def candidate_scores(
@@ -393,7 +396,7 @@ class MaskedReading(NamedTuple):
     scores: Array
     log_p: Array
     is_top1: Array
-    unplaced: Mean
+    unplaced: WeightedSum
 
 
 def read_masked(
@@ -495,9 +498,9 @@ def point_at_targets(
     order = jnp.argsort(~holds, axis=1, stable=True)[:, :POINTED]
     first = Documents(*(part[jnp.arange(len(order))[:, None], order] for part in documents))  # ids [batch, POINTED, d]
     spans = masked_spans(context, params, batch, first, key)
-    log_p, is_top1 = likelihood.pointing(spans.scores, spans.allowed, spans.correct)
+    log_p, is_top1 = losses.pointing(spans.scores, spans.allowed, spans.correct)
     examples, shape = jnp.arange(len(order))[:, None], (len(order), 1 + holds.shape[1])
-    log_p = jnp.full(shape, likelihood.UNSEEN).at[examples, 1 + order].set(log_p)
+    log_p = jnp.full(shape, losses.LOG_P_UNSEEN_SPAN).at[examples, 1 + order].set(log_p)
     is_top1 = jnp.zeros(shape, bool).at[examples, 1 + order].set(is_top1)
     is_first = jnp.arange(batch["targets"].shape[1]) == 0  # [m]
     log_p = jnp.where(is_first, log_p[..., None], 0.0)  # [batch, 1 + k, m]
@@ -546,7 +549,7 @@ class QuestionReading(NamedTuple):
     correct: Array
     prior: Array
     spans: Array
-    unplaced: Mean
+    unplaced: WeightedSum
 
 
 def read_question(
@@ -575,7 +578,7 @@ def read_question(
     slots = context.slots(len(rows))
     if qa.trains_passages and rerank is None:
         vectors = embed_candidates(context, params, gather_passages(index, rows), keys[2], slots.documents)
-        fresh = jnp.where(rows >= 0, jnp.einsum("bd,bkd->bk", queries, vectors), NEGATIVE)
+        fresh = jnp.where(rows >= 0, jnp.einsum("bd,bkd->bk", queries, vectors), NEG_INF)
         scores = jnp.concatenate([fresh, scores[:, passages:]], axis=1)
     joint = reader_inputs(*reader_query(batch), gather_passages(index, rows), qa.titles)
     read_scores = scores[:, :passages]
@@ -620,7 +623,8 @@ def read_spans(
     No span may be pointed at in what packing had no slot for.
     """
     slots, reader = context.slots(len(joint.ids)).joints, context.model.reader
-    lengths = reader.bert.placed_lengths(joint.lengths, slots, joint.ids.shape[-1])
+    compute = reader.bert.compute
+    lengths = packed_lengths(joint.lengths, joint.ids.shape[-1], slots, compute.mesh, compute.alignment)
     allowed, correct = answer_spans(joint._replace(lengths=lengths), *answers, reader.span_width)
     return SpanReading(joint, score_spans(context, params, joint, key, slots), allowed, correct)
 
@@ -631,7 +635,7 @@ def score_spans(context: StaticContext, params: Params, joint: ReaderInput, key:
     return spans.reshape(*joint.ids.shape, context.model.reader.span_width)
 
 
-def unplaced_share(context: StaticContext, packed: list[tuple[Array, int]], longest: int) -> Mean:
+def unplaced_share(context: StaticContext, packed: list[tuple[Array, int]], longest: int) -> WeightedSum:
     """Return the share of the tokens of sequences for which packing has no slot.
 
     Args:
@@ -641,6 +645,7 @@ def unplaced_share(context: StaticContext, packed: list[tuple[Array, int]], long
     """
     lost, total = jnp.float32(0), jnp.float32(0)
     for lengths, slots in packed:
-        lost += (lengths - context.model.bert.placed_lengths(lengths, slots, longest)).sum()
+        compute = context.model.bert.compute
+        lost += (lengths - packed_lengths(lengths, longest, slots, compute.mesh, compute.alignment)).sum()
         total += lengths.sum()
-    return Mean(lost, total)
+    return WeightedSum(lost, total)

@@ -34,9 +34,9 @@ from realm_jax.mesh import (
     row_major,
 )
 from realm_jax.models.attention import select_attention
-from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
-from realm_jax.models.realm import Params, Realm
+from realm_jax.models.layers import BertConfig, Compute, Params
+from realm_jax.models.networks import Realm
 from realm_jax.retrieval.bm25 import Bm25, check_has_terms, load_or_build
 from realm_jax.retrieval.embed import EMBED_BATCH, GROUPS, CorpusRows, embed_corpus, filled_up, in_groups
 from realm_jax.retrieval.exact import padded_rows
@@ -242,7 +242,7 @@ def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents
     platform = mesh.devices.flat[0].platform
     if platform not in GROUPS:
         return model.embed_documents(params, documents)
-    model = model.with_bert(hidden=None, **{"attention": "cpu"} if platform == "cpu" else {})
+    model = model.with_compute(hidden_sharding=None, **{"attention": "cpu"} if platform == "cpu" else {})
     rows = logical_sharding(mesh, "batch").spec  # every device takes its own in turn
 
     def embed(params: Params, documents: Documents) -> jax.Array:
@@ -278,11 +278,15 @@ def check_batches(config: ConfigDict, spread: int) -> None:
 
 
 def device_options(mesh: Mesh, dtype: Any) -> dict[str, Any]:
-    """Fields of a `BertConfig` that suit the devices: how to attend; one CPU needs no place for hidden states, and
-    CPUs compute in float32 what is no product (measured: `benchmarks/README.md`)."""
+    """Return fields of a `Compute` that suit the devices.
+
+    One CPU needs no sharding of hidden states, and CPUs compute in float32 what is no product (measured:
+    `benchmarks/README.md`).
+    """
     attention = select_attention(mesh, dtype)
-    states = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else None
-    return {"attention": attention, "states": states} | ({"hidden": None} if attention == "cpu" else {})
+    state_dtype = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else None
+    fields = {"attention": attention, "state_dtype": state_dtype}
+    return fields | ({"hidden_sharding": None} if attention == "cpu" else {})
 
 
 def make_bert(model: ConfigDict, vocabulary_size: int, length: int, hidden: NamedSharding | None) -> BertConfig:
@@ -295,11 +299,13 @@ def make_bert(model: ConfigDict, vocabulary_size: int, length: int, hidden: Name
         feed_forward=model.feed_forward,
         max_length=length,
         dropout=model.dropout,
-        dtype=jnp.dtype(model.dtype),
-        remat=model.remat,
-        scan=model.remat != "none",  # unless it is unrolled, the compiler cannot undo what saves memory
         hidden_act=model.hidden_act,
-        hidden=hidden,
+        compute=Compute(
+            dtype=jnp.dtype(model.dtype),
+            remat=model.remat,
+            scan=model.remat != "none",  # unless it is unrolled, the compiler cannot undo what saves memory
+            hidden_sharding=hidden,
+        ),
     )
 
 

@@ -30,7 +30,7 @@ from realm_jax.index.job import Job
 from realm_jax.index.provider import shared_folder
 from realm_jax.launch.local import free_port
 from realm_jax.launch.plan import abstract_arguments
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.processes import WorkShare
 from realm_jax.run import Run
 from realm_jax.sections import qa_config

@@ -12,8 +12,7 @@ from realm_jax.data.examples import Lengths, document_arrays
 from realm_jax.data.questions import Question
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
-from realm_jax.models.inputs import Documents, reader_inputs
-from realm_jax.models.realm import flatten_passages
+from realm_jax.models.inputs import Documents, flatten_passages, reader_inputs
 from realm_jax.tasks.closed_book import (
     answer_positions,
     closed_book_answer,

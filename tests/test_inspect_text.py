@@ -17,8 +17,7 @@ from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
 from realm_jax.inference.answers import answers
 from realm_jax.inference.inspection import Masked, inspect_question, inspect_sentence, masked_text, parse
-from realm_jax.models.inputs import Documents, null_documents, reader_inputs
-from realm_jax.models.realm import flatten_passages
+from realm_jax.models.inputs import Documents, flatten_passages, null_documents, reader_inputs
 from realm_jax.train.trained_run import TrainedRun, open_run_for_inference, restore
 
 SENTENCE = "Ada Brandt was born in [1801]."

@@ -26,7 +26,8 @@ from realm_jax.data.tokenizer_files import lower_case_of, read_tokenizer, tokeni
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.models.folders import resolve_model_path
 from realm_jax.models.inputs import Documents
-from realm_jax.models.realm import Params, Realm
+from realm_jax.models.layers import Params
+from realm_jax.models.networks import Realm
 from realm_jax.models.weights import read
 from realm_jax.train.init_from import fill_from_pretrained, find_source
 from realm_jax.train.restore import restore_params

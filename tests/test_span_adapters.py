@@ -21,7 +21,7 @@ from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokens
 from realm_jax.errors import UserError
 from realm_jax.models import tagger
-from realm_jax.models.bert import BertConfig
+from realm_jax.models.layers import BertConfig
 from realm_jax.models.tagger import entities, load_tagger
 from realm_jax.models.weights import encoder, token_classifier
 

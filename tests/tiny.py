@@ -13,9 +13,10 @@ from realm_jax.config import default
 from realm_jax.data import layouts
 from realm_jax.forward import Index, StaticContext
 from realm_jax.mesh import AXES, make_mesh
-from realm_jax.models.bert import BertConfig
 from realm_jax.models.inputs import Documents
-from realm_jax.models.realm import Params, Reader, Realm
+from realm_jax.models.layers import BertConfig, Compute, Params
+from realm_jax.models.networks import Realm
+from realm_jax.models.reader import Reader
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.run import abstract_params
 from realm_jax.tasks import make_task
@@ -29,8 +30,10 @@ QUERY, DOCUMENT, PREDICTIONS = 10, 16, 3
 
 
 def tiny_bert(**changes) -> BertConfig:
+    """changes: fields of `BertConfig` or of `Compute`."""
     sizes = {"vocabulary_size": VOCABULARY, "width": 16, "layers": 2, "heads": 2, "feed_forward": 32}
-    return BertConfig(**sizes | {"max_length": QUERY + DOCUMENT, "dropout": 0.0} | changes)
+    compute = {name: changes.pop(name) for name in [*changes] if name in Compute.__dataclass_fields__}
+    return BertConfig(**sizes | {"max_length": QUERY + DOCUMENT, "dropout": 0.0} | changes).with_compute(**compute)
 
 
 def tiny_realm(shared_tower: bool = False, **changes) -> Realm:

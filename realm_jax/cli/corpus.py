@@ -38,7 +38,7 @@ from realm_jax.index.files import (
 from realm_jax.index.heartbeat import TRAINER, read_status
 from realm_jax.index.job import run_builder
 from realm_jax.index.provider import shared_folder
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.retrieval.vector_files import VECTORS, write_vectors
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, StorageError, exclusive_lock, is_held, make_folder, read_json

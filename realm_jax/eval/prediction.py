@@ -28,7 +28,7 @@ from realm_jax.eval.answers import contains_pattern, exact_match, normalise
 from realm_jax.eval.retrieval import answer_hits, documents_of, gold_hits, hit_at_k, mean_by_group, rank_measures
 from realm_jax.forward import Index, Rerank, StaticContext, read_question, retrieve_and_rerank
 from realm_jax.mesh import to_host
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.retrieval.fusion import FusedRanking
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import QaConfig, qa_config
@@ -109,7 +109,7 @@ class _Read(NamedTuple):
     prior [passages]: p(z|x).
 
     starts, widths, log_p [passages, spans]: a span's first piece of the body, its pieces beyond the first, and
-    log p(span|z,x), the likeliest first; NEGATIVE or less where a passage has no more.
+    log p(span|z,x), the likeliest first; NEG_INF or less where a passage has no more.
     """
 
     retrieved: Any

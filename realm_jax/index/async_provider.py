@@ -35,7 +35,7 @@ from realm_jax.index.heartbeat import HEARTBEAT_SECONDS, StatusWriter
 from realm_jax.index.provider import InlineIndexProvider, Interrupted, shared_folder
 from realm_jax.index.watcher import IndexWatcher
 from realm_jax.mesh import to_host
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0, same_on_all_processes
 from realm_jax.retrieval.exact import search
 from realm_jax.storage import Damaged, StorageError, digest

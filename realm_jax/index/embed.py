@@ -24,7 +24,7 @@ from realm_jax.console import StageProgress
 from realm_jax.environment import environment
 from realm_jax.index.export import tower_settings
 from realm_jax.mesh import to_host
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.processes import is_process_0, same_on_all_processes
 from realm_jax.retrieval.embed import BUCKET, EMBED_BATCH, GROUPS, CorpusRows, VectorCache, row_keys
 from realm_jax.run import Run
@@ -128,7 +128,7 @@ def _encoder_dependencies(run: Run) -> dict[str, Any]:
     """
     around, group = environment(), GROUPS.get(run.mesh.devices.flat[0].platform, EMBED_BATCH)
     return tower_settings(run) | {
-        "program": [BUCKET, group, run.model.bert.scan, run.mesh.shape["fsdp"], run.mesh.shape["model"]],
+        "program": [BUCKET, group, run.model.bert.compute.scan, run.mesh.shape["fsdp"], run.mesh.shape["model"]],
         "tokenizer": run.sources.tokenizer.fingerprint,  # of the tokens around a passage
         "environment": {name: around[name] for name in BITS},
         "compiler": [jax.config.values[f"jax_{name}"] for name in COMPILER],

@@ -29,8 +29,8 @@ from realm_jax.inference.inspection import (
 )
 from realm_jax.inference.predictions import evaluate
 from realm_jax.mesh import to_host
-from realm_jax.models.encoder import Retriever
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
+from realm_jax.models.retriever import Retriever
 from realm_jax.retrieval.embed import CorpusRows, filled_up
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import SEARCHES

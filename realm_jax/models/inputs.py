@@ -38,6 +38,11 @@ class ReaderInput(NamedTuple):
     lengths: Array
 
 
+def flatten_passages(joint: ReaderInput) -> ReaderInput:
+    """Flatten arrays [batch, k, …] to [batch · k, …]."""
+    return ReaderInput(*(x.reshape(-1, *x.shape[2:]) for x in joint))
+
+
 def token_mask(lengths: Array, length: int) -> Array:
     """True on the first `lengths` of `length` positions. [...] → [..., length] bool."""
     return jnp.arange(length) < lengths[..., None]

@@ -31,10 +31,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from realm_jax.errors import UserError
-from realm_jax.models.bert import BertConfig
-from realm_jax.models.encoder import POOLINGS
+from realm_jax.models.layers import BertConfig, Params
+from realm_jax.models.networks import Realm
 from realm_jax.models.prompts import from_prompt, parse
-from realm_jax.models.realm import Params, Realm
+from realm_jax.models.retriever import POOLINGS
 from realm_jax.models.weights import (
     NO_BIAS,
     SETTINGS,
@@ -59,7 +59,9 @@ ROUTER = "router_config.json"
 LIBRARY = "sentence_transformers."
 KINDS = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize")  # modules that can be read
 LIBRARY_EPSILON = 1e-5  # of its LayerNorm, which is PyTorch's and not to be set
-OUR_POOLINGS = {pooling.library: name for name, pooling in POOLINGS.items() if name != "pooler"}  # theirs → ours
+OUR_POOLINGS = {  # theirs → ours
+    pooling.library: name for name, pooling in POOLINGS.items() if not pooling.has_tanh_layer
+}
 FLAGS = {  # of Pooling's older form
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -171,7 +173,7 @@ def sentence_model(folder: Path) -> SentenceModel | None:
         with open_tensors(transformer / WEIGHTS) as files:
             names = {name.removeprefix("bert.") for name in files}
         has = {layer: f"{name}.weight" in names for layer, name in VECTOR_LAYERS.items()}
-        wanted = {"pooler": section["pooling"] == "pooler", "projection": bool(section["projection"])}
+        wanted = {"pooler": POOLINGS[encoder["pooling"]].has_tanh_layer, "projection": bool(section["projection"])}
         wanted["projection_norm"] = section["normalization"] == "layer"
         if has == wanted and all(section[key] == encoder[key] for key in ("pooling", "normalization")):
             encoder, modules = {key: section[key] for key in encoder}, {}

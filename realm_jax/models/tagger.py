@@ -28,8 +28,9 @@ from realm_jax.data.spans import Span, find_dates, with_dates, without_overlaps
 from realm_jax.data.tokenizer import Tokenizer, Tokens
 from realm_jax.data.tokenizer_files import FoundTokenizer, lower_case_of, tokenizer_file
 from realm_jax.errors import UserError
-from realm_jax.models.bert import ACTIVATIONS, Bert, BertConfig
+from realm_jax.models.bert import Bert
 from realm_jax.models.folders import HUB, resolve_model_path
+from realm_jax.models.layers import ACTIVATIONS, BertConfig
 from realm_jax.models.weights import (
     BERT_SETTINGS,
     SETTINGS,

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
-from realm_jax.models.bert import LAYER_NORM_EPSILON, BertConfig
-from realm_jax.models.realm import SPAN_NORM_EPSILON
+from realm_jax.models.layers import LAYER_NORM_EPSILON, BertConfig
+from realm_jax.models.reader import SPAN_NORM_EPSILON
 
 EMBEDDER, READER = "embedder", "reader"
 KERAS_EPSILON = 1e-3

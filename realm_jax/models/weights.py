@@ -20,8 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from realm_jax.errors import UserError
-from realm_jax.models.bert import LAYER_NORM_EPSILON, BertConfig, initializer_stddev
-from realm_jax.models.realm import SPAN_NORM_EPSILON, Realm
+from realm_jax.models.layers import LAYER_NORM_EPSILON, BertConfig, initializer_stddev
+from realm_jax.models.networks import Realm
+from realm_jax.models.reader import SPAN_NORM_EPSILON
+from realm_jax.models.retriever import POOLINGS
 from realm_jax.storage import read_settings
 
 WEIGHTS, SETTINGS = "model.safetensors", "config.json"  # of a network, and of a module of sentence-transformers
@@ -130,7 +132,7 @@ def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
     """Name of a network, at the top of the parameters → its parts, the encoder first."""
     width = model.bert.width
     tower = [encoder(model.bert)]
-    if model.pooling == "pooler":
+    if POOLINGS[model.pooling].has_tanh_layer:
         tower.append(Part("pooler", _linear(("pooler",), VECTOR_LAYERS["pooler"], (width, width))))
     tensors: tuple[Tensor, ...] = ()
     epsilon: dict[str, tuple[str, Any]] = {}

@@ -32,7 +32,8 @@ from realm_jax.eval.answers import exact_match
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import Index, batch_candidates, masked_inputs
 from realm_jax.mesh import to_host
-from realm_jax.models.realm import Params, Realm
+from realm_jax.models.layers import Params
+from realm_jax.models.networks import Realm
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import TaskSection
 from realm_jax.tasks.base import Measure, Short, dev_questions

@@ -28,8 +28,8 @@ from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import embedding_flops, score_flops
 from realm_jax.forward import Batch, Index, StaticContext, batch_passages, dropout_keys, embed_null, stored_scores
-from realm_jax.models import likelihood
-from realm_jax.models.realm import Params
+from realm_jax.models import losses
+from realm_jax.models.layers import Params
 from realm_jax.retrieval.exact import search
 from realm_jax.run import Run
 from realm_jax.schema import require
@@ -151,7 +151,7 @@ def _ict_loss_with_null(scores: Array, null: Array, weight: float) -> Array:
     among the others."""
     size = scores.shape[0]
     found = jax.nn.log_softmax(jnp.concatenate([scores, null], axis=1), axis=1)
-    others = jnp.where(jnp.eye(size, dtype=bool), likelihood.NEGATIVE, scores)
+    others = jnp.where(jnp.eye(size, dtype=bool), losses.NEG_INF, scores)
     missed = jax.nn.log_softmax(jnp.concatenate([others, null], axis=1), axis=1)
     return -(jnp.diagonal(found) + weight * missed[:, -1])
 
@@ -170,7 +170,7 @@ def retrieved_ict_loss(
     rows = search(context.mesh, queries, index.vectors, context.rows, depth).rows
     own = batch["own_row"][:, None]
     scores = stored_scores(queries, index, jnp.concatenate([own, rows], axis=1))
-    others = jnp.where(rows == own, likelihood.NEGATIVE, scores[:, 1:])
+    others = jnp.where(rows == own, losses.NEG_INF, scores[:, 1:])
     log_p = jax.nn.log_softmax(jnp.concatenate([scores[:, :1], others], axis=1), axis=1)[:, 0]
     return {"loss": batch_mean(-log_p), "accuracy": batch_mean(scores[:, 0] >= others.max(axis=1))}
 

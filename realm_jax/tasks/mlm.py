@@ -30,8 +30,8 @@ from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import reader_of, word_flops
 from realm_jax.forward import Batch, PackingSpec, StaticContext, batch_candidates, read_targets, unplaced_share
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
-from realm_jax.models.likelihood import Mean
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
+from realm_jax.models.losses import WeightedSum
 from realm_jax.run import Run
 from realm_jax.sections import TaskSection, joint_length, task_names
 from realm_jax.tasks.base import (
@@ -146,7 +146,7 @@ def cross_entropy(log_p: Array, right: Array, weights: Array) -> Means:
     """That of tokens, mean by weight: log p of each, and whether none is likelier; [batch, m] all."""
     weights = weights.astype(jnp.float32)
     loss, accuracy = -(log_p * weights).sum(), (right * weights).sum()
-    return {"loss": Mean(loss, weights.sum()), "accuracy": Mean(accuracy, weights.sum())}
+    return {"loss": WeightedSum(loss, weights.sum()), "accuracy": WeightedSum(accuracy, weights.sum())}
 
 
 # --- examples ---------------------------------------------------------------------------------------------------------

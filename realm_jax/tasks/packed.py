@@ -79,7 +79,7 @@ class PlaceCounter:
         """`places_needed` on these devices."""
         mesh = self.run.mesh
         shape = batch_parts(mesh) // mesh.shape["slices"], self.examples, candidates
-        return places_needed(asked, passages, shape, longest, self.run.model.bert.alignment)
+        return places_needed(asked, passages, shape, longest, self.run.model.bert.compute.alignment)
 
 
 class PlacesMonitor:

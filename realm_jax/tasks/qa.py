@@ -31,10 +31,11 @@ from realm_jax.forward import (
     reader_query,
     retrieve_and_rerank,
 )
-from realm_jax.models import likelihood
+from realm_jax.models import losses
 from realm_jax.models.inputs import ReaderInput, has_answer_span, token_mask
-from realm_jax.models.likelihood import Mean
-from realm_jax.models.realm import Params, Realm
+from realm_jax.models.layers import Params
+from realm_jax.models.losses import WeightedSum
+from realm_jax.models.networks import Realm
 from realm_jax.run import Run
 from realm_jax.schema import require
 from realm_jax.sections import QaConfig, joint_length, task_names
@@ -204,18 +205,20 @@ def qa_loss(
     """Fine-tuning on what is retrieved: the paper's marginal over passages and spans, or ORQA's L_ret + L_read."""
     read = read_question(qa, context, params, batch, index, key, qa.depth(context.rows))
     scores, spans = read.scores, read.span_scores
-    loss, log_likelihood = likelihood.answer_marginal(scores, spans, read.allowed, read.correct)
+    loss, log_likelihood = losses.answer_marginal(scores, spans, read.allowed, read.correct)
     has_answer = read.correct.any(axis=(2, 3))
     if qa.objective == "orqa":
         beam_correct = beam_has_answer(context, batch, index, read.beam.rows)
-        loss = likelihood.orqa_loss(read.beam.scores, beam_correct, scores, spans, read.allowed, read.correct)
+        loss = losses.orqa_loss(read.beam.scores, beam_correct, scores, spans, read.allowed, read.correct)
     final = read.prior[:, :, None, None] + read.spans
     answered = has_answer.any(axis=1)
     return {
         "loss": loss,
         "accuracy": batch_mean(top1_is_correct(final, read.correct)),
         "answer_in_passages": batch_mean(answered),
-        "log_likelihood": Mean(jnp.where(answered, log_likelihood, 0.0).sum(), answered.sum().astype(jnp.float32)),
+        "log_likelihood": WeightedSum(
+            jnp.where(answered, log_likelihood, 0.0).sum(), answered.sum().astype(jnp.float32)
+        ),
         "unplaced": read.unplaced,
     }
 
@@ -237,13 +240,13 @@ def positive_qa_loss(
     keys = dropout_keys(key, 2)
     joint, answers = batch_reader_input(batch), (batch["answers"], batch["answer_lengths"])
     _, spans, allowed, correct = read_spans(context, params, joint, answers, keys[1])
-    terms = likelihood.reader_terms(jnp.zeros(joint.lengths.shape), spans, allowed, correct)
-    right = top1_is_correct(jnp.where(allowed, spans, likelihood.NEGATIVE), correct)
+    terms = losses.orqa_reader_loss(jnp.zeros(joint.lengths.shape), spans, allowed, correct)
+    right = top1_is_correct(jnp.where(allowed, spans, losses.NEG_INF), correct)
     found = {"accuracy": batch_mean(right), "reader_loss": batch_mean(terms)}
     if not qa.uses_bm25_only:
         beam, _ = retrieve_and_rerank(qa, context, params, batch, index, keys[0], qa.depth(context.rows))
         hits = beam_has_answer(context, batch, index, beam.rows)
-        retriever = likelihood.retriever_terms(beam.scores, hits)
+        retriever = losses.orqa_retriever_loss(beam.scores, hits)
         terms += retriever
         found |= {"answer_in_beam": batch_mean(hits.any(axis=1)), "retriever_loss": batch_mean(retriever)}
     return {"loss": batch_mean(terms)} | found

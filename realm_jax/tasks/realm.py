@@ -42,9 +42,9 @@ from realm_jax.forward import (
     read_masked,
     search_depth,
 )
-from realm_jax.models import likelihood
-from realm_jax.models.likelihood import Mean
-from realm_jax.models.realm import Params
+from realm_jax.models import losses
+from realm_jax.models.layers import Params
+from realm_jax.models.losses import WeightedSum
 from realm_jax.run import Run
 from realm_jax.schema import require
 from realm_jax.sections import RealmConfig, joint_length, task_names
@@ -209,11 +209,11 @@ def realm_loss(
 ) -> Means:  # fmt: skip
     """Return −log Σ_z p(z|x) p(y|z,x) over the null document and the retrieved candidates, and what is reported."""
     read = read_masked(realm, context, params, batch, index, key, frozen_passages)
-    result = likelihood.masked_word_marginal(read.scores, read.log_p, batch["weights"], read.valid, realm.marginal)
+    result = losses.masked_word_marginal(read.scores, read.log_p, batch["weights"], read.valid, realm.marginal)
     return realm_metrics(result, read.is_top1, batch, read.candidates) | {"unplaced": read.unplaced}
 
 
-def realm_metrics(result: likelihood.Marginal, is_top1: Array, batch: Batch, candidates: Candidates) -> Means:
+def realm_metrics(result: losses.Marginal, is_top1: Array, batch: Batch, candidates: Candidates) -> Means:
     """What a REALM step reports; means over the examples of the batch.
 
     retrieval_utility: log p(y|x) − log p(y|null, x), nats. useful_candidates: share of examples whose best candidate
@@ -229,8 +229,8 @@ def realm_metrics(result: likelihood.Marginal, is_top1: Array, batch: Batch, can
     gain = result.best_log_likelihood - result.null_log_likelihood
     return {
         "loss": result.loss,
-        LOG_PERPLEXITY: Mean(-result.log_likelihood.sum(), weights.sum()),
-        "accuracy": Mean(right.sum(), weights.sum()),
+        LOG_PERPLEXITY: WeightedSum(-result.log_likelihood.sum(), weights.sum()),
+        "accuracy": WeightedSum(right.sum(), weights.sum()),
         "retrieval_utility": batch_mean(result.log_likelihood - result.null_log_likelihood),
         "useful_candidates": batch_mean(gain > 0.1),
         "best_candidate_gain": batch_mean(gain),

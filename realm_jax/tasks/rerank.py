@@ -27,11 +27,11 @@ from realm_jax.forward import (
     read_question,
     reader_query,
 )
-from realm_jax.models.attention import Dropout
-from realm_jax.models.bert import Bert, BertConfig, apply, dense
-from realm_jax.models.inputs import Documents, ReaderInput, reader_inputs
-from realm_jax.models.likelihood import Mean, log_sum_selected
-from realm_jax.models.realm import Network, Params, Realm, flatten_passages
+from realm_jax.models.bert import Bert, apply
+from realm_jax.models.inputs import Documents, ReaderInput, flatten_passages, reader_inputs
+from realm_jax.models.layers import BertConfig, Dropout, Params, dense
+from realm_jax.models.losses import WeightedSum, log_sum_selected
+from realm_jax.models.networks import Network, Realm
 from realm_jax.run import Run
 from realm_jax.schema import require
 from realm_jax.sections import QaConfig, RerankConfig, joint_length, qa_config, task_names
@@ -120,8 +120,8 @@ def rerank_loss(
     answered = read.correct.any(axis=(1, 2, 3)).astype(jnp.float32)
     agrees = scores.argmax(axis=1) == posterior.argmax(axis=1)
     return {
-        "loss": Mean((terms * answered).sum(), answered.sum()),
-        "agreement": Mean((agrees * answered).sum(), answered.sum()),
+        "loss": WeightedSum((terms * answered).sum(), answered.sum()),
+        "agreement": WeightedSum((agrees * answered).sum(), answered.sum()),
         "answer_in_passages": batch_mean(answered),
     }
 

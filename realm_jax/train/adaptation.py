@@ -32,7 +32,7 @@ from realm_jax.eval.format import duration
 from realm_jax.index.embed import embed_with_cache, share_to_embed
 from realm_jax.index.heartbeat import StatusWriter, trainer_status
 from realm_jax.models.folders import TOWERS, resolve_model_path
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.models.sentence_transformers import (
     PASSAGES,
     QUERIES,

@@ -13,7 +13,8 @@ from ml_collections import ConfigDict
 from realm_jax.assemble import tower_lengths
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.models.folders import READER, SHARED
-from realm_jax.models.realm import Params, Realm
+from realm_jax.models.layers import Params
+from realm_jax.models.networks import Realm
 from realm_jax.models.sentence_transformers import (
     ENCODER_SECTION,
     PASSAGES,

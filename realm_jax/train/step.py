@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from realm_jax.forward import Index
 from realm_jax.index.control import reduce_control
 from realm_jax.mesh import replicated
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.tasks.base import LOG_PERPLEXITY, Batch, Means, Task
 from realm_jax.train.optimizer import FRESH_HEADS, RateScales, make_optimizer, zero_frozen_gradients
 
@@ -149,7 +149,7 @@ def loss_and_metrics(
 
 def metric_values(means: Means) -> dict[str, Array]:
     """The values of means; a perplexity is the exponential of one."""
-    values = {name: mean.value for name, mean in means.items()}
+    values = {name: mean.mean for name, mean in means.items()}
     if LOG_PERPLEXITY in values:
         values["perplexity"] = jnp.exp(values.pop(LOG_PERPLEXITY))
     return values
@@ -185,7 +185,7 @@ def _summed(
     zeros = jax.tree.map(jnp.zeros_like, trained)
     grads, means = jax.lax.scan(add, zeros, (jnp.arange(_length(batch)), batch))
     means = jax.tree.map(lambda of_parts: of_parts.sum(axis=0), means)
-    count = jnp.maximum(means["loss"].number, 1.0)
+    count = jnp.maximum(means["loss"].weight, 1.0)
     return jax.tree.map(lambda gradient: gradient / count, grads), means
 
 
@@ -198,7 +198,7 @@ def _cached(task: Task, trained: Params, frozen: Params, batch: Batch, key: Arra
 
     def loss(vectors: Any, trained: Params) -> tuple[Array, Means]:
         means = contrast(vectors, null({**frozen, **trained}, key))
-        return means["loss"].value, means
+        return means["loss"].mean, means
 
     numbers = jnp.arange(_length(batch))
     found = _join(jax.lax.map(lambda entry: vectors(trained, *entry), (numbers, batch)))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from realm_jax.data.examples import Examples, batches
 from realm_jax.index.control import ControlSignal, put_control
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.retrieval import bm25
 from realm_jax.run import Run, local_rows, make_global_batch
 from realm_jax.tasks import make_task

@@ -36,7 +36,7 @@ from realm_jax.index.files import (
 from realm_jax.index.provider import shared_folder
 from realm_jax.index.watcher import generation_index
 from realm_jax.mesh import replicated
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.run import Run
 from realm_jax.schema import flatten
 from realm_jax.sections import qa_config, task_names
