@@ -37,7 +37,7 @@ from realm_jax.config import default
 from realm_jax.data.sources import open_sources
 from realm_jax.flops import embedding_flops, peak
 from realm_jax.host import keep_freed_memory
-from realm_jax.models.inputs import Documents, document_segments, token_mask
+from realm_jax.models.inputs import PassageBatch, document_segments, token_mask
 from realm_jax.models.layers import BertConfig
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run
@@ -163,7 +163,7 @@ def ours(run: Run, params: Any, device: str) -> Embed:
     return lambda: run.embed(placed)
 
 
-def inputs(documents: Documents) -> tuple[jax.Array, jax.Array, jax.Array]:
+def inputs(documents: PassageBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Ids, segments and mask of document rows."""
     ids = documents.ids.astype(jnp.int32)
     return ids, document_segments(documents), token_mask(documents.lengths, ids.shape[1])
@@ -288,7 +288,7 @@ def theirs(
 def padded(rows: CorpusRows) -> list[NDArray[np.int64]]:
     """Ids, segments and mask [rows, length of the longest]."""
     width = int(rows.lengths.max())
-    documents = Documents(rows.ids[:, :width], rows.lengths, rows.title_lengths)
+    documents = PassageBatch(rows.ids[:, :width], rows.lengths, rows.title_lengths)
     with jax.default_device(jax.devices("cpu")[0]):
         return [np.asarray(part, np.int64) for part in inputs(documents)]
 

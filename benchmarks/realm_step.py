@@ -45,7 +45,7 @@ from realm_jax.flops import peak
 from realm_jax.forward import PackingSpec
 from realm_jax.index.control import ControlSignal, put_control
 from realm_jax.mesh import logical_sharding
-from realm_jax.models.inputs import Documents
+from realm_jax.models.inputs import PassageBatch
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import joint_length
 from realm_jax.tasks import make_task
@@ -77,7 +77,7 @@ def main() -> None:
     config = config_of(args)
     corpus, words = corpus_of(args.data, args.rows, args.document)
     run = abstract_run(config, Path("."), len(corpus.ids), words, special=(CLS, SEP))
-    documents = jax.device_put(Documents(*corpus), logical_sharding(run.mesh, "rows"))
+    documents = jax.device_put(PassageBatch(*corpus), logical_sharding(run.mesh, "rows"))
     run.__dict__.update(corpus=corpus, documents=documents, _held_out=None)  # where cached_property keeps them
     batch = batch_of(run, np.random.default_rng(1))
     kind = jax.devices()[0].device_kind
@@ -162,7 +162,7 @@ def example_of(run: Run, row: int, rng: np.random.Generator) -> dict[str, Any]:
 def compare_towers(run: Run, params: Any, batch: Any, args: argparse.Namespace) -> None:
     """One tower over all candidates of a step, forward and backward, whole last layer in PyTorch."""
     rows = np.arange(args.batch * (args.candidates - 1))
-    documents = Documents(*(part[rows] for part in run.corpus))
+    documents = PassageBatch(*(part[rows] for part in run.corpus))
     tower = params["document_embedder"]
     pull = np.random.default_rng(2).normal(size=(len(rows), run.model.projection)).astype(np.float32)
     slope = jax.jit(jax.grad(lambda tower, pull, documents: (run.model.embed_documents(
@@ -262,8 +262,8 @@ def places_of(run: Run) -> PackingSpec:
     return PackingSpec(
         count.examples,
         count.queries(lengths),
-        count.nulls(lengths),
-        count.joints(lengths, candidates, titles=False),
+        count.null_inputs(lengths),
+        count.reader_inputs(lengths, candidates, titles=False),
         count.documents(candidates),
     )
 

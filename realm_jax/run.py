@@ -34,7 +34,7 @@ from realm_jax.mesh import (
     row_major,
 )
 from realm_jax.models.attention import select_attention
-from realm_jax.models.inputs import Documents
+from realm_jax.models.inputs import PassageBatch
 from realm_jax.models.layers import BertConfig, Compute, Params
 from realm_jax.models.networks import Realm
 from realm_jax.retrieval.bm25 import Bm25, check_has_terms, load_or_build
@@ -115,11 +115,11 @@ class Run:
         return CorpusRows(*self.sources.passages.document_matrix(length, special))
 
     @cached_property
-    def documents(self) -> Documents:
+    def documents(self) -> PassageBatch:
         """The corpus on the devices, sharded by rows."""
         length, special = self.config.data.document_length, self.sources.tokenizer.special
         matrix = self.sources.passages.document_matrix
-        return Documents(*self._by_rows(matrix(length, special, rows) for rows in self.own_rows))
+        return PassageBatch(*self._by_rows(matrix(length, special, rows) for rows in self.own_rows))
 
     def index(self, vectors: NDArray) -> Index:
         """An index of host vectors [rows, projection], stored as `model.dtype` and sharded by rows."""
@@ -225,7 +225,7 @@ class Run:
         tower = {name: params[name] for name in self.model.embedder_names}
 
         def embed_batch(batch: CorpusRows) -> jax.Array:
-            return embed_program(self.model, self.mesh, tower, Documents(*put_batch(self.mesh, batch)))
+            return embed_program(self.model, self.mesh, tower, PassageBatch(*put_batch(self.mesh, batch)))
 
         size = EMBED_BATCH * self.mesh.size
         return embed_corpus(embed_batch, self.corpus if rows is None else rows, size, progress)
@@ -237,7 +237,7 @@ class Run:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents) -> jax.Array:
+def embed_program(model: Realm, mesh: Mesh, params: Params, documents: PassageBatch) -> jax.Array:
     """A batch of passages, spread over the mesh, to their vectors: [batch, projection] float32."""
     platform = mesh.devices.flat[0].platform
     if platform not in GROUPS:
@@ -245,7 +245,7 @@ def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents
     model = model.with_compute(hidden_sharding=None, **{"attention": "cpu"} if platform == "cpu" else {})
     rows = logical_sharding(mesh, "batch").spec  # every device takes its own in turn
 
-    def embed(params: Params, documents: Documents) -> jax.Array:
+    def embed(params: Params, documents: PassageBatch) -> jax.Array:
         return in_groups(
             lambda group: model.embed_documents(params, group),
             documents,

@@ -14,7 +14,7 @@ from tiny import VOCABULARY, document_rows, query_rows, random_words, tiny_bert,
 from realm_jax.models import attention
 from realm_jax.models.attention import cpu_attention, dot_product_attention, select_attention
 from realm_jax.models.bert import Bert
-from realm_jax.models.inputs import Documents, ReaderInput, document_segments, flatten_passages, reader_inputs
+from realm_jax.models.inputs import PassageBatch, ReaderInput, document_segments, flatten_passages, reader_inputs
 from realm_jax.models.layers import BertConfig, initializer, matrix_product
 from realm_jax.models.networks import Realm
 from realm_jax.models.weights import networks
@@ -42,7 +42,7 @@ def queries() -> dict[str, np.ndarray]:
     return query_rows([random_words(rng, size) for size in (5, 3, 8)])
 
 
-def documents() -> Documents:
+def documents() -> PassageBatch:
     rng = np.random.default_rng(2)
     sizes = ((2, 9), (0, 4), (3, 7))
     return document_rows([(random_words(rng, title), random_words(rng, body)) for title, body in sizes])
@@ -51,7 +51,7 @@ def documents() -> Documents:
 def joint() -> ReaderInput:
     """Each query joined with one passage."""
     query = queries()
-    whole = reader_inputs(query["query"], query["query_length"], Documents(*(part[:, None] for part in documents())))
+    whole = reader_inputs(query["query"], query["query_length"], PassageBatch(*(part[:, None] for part in documents())))
     return ReaderInput(*map(np.asarray, flatten_passages(whole)))
 
 
@@ -172,7 +172,7 @@ def test_both_towers_start_equal_and_can_be_donated():
 def test_a_shared_tower_embeds_queries_and_documents():
     """One tree of parameters; a document that is all title has segments 0, as a query has."""
     model, query = tiny_realm(shared_tower=True, layers=1), queries()
-    as_document = Documents(query["query"], query["query_length"], query["query_length"] - 2)
+    as_document = PassageBatch(query["query"], query["query_length"], query["query_length"] - 2)
     assert set(jax.eval_shape(model.init, jax.random.key(0))) == {"embedder", "reader"}
     params = {"embedder": parameters()["query_embedder"]}
     from_query = jax.jit(model.embed_queries)(params, query["query"], query["query_length"])

@@ -17,7 +17,7 @@ from tiny_run import prepare_people, tiny_config
 from realm_jax.assemble import make_run
 from realm_jax.data.examples import batches
 from realm_jax.data.sources import open_sources
-from realm_jax.forward import PackingSpec, read_question, unplaced_share
+from realm_jax.forward import PackingSpec, read_question, truncated_fraction
 from realm_jax.launch.cost import program_cost
 from realm_jax.launch.plan import devices_to_compile_for
 from realm_jax.mesh import batch_parts, logical_sharding, make_mesh
@@ -270,7 +270,7 @@ def test_a_step_of_realm_is_the_same_packed(people, tmp_path, devices, marginal)
     packed = task.packed_context.packing
     assert packed is not None and packed.examples == 8 // devices // 2
     sequences = packed.examples * 3
-    assert 0 < packed.joints < sequences * 62 and 0 < packed.documents < sequences * 48
+    assert 0 < packed.reader_inputs < sequences * 62 and 0 < packed.passages < sequences * 48
     params = run.initial_params()
     index = run.index(np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32))
     stream = batches(task.examples(params, lambda: None), 0, task.stream, 8, 0, 1)
@@ -283,7 +283,7 @@ def assert_same_step(task, params, batch, index, names):
     """A step's gradients and values are the same packed, as its task works it out, and padded."""
     context = task.packed_context
     packed, rows = context.packing, batch_parts(context.mesh)
-    states = f"tensor<{rows}x{packed.joints}x{context.model.reader.bert.width}x"
+    states = f"tensor<{rows}x{packed.reader_inputs}x{context.model.reader.bert.width}x"
 
     def of(places):
         task.__dict__["packed_context"] = dataclasses.replace(context, packing=places)
@@ -337,8 +337,8 @@ def test_a_step_of_other_tasks_is_the_same_packed(named_people, tmp_path, name, 
     packed = task.packed_context.packing
     assert packed.examples == 16 // devices // parts
     read = packed.examples * (3 if name == "qa" else 1)
-    assert 0 < packed.joints < read * 62
-    assert (0 < packed.documents < read * 48) == ("refresh_every" in changes)
+    assert 0 < packed.reader_inputs < read * 62
+    assert (0 < packed.passages < read * 48) == ("refresh_every" in changes)
     assert packed.queries == 0 or changes != NO_VECTORS, "no tower reads questions"
     params = run.initial_params()
     vectors = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
@@ -356,7 +356,7 @@ def test_a_task_without_passages_has_its_own_lengths(people, tmp_path):
     task = make_task("closed_book", make_run(config, tmp_path, open_sources(people), jax.devices()[:1]))
     longest = max(int(task.fixed_examples.make(n, np.random.default_rng(0))["query_length"]) for n in range(8))
     packed = task.packed_context.packing
-    assert 0 < packed.joints <= packed.examples * (longest + 1), "nothing stands beside them"
+    assert 0 < packed.reader_inputs <= packed.examples * (longest + 1), "nothing stands beside them"
 
 
 def test_fine_tuning_beside_one_passage_stays_padded(people, tmp_path):
@@ -370,14 +370,14 @@ def test_no_answer_is_pointed_at_in_what_has_no_place(people, tmp_path):
     config = tiny_config(people)
     config.update({"tasks": "qa", "qa": {"batch_size": 8}})
     run = make_run(config, tmp_path, open_sources(people), jax.devices()[:1])
-    context = dataclasses.replace(run.context, packing=PackingSpec(8, joints=8 * 3 * 20))
+    context = dataclasses.replace(run.context, packing=PackingSpec(8, reader_inputs=8 * 3 * 20))
     batch = next(batches(make_task("qa", run).examples({}, lambda: None), 0, 0, 8, 0, 1))
     index = run.index(np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32))
     work = jax.jit(lambda params, batch: read_question(QaConfig(passages=3), context, params, batch, index, None, 3))
     read = work(run.initial_params(), batch)
-    lengths = read.joint.lengths
+    lengths = read.reader_input.lengths
     kept = fitting_lengths(lengths.reshape(1, -1), 62, 8 * 3 * 20, 1).reshape(lengths.shape)
-    assert (kept < lengths).any() and read.unplaced.total > 0
+    assert (kept < lengths).any() and read.truncated_fraction.total > 0
     allowed = read.allowed.any(axis=-1)
     assert allowed.any(axis=-1).all() and not (allowed & (np.arange(62) >= kept[..., None])).any()
     assert not (read.correct & ~read.allowed).any()
@@ -403,5 +403,5 @@ def test_what_has_no_place_is_reported():
     bert = BertConfig(30).with_compute(hidden_sharding=logical_sharding(mesh, "batch", None, None))
     context = SimpleNamespace(model=SimpleNamespace(bert=bert))
     joints, passages = jnp.array([[12, 1], [7, 9], [2, 2], [2, 2]]), jnp.array([[5], [5], [5], [5]])
-    lost = unplaced_share(context, [(joints, 15), (passages, 0)], 12)
+    lost = truncated_fraction(context, [(joints, 15), (passages, 0)], 12)
     assert (lost.total, lost.weight) == (8, 37 + 20), "10 stay of 12 beside 2, 2 and 1, and 5 of 9 and 7 beside 2, 2"

@@ -42,9 +42,8 @@ from realm_jax.forward import (
     read_masked,
     read_question,
     retrieve,
-    score_spans,
 )
-from realm_jax.models.inputs import Documents, reader_inputs
+from realm_jax.models.inputs import PassageBatch, flatten_passages, reader_inputs
 from realm_jax.models.losses import LOG_P_UNSEEN_SPAN, masked_word_marginal, pointing
 from realm_jax.sections import QaConfig, RealmConfig
 from realm_jax.tasks import TASKS, make_task
@@ -360,7 +359,7 @@ def test_an_example_whose_candidates_are_all_excluded_gains_nothing():
 # --- warm-up and inverse cloze ----------------------------------------------------------------------------------------
 
 
-def as_batch(documents: Documents) -> dict[str, np.ndarray]:
+def as_batch(documents: PassageBatch) -> dict[str, np.ndarray]:
     return {f"document{part}": array for part, array in zip(("", "_length", "_title_length"), documents, strict=True)}
 
 
@@ -374,7 +373,7 @@ def test_the_warm_up_is_the_mean_over_predicted_pieces(params, candidates):
 
 
 def test_the_inverse_cloze_task_ranks_each_sentence_among_all_passages_of_the_batch(params, index, query_vectors):
-    documents = Documents(*(part[:BATCH] for part in index.documents))
+    documents = PassageBatch(*(part[:BATCH] for part in index.documents))
     batch = {"query": MASKED["query"], "query_length": MASKED["query_length"]} | as_batch(documents)
     loss, metrics = jax.jit(loss_of("ict"))(params, batch, None, None)
     logits = query_vectors.astype(np.float64) @ np.asarray(index.vectors[:BATCH], np.float64).T
@@ -531,8 +530,8 @@ def test_one_positive_passage_teaches_the_reader_and_the_beam_the_retriever(para
     places = [rows[example].tolist().index(row) for example, row in enumerate(positives)]
     retriever = [np.logaddexp.reduce(scores[e].astype(np.float64)) - scores[e, place] for e, place in enumerate(places)]
     np.testing.assert_allclose(metrics["retriever_loss"], np.mean(retriever), rtol=1e-4)
-    joint = batch_reader_input(batch)
-    table = np.asarray(score_spans(context(), params, joint, None), np.float64)[:, 0]
+    reader_input = flatten_passages(batch_reader_input(batch))
+    table = np.asarray(MODEL.reader.read_spans(params, reader_input), np.float64)
     reader = []
     for example, row in enumerate(positives):
         spans = next(spans_of(np.tile(row, (BATCH, 1)), batch, example))

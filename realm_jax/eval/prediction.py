@@ -131,7 +131,7 @@ def _read(
     read = read_question(qa, context, params, batch, index, None, max(depth, qa.passages), rerank)
     flat = read.spans.reshape(*read.prior.shape, -1)
     best, places = jax.lax.top_k(flat, min(spans, flat.shape[-1]))
-    starts = places // width - read.joint.body_start[..., None]
+    starts = places // width - read.reader_input.body_start[..., None]
     return _Read(*read.beam, jnp.exp(read.prior), starts, places % width, best)
 
 

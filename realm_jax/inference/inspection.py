@@ -246,8 +246,8 @@ def inspect_batch(
         scores = jnp.where(spans.allowed, spans.scores, NEG_INF)
         start = jnp.take_along_axis(scores, size - 1, axis=-1)[..., 0].argmax(axis=-1)  # [batch, k]
         slots = start[..., None] + jnp.arange(batch["targets"].shape[1])
-        last = spans.joint.ids.shape[-1] - 1
-        guesses = jnp.take_along_axis(spans.joint.ids, jnp.minimum(slots, last), axis=-1)  # [batch, k, m]
+        last = spans.reader_input.ids.shape[-1] - 1
+        guesses = jnp.take_along_axis(spans.reader_input.ids, jnp.minimum(slots, last), axis=-1)  # [batch, k, m]
         guesses = jnp.concatenate([guesses[:, :1], guesses], axis=1)  # the null document shows none: as the first does
     else:
         parts = []

@@ -87,7 +87,7 @@ class ReaderNetwork(nn.Module):
 class Reader:
     """The reader as pure functions over a tree in which its parameters have the key 'reader'.
 
-    In all methods arrays of `joint` are [batch, …] and `key` turns dropout on.
+    In all methods arrays of `reader_input` are [batch, …] and `key` turns dropout on.
 
     Attributes:
         bert: its sizes, which may differ from those of the retriever.
@@ -109,20 +109,22 @@ class Reader:
         ids, mask = jnp.zeros((1, 8), jnp.int32), jnp.ones((1, 8), bool)
         return {"reader": self.network.init(key, ids, ids, mask, method="use_all")["params"]}
 
-    def read_words(self, params: Params, joint: ReaderInput, positions: Array, key: Array | None = None) -> Array:
+    def read_words(
+        self, params: Params, reader_input: ReaderInput, positions: Array, key: Array | None = None
+    ) -> Array:
         """Return log p(·|z, x) at masked positions [batch, m]: [batch, m, vocabulary] float32."""
-        inputs = (joint.ids, joint.segments, joint.mask, positions)
+        inputs = (reader_input.ids, reader_input.segments, reader_input.mask, positions)
         return jax.nn.log_softmax(apply(self.network, params["reader"], inputs, "word_logits", key), axis=-1)
 
     def read_targets(
-        self, params: Params, joint: ReaderInput, positions: Array, targets: Array, key: Array | None = None,
+        self, params: Params, reader_input: ReaderInput, positions: Array, targets: Array, key: Array | None = None,
         packed_length: int = 0,
     ) -> tuple[Array, Array]:  # fmt: skip
         """Return log p(target|z, x) at masked positions.
 
         Args:
             params: all parameters.
-            joint: what the reader reads.
+            reader_input: what the reader reads.
             positions: of masked tokens, [batch, m].
             targets: [batch, m] int.
             key: of dropout; None for none.
@@ -131,10 +133,12 @@ class Reader:
         Returns:
             Log-probabilities, float32 [batch, m], and whether no token is likelier, bool [batch, m].
         """
-        inputs = (joint.ids, joint.segments, joint.mask, positions, targets)
+        inputs = (reader_input.ids, reader_input.segments, reader_input.mask, positions, targets)
         return apply(self.network, params["reader"], inputs, "target_log_probabilities", key, packed_length)
 
-    def read_spans(self, params: Params, joint: ReaderInput, key: Array | None = None, packed_length: int = 0) -> Array:
+    def read_spans(
+        self, params: Params, reader_input: ReaderInput, key: Array | None = None, packed_length: int = 0
+    ) -> Array:
         """Return span scores, [batch, length, span_width] float32. packed_length: see `layers.Compute`."""
-        inputs = (joint.ids, joint.segments, joint.mask)
+        inputs = (reader_input.ids, reader_input.segments, reader_input.mask)
         return apply(self.network, params["reader"], inputs, "span_scores", key, packed_length)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from realm_jax.models.bert import Bert, apply
-from realm_jax.models.inputs import Documents, EncoderInput, document_sequences, query_sequences
+from realm_jax.models.inputs import EncoderInput, PassageBatch, document_sequences, query_sequences
 from realm_jax.models.layers import BertConfig, Dropout, Params, dense, layer_norm
 from realm_jax.models.packing import fitting_mask
 from realm_jax.models.prompts import Template, query_lengths
@@ -219,7 +219,7 @@ class Retriever:
         return self._embed(tower, texts, key, packed_length)
 
     def embed_documents(
-        self, params: Params, documents: Documents, key: Array | None = None, packed_length: int = 0
+        self, params: Params, documents: PassageBatch, key: Array | None = None, packed_length: int = 0
     ) -> Array:
         """Embed passages (Embed_doc).
 
@@ -244,8 +244,8 @@ class Retriever:
         """Return tokens of queries as the tower reads them. lengths: of `[CLS] text [SEP]`, a number or an array."""
         return query_lengths(lengths, self.query_template)
 
-    def document_lengths(self, documents: Documents) -> Array:
+    def document_lengths(self, documents: PassageBatch) -> Array:
         """Return tokens of passages as the tower reads them. documents.ids [batch, k, d] → [batch, k] int32."""
-        flat = Documents(*(part.reshape(-1, *part.shape[2:]) for part in documents))  # ids [batch · k, d]
+        flat = PassageBatch(*(part.reshape(-1, *part.shape[2:]) for part in documents))  # ids [batch · k, d]
         lengths = document_sequences(flat, self.passage_template).mask.sum(axis=1, dtype=jnp.int32)
         return lengths.reshape(documents.lengths.shape)

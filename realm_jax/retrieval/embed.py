@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from realm_jax.cache import CacheEntry, cache_bytes
 from realm_jax.errors import UserError
 from realm_jax.mesh import to_host
-from realm_jax.models.inputs import Documents
+from realm_jax.models.inputs import PassageBatch
 from realm_jax.storage import Damaged, digest
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class CorpusRows(NamedTuple):
 
 
 def in_groups(
-    embed: Callable[[Documents], jax.Array], documents: Documents, group: int, skip_empty: bool = True
+    embed: Callable[[PassageBatch], jax.Array], documents: PassageBatch, group: int, skip_empty: bool = True
 ) -> jax.Array:
     """`embed` of a batch, `group` passages after another: what a layer makes of them, the scores of attention above
     all, then stays in a CPU's cache, or in a TPU's vector memory.
@@ -55,7 +55,7 @@ def in_groups(
     groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), documents)
     nothing = jax.eval_shape(embed, jax.tree.map(lambda x: x[0], groups))
 
-    def one(group: Documents) -> jax.Array:
+    def one(group: PassageBatch) -> jax.Array:
         return jax.lax.cond(group.lengths.max() > 0, embed, lambda _: jnp.zeros(nothing.shape, nothing.dtype), group)
 
     return jax.lax.map(one if skip_empty else embed, groups).reshape(rows, -1)

@@ -28,7 +28,7 @@ from realm_jax.data.examples import (
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import reader_of, word_flops
-from realm_jax.forward import Batch, PackingSpec, StaticContext, batch_candidates, read_targets, unplaced_share
+from realm_jax.forward import Batch, PackingSpec, StaticContext, batch_candidates, read_targets, truncated_fraction
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.layers import Params
 from realm_jax.models.losses import WeightedSum
@@ -103,7 +103,7 @@ class Mlm(Task):
         numbers = rng.integers(self.fixed_examples.total, size=SAMPLED).tolist()
         lengths = np.array([joint_lengths(self.fixed_examples.make(number, rng)) for number in numbers], np.int64)
         count = PlaceCounter(self.run, self.microbatch)
-        return PackingSpec(count.examples, joints=count.joined(lengths, joint_length(self.run.config)))
+        return PackingSpec(count.examples, reader_inputs=count.joined(lengths, joint_length(self.run.config)))
 
     def array_shapes(self) -> Shapes:
         return masked_shapes(self.run, query_shapes(self.run)) | document_shapes(self.run)
@@ -113,7 +113,7 @@ class Mlm(Task):
 
     def example_flops(self) -> dict[str, float]:
         config, predictions = self.run.config, self.run.lengths.predictions
-        places = self.share_places.joints / self.share_places.examples
+        places = self.share_places.reader_inputs / self.share_places.examples
         read = reader_of(config).forward(joint_length(config), predictions, places)
         return {"reader": 3 * (read + word_flops(self.run))}
 
@@ -126,12 +126,12 @@ class Mlm(Task):
 
 def mlm_loss(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> Means:
     """Cross-entropy of masked words, mean over predicted pieces; the passage, if any, comes with the batch."""
-    slots = context.slots(len(batch["query"])).joints
+    slots = context.packing_for(len(batch["query"])).reader_inputs
     read = read_targets(context, params, batch, batch_candidates(batch), key, slots)
     log_p, right = (part[:, 0] for part in read)
     lengths = joint_lengths(batch)
     longest = batch["query"].shape[1] + batch["document"].shape[1]
-    unplaced = unplaced_share(context, [(lengths, slots)], longest)
+    unplaced = truncated_fraction(context, [(lengths, slots)], longest)
     return cross_entropy(log_p, right, batch["weights"]) | {"unplaced": unplaced}
 
 

@@ -53,11 +53,11 @@ class PlaceCounter:
         asked, longest = (model.query_lengths(of) for of in (lengths.queries, self.run.lengths.query))
         return self._needed(asked, NOTHING, 1, longest)
 
-    def nulls(self, lengths: TextLengths) -> int:
+    def null_inputs(self, lengths: TextLengths) -> int:
         """Of texts that are read with the null document."""
         return self._needed(lengths.texts + 1, NOTHING, 1, self.run.lengths.query + 1)
 
-    def joints(self, lengths: TextLengths, passages: int, titles: bool) -> int:
+    def reader_inputs(self, lengths: TextLengths, passages: int, titles: bool) -> int:
         """Of texts that are each read with so many passages, and with their titles or without."""
         sizes = self.run.lengths
         body, title = clipped_lengths(self.run.sources.passages, sizes.document)

@@ -151,8 +151,8 @@ class Qa(Task):
         return PackingSpec(
             count.examples,
             queries=0 if qa.uses_bm25_only else count.queries(lengths),
-            joints=count.joints(lengths, qa.passages, qa.titles),
-            documents=count.documents(qa.passages) if qa.trains_passages else 0,
+            reader_inputs=count.reader_inputs(lengths, qa.passages, qa.titles),
+            passages=count.documents(qa.passages) if qa.trains_passages else 0,
         )
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
@@ -167,14 +167,14 @@ class Qa(Task):
         reader, packed = reader_of(config), self.share_places
         spans = 2 * joint * reader.width * 2 * self.context.model.reader.span_hidden
         read = 1 if self.is_positive else config.qa.passages
-        places = packed.joints / (packed.examples * read)
+        places = packed.reader_inputs / (packed.examples * read)
         parts = {"reader": 3 * read * (reader.forward(joint, places=places) + spans)}
         if not self.settings.uses_bm25_only:
             asked = packed.queries / packed.examples
             queries = 3 * embedding_flops(config, config.data.query_length, places=asked)
             parts |= {"search": self.context.rows * score_flops(self.run), "queries": queries}
         if self.refresh_every:
-            embedded = packed.documents / (packed.examples * read)
+            embedded = packed.passages / (packed.examples * read)
             documents = embedding_flops(config, config.data.document_length, places=embedded)
             parts["documents"] = 3 * config.qa.passages * documents
         return parts
@@ -219,7 +219,7 @@ def qa_loss(
         "log_likelihood": WeightedSum(
             jnp.where(answered, log_likelihood, 0.0).sum(), answered.sum().astype(jnp.float32)
         ),
-        "unplaced": read.unplaced,
+        "unplaced": read.truncated_fraction,
     }
 
 

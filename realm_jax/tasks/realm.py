@@ -32,7 +32,7 @@ from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, reader_of, score_flops, word_flops
 from realm_jax.forward import (
-    POINTED,
+    MAX_POINTED,
     Batch,
     Candidates,
     Index,
@@ -146,13 +146,13 @@ class RealmTask(Task):
         made = [examples.make(number, rng) for number in numbers]
         lengths = TextLengths(*(np.array([one[name] for one in made], np.int64) for name in ("query_length", text)))
         count, candidates = PlaceCounter(run, self.microbatch), realm.candidates - 1
-        read_with = min(POINTED, candidates) if realm.uses_span_marginal else candidates
+        read_with = min(MAX_POINTED, candidates) if realm.uses_span_marginal else candidates
         return PackingSpec(
             count.examples,
             queries=count.queries(lengths),
-            nulls=0 if realm.uses_span_marginal else count.nulls(lengths),
-            joints=count.joints(lengths, read_with, titles=realm.uses_span_marginal),
-            documents=0 if self.frozen_passages else count.documents(candidates),
+            null_inputs=0 if realm.uses_span_marginal else count.null_inputs(lengths),
+            reader_inputs=count.reader_inputs(lengths, read_with, titles=realm.uses_span_marginal),
+            passages=0 if self.frozen_passages else count.documents(candidates),
         )
 
     def masked_examples(self, masking: str, kept: NDArray[np.bool_] | None = None) -> Examples:
@@ -180,15 +180,15 @@ class RealmTask(Task):
         candidates = realm.candidates - 1
         data, predictions = config.data, self.run.lengths.predictions
         packed = self.share_places
-        read = min(POINTED, candidates) if realm.uses_span_marginal else candidates
+        read = min(MAX_POINTED, candidates) if realm.uses_span_marginal else candidates
         padded = embedding_flops(config, data.query_length)  # as hosts embed it
         query = embedding_flops(config, data.query_length, places=packed.queries / packed.examples)
-        embedded = packed.documents / (packed.examples * candidates)
+        embedded = packed.passages / (packed.examples * candidates)
         document = embedding_flops(config, data.document_length, places=embedded)
         asked = None if realm.uses_span_marginal else predictions
-        reading = read * reader.forward(joint_length(config), asked, packed.joints / (packed.examples * read))
+        reading = read * reader.forward(joint_length(config), asked, packed.reader_inputs / (packed.examples * read))
         if not realm.uses_span_marginal:
-            reading += reader.forward(data.query_length + 1, predictions, packed.nulls / packed.examples)
+            reading += reader.forward(data.query_length + 1, predictions, packed.null_inputs / packed.examples)
             reading += realm.candidates * word_flops(self.run)
         compared = 0 if realm.search == "bm25" else self.context.rows
         on_hosts = config.retrieval.backend == "scann"
@@ -210,7 +210,7 @@ def realm_loss(
     """Return −log Σ_z p(z|x) p(y|z,x) over the null document and the retrieved candidates, and what is reported."""
     read = read_masked(realm, context, params, batch, index, key, frozen_passages)
     result = losses.masked_word_marginal(read.scores, read.log_p, batch["weights"], read.valid, realm.marginal)
-    return realm_metrics(result, read.is_top1, batch, read.candidates) | {"unplaced": read.unplaced}
+    return realm_metrics(result, read.is_top1, batch, read.candidates) | {"unplaced": read.truncated_fraction}
 
 
 def realm_metrics(result: losses.Marginal, is_top1: Array, batch: Batch, candidates: Candidates) -> Means:
