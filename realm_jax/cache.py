@@ -4,7 +4,7 @@
     ROOT/<kind>/<name>/<item>.json    put last: name → dtype, shape, first byte and checksum of each
 
 An entry, ROOT/<kind>/<name>, is evicted as a whole when space is needed. Kinds are `vectors`, of passages by encoder
-(`retrieval/embed.py`), and `opened`, of checkpoints that answer questions (`train/cached_checkpoint.py`).
+(`index/vector_cache.py`), and `opened`, of checkpoints that answer questions (`train/cached_checkpoint.py`).
 Nothing that is read is trusted: arrays are compared with their checksums. JAX keeps its programs beside them (`jax`).
 """
 

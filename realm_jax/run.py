@@ -38,7 +38,7 @@ from realm_jax.models.inputs import PassageBatch
 from realm_jax.models.layers import BertConfig, Compute, Params
 from realm_jax.models.networks import Realm
 from realm_jax.retrieval.bm25 import Bm25, check_has_terms, load_or_build
-from realm_jax.retrieval.embed import EMBED_BATCH, GROUPS, CorpusRows, embed_corpus, filled_up, in_groups
+from realm_jax.retrieval.embed import EMBED_BATCH, GROUPS, CorpusRows, embed_corpus, in_groups, pad_rows
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.fusion import FUSION_DEPTH
 from realm_jax.retrieval.scann import BUDGET, ScannConfig
@@ -204,7 +204,7 @@ class Run:
         size = padded_rows(self.context.rows, corpus_devices(self.mesh))
         found: list[list[jax.Array]] = []
         for (device, part), values in zip(addressable_parts(self.mesh, "rows", size), own, strict=True):
-            filled = [filled_up(array, part.stop - part.start) for array in values]
+            filled = [pad_rows(array, part.stop - part.start) for array in values]
             place = SingleDeviceSharding(device)
             found.append([jax.device_put(array, row_major(place, array.ndim)) for array in filled])
 

@@ -67,7 +67,7 @@ def by_names(network: str) -> dict[str, np.ndarray]:
     for part in networks(MODEL)[network]:
         for tensor in part.tensors:
             array = np.asarray(functools.reduce(dict.__getitem__, tensor.path, parameters()[network]), np.float64)
-            found[tensor.name] = array.T if tensor.turned else array
+            found[tensor.name] = array.T if tensor.is_transposed else array
     return found
 
 

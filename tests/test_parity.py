@@ -348,7 +348,7 @@ def test_a_released_checkpoint_is_what_their_conversion_makes_of_it(realm_of_tra
         found = read_back(tmp_path / folder, network, parts)
         arrays = flatten_dict(found)
         ours = {
-            tensor.name: arrays[tensor.path].T if tensor.turned else arrays[tensor.path]
+            tensor.name: arrays[tensor.path].T if tensor.is_transposed else arrays[tensor.path]
             for part in networks(OURS)[network][:parts]
             for tensor in part.tensors
         }

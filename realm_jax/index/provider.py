@@ -149,5 +149,5 @@ class InlineIndexProvider:
         stored = vectors.astype(numpy_dtype(run.config.model.dtype))
         if run.scann_config is None or exact:
             return LoadedIndex(run.index(stored)._replace(tower=tower), stored, step)
-        searcher = Searcher.of(stored, run.scann_config)
+        searcher = Searcher.build(stored, run.scann_config)
         return LoadedIndex(run.index_without_vectors._replace(tower=tower), stored, step, searcher=searcher)

@@ -5,11 +5,11 @@
     sentence_bert_config.json             the longest input
     1_Pooling/config.json, 2_Dense/…      settings and weights of each module
 
-In: which network a folder describes, as keys of the config's section `encoder`, and where its weights lie; what cannot
-be represented here is refused by its name. Out: `SentenceTransformer(FOLDER).encode` gives the tower's vectors. The
+In: which network a folder describes, as keys of the config's section `encoder`, and where its weights lie; a module
+that cannot be represented here is refused. Out: `SentenceTransformer(FOLDER).encode` gives the tower's vectors. The
 library's LayerNorm has one epsilon, which is larger than BERT's; scaling what goes into it makes up for that exactly,
 since LayerNorm takes any scale out again. A folder that is not an encoder of texts, the reader's, gets a list of
-modules at which the library stops, where it would otherwise take the mean of hidden states and say nothing.
+modules at which the library stops, because it would otherwise take the mean of hidden states without a warning.
 
 Two towers can be one folder, with the library's Router, which embeds queries with one and documents with the other:
 
@@ -82,7 +82,13 @@ ENCODER_SECTION = "realm_encoder"  # in config.json of what `realm weights expor
 
 
 class Module(NamedTuple):
-    """The library's module for a layer of a tower: its class, how its tensors' names begin, what a Dense ends in."""
+    """The library's module for a layer of a tower.
+
+    Attributes:
+        kind: its class.
+        layer: prefix of its tensors' names.
+        activation: of a Dense.
+    """
 
     kind: str
     layer: str
@@ -97,9 +103,16 @@ LAYERS = {  # our layer → the library's module, in the order in which they fol
 
 
 class SentenceModel(NamedTuple):
-    """A folder. transformer: where the BERT lies; encoder: key of the config's section → value; modules: folders of
-    those layers whose weights are to be read; max_seq_length: tokens of its longest input, None if it does not
-    say; unused: names of prompts that nothing takes."""
+    """A folder of sentence-transformers.
+
+    Attributes:
+        folder: of the model.
+        transformer: folder of the BERT.
+        encoder: key of the config's section → value.
+        modules: layer → the folder of its weights.
+        max_seq_length: tokens of its longest input; None if it is not set.
+        unused: names of prompts that nothing takes.
+    """
 
     folder: Path
     transformer: Path
@@ -126,14 +139,15 @@ def transformer_folder(folder: Path) -> Path:
 
 
 def sentence_model(folder: Path) -> SentenceModel | None:
-    """Read what a folder of sentence-transformers describes, without its weights; None for a plain BERT.
+    """Read the description of a folder of sentence-transformers, without its weights; None for a plain BERT.
 
     Vectors are those of the library's `encode_query` and `encode_document`, and their inner products those of its
-    `similarity`: where that is the cosine and vectors are not normalised yet, they get length 1, as by `encode(…,
+    `similarity`: if that is the cosine and vectors are not normalized yet, they get length 1, as by `encode(…,
     normalize_embeddings=True)`. Behind a LayerNorm they stay as they are, nearly of one length.
 
-    Raises UserError, naming the file, for one that cannot be read, for an unknown module, for a pooling, an activation
-    or an order of modules that the towers do not have, and for prompts that are left out of the pooling.
+    Raises:
+        UserError: for a file that cannot be read, for an unknown module, for a pooling, an activation or an order of
+            modules that the towers do not have, and for prompts that are left out of the pooling.
     """
     if not is_sentence_model(folder):
         return None
@@ -181,7 +195,7 @@ def sentence_model(folder: Path) -> SentenceModel | None:
 
 
 def default_temperature(normalization: str) -> float:
-    """0.05 for vectors of length 1, whose scores are close together, as public encoders are trained; else 1."""
+    """Return 0.05 for vectors of length 1, whose scores are close together, as public encoders are trained; else 1."""
     return 0.05 if normalization == "l2" else 1.0
 
 
@@ -198,7 +212,7 @@ def _pooling(path: Path) -> str:
 
 
 def _layer_of_dense(encoder: dict[str, Any], path: Path, before: Mapping[str, Path]) -> str:
-    """Take a Dense into the section: BERT's tanh layer behind [CLS], or the projection."""
+    """Add a Dense to the section as BERT's tanh layer behind [CLS], or as the projection; returns which."""
     settings = read_settings(path, needed=True)
     activation = str(settings.get("activation_function", LAYERS["pooler"].activation))
     name = activation.rpartition(".")[2]
@@ -216,12 +230,12 @@ def _layer_of_dense(encoder: dict[str, Any], path: Path, before: Mapping[str, Pa
 
 
 def _prompts(path: Path, encoder: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The templates of queries and passages, with the names of the prompts that neither takes.
+    """Return the templates of queries and passages, and the names of the prompts that neither takes.
 
     A model that the library has loaded has prompts "query" and "document", empty unless the folder says otherwise. So
     `encode_query` and `encode_document` take these, and never "passage", "corpus" or that of `default_prompt_name`.
-    Vectors that are compared by their cosine, as the library does with those of a folder that does not say how, get
-    length 1 where they have no normalisation, so that scores are the library's.
+    Vectors that are compared by their cosine, which is the library's default, get length 1 if they have no
+    normalization, so that scores are the library's.
     """
     settings = read_settings(path)
     if settings.get("truncate_dim"):
@@ -253,7 +267,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 
 
 def _setting(path: Path, settings: dict[str, Any], key: str, kind: type[Kind]) -> Kind | None:
-    """A value of a file of settings; None if it does not say. Raises UserError for one of another kind."""
+    """Return a value of a file of settings, None if it is missing. Raises UserError for another type."""
     value = settings.get(key)
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         _refuse(path, f"has {key}={json.dumps(value)[:50]}, which is no {NAMES[kind]}; fetch it again")
@@ -265,10 +279,17 @@ def _refuse(path: Path, fault: str) -> NoReturn:
 
 
 def find_tower(model: SentenceModel, config: BertConfig, parts: Sequence[Part]) -> NetworkFiles:
-    """Find a tower's files, as `find`: its BERT's and those of the modules, which count where both have a part, as a
-    BERT has its pooler. What a module lacks stays fresh.
+    """Find a tower's files: those of its BERT (`weights.find`) and of its modules.
 
-    Raises UserError as `find` does, also where a module has no safe weights, or weights of another size.
+    If both have a part, such as a BERT's pooler, the module counts. A bias that a module lacks is 0.
+
+    Args:
+        model: the folder.
+        config: sizes of its BERT.
+        parts: of the tower.
+
+    Raises:
+        UserError: like `weights.find`, and if a module has no safe weights, or weights of another size.
     """
     layers = [sorted({tensor.path[0] for tensor in part.tensors} & {*model.modules}) for part in parts]
     files = find(model.transformer, config, [part for part, names in zip(parts, layers, strict=True) if not names])
@@ -295,10 +316,14 @@ def find_tower(model: SentenceModel, config: BertConfig, parts: Sequence[Part]) 
 def write_modules(
     folder: Path, model: Realm, tower: Params, encoder: dict[str, Any], lengths: dict[str, int]
 ) -> None:  # fmt: skip
-    """Make the library's files around a tower's BERT, which lies in `folder`.
+    """Write the library's files around a tower's BERT, which is in `folder`.
 
-    encoder: the config's section. lengths: 'query' or 'document', what the tower is for, both where it is shared → word
-    pieces of its longest input.
+    Args:
+        folder: of the BERT.
+        model: all networks.
+        tower: parameters of the tower.
+        encoder: the config's section.
+        lengths: purposes of the tower ('query', 'document', or both if it is shared) → tokens of its longest input.
     """
     flags: dict[str, Any] = {flag: mode == POOLINGS[model.pooling].library for flag, mode in FLAGS.items()}
     modules = [("", "Transformer")]
@@ -363,13 +388,13 @@ def mark_not_a_sentence_encoder(folder: Path) -> None:
 
 
 def _prompt(encoder: dict[str, Any], purpose: str) -> str:
-    """The literal text before the first slot."""
+    """Return the literal text before the first slot of a template."""
     template = encoder["query_prompt" if purpose == QUERIES else "passage_prompt"]
     return parse(template, "config.encoder", titles=True)[0] if template else ""
 
 
 def _readme(encoder: dict[str, Any], purposes: list[str]) -> str:
-    """What to encode, and how to compare."""
+    """Return a README that tells how to encode texts and compare vectors."""
     lines = ["# A retriever's tower for sentence-transformers", ""]
     for purpose in purposes:
         template = encoder["query_prompt" if purpose == QUERIES else "passage_prompt"]
@@ -391,21 +416,23 @@ def _readme(encoder: dict[str, Any], purposes: list[str]) -> str:
 
 
 def write_router(folder: Path, towers: Mapping[str, Path]) -> None:
-    """Make `folder` of the folders of two towers, which are moved into it.
+    """Move the folders of two towers into one folder, which the library's Router reads.
 
-    towers: QUERIES and PASSAGES → a folder as `write_modules` leaves it, whose vectors are compared alike.
+    Args:
+        folder: that is created.
+        towers: QUERIES and PASSAGES → a folder that `write_modules` wrote. Both compare vectors in the same way.
     """
     settings = {route: read_settings(tower / PROMPTS) for route, tower in towers.items()}
     folder.mkdir(exist_ok=True)
-    routes: dict[str, dict[str, str]] = {}  # of each the names of its modules and their classes, in order
+    routes: dict[str, dict[str, str]] = {}  # route → names of its modules → their classes, in order
     for route, tower in towers.items():
         entries = _entries(tower / MODULES)
         names = [f"{route}_{number}_{entry['type'].rpartition('.')[2]}" for number, entry in enumerate(entries)]
         for entry, name in zip(entries[1:], names[1:], strict=True):
             shutil.move(tower / entry["path"], folder / name)
-        for name in (MODULES, PROMPTS, README):  # which the router has in its own folder
+        for name in (MODULES, PROMPTS, README):  # the router has its own
             (tower / name).unlink()
-        shutil.move(tower, folder / names[0])  # what is left is the Transformer
+        shutil.move(tower, folder / names[0])  # the rest is the Transformer
         routes[route] = {name: entry["type"] for name, entry in zip(names, entries, strict=True)}
     write_json(folder / MODULES, [{"idx": 0, "name": "0", "path": "", "type": f"{LIBRARY}models.Router"}])
     router = {
@@ -414,7 +441,7 @@ def write_router(folder: Path, towers: Mapping[str, Path]) -> None:
         "parameters": {"default_route": PASSAGES, "allow_empty_key": True},
     }
     write_json(folder / ROUTER, router)
-    prompts = {route: said["prompts"].get(route, "") for route, said in settings.items()}
+    prompts = {route: values["prompts"].get(route, "") for route, values in settings.items()}
     default = PASSAGES if prompts[PASSAGES] else None
     similarity = settings[QUERIES]["similarity_fn_name"]
     write_json(folder / PROMPTS, {"prompts": prompts, "default_prompt_name": default, "similarity_fn_name": similarity})

@@ -29,8 +29,8 @@ from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.eval import adaptation as judge
 from realm_jax.eval.format import duration
-from realm_jax.index.embed import embed_with_cache, share_to_embed
 from realm_jax.index.heartbeat import StatusWriter, trainer_status
+from realm_jax.index.vector_cache import embed_with_cache, share_to_embed
 from realm_jax.models.folders import TOWERS, resolve_model_path
 from realm_jax.models.layers import Params
 from realm_jax.models.sentence_transformers import (

@@ -20,7 +20,7 @@ from realm_jax.data.questions import Question
 from realm_jax.eval import adaptation as judge
 from realm_jax.eval.format import duration
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.index.embed import embed_with_cache
+from realm_jax.index.vector_cache import embed_with_cache
 from realm_jax.models.layers import Params
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run

@@ -22,7 +22,6 @@ from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import Index, Rerank
-from realm_jax.index.embed import embed_with_cache
 from realm_jax.index.export import to_arrays, to_params
 from realm_jax.index.files import (
     Manifest,
@@ -34,6 +33,7 @@ from realm_jax.index.files import (
     rejection,
 )
 from realm_jax.index.provider import shared_folder
+from realm_jax.index.vector_cache import embed_with_cache
 from realm_jax.index.watcher import generation_index
 from realm_jax.mesh import replicated
 from realm_jax.models.layers import Params
