@@ -15,7 +15,7 @@ from typing import Any
 from realm_jax.cache import cache_programs
 from realm_jax.cli.prepare import prepare
 from realm_jax.config_flags import add_config_argument, load_config
-from realm_jax.corpora.run import PreparedOtherwise
+from realm_jax.corpora.preparation import PreparedOtherwise
 from realm_jax.corpora.texts import open_texts
 from realm_jax.data.staging import PREPARED
 from realm_jax.errors import UserError

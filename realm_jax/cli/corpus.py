@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from realm_jax.cli.output import print_json
-from realm_jax.corpora.build import build_store
+from realm_jax.corpora.packer import build_store
 from realm_jax.corpora.texts import read_passages
 from realm_jax.data import spans
 from realm_jax.data.sources import open_sources
@@ -25,7 +25,7 @@ from realm_jax.data.store import PassageStore, remove_documents
 from realm_jax.data.tokenizer_files import open_tokenizer
 from realm_jax.errors import UserError
 from realm_jax.index.build import Rejected
-from realm_jax.index.export import export_record, sample_vectors, to_arrays
+from realm_jax.index.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.index.files import (
     export_step,
     generation_names,

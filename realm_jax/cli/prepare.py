@@ -1,6 +1,6 @@
 """`realm prepare`: turn documents and questions into a folder that every other job reads.
 
-The work is `prepare` of `realm_jax.corpora.run`; here are the flags and the summary.
+The work is `prepare` of `realm_jax.corpora.preparation`; here are the flags and the summary.
 """
 
 import argparse
@@ -11,10 +11,10 @@ from typing import Any
 
 from realm_jax.cli.argument_types import positive
 from realm_jax.corpora.articles import Counts
-from realm_jax.corpora.run import DEFAULT_VOCABULARY_SIZE, Options, Path_
-from realm_jax.corpora.run import prepare as prepare_folder
+from realm_jax.corpora.preparation import DEFAULT_VOCABULARY_SIZE, Options, Path_
+from realm_jax.corpora.preparation import prepare as prepare_folder
 from realm_jax.data import spans
-from realm_jax.data.packing import DEFAULT_LIMIT
+from realm_jax.data.passage_packing import DEFAULT_LIMIT
 
 EXAMPLES = """examples:
   realm prepare --passages passages.jsonl.gz --questions questions.jsonl.gz --output data

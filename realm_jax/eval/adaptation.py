@@ -18,7 +18,7 @@ from realm_jax.data.held_out import HeldOutSentence
 from realm_jax.data.store import PassageStore
 from realm_jax.eval.format import duration
 from realm_jax.eval.html import Section, render_page
-from realm_jax.eval.retrieval import RANKED
+from realm_jax.eval.retrieval_metrics import RANKED
 from realm_jax.eval.significance import clustered_interval, paired_interval
 
 Values = dict[str, NDArray[np.float64]]  # measure → its value for each query, NaN where it has no meaning

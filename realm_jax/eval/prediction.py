@@ -1,7 +1,7 @@
 """Answer questions: retrieve, read, and slice the answer out of the original text of its passage.
 
 `Evaluator` holds a set of questions as arrays and measures retrieval and answers with any parameters and index. Not
-here: what counts as right (`answers.py`) and how retrieval is scored (`retrieval.py`).
+here: what counts as right (`answer_matching.py`) and how retrieval is scored (`retrieval_metrics.py`).
 """
 
 import dataclasses
@@ -24,8 +24,15 @@ from realm_jax.data.examples import (
     with_reader_query,
 )
 from realm_jax.data.questions import Question
-from realm_jax.eval.answers import contains_pattern, exact_match, normalise
-from realm_jax.eval.retrieval import answer_hits, documents_of, gold_hits, hit_at_k, mean_by_group, rank_measures
+from realm_jax.eval.answer_matching import contains_pattern, exact_match, normalise
+from realm_jax.eval.retrieval_metrics import (
+    answer_hits,
+    documents_of,
+    gold_hits,
+    hit_at_k,
+    mean_by_group,
+    rank_measures,
+)
 from realm_jax.forward import Index, Rerank, StaticContext, read_question, retrieve_and_rerank
 from realm_jax.mesh import to_host
 from realm_jax.models.layers import Params

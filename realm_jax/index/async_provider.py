@@ -1,7 +1,7 @@
 """Asynchronous index: the trainer exports its encoders, another job embeds the corpus, and its generations are adopted.
 
 `AsyncIndexProvider.maybe_refresh` decides step by step when a generation is adopted; `watcher.py` loads one, and
-`export.py` writes exports. The rules: docs/design.md, "Exports and generations".
+`exporter.py` writes exports. The rules: docs/design.md, "Exports and generations".
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from realm_jax.errors import UserError
 from realm_jax.forward import LoadedIndex, StaticContext
 from realm_jax.index.control import ControlSignal
-from realm_jax.index.export import Exporter, index_settings
+from realm_jax.index.exporter import Exporter, index_settings
 from realm_jax.index.files import (
     EXPORT,
     export_step,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.forward import Index, LoadedIndex
-from realm_jax.index.export import to_params
+from realm_jax.index.exporter import to_params
 from realm_jax.index.files import (
     MANIFEST,
     Arrays,

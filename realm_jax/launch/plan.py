@@ -35,7 +35,7 @@ from realm_jax.forward import Index
 from realm_jax.host import enlarge_compiler_stacks
 from realm_jax.index.build import for_embedding
 from realm_jax.index.control import ControlSignal, control_sharding
-from realm_jax.index.export import sample_queries
+from realm_jax.index.exporter import sample_queries
 from realm_jax.index.heartbeat import BUILDER, TRAINER
 from realm_jax.launch.cost import Cost, program_cost, program_time, sent, transferred
 from realm_jax.launch.spec import Launch

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from realm_jax.cache import cache_programs
 from realm_jax.data import sentences
-from realm_jax.data.packing import sentence_parts
+from realm_jax.data.passage_packing import sentence_parts
 from realm_jax.data.spans import Span, find_dates, with_dates, without_overlaps
 from realm_jax.data.tokenizer import Tokenizer, Tokens
 from realm_jax.data.tokenizer_files import FoundTokenizer, lower_case_of, tokenizer_file

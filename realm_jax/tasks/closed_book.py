@@ -28,7 +28,7 @@ from realm_jax.data.questions import Question, answered
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
-from realm_jax.eval.answers import exact_match
+from realm_jax.eval.answer_matching import exact_match
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import Index, batch_candidates, masked_inputs
 from realm_jax.mesh import to_host

@@ -22,7 +22,7 @@ from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import Index, Rerank
-from realm_jax.index.export import to_arrays, to_params
+from realm_jax.index.exporter import to_arrays, to_params
 from realm_jax.index.files import (
     Manifest,
     export_of,
