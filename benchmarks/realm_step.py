@@ -49,7 +49,7 @@ from realm_jax.models.inputs import PassageBatch
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import joint_length
 from realm_jax.tasks import make_task
-from realm_jax.tasks.packed import SAMPLED, PlaceCounter, TextLengths
+from realm_jax.tasks.packed import SAMPLED, PackingEstimator, TextLengths
 from realm_jax.train.optimizer import CLIP, WEIGHT_DECAY
 from realm_jax.train.step import make_step, start_state
 
@@ -221,7 +221,7 @@ def makers(
     ours = partial(our_way, run, params, batch, vectors)
     found: dict[str, Callable[[], Way]] = {}
     if "packed" in args.ways:
-        places = places_of(run)
+        places = packing_of(run)
         print(f"{OURS} packs a part of a batch into these places (0: it pads): {places}", flush=True)
         if any(places[1:]):
             found[OURS] = partial(ours, places)
@@ -247,7 +247,7 @@ def show(times: dict[str, float], ways: dict[str, Way], memory: dict[str, float]
         print(f"{name:>44} {seconds:8.3f} {best / seconds:16.2f} {speed / 1e12:8.2f}{device}", flush=True)
 
 
-def places_of(run: Run) -> PackingSpec:
+def packing_of(run: Run) -> PackingSpec:
     """Of the sequences of a part of a batch, as training works it out, from sentences drawn as the batch's are."""
     rng = np.random.default_rng(4)
     rows = rng.choice(len(run.corpus.ids), SAMPLED)
@@ -258,7 +258,7 @@ def places_of(run: Run) -> PackingSpec:
     sources = SimpleNamespace(passages=passages)
     at_once = run.config.realm.batch_size // run.config.optimizer.microbatches
     lengths, candidates = TextLengths(queries, queries), run.config.realm.candidates - 1
-    count = PlaceCounter(replace(run, sources=sources), at_once)
+    count = PackingEstimator(replace(run, sources=sources), at_once)
     return PackingSpec(
         count.examples,
         count.queries(lengths),

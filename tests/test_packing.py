@@ -44,7 +44,7 @@ from realm_jax.models.retriever import Embedder
 from realm_jax.run import put_batch
 from realm_jax.sections import QaConfig
 from realm_jax.tasks import make_task
-from realm_jax.tasks.packed import PlacesMonitor, places_needed
+from realm_jax.tasks.packed import TruncationMonitor, slots_needed
 from realm_jax.train.step import gradients
 
 LENGTHS = np.array([12, 1, 7, 3, 12, 9])
@@ -168,20 +168,20 @@ def test_the_kernel_compiles_for_every_chip(chips):
 
 def test_places_are_what_batches_need():
     """Of sequences that are all alike as many as they have; of others seldom fewer than a batch needs."""
-    same = places_needed(np.array([10]), np.array([21]), (1, 8, 5), 64)
+    same = slots_needed(np.array([10]), np.array([21]), (1, 8, 5), 64)
     assert same == 8 * 5 * (31 + 0.05 * 10), "texts are a sample"
-    longer = places_needed(np.array([10]), np.array([15, 27]), (100, 8, 50), 64)
+    longer = slots_needed(np.array([10]), np.array([15, 27]), (100, 8, 50), 64)
     assert 8 * 50 * (31 + 0.199 * 6) < longer < 8 * 50 * (31 + 0.201 * 6), "what is retrieved is longer"
-    aligned = places_needed(np.array([10]), np.array([21]), (1, 8, 5), 64, alignment=16)
+    aligned = slots_needed(np.array([10]), np.array([21]), (1, 8, 5), 64, alignment=16)
     assert aligned == np.ceil(8 * 5 * (32 + 0.05 * 10) / 16) * 16
-    assert places_needed(np.array([10]), np.array([53]), (1, 8, 5), 64) == 0, "hardly anything is padding"
-    assert places_needed(np.array([1]), np.array([2]), (1, 1, 2), 64) == 64, "a kernel's window fits"
+    assert slots_needed(np.array([10]), np.array([53]), (1, 8, 5), 64) == 0, "hardly anything is padding"
+    assert slots_needed(np.array([1]), np.array([2]), (1, 1, 2), 64) == 64, "a kernel's window fits"
     rng = np.random.default_rng(1)
     queries, passages = rng.integers(5, 30, 1000), rng.integers(20, 60, 1000)
-    places = places_needed(queries, passages, (1, 8, 5), 90)
+    places = slots_needed(queries, passages, (1, 8, 5), 90)
     drawn = (rng.choice(queries, (20_000, 8, 1)) + rng.choice(passages, (20_000, 8, 5))).sum(axis=(1, 2))
     assert 0 < (drawn > places).sum() < 20 and places < 0.8 * 8 * 5 * 90
-    assert places_needed(queries, passages, (16, 8, 5), 90) < places, "long joints are shared out"
+    assert slots_needed(queries, passages, (16, 8, 5), 90) < places, "long joints are shared out"
 
 
 def test_parts_have_about_the_same_length():
@@ -250,7 +250,7 @@ def test_a_vector_is_that_of_what_has_a_place(pooling):
 
 
 def test_lost_pieces_are_said_once():
-    monitor = PlacesMonitor()
+    monitor = TruncationMonitor()
     assert monitor({"step": 1, "unplaced": 0.005}) is None and monitor({"step": 2, "recall@5": 0.5}) is None
     assert "step 3: packing had no place for 2.0% of the pieces" in monitor({"step": 3, "unplaced": 0.02})
     assert monitor({"step": 4, "unplaced": 0.02}) is None

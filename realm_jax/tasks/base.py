@@ -37,7 +37,7 @@ from realm_jax.sections import TaskSection, qa_config, section_of
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 
 Array = jax.Array
-Means = dict[str, WeightedSum]
+Metrics = dict[str, WeightedSum]
 Shapes = dict[str, tuple[tuple[int, ...], Any]]  # name of an array → its shape in one example, and dtype
 Measure = Callable[[Params, Index | None, bool], dict[str, Any]]
 Embed = Callable[[], NDArray]  # the corpus by the parameters that a task starts with, [rows, width]
@@ -62,7 +62,7 @@ class ContrastiveLoss(NamedTuple):
 
     encode: Callable[[Params, Batch, Array | None], Any]
     null: Callable[[Params, Array | None], Any]
-    loss: Callable[[Any, Any], Means]
+    loss: Callable[[Any, Any], Metrics]
 
 
 class Task(abc.ABC):
@@ -169,7 +169,7 @@ class Task(abc.ABC):
         """Every array of an example, as `examples` give them, at its longest."""
 
     @abc.abstractmethod
-    def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Metrics:
         """See the top of this file."""
 
     @abc.abstractmethod
@@ -196,7 +196,7 @@ class Task(abc.ABC):
         return replace(self.context, packing=None if self.run.sources is None else self.packed_places())
 
     @property
-    def share_places(self) -> PackingSpec:
+    def packing_per_device(self) -> PackingSpec:
         """The places of a device's share of a microbatch; of one example and all 0 where nothing is packed."""
         return self.packed_context.packing or PackingSpec(1)
 

@@ -31,7 +31,7 @@ from realm_jax.models import losses
 from realm_jax.models.layers import Params
 from realm_jax.run import Run
 from realm_jax.sections import TaskSection
-from realm_jax.tasks.base import Embed, Means, Shapes, Task, batch_mean, document_shapes, query_shapes
+from realm_jax.tasks.base import Embed, Metrics, Shapes, Task, batch_mean, document_shapes, query_shapes
 from realm_jax.tasks.groups import GROUP, check_groups, grouped_rows, numbered
 
 Array = jax.Array
@@ -83,7 +83,7 @@ class EvidenceContrast(Task):
         right: Shapes = {"right_rows": ((MOST,), np.int32)}
         return query_shapes(self.run) | document_shapes(self.run) | other | rows | right
 
-    def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Metrics:
         return evidence_loss(self.context, params, batch, key)
 
     def example_flops(self) -> dict[str, float]:
@@ -94,7 +94,7 @@ class EvidenceContrast(Task):
         return parts | {"scores": 6 * score_flops(self.run) * self.settings.batch_size}
 
 
-def evidence_loss(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> Means:
+def evidence_loss(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> Metrics:
     """−log p(a right passage) among all passages of the batch, mean over its sentences; `accuracy`: the likeliest is
     right.
 

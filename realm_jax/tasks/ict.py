@@ -37,7 +37,7 @@ from realm_jax.sections import IctConfig, task_names
 from realm_jax.tasks.base import (
     ContrastiveLoss,
     Embed,
-    Means,
+    Metrics,
     Shapes,
     Task,
     batch_mean,
@@ -101,7 +101,7 @@ class Ict(Task):
     def array_shapes(self) -> Shapes:
         return query_shapes(self.run) | document_shapes(self.run) | {"own_row": ((), np.int32)}
 
-    def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Metrics:
         if self.contrast is None:
             return retrieved_ict_loss(self.run.config.qa.beam, self.context, params, batch, index, key)
         encode, null, loss = self.contrast
@@ -129,7 +129,7 @@ def ict_null_vector(ict: IctConfig, context: StaticContext, params: Params, key:
     return embed_null(context, params, dropout_keys(key, 3)[2]) if ict.null_weight else None
 
 
-def in_batch_softmax(vectors: tuple[Array, Array], null: Array | None, null_weight: float) -> Means:
+def in_batch_softmax(vectors: tuple[Array, Array], null: Array | None, null_weight: float) -> Metrics:
     """Softmax of each sentence against all passages of the global batch.
 
     With `null_weight` the null document is one more candidate, and the right one for a sentence whose own passage
@@ -158,7 +158,7 @@ def _ict_loss_with_null(scores: Array, null: Array, weight: float) -> Array:
 
 def retrieved_ict_loss(
     beam: int, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
-) -> Means:
+) -> Metrics:
     """The inverse cloze task against what the sentence itself retrieves, its hardest negatives: −log p(own passage)
     among it and the `beam` best of the index.
 

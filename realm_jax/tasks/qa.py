@@ -41,7 +41,7 @@ from realm_jax.schema import require
 from realm_jax.sections import QaConfig, joint_length, task_names
 from realm_jax.tasks.base import (
     Embed,
-    Means,
+    Metrics,
     Monitor,
     Shapes,
     Short,
@@ -51,7 +51,7 @@ from realm_jax.tasks.base import (
     question_shapes,
 )
 from realm_jax.tasks.collapse import CollapseMonitor
-from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor, TextLengths
+from realm_jax.tasks.packed import SAMPLED, PackingEstimator, TextLengths, TruncationMonitor
 from realm_jax.tasks.qa_examples import fine_tuning_examples
 
 Array = jax.Array
@@ -147,7 +147,7 @@ class Qa(Task):
         texts = [asked[number].question for number in chosen]
         question_lengths = text_lengths(run.sources.tokenizer, texts, run.lengths.query)
         lengths = TextLengths(question_lengths, question_lengths)
-        count = PlaceCounter(run, self.microbatch)
+        count = PackingEstimator(run, self.microbatch)
         return PackingSpec(
             count.examples,
             queries=0 if qa.uses_bm25_only else count.queries(lengths),
@@ -155,7 +155,7 @@ class Qa(Task):
             passages=count.documents(qa.passages) if qa.trains_passages else 0,
         )
 
-    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Metrics:
         if self.is_positive:
             return positive_qa_loss(self.settings, self.context, params, batch, index, key)
         return qa_loss(self.settings, self.packed_context, params, batch, index, key)
@@ -164,7 +164,7 @@ class Qa(Task):
         """A question beside its positive passage counts as long as the longest can be; the length of batches is up to
         data."""
         config, joint = self.run.config, joint_length(self.run.config)
-        reader, packed = reader_of(config), self.share_places
+        reader, packed = reader_of(config), self.packing_per_device
         spans = 2 * joint * reader.width * 2 * self.context.model.reader.span_hidden
         read = 1 if self.is_positive else config.qa.passages
         places = packed.reader_inputs / (packed.examples * read)
@@ -180,7 +180,7 @@ class Qa(Task):
         return parts
 
     def monitors(self) -> list[Monitor]:
-        return [CollapseMonitor().questions, PlacesMonitor()]
+        return [CollapseMonitor().questions, TruncationMonitor()]
 
 
 def trained_towers(qa: QaConfig, model: Realm) -> tuple[str, ...]:
@@ -201,7 +201,7 @@ def text_lengths(tokenizer: Tokenizer, texts: Sequence[str], longest: int) -> ND
 
 def qa_loss(
     qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
-) -> Means:
+) -> Metrics:
     """Fine-tuning on what is retrieved: the paper's marginal over passages and spans, or ORQA's L_ret + L_read."""
     read = read_question(qa, context, params, batch, index, key, qa.depth(context.rows))
     scores, spans = read.scores, read.span_scores
@@ -231,7 +231,7 @@ def top1_is_correct(scores: Array, correct: Array) -> Array:
 
 def positive_qa_loss(
     qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
-) -> Means:
+) -> Metrics:
     """Fine-tuning with one positive passage a question, which comes with the batch.
 
     The reader's term is −log p(correct span) among the spans of that passage; the retriever's is ORQA's L_ret over a

@@ -51,7 +51,7 @@ from realm_jax.sections import RealmConfig, joint_length, task_names
 from realm_jax.tasks.base import (
     LOG_PERPLEXITY,
     Embed,
-    Means,
+    Metrics,
     Monitor,
     Shapes,
     Short,
@@ -62,7 +62,7 @@ from realm_jax.tasks.base import (
     query_shapes,
 )
 from realm_jax.tasks.collapse import CollapseMonitor
-from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor, TextLengths
+from realm_jax.tasks.packed import SAMPLED, PackingEstimator, TextLengths, TruncationMonitor
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class RealmTask(Task):
         numbers = rng.integers(examples.total, size=SAMPLED).tolist()
         made = [examples.make(number, rng) for number in numbers]
         lengths = TextLengths(*(np.array([one[name] for one in made], np.int64) for name in ("query_length", text)))
-        count, candidates = PlaceCounter(run, self.microbatch), realm.candidates - 1
+        count, candidates = PackingEstimator(run, self.microbatch), realm.candidates - 1
         read_with = min(MAX_POINTED, candidates) if realm.uses_span_marginal else candidates
         return PackingSpec(
             count.examples,
@@ -172,14 +172,14 @@ class RealmTask(Task):
         own: Shapes = {"own_row": ((), np.int32)}
         return masked | sentence | own | bm25_shapes(self.bm25_depth)
 
-    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Metrics:
         return realm_loss(self.settings, self.packed_context, params, batch, index, key, self.frozen_passages)
 
     def example_flops(self) -> dict[str, float]:
         realm, config, reader = self.settings, self.run.config, reader_of(self.run.config)
         candidates = realm.candidates - 1
         data, predictions = config.data, self.run.lengths.predictions
-        packed = self.share_places
+        packed = self.packing_per_device
         read = min(MAX_POINTED, candidates) if realm.uses_span_marginal else candidates
         padded = embedding_flops(config, data.query_length)  # as hosts embed it
         query = embedding_flops(config, data.query_length, places=packed.queries / packed.examples)
@@ -200,20 +200,20 @@ class RealmTask(Task):
         }
 
     def monitors(self) -> list[Monitor]:
-        return [CollapseMonitor().masked, PlacesMonitor()]
+        return [CollapseMonitor().masked, TruncationMonitor()]
 
 
 def realm_loss(
     realm: RealmConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None,
     frozen_passages: bool,
-) -> Means:  # fmt: skip
+) -> Metrics:  # fmt: skip
     """Return −log Σ_z p(z|x) p(y|z,x) over the null document and the retrieved candidates, and what is reported."""
     read = read_masked(realm, context, params, batch, index, key, frozen_passages)
     result = losses.masked_word_marginal(read.scores, read.log_p, batch["weights"], read.valid, realm.marginal)
     return realm_metrics(result, read.is_top1, batch, read.candidates) | {"unplaced": read.truncated_fraction}
 
 
-def realm_metrics(result: losses.Marginal, is_top1: Array, batch: Batch, candidates: Candidates) -> Means:
+def realm_metrics(result: losses.Marginal, is_top1: Array, batch: Batch, candidates: Candidates) -> Metrics:
     """What a REALM step reports; means over the examples of the batch.
 
     retrieval_utility: log p(y|x) − log p(y|null, x), nats. useful_candidates: share of examples whose best candidate

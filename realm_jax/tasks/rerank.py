@@ -35,7 +35,7 @@ from realm_jax.models.networks import Network, Realm
 from realm_jax.run import Run
 from realm_jax.schema import require
 from realm_jax.sections import QaConfig, RerankConfig, joint_length, qa_config, task_names
-from realm_jax.tasks.base import Embed, Means, Shapes, Task, batch_mean, question_shapes
+from realm_jax.tasks.base import Embed, Metrics, Shapes, Task, batch_mean, question_shapes
 from realm_jax.tasks.qa import Qa
 from realm_jax.tasks.qa_examples import retrieved_examples, training_questions
 
@@ -92,7 +92,7 @@ class RerankTask(Task):
     def array_shapes(self) -> Shapes:
         return question_shapes(self.run, self.bm25_depth)
 
-    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Metrics:
         qa = dataclasses.replace(qa_config(self.run.config), passages=self.candidates)
         return rerank_loss(qa, self.context, params, batch, index, key)
 
@@ -109,7 +109,7 @@ class RerankTask(Task):
 
 def rerank_loss(
     qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
-) -> Means:
+) -> Metrics:
     """Return the cross-entropy between p(z|x,y) of the reader and the softmax of the new scores, over the first
     `qa.passages`; mean over the questions of which one holds an answer."""
     read = read_question(qa, context, params, batch, index, None, qa.passages)
