@@ -318,5 +318,5 @@ def test_a_pickle_beside_the_files_is_never_read(folder, tmp_path):
 
 def test_an_installed_tensorflow_stays_out(tmp_path):
     (tmp_path / "tensorflow.py").write_text("raise RuntimeError('TensorFlow was imported')")
-    code = "from realm_jax.retrieval.scann import _scann; _scann(); import sys; assert 'tensorflow' not in sys.modules"
+    code = "from realm_jax.retrieval.scann import load_scann; load_scann(); import sys; assert 'tensorflow' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"})

@@ -132,18 +132,25 @@ def is_sentence_model(folder: Path) -> bool:
 
 
 def transformer_folder(folder: Path) -> Path:
-    """The folder of the BERT and its tokenizer: a folder itself, or its first module if it is one of
-    sentence-transformers. Raises UserError for a damaged list of modules."""
+    """Return the folder of the BERT and its tokenizer: a folder itself, or the first module of sentence-transformers.
+
+    Raises:
+        UserError: for a damaged list of modules.
+    """
     entries = _entries(folder / MODULES) if is_sentence_model(folder) else []
     return folder / entries[0]["path"] if entries else folder
+
+
+def default_temperature(normalization: str) -> float:
+    """Return 0.05 for vectors of length 1, whose scores are close together, as public encoders are trained; else 1."""
+    return 0.05 if normalization == "l2" else 1.0
 
 
 def sentence_model(folder: Path) -> SentenceModel | None:
     """Read the description of a folder of sentence-transformers, without its weights; None for a plain BERT.
 
     Vectors are those of the library's `encode_query` and `encode_document`, and their inner products those of its
-    `similarity`: if that is the cosine and vectors are not normalized yet, they get length 1, as by `encode(…,
-    normalize_embeddings=True)`. Behind a LayerNorm they stay as they are, nearly of one length.
+    `similarity`.
 
     Raises:
         UserError: for a file that cannot be read, for an unknown module, for a pooling, an activation or an order of
@@ -151,6 +158,8 @@ def sentence_model(folder: Path) -> SentenceModel | None:
     """
     if not is_sentence_model(folder):
         return None
+
+    # The list of modules, of which the first are the BERT and its pooling.
     entries = _entries(folder / MODULES)
     kinds = []
     for entry in entries:
@@ -161,28 +170,79 @@ def sentence_model(folder: Path) -> SentenceModel | None:
     if kinds[:2] != ["Transformer", "Pooling"]:
         _refuse(folder / MODULES, f"begins with {', '.join(kinds[:2])}; choose a model of a Transformer and a Pooling")
     transformer = folder / entries[0]["path"]
-    settings = read_bert_settings(transformer)
-    encoder: dict[str, Any] = {"pooling": _pooling(folder / entries[1]["path"] / SETTINGS), "projection": 0}
+    bert_settings = read_bert_settings(transformer)
+
+    # The pooling.
+    path = folder / entries[1]["path"] / SETTINGS
+    settings = read_settings(path, needed=True)
+    modes = settings.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if settings.get(flag)] or ["mean"]
+    modes = modes if isinstance(modes, list) else [modes]
+    if len(modes) != 1 or modes[0] not in OUR_POOLINGS:
+        poolings = ", ".join(OUR_POOLINGS)
+        _refuse(path, f"pools by {' and '.join(map(str, modes))}; choose a model that pools by {poolings}")
+    if settings.get("include_prompt", True) is not True:
+        _refuse(path, "has include_prompt=false, and here the prompt is pooled as well; choose another model")
+    encoder: dict[str, Any] = {"pooling": OUR_POOLINGS[modes[0]], "projection": 0}
     encoder |= {"normalization": "none", "norm_epsilon": LIBRARY_EPSILON}
+
+    # The layers after it: a Dense is BERT's own tanh layer behind [CLS], or the projection.
     modules: dict[str, Path] = {}
     for kind, entry in zip(kinds[2:], entries[2:], strict=True):
         if encoder["normalization"] != "none":
             _refuse(folder / MODULES, f"has {kind} after its normalisation, which must be last; choose another model")
-        if kind == "Dense":
-            modules[_layer_of_dense(encoder, folder / entry["path"] / SETTINGS, modules)] = folder / entry["path"]
-        elif kind == "LayerNorm":
+        if kind == "LayerNorm":
             encoder["normalization"] = "layer"
             modules["projection_norm"] = folder / entry["path"]
         elif kind == "Normalize":
             encoder["normalization"] = "l2"
-    prompts, unused = _prompts(folder / PROMPTS, encoder)
-    encoder |= prompts
+        elif kind == "Dense":
+            path = folder / entry["path"] / SETTINGS
+            settings = read_settings(path, needed=True)
+            activation = str(settings.get("activation_function", LAYERS["pooler"].activation))
+            name, source = activation.rpartition(".")[2], settings.get("module_input_name", "sentence_embedding")
+            if settings.get("use_residual") or source != "sentence_embedding":
+                _refuse(path, "is not a plain layer (use_residual, module_input_name); choose another model")
+            is_square = settings.get("in_features") == settings.get("out_features")
+            if name == "Tanh" and is_square and encoder["pooling"] == "cls" and not modules:
+                encoder["pooling"] = layer = "pooler"
+            elif name != "Identity" or "projection" in modules:
+                wrong = "a second Dense" if "projection" in modules else f"a Dense with {activation}"
+                advice = "one is read with Identity, and before it one with Tanh as BERT's own behind [CLS]"
+                _refuse(path, f"is {wrong}; {advice}")
+            else:
+                layer = "projection"
+                encoder["projection"] = _setting(path, settings, "out_features", int)
+            modules[layer] = folder / entry["path"]
+
+    # Vectors that are compared by their cosine, which is the library's default, get length 1 if they have no
+    # normalization, as by `encode(…, normalize_embeddings=True)`, so that scores are the library's. Behind a LayerNorm
+    # they stay as they are, nearly of one length.
+    path = folder / PROMPTS
+    settings = read_settings(path)
+    if settings.get("truncate_dim"):
+        _refuse(path, "has truncate_dim, which cuts vectors; choose a model without it")
+    similarity = settings.get("similarity_fn_name") or "cosine"
+    if similarity not in ("cosine", "dot"):
+        _refuse(path, f"compares vectors by {similarity}; choose a model that does by cosine or dot")
+    if similarity == "cosine" and encoder["normalization"] == "none":
+        encoder["normalization"] = "l2"
+
+    # A model that the library has loaded has prompts "query" and "document", empty unless the folder says otherwise. So
+    # `encode_query` and `encode_document` take these, and never "passage", "corpus" or that of `default_prompt_name`.
+    prompts = _setting(path, settings, "prompts", dict) or {}
+    if not all(text is None or isinstance(text, str) for text in prompts.values()):
+        _refuse(path, "has prompts that are no text; fetch it again")
+    _setting(path, settings, "default_prompt_name", str)
+    query, passage = (prompts.get(name) or "" for name in (QUERIES, PASSAGES))
+    encoder["query_prompt"] = from_prompt(query, "{text}") if query else ""
+    encoder["passage_prompt"] = from_prompt(passage, TITLED)
     encoder["temperature"] = default_temperature(encoder["normalization"])
+    unused = tuple(name for name, text in prompts.items() if text and name not in (QUERIES, PASSAGES))
     longest = _setting(transformer / INPUT, read_settings(transformer / INPUT), "max_seq_length", int)
 
     # An export of ours recorded its section, and its layers are in the encoder's file too, as they were before the
     # library's epsilon asked for another scale. A run that starts from them has the same bits. An edited folder counts.
-    section = settings.get(ENCODER_SECTION)
+    section = bert_settings.get(ENCODER_SECTION)
     if isinstance(section, dict) and {*encoder} <= {*section} and has_weights(transformer):
         with open_tensors(transformer / WEIGHTS) as files:
             names = {name.removeprefix("bert.") for name in files}
@@ -192,69 +252,6 @@ def sentence_model(folder: Path) -> SentenceModel | None:
         if has == wanted and all(section[key] == encoder[key] for key in ("pooling", "normalization")):
             encoder, modules = {key: section[key] for key in encoder}, {}
     return SentenceModel(folder, transformer, encoder, modules, longest, unused)
-
-
-def default_temperature(normalization: str) -> float:
-    """Return 0.05 for vectors of length 1, whose scores are close together, as public encoders are trained; else 1."""
-    return 0.05 if normalization == "l2" else 1.0
-
-
-def _pooling(path: Path) -> str:
-    settings = read_settings(path, needed=True)
-    modes = settings.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if settings.get(flag)] or ["mean"]
-    modes = modes if isinstance(modes, list) else [modes]
-    if len(modes) != 1 or modes[0] not in OUR_POOLINGS:
-        known = ", ".join(OUR_POOLINGS)
-        _refuse(path, f"pools by {' and '.join(map(str, modes))}; choose a model that pools by {known}")
-    if settings.get("include_prompt", True) is not True:
-        _refuse(path, "has include_prompt=false, and here the prompt is pooled as well; choose another model")
-    return OUR_POOLINGS[modes[0]]
-
-
-def _layer_of_dense(encoder: dict[str, Any], path: Path, before: Mapping[str, Path]) -> str:
-    """Add a Dense to the section as BERT's tanh layer behind [CLS], or as the projection; returns which."""
-    settings = read_settings(path, needed=True)
-    activation = str(settings.get("activation_function", LAYERS["pooler"].activation))
-    name = activation.rpartition(".")[2]
-    if settings.get("use_residual") or settings.get("module_input_name", "sentence_embedding") != "sentence_embedding":
-        _refuse(path, "is not a plain layer (use_residual, module_input_name); choose another model")
-    square = settings.get("in_features") == settings.get("out_features")
-    if name == "Tanh" and square and encoder["pooling"] == "cls" and not before:
-        encoder["pooling"] = "pooler"
-        return "pooler"
-    if name != "Identity" or "projection" in before:
-        wrong = "a second Dense" if "projection" in before else f"a Dense with {activation}"
-        _refuse(path, f"is {wrong}; one is read with Identity, and before it one with Tanh as BERT's own behind [CLS]")
-    encoder["projection"] = _setting(path, settings, "out_features", int)
-    return "projection"
-
-
-def _prompts(path: Path, encoder: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the templates of queries and passages, and the names of the prompts that neither takes.
-
-    A model that the library has loaded has prompts "query" and "document", empty unless the folder says otherwise. So
-    `encode_query` and `encode_document` take these, and never "passage", "corpus" or that of `default_prompt_name`.
-    Vectors that are compared by their cosine, which is the library's default, get length 1 if they have no
-    normalization, so that scores are the library's.
-    """
-    settings = read_settings(path)
-    if settings.get("truncate_dim"):
-        _refuse(path, "has truncate_dim, which cuts vectors; choose a model without it")
-    similarity = settings.get("similarity_fn_name") or "cosine"
-    if similarity not in ("cosine", "dot"):
-        _refuse(path, f"compares vectors by {similarity}; choose a model that does by cosine or dot")
-    normalization = {"normalization": "l2"} if similarity == "cosine" and encoder["normalization"] == "none" else {}
-    prompts = _setting(path, settings, "prompts", dict) or {}
-    if not all(text is None or isinstance(text, str) for text in prompts.values()):
-        _refuse(path, "has prompts that are no text; fetch it again")
-    _setting(path, settings, "default_prompt_name", str)
-    query, passage = (prompts.get(name) or "" for name in (QUERIES, PASSAGES))
-    unused = tuple(name for name, text in prompts.items() if text and name not in (QUERIES, PASSAGES))
-    templates = {
-        "query_prompt": from_prompt(query, "{text}") if query else "",
-        "passage_prompt": from_prompt(passage, TITLED),
-    }
-    return normalization | templates, unused
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
@@ -274,8 +271,8 @@ def _setting(path: Path, settings: dict[str, Any], key: str, kind: type[Kind]) -
     return value
 
 
-def _refuse(path: Path, fault: str) -> NoReturn:
-    raise UserError(f"{path}: {fault}")
+def _refuse(path: Path, advice: str) -> NoReturn:
+    raise UserError(f"{path}: {advice}")
 
 
 def find_tower(model: SentenceModel, config: BertConfig, parts: Sequence[Part]) -> NetworkFiles:

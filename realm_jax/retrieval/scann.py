@@ -89,7 +89,7 @@ def build_shard(vectors: NDArray[np.float32], settings: ScannConfig, folder: Pat
     Returns:
         The sizes of its tree, to be recorded.
     """
-    pybind = _scann()
+    pybind = load_scann()
     rows = len(vectors)
     leaves, searched = settings.leaves_of(rows)
     builder = pybind.builder(vectors, min(settings.budget, rows), "dot_product").set_n_training_threads(usable_cores())
@@ -125,7 +125,7 @@ def renew_shard(vectors: NDArray[np.float32], trained: Path, folder: Path) -> No
 
 def load_shard(folder: Path, first: int, last: int) -> Shard:
     """Load a shard's searcher from its files, which the caller has verified. Nothing is unpickled."""
-    pybind = _scann()
+    pybind = load_scann()
     assets = (folder / "scann_assets.pbtxt").read_text()
     with _quiet():
         return Shard(first, last, pybind.ScannSearcher(pybind.scann_pybind.ScannNumpy(str(folder), assets)))
@@ -234,22 +234,21 @@ def round_to_dtype(queries: NDArray, dtype: Any) -> NDArray[np.float32]:
     return np.ascontiguousarray(rounded, np.float32) if rounded.dtype == np.float32 else rounded.astype(np.float32)
 
 
-def check_scann() -> None:
-    """Raise UserError if ScaNN cannot be loaded."""
-    _scann()
+def load_scann() -> Any:
+    """Import ScaNN's NumPy interface, without TensorFlow: ScaNN does not load together with its libraries.
 
-
-def _scann() -> Any:
-    """Import ScaNN's NumPy interface, without TensorFlow: ScaNN does not load together with its libraries."""
+    Raises:
+        UserError: if ScaNN cannot be loaded.
+    """
     if "scann.scann_ops.py.scann_ops_pybind" not in sys.modules:
         is_hidden = "tensorflow" not in sys.modules
         if is_hidden:
             sys.modules["tensorflow"] = None  # type: ignore[assignment]  # as if it were not installed
         try:
             import scann.scann_ops.py.scann_ops_pybind  # noqa: F401
-        except ImportError as fault:
+        except ImportError as error:
             raise UserError(
-                f"config.retrieval.backend=scann: ScaNN cannot be loaded ({fault}); it runs on Linux alone: "
+                f"config.retrieval.backend=scann: ScaNN cannot be loaded ({error}); it runs on Linux alone: "
                 "install it there, or set config.retrieval.backend=device"
             ) from None
         finally:

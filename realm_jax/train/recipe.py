@@ -28,7 +28,7 @@ from realm_jax.index.heartbeat import StatusWriter, trainer_status
 from realm_jax.index.provider import shared_folder
 from realm_jax.models.layers import Params
 from realm_jax.processes import is_process_0
-from realm_jax.retrieval.scann import check_scann
+from realm_jax.retrieval.scann import load_scann
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.storage import exclusive_lock, make_folder
@@ -67,7 +67,7 @@ def checked_run(config: ConfigDict, workdir: Path) -> Run:
     """`open_run` that leaves nothing in `workdir` and compares nothing with what is recorded there."""
     validate(config)
     if config.retrieval.backend == "scann":
-        check_scann()
+        load_scann()
     check_installed(config.log.to)
     if (workdir / "config.json").is_file():
         recorded_config(workdir)  # raises UserError if it is damaged, or of another version
