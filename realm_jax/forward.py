@@ -3,9 +3,12 @@
 
 Pure functions of (config, context, parameters, batch, index), shared by training, evaluation and inspection: losses,
 answers, the report and `realm inspect` are computed from what they return. A refreshed index is new data, not a new
-program. `key` is of dropout, None for none. Symbols in shapes: k candidates or passages of an example, d tokens of a
-passage row, q of a query row, m masked tokens. Read next: `models/losses.py` for the probabilities, `tasks/realm.py`
-and `tasks/qa.py` for the losses.
+program. Read next: `models/losses.py` for the probabilities, `tasks/realm.py` and `tasks/qa.py` for the losses.
+
+Arguments everywhere: `realm` or `qa`, the config section that says how passages are found and read; `context`, of the
+run; `params`, all parameters; `batch`, arrays [batch, …] of masked sentences or questions; `index`, which is searched;
+`key`, of dropout, None for none. Symbols in shapes: k candidates or passages of an example, d tokens of a passage row,
+q of a query row, m masked tokens.
 """
 
 import dataclasses
@@ -202,12 +205,8 @@ def retrieve(realm: RealmConfig, context: StaticContext, params: Params, batch: 
     one passage more; passages that still have to be left out are marked invalid, not replaced.
 
     Args:
-        realm: how candidates are found.
-        context: of the run.
-        params: all parameters.
         batch: masked sentences. If hosts search, their rows are `retrieved_rows`; a search that is not by vectors takes
             BM25's list, `bm25_rows` and `bm25_scores`.
-        index: that is searched.
     """
     count = realm.candidates - 1
     if index.vectors is None:
@@ -253,12 +252,8 @@ def retrieve_and_rerank(
     """Return the best passages of each question.
 
     Args:
-        qa: how passages are found.
-        context: of the run.
-        params: all parameters.
         batch: with the questions. BM25's list comes with it, as `bm25_rows` and `bm25_scores`.
         index: that is searched; without vectors BM25's scores are all there is, and there are no query vectors.
-        key: of dropout.
         beam: passages of each question.
         rerank: what orders the first of them again.
 
@@ -313,7 +308,6 @@ def search_passages(
     """Return the `depth` best passages of query vectors, with the retriever's scores.
 
     Args:
-        context: of the run.
         method: one of `sections.SEARCHES`; 'bm25' and 'hybrid' take BM25's list from the batch.
         queries: [batch, projection].
         batch: with `bm25_rows` and `bm25_scores` [batch, list] if the method needs them.
@@ -381,11 +375,7 @@ def candidate_scores(
     """Return inner products with current parameters, the null document first.
 
     Args:
-        context: of the run.
-        params: all parameters.
-        batch: with the queries.
         passages: ids [batch, k, d].
-        key: of dropout.
         index: its stored vectors take the place of those of `passages`, if `rows` is given.
         rows: [batch, k], of the passages that keep their stored vectors.
 
@@ -448,12 +438,7 @@ def read_masked(
     """Retrieve for masked sentences, score the candidates, and read the sentences with them.
 
     Args:
-        realm: how candidates are found and read.
-        context: of the run.
-        params: all parameters.
         batch: `tasks/realm.py: masked_examples`, [batch, …].
-        index: that is searched.
-        key: of dropout.
         frozen_passages: whether the passages keep the vectors of the index.
     """
     candidates = retrieve(realm, context, params, batch, index)
@@ -517,11 +502,7 @@ def read_targets(
     """Return log p(y_j|z,x) of every target, and whether no token is likelier, given each passage.
 
     Args:
-        context: of the run.
-        params: all parameters.
-        batch: masked texts.
         passages: ids [batch, k, d].
-        key: of dropout.
         packed_length: slots of the reader's inputs, see `PackingSpec`.
 
     Returns:
@@ -618,12 +599,7 @@ def read_question(
     of the passages that are read, and the reader through the spans. With `qa.uses_bm25_only` only the reader learns.
 
     Args:
-        qa: how passages are found and read.
-        context: of the run.
-        params: all parameters.
         batch: with the questions, and BM25's list if it takes part; without answers no span is correct.
-        index: that is searched.
-        key: of dropout.
         beam: passages that are retrieved.
         rerank: what orders them again before they are read.
     """
@@ -682,11 +658,8 @@ def read_spans(
     No span may be pointed at in tokens that packing had no slot for.
 
     Args:
-        context: of the run.
-        params: all parameters.
         reader_input: arrays [batch, k, length].
         answers: ids [batch, a, m] and their lengths [batch, a].
-        key: of dropout.
     """
     reader, packed_length = context.model.reader, context.packing_for(len(reader_input.ids)).reader_inputs
     compute, length = reader.bert.compute, reader_input.ids.shape[-1]
@@ -700,7 +673,6 @@ def truncated_fraction(context: StaticContext, sequences: list[tuple[Array, int]
     """Return the share of the tokens of sequences that packing has no slot for.
 
     Args:
-        context: of the run.
         sequences: their lengths [batch, …], and the slots of a device's share; 0 if they are padded.
         longest: no sequence is longer.
     """

@@ -318,5 +318,6 @@ def test_a_pickle_beside_the_files_is_never_read(folder, tmp_path):
 
 def test_an_installed_tensorflow_stays_out(tmp_path):
     (tmp_path / "tensorflow.py").write_text("raise RuntimeError('TensorFlow was imported')")
-    code = "from realm_jax.retrieval.scann import load_scann; load_scann(); import sys; assert 'tensorflow' not in sys.modules"
+    load = "from realm_jax.retrieval.scann import load_scann; load_scann()"
+    code = f"{load}; import sys; assert 'tensorflow' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"})
