@@ -526,7 +526,7 @@ def point_at_targets(
 ) -> TargetReading:
     """Read like `read_candidates`, but point at the hidden span in each passage instead of predicting its words.
 
-    log p(y|z,x) stands at the first token, and 0 at the others; `is_top1` is the same for all tokens. The null document
+    The first token has log p(y|z,x), and the others 0; `is_top1` is the same for all tokens. The null document
     has nothing to point at. We read only MAX_POINTED passages, those that hold the span first: all others leave it to
     be guessed, as the null document does. A span of more tokens than `span_width` is in no passage.
     """

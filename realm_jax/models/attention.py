@@ -416,7 +416,7 @@ def _call_packed(kernel: Kernel, results: int, size: int, rate: float, length: i
 
 
 class Work(NamedTuple):
-    """What a kernel needs besides the states [length, 128] of a sequence and a group of heads.
+    """Inputs of a kernel in addition to the states [length, 128] of a sequence and a group of heads.
 
     Attributes:
         seeds: a reference, [1, heads of the group].

@@ -3,7 +3,7 @@
 Not here: attention (`attention.py`), linear layers and sizes (`layers.py`), pooling and projection (`retriever.py`),
 word prediction and span scores (`reader.py`).
 
-The last layer can be asked for a few positions only (`positions`). A retriever needs `[CLS]` alone and a masked
+The last layer can be asked for a few positions only (`positions`). A retriever only needs `[CLS]`, and a masked
 language model only the masked tokens, so the rest of that layer need not be computed: the same numbers for
 about 40 % less work in a two-layer model, and 7 % in a twelve-layer one.
 
@@ -24,7 +24,7 @@ from realm_jax.models.packing import TILE, BalancedPermutation, Packing, Padded,
 
 Array = jax.Array
 ATTENDED = "attended"  # name of what attention returns; a policy does not see inside of custom gradients
-REMAT = {  # what is kept of a layer for the backward pass, besides its inputs; the rest is computed again
+REMAT = {  # what is kept of a layer for the backward pass, in addition to its inputs; the rest is computed again
     "none": None,  # all that the backward pass needs
     "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENDED),  # products with parameters, attention
     "layer": jax.checkpoint_policies.nothing_saveable,

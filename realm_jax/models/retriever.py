@@ -35,7 +35,7 @@ class Pooling(NamedTuple):
         library: its name in sentence-transformers.
         pool: (hidden states [batch, length, width], mask [batch, length]) → [batch, width].
         position: mask → the position of the only state that `pool` takes, [batch, 1] int32, so that the last layer is
-            computed there alone; None if it takes all.
+            computed only there; None if it takes all.
         has_tanh_layer: BERT's own linear layer with tanh follows.
     """
 

@@ -208,7 +208,7 @@ def entities(
 ) -> list[Span]:
     """Return the names of a window, whatever the scheme of its tags: BIO, IOB1, BIOES, BILOU or plain kinds.
 
-    A word has the tag of its first token, as taggers are trained. A name begins at B, S or U, where the kind changes,
+    A word has the tag of its first token, as taggers are trained. A name begins at B, S or U, if the kind changes,
     or after O, E, L, S or U; so a sequence that a scheme forbids is read as CoNLL's scorer reads it.
 
     Args:

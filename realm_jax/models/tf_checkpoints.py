@@ -29,7 +29,7 @@ UNUSED = re.compile(
 HEADS = {  # of the networks, before and after
     EMBEDDER: {
         r"dense/": "cls.dense.",
-        r"(LayerNorm|layer_normalization)/": "cls.LayerNorm.",  # the second where the published code made it
+        r"(LayerNorm|layer_normalization)/": "cls.LayerNorm.",  # the second if the published code made it
     },
     READER: {
         r"dense/": "qa_outputs.dense_intermediate.",

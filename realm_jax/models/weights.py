@@ -3,7 +3,7 @@
 One folder holds one network, whose file may be cut into shards (`model.safetensors.index.json`). Its *parts* are the
 encoder, and pooler, projection, MLM head and span head if it has them; a missing part stays as it was.
 Names are those of `BertModel` and `BertForMaskedLM`, and of transformers' `RealmEmbedder` and `RealmReader` for the
-parts that are REALM's own. Pickled weights (`pytorch_model.bin`) are never opened; the vocabulary beside them is not
+parts that are REALM's own. Pickled weights (`pytorch_model.bin`) are never opened; the vocabulary in the folder is not
 read here. Read next: `bert.py`.
 """
 

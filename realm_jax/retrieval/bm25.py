@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 # One-letter words are kept: BM25's weights judge how little a word says. Marks, such as the vowel signs of Hindi,
 # belong to the letter before them; Python's own \w has none of them.
 _WORD = regex.compile(r"[\p{L}\p{N}_][\p{L}\p{M}\p{N}_]*")
-_DOT_ABOVE = "\N{COMBINING DOT ABOVE}"  # what lower() leaves of the Turkish capital İ, beside an i
+_DOT_ABOVE = "\N{COMBINING DOT ABOVE}"  # lower() makes an i and this of the Turkish capital İ
 NUM_SAMPLED_PASSAGES = 100  # from which the language of a corpus is detected
 FORMAT = 3
 MAX_CHECKED_BYTES = 1 << 28  # whose checksums a question waits for: a fraction of a second. The trainer waits for all.
@@ -79,11 +79,11 @@ class Bm25:
 
     @property
     def is_empty(self) -> bool:
-        """True if no text has any word besides stop words."""
+        """True if no text has any word that is not a stop word."""
         return self._index is None
 
     def has_terms(self, question: str) -> bool:
-        """True if a question has any word besides stop words."""
+        """True if a question has any word that is not a stop word."""
         return bool(_tokens(question, self.language))
 
     def search(self, questions: Sequence[str], k: int) -> NDArray[np.int64]:
