@@ -264,7 +264,7 @@ def retrieve_and_rerank(
     if rerank is None:
         return retrieve_for_questions(qa, context, params, batch, index, key, beam)
     ranking, queries = retrieve_for_questions(qa, context, params, batch, index, key, max(beam, rerank.passages))
-    # Added to the passage's score of the search, so if nothing is added, the order stays as it was.
+    # Scores in falling order stand for the order of the search: it stays as it was if nothing is added.
     rows, scores, ranks = (part[:, : rerank.passages] for part in ranking)
     added = rerank.added_scores(qa, context, params, batch, gather_passages(index, rows))  # [batch, k]
     order = jnp.argsort(-(falling_scores(scores) + added), axis=1, stable=True)

@@ -71,31 +71,31 @@ def token_mask(lengths: Array, length: int) -> Array:
 # --- Inputs of the towers ---------------------------------------------------------------------------------------------
 
 
-def document_segments(documents: PassageBatch) -> Array:
+def document_segments(passages: PassageBatch) -> Array:
     """Return 0 through the first [SEP], then 1, and 0 on padding: [..., length] int32."""
-    position = jnp.arange(documents.ids.shape[-1])
-    after_title = position >= (documents.title_lengths + DOCUMENT_SPECIALS)[..., None]
-    return (after_title & (position < documents.lengths[..., None])).astype(jnp.int32)
+    position = jnp.arange(passages.ids.shape[-1])
+    after_title = position >= (passages.title_lengths + DOCUMENT_SPECIALS)[..., None]
+    return (after_title & (position < passages.lengths[..., None])).astype(jnp.int32)
 
 
-def document_sequences(documents: PassageBatch, template: Template | None = None) -> EncoderInput:
+def document_sequences(passages: PassageBatch, template: Template | None = None) -> EncoderInput:
     """Lay passages out for a tower: as they are, in two segments, or as one text that a template makes.
 
     The one text is `[CLS] before title between body [SEP]`, all in segment 0; a template without a title leaves titles
     out.
 
     Args:
-        documents: ids [batch, d].
+        passages: ids [batch, d].
         template: None for two segments.
 
     Returns:
         Arrays [batch, d], with a template [batch, d − 1 + its tokens].
     """
-    ids = documents.ids.astype(jnp.int32)
+    ids = passages.ids.astype(jnp.int32)
     if template is None:
-        return EncoderInput(ids, document_segments(documents), token_mask(documents.lengths, ids.shape[-1]))
+        return EncoderInput(ids, document_segments(passages), token_mask(passages.lengths, ids.shape[-1]))
     front, gap = len(template.before), len(template.between)
-    title_lengths = documents.title_lengths.astype(jnp.int32)[:, None]  # [batch, 1]
+    title_lengths = passages.title_lengths.astype(jnp.int32)[:, None]  # [batch, 1]
     shown = title_lengths if template.titled else jnp.zeros_like(title_lengths)
     position = jnp.arange(ids.shape[-1] - 1 + front + gap)[None]  # [1, length]
     body = 1 + front + shown + gap  # where bodies begin, [batch, 1]; in the row at title length + 2
@@ -104,7 +104,7 @@ def document_sequences(documents: PassageBatch, template: Template | None = None
     text = _insert(text, position, jnp.ones_like(title_lengths), template.before)
     text = _insert(text, position, body - gap, template.between)
     text = jnp.where(position == 0, ids[:, :1], text)
-    lengths = documents.lengths.astype(jnp.int32) - 1 + (shown - title_lengths)[:, 0] + front + gap  # [batch]
+    lengths = passages.lengths.astype(jnp.int32) - 1 + (shown - title_lengths)[:, 0] + front + gap  # [batch]
     mask = token_mask(lengths, position.shape[-1])
     return EncoderInput(jnp.where(mask, text, 0), jnp.zeros_like(text), mask)
 
@@ -145,7 +145,7 @@ def null_passages(batch: int, special: tuple[int, int]) -> PassageBatch:
 # --- Inputs of the reader ---------------------------------------------------------------------------------------------
 
 
-def reader_inputs(query: Array, query_lengths: Array, documents: PassageBatch, titles: bool = False) -> ReaderInput:
+def reader_inputs(query: Array, query_lengths: Array, passages: PassageBatch, titles: bool = False) -> ReaderInput:
     """Join a query with each of its passages: `[CLS] query [SEP] body [SEP]`, with `titles` `title [SEP]` before the
     body.
 
@@ -154,21 +154,21 @@ def reader_inputs(query: Array, query_lengths: Array, documents: PassageBatch, t
     Args:
         query: [batch, q] int.
         query_lengths: [batch].
-        documents: ids [batch, k, d].
+        passages: ids [batch, k, d].
         titles: whether titles are read.
 
     Returns:
         Arrays [batch, k, q + d − 2], with titles [batch, k, q + d − 1].
     """
-    width = documents.ids.shape[-1]
-    body_offset = (documents.title_lengths + DOCUMENT_SPECIALS).astype(jnp.int32)  # [batch, k]
+    width = passages.ids.shape[-1]
+    body_offset = (passages.title_lengths + DOCUMENT_SPECIALS).astype(jnp.int32)  # [batch, k]
     offset = jnp.ones_like(body_offset) if titles else body_offset  # where the joined part of a row begins
     position = jnp.arange(query.shape[1] + width - (1 if titles else DOCUMENT_SPECIALS))
     behind_query = position - query_lengths[:, None]  # [batch, length]: negative inside the query
     source = jnp.clip(behind_query[:, None] + offset[..., None], 0, width - 1)  # [batch, k, length]
-    body = jnp.take_along_axis(documents.ids.astype(jnp.int32), source, axis=-1)
+    body = jnp.take_along_axis(passages.ids.astype(jnp.int32), source, axis=-1)
     front = jnp.pad(query.astype(jnp.int32), ((0, 0), (0, position.size - query.shape[1])))  # [batch, length]
-    lengths = query_lengths[:, None] + documents.lengths.astype(jnp.int32) - offset  # [batch, k]
+    lengths = query_lengths[:, None] + passages.lengths.astype(jnp.int32) - offset  # [batch, k]
     mask = position < lengths[..., None]  # [batch, k, length]
     is_body = (behind_query >= 0)[:, None] & mask
     ids = jnp.where(is_body, body, jnp.where(mask, front[:, None], 0))
@@ -184,36 +184,36 @@ def flatten_passages(reader_input: ReaderInput) -> ReaderInput:
 # --- Token matching ---------------------------------------------------------------------------------------------------
 
 
-def contains_phrase(documents: Array, phrase: Array, phrase_lengths: Array) -> Array:
+def contains_phrase(passages: Array, phrase: Array, phrase_lengths: Array) -> Array:
     """Return whether a run of tokens occurs in each passage; an empty phrase occurs nowhere.
 
     Args:
-        documents: ids [batch, k, d] int.
+        passages: ids [batch, k, d] int.
         phrase: [batch, p] int.
         phrase_lengths: [batch].
 
     Returns:
         [batch, k] bool.
     """
-    documents = documents.astype(jnp.int32)
-    padded = jnp.pad(documents, ((0, 0), (0, 0), (0, phrase.shape[1])), constant_values=-1)
+    passages = passages.astype(jnp.int32)
+    padded = jnp.pad(passages, ((0, 0), (0, 0), (0, phrase.shape[1])), constant_values=-1)
 
     def check(offset: Array, match: Array) -> Array:
         shifted = jnp.roll(padded, -offset, axis=-1)[..., : match.shape[-1]]
         token = jax.lax.dynamic_index_in_dim(phrase, offset, axis=1, keepdims=True)[:, None]  # [batch, 1, 1]
         return match & ((shifted == token) | (offset >= phrase_lengths)[:, None, None])
 
-    match = jax.lax.fori_loop(0, phrase.shape[1], check, jnp.ones(documents.shape, bool))  # [batch, k, d]
+    match = jax.lax.fori_loop(0, phrase.shape[1], check, jnp.ones(passages.shape, bool))  # [batch, k, d]
     return match.any(axis=-1) & (phrase_lengths > 0)[:, None]
 
 
-def has_answer_span(documents: PassageBatch, answers: Array, answer_lengths: Array, span_width: int) -> Array:
+def has_answer_span(passages: PassageBatch, answers: Array, answer_lengths: Array, span_width: int) -> Array:
     """Return whether a passage's body has an answer that a span can be.
 
     These are the passages with a correct span in `answer_spans`.
 
     Args:
-        documents: ids [batch, k, d].
+        passages: ids [batch, k, d].
         answers: [batch, a, w] int.
         answer_lengths: [batch, a], see `answer_spans`.
         span_width: longest span.
@@ -221,10 +221,10 @@ def has_answer_span(documents: PassageBatch, answers: Array, answer_lengths: Arr
     Returns:
         [batch, k] bool.
     """
-    ids, width = documents.ids.astype(jnp.int32), min(answers.shape[2], span_width)
+    ids, width = passages.ids.astype(jnp.int32), min(answers.shape[2], span_width)
     position = jnp.arange(ids.shape[-1])
-    in_body = position >= (documents.title_lengths + DOCUMENT_SPECIALS)[..., None]  # [batch, k, d]
-    fits = position + answer_lengths[:, None, :, None] < documents.lengths[..., None, None]  # [batch, k, a, d]
+    in_body = position >= (passages.title_lengths + DOCUMENT_SPECIALS)[..., None]  # [batch, k, d]
+    fits = position + answer_lengths[:, None, :, None] < passages.lengths[..., None, None]  # [batch, k, a, d]
     match = in_body[:, :, None] & fits
     match &= ((answer_lengths > 0) & (answer_lengths <= width))[:, None, :, None]
     for offset in range(width):

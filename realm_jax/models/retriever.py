@@ -219,13 +219,13 @@ class Retriever:
         return self._embed(tower, texts, key, packed_length)
 
     def embed_documents(
-        self, params: Params, documents: PassageBatch, key: Array | None = None, packed_length: int = 0
+        self, params: Params, passages: PassageBatch, key: Array | None = None, packed_length: int = 0
     ) -> Array:
         """Embed passages (Embed_doc).
 
         Args:
             params: all parameters.
-            documents: the passages, ids [batch, d].
+            passages: ids [batch, d].
             key: of dropout; None for none.
             packed_length: see `layers.Compute`.
 
@@ -233,7 +233,7 @@ class Retriever:
             [batch, vector_size] float32.
         """
         tower = params[self.embedder_names[-1]]
-        texts = document_sequences(documents, self.passage_template)
+        texts = document_sequences(passages, self.passage_template)
         return self._embed(tower, texts, key, packed_length)
 
     def _embed(self, tower: Params, texts: EncoderInput, key: Array | None, packed_length: int) -> Array:
@@ -244,8 +244,8 @@ class Retriever:
         """Return tokens of queries as the tower reads them. lengths: of `[CLS] text [SEP]`, a number or an array."""
         return query_lengths(lengths, self.query_template)
 
-    def document_lengths(self, documents: PassageBatch) -> Array:
-        """Return tokens of passages as the tower reads them. documents.ids [batch, k, d] → [batch, k] int32."""
-        flat = PassageBatch(*(part.reshape(-1, *part.shape[2:]) for part in documents))  # ids [batch · k, d]
+    def document_lengths(self, passages: PassageBatch) -> Array:
+        """Return tokens of passages as the tower reads them. passages.ids [batch, k, d] → [batch, k] int32."""
+        flat = PassageBatch(*(part.reshape(-1, *part.shape[2:]) for part in passages))  # ids [batch · k, d]
         lengths = document_sequences(flat, self.passage_template).mask.sum(axis=1, dtype=jnp.int32)
-        return lengths.reshape(documents.lengths.shape)
+        return lengths.reshape(passages.lengths.shape)

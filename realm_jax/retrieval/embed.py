@@ -42,7 +42,7 @@ class CorpusRows(NamedTuple):
 
 
 def in_groups(
-    embed: Callable[[PassageBatch], jax.Array], documents: PassageBatch, group: int, skip_empty: bool = True
+    embed: Callable[[PassageBatch], jax.Array], passages: PassageBatch, group: int, skip_empty: bool = True
 ) -> jax.Array:
     """Embed a batch in groups, one after another.
 
@@ -51,7 +51,7 @@ def in_groups(
 
     Args:
         embed: passages [group, length] → vectors [group, projection].
-        documents: ids [batch, length].
+        passages: ids [batch, length].
         group: passages at a time; all if it does not divide the batch.
         skip_empty: groups that only fill up a batch (`embed_corpus` gives them the length 0) cost nothing, and their
             vectors are zero. On a TPU the choice costs more than it saves: it casts the parameters again for every
@@ -60,9 +60,9 @@ def in_groups(
     Returns:
         [batch, projection].
     """
-    rows = documents.ids.shape[0]
+    rows = passages.ids.shape[0]
     size = group if rows % group == 0 else rows
-    groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), documents)  # ids [groups, size, length]
+    groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), passages)  # ids [groups, size, length]
     vectors = jax.eval_shape(embed, jax.tree.map(lambda x: x[0], groups))
 
     def embed_or_skip(group: PassageBatch) -> jax.Array:
