@@ -81,8 +81,9 @@ class Packing(NamedTuple):
     def take(self, states: Array, positions: Array) -> Array:
         """Return hidden states [P, C, width] at positions [P · n, m] of every sequence: [P · n, m, width]."""
         parts, slots, width = states.shape
+        start = self.starts.reshape(-1, 1)  # [P · n, 1]
         last = jnp.maximum(self.lengths.reshape(-1, 1) - 1, 0)  # [P · n, 1]
-        slot = self.starts.reshape(-1, 1) + jnp.minimum(positions, last)  # [P · n, m]
+        slot = start + jnp.minimum(positions, last)  # [P · n, m]
         slot = jnp.minimum(slot, slots - 1)  # an empty sequence may start behind the last slot
         return _rows(states, slot.reshape(parts, -1)).reshape(*positions.shape, width)
 
