@@ -30,7 +30,7 @@ from realm_jax.adaptation.plan import measure_steps, seconds_to_embed, steps_tha
 from realm_jax.config import load_config, task_names, with_overrides
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.significance import difference, paired_mean
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.run import Run
 from realm_jax.storage import open_atomic, read_json, write_json_atomic
 from realm_jax.train.init_from import init_from_sources

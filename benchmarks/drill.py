@@ -54,7 +54,7 @@ PHASES = {
     "initial parameters": ["realm_jax.train.recipe:starting_params"],
     "restore the checkpoint": ["realm_jax.train.loop:restore"],
     "lay out the corpus": ["realm_jax.run:Run._documents"],
-    "write an export": ["realm_jax.index.export:Exporter.flush"],
+    "write an export": ["realm_jax.index.exporter:Exporter.flush"],
     "load a generation": ["realm_jax.index.watcher:IndexWatcher.load"],
     "build a generation": ["realm_jax.index.build:Builder.build"],
     "trace, lower, compile": [],  # from JAX's own events

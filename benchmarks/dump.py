@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from realm_jax.corpora import wikipedia
 from realm_jax.corpora.articles import Article
-from realm_jax.corpora.build import PassagePacker
-from realm_jax.data.files import open_unpacked
+from realm_jax.corpora.packer import PassagePacker
+from realm_jax.data.input_files import open_unpacked
 from realm_jax.data.wordpiece import WordPiece
 
 PASSAGES = 13_353_718  # of the index that was released with Guu et al. 2020

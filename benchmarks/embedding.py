@@ -15,7 +15,6 @@ layer is computed for one token).
 """
 
 import argparse
-import dataclasses
 import os
 import statistics
 import sys
@@ -38,8 +37,8 @@ from realm_jax.config import default
 from realm_jax.data.sources import open_sources
 from realm_jax.flops import embedding_flops, peak
 from realm_jax.host import keep_freed_memory
-from realm_jax.models.bert import BertConfig
-from realm_jax.models.inputs import Documents, document_segments, token_mask
+from realm_jax.models.inputs import PassageBatch, document_segments, token_mask
+from realm_jax.models.layers import BertConfig
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run
 
@@ -164,7 +163,7 @@ def ours(run: Run, params: Any, device: str) -> Embed:
     return lambda: run.embed(placed)
 
 
-def inputs(documents: Documents) -> tuple[jax.Array, jax.Array, jax.Array]:
+def inputs(documents: PassageBatch) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Ids, segments and mask of document rows."""
     ids = documents.ids.astype(jnp.int32)
     return ids, document_segments(documents), token_mask(documents.lengths, ids.shape[1])
@@ -217,7 +216,7 @@ def torch_tower(config: BertConfig, params: Any, attention: str = "sdpa") -> Tor
     found.bert.load_state_dict({name: torch.tensor(value) for name, value in weights.items()})
     kernel, bias = params["projection"]["kernel"], params["projection"]["bias"]
     found.projection.load_state_dict({"weight": torch.tensor(kernel.T), "bias": torch.tensor(bias)})
-    return found.to(getattr(torch, jnp.dtype(config.dtype).name))
+    return found.to(getattr(torch, jnp.dtype(config.compute.dtype).name))
 
 
 def with_torch(run: Run, params: Any, device: str) -> Embed:
@@ -248,7 +247,7 @@ def with_onnx(run: Run, params: Any, device: str, int8: bool = False) -> Embed:
     import onnxruntime
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    exact = dataclasses.replace(run.model.bert, dtype=jnp.float32)
+    exact = run.model.bert.with_compute(dtype=jnp.float32)
     model = torch_tower(exact, params["document_embedder"], attention="eager")
     with tempfile.TemporaryDirectory() as folder:
         path, small = Path(folder) / "model.onnx", Path(folder) / "int8.onnx"
@@ -289,7 +288,7 @@ def theirs(
 def padded(rows: CorpusRows) -> list[NDArray[np.int64]]:
     """Ids, segments and mask [rows, length of the longest]."""
     width = int(rows.lengths.max())
-    documents = Documents(rows.ids[:, :width], rows.lengths, rows.title_lengths)
+    documents = PassageBatch(rows.ids[:, :width], rows.lengths, rows.title_lengths)
     with jax.default_device(jax.devices("cpu")[0]):
         return [np.asarray(part, np.int64) for part in inputs(documents)]
 

@@ -231,7 +231,7 @@ def check(real: NDArray[np.float32], queries: NDArray[np.float32]) -> None:
     order = np.random.default_rng(0).permutation(len(real))
     for part in (1, 4, 16, 64):
         vectors = Enlarged(real[np.sort(order[: len(real) // part])], len(real))[0 : len(real)]
-        searcher, exact = Searcher.of(vectors, trees), [exact_rows(asked[0], vectors, DEPTH)]
+        searcher, exact = Searcher.build(vectors, trees), [exact_rows(asked[0], vectors, DEPTH)]
         for searched in (1, 2, 4, 8, *SEARCHED[:4]):
             point = measured(searcher, asked, exact, searched)
             report(rows=len(real), real=len(real) // part, **point)

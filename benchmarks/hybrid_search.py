@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from realm_jax.data.held_out import evenly_spaced, masked_pieces
 from realm_jax.data.sources import Sources, open_sources
-from realm_jax.eval.retrieval import gold_hits
+from realm_jax.eval.retrieval_metrics import gold_hits
 from realm_jax.retrieval.bm25 import PLAIN, Bm25, language_of, searchable_texts
 from realm_jax.retrieval.fusion import FUSION_DEPTH, fuse
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
 from realm_jax.corpora.articles import Article
-from realm_jax.corpora.build import PassagePacker
+from realm_jax.corpora.packer import PassagePacker
 from realm_jax.corpora.texts import read_passages
 from realm_jax.data.spans import Span
 from realm_jax.data.wordpiece import WordPiece

@@ -45,10 +45,10 @@ from realm_jax.flops import peak
 from realm_jax.forward import PackingSpec
 from realm_jax.index.control import ControlSignal, put_control
 from realm_jax.mesh import logical_sharding
-from realm_jax.models.inputs import Documents
+from realm_jax.models.inputs import PassageBatch
 from realm_jax.run import Run, put_batch
 from realm_jax.tasks import make_task
-from realm_jax.tasks.packed import SAMPLED, PlaceCounter, TextLengths
+from realm_jax.tasks.packed import SAMPLED, PackingEstimator, TextLengths
 from realm_jax.train.optimizer import CLIP, WEIGHT_DECAY
 from realm_jax.train.step import make_step, start_state
 
@@ -76,7 +76,7 @@ def main() -> None:
     config = config_of(args)
     corpus, words = corpus_of(args.data, args.rows, args.document)
     run = abstract_run(config, Path("."), len(corpus.ids), words, special=(CLS, SEP))
-    documents = jax.device_put(Documents(*corpus), logical_sharding(run.mesh, "rows"))
+    documents = jax.device_put(PassageBatch(*corpus), logical_sharding(run.mesh, "rows"))
     run.__dict__.update(corpus=corpus, documents=documents, _held_out=None)  # where cached_property keeps them
     batch = batch_of(run, np.random.default_rng(1))
     kind = jax.devices()[0].device_kind
@@ -161,7 +161,7 @@ def example_of(run: Run, row: int, rng: np.random.Generator) -> dict[str, Any]:
 def compare_towers(run: Run, params: Any, batch: Any, args: argparse.Namespace) -> None:
     """One tower over all candidates of a step, forward and backward, whole last layer in PyTorch."""
     rows = np.arange(args.batch * (args.candidates - 1))
-    documents = Documents(*(part[rows] for part in run.corpus))
+    documents = PassageBatch(*(part[rows] for part in run.corpus))
     tower = params["document_embedder"]
     pull = np.random.default_rng(2).normal(size=(len(rows), run.model.projection)).astype(np.float32)
     slope = jax.jit(jax.grad(lambda tower, pull, documents: (run.model.embed_documents(
@@ -220,7 +220,7 @@ def makers(
     ours = partial(our_way, run, params, batch, vectors)
     found: dict[str, Callable[[], Way]] = {}
     if "packed" in args.ways:
-        places = places_of(run)
+        places = packing_of(run)
         print(f"{OURS} packs a part of a batch into these places (0: it pads): {places}", flush=True)
         if any(places[1:]):
             found[OURS] = partial(ours, places)
@@ -246,7 +246,7 @@ def show(times: dict[str, float], ways: dict[str, Way], memory: dict[str, float]
         print(f"{name:>44} {seconds:8.3f} {best / seconds:16.2f} {speed / 1e12:8.2f}{device}", flush=True)
 
 
-def places_of(run: Run) -> PackingSpec:
+def packing_of(run: Run) -> PackingSpec:
     """Of the sequences of a part of a batch, as training works it out, from sentences drawn as the batch's are."""
     rng = np.random.default_rng(4)
     rows = rng.choice(len(run.corpus.ids), SAMPLED)
@@ -257,12 +257,12 @@ def places_of(run: Run) -> PackingSpec:
     sources = SimpleNamespace(passages=passages)
     at_once = run.config.realm.batch_size // run.config.optimizer.microbatches
     lengths, candidates = TextLengths(queries, queries), run.config.realm.candidates - 1
-    count = PlaceCounter(replace(run, sources=sources), at_once)
+    count = PackingEstimator(replace(run, sources=sources), at_once)
     return PackingSpec(
         count.examples,
         count.queries(lengths),
-        count.nulls(lengths),
-        count.joints(lengths, candidates, titles=False),
+        count.null_inputs(lengths),
+        count.reader_inputs(lengths, candidates, titles=False),
         count.documents(candidates),
     )
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-NEGATIVE = -1e9
+NEG_INF = -1e9
 NO_CORRECTION = 1e9  # a step at which Adam's bias correction is 1, as in BERT's optimiser, which has none
 
 
@@ -135,7 +135,7 @@ class Realm(nn.Module):
         documents = tuple(part[rows] for part in index[1:])
         scores, log_p = self.score(queries, documents), self.read(batch, documents)
         valid = F.pad(valid, (1, 0), value=True)
-        prior = F.log_softmax(scores.masked_fill(~valid, NEGATIVE), dim=-1)
+        prior = F.log_softmax(scores.masked_fill(~valid, NEG_INF), dim=-1)
         reading = (log_p.float() * batch["weights"][:, None]).sum(-1)
         counted = batch["weights"].amax(-1)
         return -(torch.logsumexp(prior + reading, -1) * counted).sum() / counted.sum()
@@ -153,7 +153,7 @@ class Realm(nn.Module):
     def score(self, queries: Tensor, documents: tuple[Tensor, ...]) -> Tensor:
         """Inner products, null document first: [batch, k]."""
         vectors = self.embed(*(part.flatten(0, 1) for part in documents)).unflatten(0, (len(queries), -1))
-        null = self.embed(*self.null_documents(1, documents[0])).expand(len(queries), 1, -1)
+        null = self.embed(*self.null_passages(1, documents[0])).expand(len(queries), 1, -1)
         every = torch.cat([null, vectors], dim=1)
         return (queries[:, None] * every).sum(-1)
 
@@ -164,7 +164,7 @@ class Realm(nn.Module):
 
     def read(self, batch: dict[str, Tensor], documents: tuple[Tensor, ...]) -> Tensor:
         """log p(y_j|z,x), null document first and at its own length: [batch, k, m]."""
-        null = tuple(part[:, None] for part in self.null_documents(len(batch["query"]), documents[0]))
+        null = tuple(part[:, None] for part in self.null_passages(len(batch["query"]), documents[0]))
         return torch.cat([self._read(batch, null), self._read(batch, documents)], dim=1)
 
     def _read(self, batch: dict[str, Tensor], documents: tuple[Tensor, ...]) -> Tensor:
@@ -174,7 +174,7 @@ class Realm(nn.Module):
         log_p = self.reader(*(part.flatten(0, 1) for part in joint), positions, targets)
         return log_p.view(-1, repeats, log_p.shape[-1])
 
-    def null_documents(self, batch: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def null_passages(self, batch: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         cls, sep = self.sizes.special
         ids = like.new_tensor([cls, sep, sep]).expand(batch, 3)
         return ids, like.new_full((batch,), 3), like.new_zeros(batch)

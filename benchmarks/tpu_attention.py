@@ -27,8 +27,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from realm_jax.flops import chip
 from realm_jax.launch.cost import program_cost, scores_held
 from realm_jax.launch.plan import devices_to_compile_for
-from realm_jax.models.attention import ATTENTION, LANES, TILE, AttentionDropout, tpu_attention
-from realm_jax.models.packing import packing
+from realm_jax.models.attention import ATTENTION, LANES, AttentionDropout, tpu_attention
+from realm_jax.models.packing import TILE, packing
 
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
 SEQUENCES, WIDTH, HEADS = 56, 768, 12  # a chip's joints in a step of `realm_wiki` on 64 of them

@@ -18,8 +18,9 @@ from realm_jax.errors import UserError
 from realm_jax.forward import StaticContext
 from realm_jax.host import WIDE, release_large_blocks
 from realm_jax.mesh import logical_sharding
+from realm_jax.models.networks import Realm
 from realm_jax.models.prompts import Encode, Template, compiled, longest_passage, placeholder, query_lengths
-from realm_jax.models.realm import Reader, Realm, span_size
+from realm_jax.models.reader import Reader, span_size
 from realm_jax.run import Run, device_options, make_bert, mesh_for
 from realm_jax.tasks import TASKS
 
@@ -60,7 +61,7 @@ def abstract_run(
     data = config.data
     hidden = logical_sharding(mesh, "batch", None, None)
     model = make_model(config, vocabulary_size, encode, hidden)
-    model = model.with_bert(**device_options(mesh, model.bert.dtype))
+    model = model.with_compute(**device_options(mesh, model.bert.compute.dtype))
     brought = tuple(network for name in task_names(config) for network in TASKS[name].networks(model))
     context = StaticContext(dataclasses.replace(model, networks=brought), mesh, *special, rows)
     masking, answers = config.realm.masking, config.qa.answers

@@ -3,7 +3,7 @@
     ROOT/vectors/<encoder>/<item>.npy     the arrays of an item one after another, uint8
     ROOT/vectors/<encoder>/<item>.json    put last: name → dtype, shape, first byte and checksum of each
 
-An entry, ROOT/vectors/<encoder>, is evicted as a whole when space is needed (`retrieval/embed.py` fills it). Nothing
+An entry, ROOT/vectors/<encoder>, is evicted as a whole when space is needed (`index/vector_cache.py` fills it). Nothing
 that is read is trusted: arrays are compared with their checksums. JAX keeps its programs there too (`jax`).
 """
 

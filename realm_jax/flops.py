@@ -11,7 +11,7 @@ operations a second, over devices × their peak.
 import dataclasses
 
 from realm_jax.config import Config, reader_section
-from realm_jax.models.encoder import POOLINGS
+from realm_jax.models.retriever import POOLINGS
 from realm_jax.run import Run
 
 GIB = 2**30
@@ -56,8 +56,9 @@ def embedding_flops(config: Config, length: int, places: float = 0) -> float:
     """One sequence to its vector, forward; the literal pieces of prompts are left out. places: as of
     `Tower.forward`."""
     width, encoder = config.model.width, config.encoder
-    head = 2 * width * ((width if encoder.pooling == "pooler" else 0) + encoder.projection)
-    positions = 1 if POOLINGS[encoder.pooling].position else None
+    pooling = POOLINGS[encoder.pooling]
+    head = 2 * width * ((width if pooling.has_tanh_layer else 0) + encoder.projection)
+    positions = 1 if pooling.position else None
     return tower_of(config).forward(length, positions, places) + head
 
 

@@ -3,9 +3,12 @@
 
 Pure functions of (config, context, parameters, batch, index), shared by training, evaluation and inspection: losses,
 answers, the report and `realm inspect` are computed from what they return. A refreshed index is new data, not a new
-program. `key` None turns dropout off. Symbols in shapes: k candidates or passages of an example, d tokens of a passage
-row, q of a query row, m masked tokens. Read next: `models/likelihood.py` for the probabilities, `tasks/realm.py` and
-`tasks/qa.py` for the losses.
+program. Read next: `models/losses.py` for the probabilities, `tasks/realm.py` and `tasks/qa.py` for the losses.
+
+Arguments everywhere: `realm` or `qa`, the config section that says how passages are found and read; `context`, of the
+run; `params`, all parameters; `batch`, arrays [batch, …] of masked sentences or questions; `index`, which is searched;
+`key`, of dropout, None for none. Symbols in shapes: k candidates or passages of an example, d tokens of a passage row,
+q of a query row, m masked tokens.
 """
 
 import dataclasses
@@ -21,29 +24,31 @@ from numpy.typing import NDArray
 
 from realm_jax.config import QaConfig, RealmConfig
 from realm_jax.mesh import batch_parts
-from realm_jax.models import likelihood
 from realm_jax.models.inputs import (
     DOCUMENT_SPECIALS,
-    Documents,
+    PassageBatch,
     ReaderInput,
     answer_spans,
     contains_phrase,
+    flatten_passages,
     has_answer_span,
-    null_documents,
+    null_passages,
     reader_inputs,
 )
-from realm_jax.models.likelihood import NEGATIVE, Mean, answer_log_probabilities
-from realm_jax.models.realm import Params, Realm, flatten_passages
+from realm_jax.models.layers import Params
+from realm_jax.models.losses import LOG_P_UNSEEN_SPAN, NEG_INF, WeightedSum, answer_log_probabilities, pointing
+from realm_jax.models.networks import Realm
+from realm_jax.models.packing import packed_lengths
 from realm_jax.retrieval.exact import search
 from realm_jax.retrieval.fusion import FUSION_DEPTH, FusedRanking, fuse, ranks_of
 from realm_jax.retrieval.scann import Searcher
 
 Array = jax.Array
 Batch = dict[str, Array]
-POINTED = 3  # candidates read to point at a hidden span: with more, reading takes nearly all of a step
+MAX_POINTED = 3  # candidates read to point at a hidden span: with more, reading takes nearly all of a step
 
 
-# --- What every forward pass is given ---------------------------------------------------------------------------------
+# --- Inputs of every forward pass -------------------------------------------------------------------------------------
 
 
 class Index(NamedTuple):
@@ -51,13 +56,13 @@ class Index(NamedTuple):
 
     Attributes:
         vectors: [padded rows, projection]; None if hosts search.
-        documents: the token rows that they stand for.
+        documents: the token rows of these vectors.
         tower: parameters of the query encoder that searches; None for the current one.
         held_out: rows that no masked sentence may learn from, bool [padded rows]; None for none.
     """
 
     vectors: Any
-    documents: Documents
+    documents: PassageBatch
     tower: Params | None = None
     held_out: Array | None = None
 
@@ -67,13 +72,13 @@ class LoadedIndex:
     """An index that a task can use.
 
     Attributes:
-        index: what a step takes.
+        index: input of a step.
         vectors: on the host, [rows, width]; None for a generation that the devices search, and if only BM25 searches.
         step: of its parameters.
         generation: its name, '' for one that the trainer made.
         searcher: of the host, if hosts search.
         queries: the sample of its export, [count, width], if it is there.
-        facts: what to record when it is adopted.
+        facts: recorded when it is adopted.
     """
 
     index: Index
@@ -86,26 +91,26 @@ class LoadedIndex:
 
 
 class PackingSpec(NamedTuple):
-    """Into how many token slots a part of a batch packs its sequences; 0: it pads them.
+    """Token slots into which each device's share of a batch packs its sequences; 0: it pads them.
 
     Attributes:
-        examples: of the part.
+        examples: of the share.
         queries: slots of the queries that search.
-        nulls: of the reader's texts with the null document.
-        joints: of the reader's texts with passages.
-        documents: of the passages that are embedded.
+        null_inputs: slots of the reader's inputs with the null document.
+        reader_inputs: slots of the reader's inputs with passages.
+        passages: slots of the passages that are embedded.
     """
 
     examples: int
     queries: int = 0
-    nulls: int = 0
-    joints: int = 0
-    documents: int = 0
+    null_inputs: int = 0
+    reader_inputs: int = 0
+    passages: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class StaticContext:
-    """What is compiled into every program of a run, whatever its task.
+    """Values that are compiled into every program of a run, whatever its task.
 
     Attributes:
         model: the networks.
@@ -113,7 +118,7 @@ class StaticContext:
         cls_id: of [CLS].
         sep_id: of [SEP].
         rows: passages in the corpus, without padding.
-        packing: how texts and passages are packed; None: they are padded.
+        packing: how sequences are packed; None: they are padded.
     """
 
     model: Realm
@@ -123,8 +128,8 @@ class StaticContext:
     rows: int
     packing: PackingSpec | None = None
 
-    def slots(self, examples: int) -> PackingSpec:
-        """Return how a batch of so many examples is packed: as was worked out for it; another one is padded."""
+    def packing_for(self, examples: int) -> PackingSpec:
+        """Return how a batch of this size is packed; only the size for which `packing` was estimated is."""
         packing = self.packing
         fits = packing is not None and examples == packing.examples * batch_parts(self.mesh)
         return packing if packing is not None and fits else PackingSpec(examples)
@@ -134,32 +139,40 @@ class Rerank(NamedTuple):
     """What orders the first passages of a search again before they are read.
 
     Attributes:
-        passages: how many.
+        passages: their number.
         network: the key of its parameters.
-        added: (qa, context, params, batch, documents [batch, k, d]) → what it adds to the score of each passage,
+        added_scores: (qa, context, params, batch, passages [batch, k, d]) → what it adds to the score of each passage,
             [batch, k] float32.
     """
 
     passages: int
     network: str
-    added: Callable[[QaConfig, StaticContext, Params, Batch, Documents], Array]
+    added_scores: Callable[[QaConfig, StaticContext, Params, Batch, PassageBatch], Array]
 
 
 def reader_query(batch: Batch) -> tuple[Array, Array]:
-    """Return the texts that the reader reads, ids [batch, q] and lengths [batch]: `reader_query` of the batch, or the
-    text that searches if there is none."""
+    """Return the texts that the reader reads, ids [batch, q] and lengths [batch].
+
+    They are the batch's `reader_query`, or the text that searches if there is none.
+    """
     name = "reader_query" if "reader_query" in batch else "query"
     return batch[name], batch[f"{name}_length"]
 
 
-def batch_passages(batch: Batch, prefix: str = "") -> Documents:
+def batch_passages(batch: Batch, prefix: str = "") -> PassageBatch:
     """Return the passages that came with a batch, [batch, d]; prefix: of the names of their arrays."""
-    return Documents(*(batch[f"{prefix}document{part}"] for part in ("", "_length", "_title_length")))
+    return PassageBatch(*(batch[f"{prefix}document{part}"] for part in ("", "_length", "_title_length")))
 
 
-def batch_candidates(batch: Batch) -> Documents:
-    """Return the passages that came with a batch, each the one candidate of its text: [batch, 1, d]."""
-    return Documents(*(part[:, None] for part in batch_passages(batch)))
+def batch_candidates(batch: Batch) -> PassageBatch:
+    """Return the passages that came with a batch, each the only candidate of its text: [batch, 1, d]."""
+    return PassageBatch(*(part[:, None] for part in batch_passages(batch)))
+
+
+def null_candidates(context: StaticContext, batch: Batch) -> PassageBatch:
+    """Return the null document as the only candidate of each text: [batch, 1, 3]."""
+    null = null_passages(len(batch["query"]), (context.cls_id, context.sep_id))
+    return PassageBatch(*(part[:, None] for part in null))
 
 
 def dropout_keys(key: Array | None, count: int) -> list[Array | None]:
@@ -167,7 +180,7 @@ def dropout_keys(key: Array | None, count: int) -> list[Array | None]:
     return [None] * count if key is None else list(jax.random.split(key, count))
 
 
-# --- Retrieve ---------------------------------------------------------------------------------------------------------
+# --- Retrieve for masked sentences ------------------------------------------------------------------------------------
 
 
 class Candidates(NamedTuple):
@@ -176,7 +189,7 @@ class Candidates(NamedTuple):
     Attributes:
         rows: [batch, k].
         valid: False for the example's own passage and for those that are held out, bool [batch, k].
-        excluded: how many passages were dropped as the example's own, [batch].
+        excluded: number of passages dropped as the example's own, [batch].
     """
 
     rows: Array
@@ -185,12 +198,15 @@ class Candidates(NamedTuple):
 
 
 def retrieve(realm: RealmConfig, context: StaticContext, params: Params, batch: Batch, index: Index) -> Candidates:
-    """Return the K − 1 best passages of each masked sentence, with `exclude_own` without the sentence's own passage.
+    """Return the K − 1 best passages of each masked sentence.
 
-    The own passage is the same row (`own_row`, −1 for none) or a passage in which the unmasked sentence occurs; no row
-    (−1) and a row that is held out are treated alike. One more is searched; passages that are still excluded after that
-    are marked invalid, not replaced. If hosts search, the rows are the batch's `retrieved_rows`; any other search than
-    that of vectors takes BM25's list from the batch, as `bm25_rows` and `bm25_scores`.
+    With `exclude_own` the sentence's own passage is left out: the same row (`own_row`, −1 for none), or a passage in
+    which the unmasked sentence occurs. A missing row (−1) and a row that is held out are left out too. We search for
+    one passage more; passages that still have to be left out are marked invalid, not replaced.
+
+    Args:
+        batch: masked sentences. If hosts search, their rows are `retrieved_rows`; a search that is not by vectors takes
+            BM25's list, `bm25_rows` and `bm25_scores`.
     """
     count = realm.candidates - 1
     if index.vectors is None:
@@ -204,15 +220,17 @@ def retrieve(realm: RealmConfig, context: StaticContext, params: Params, batch: 
     if realm.exclude_own:
         is_own |= contains_phrase(gather_passages(index, rows).ids, batch["sentence"], batch["sentence_length"])
         is_own |= rows == batch["own_row"][:, None]
-    left_out = is_own if index.held_out is None else is_own | index.held_out[jnp.maximum(rows, 0)]
-    order = jnp.argsort(left_out, axis=1, stable=True)[:, :count]
+    is_excluded = is_own if index.held_out is None else is_own | index.held_out[jnp.maximum(rows, 0)]
+    order = jnp.argsort(is_excluded, axis=1, stable=True)[:, :count]  # [batch, k]
     pick = partial(jnp.take_along_axis, indices=order, axis=1)
-    return Candidates(pick(rows), ~pick(left_out), (is_own & (rows >= 0)).sum(axis=1))
+    return Candidates(pick(rows), ~pick(is_excluded), (is_own & (rows >= 0)).sum(axis=1))
 
 
 def search_depth(realm: RealmConfig, rows: int) -> int:
-    """Return how many of `rows` passages are searched for a masked sentence: its candidates, with its own passage in
-    the null document's place."""
+    """Return how many of `rows` passages are searched for a masked sentence.
+
+    They are as many as candidates: its own passage comes in the place of the null document.
+    """
     return min(realm.candidates, rows)
 
 
@@ -220,25 +238,35 @@ def embed_searching_queries(context: StaticContext, params: Params, batch: Batch
     """Return the vectors that search, [batch, projection]: without dropout, by the current query encoder or `tower`."""
     if tower is not None:
         params = {**params, context.model.embedder_names[0]: tower}
-    slots = context.slots(len(batch["query"])).queries
-    return context.model.embed_queries(params, batch["query"], batch["query_length"], places=slots)
+    packing = context.packing_for(len(batch["query"]))
+    return context.model.embed_queries(params, batch["query"], batch["query_length"], packed_length=packing.queries)
+
+
+# --- Retrieve for questions -------------------------------------------------------------------------------------------
 
 
 def retrieve_and_rerank(
     qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None, beam: int,
     rerank: Rerank | None = None,
 ) -> tuple[FusedRanking, Array | None]:  # fmt: skip
-    """Return the best passages of each question: rows, scores, ranks [batch, beam]; and the query vectors.
+    """Return the best passages of each question.
 
-    Scores are inner products with the stored vectors, and gradient reaches the query encoder alone. BM25's list comes
-    with the batch, as `bm25_rows` and `bm25_scores`; without vectors its scores are all there is, and no query vectors.
+    Args:
+        batch: with the questions. BM25's list comes with it, as `bm25_rows` and `bm25_scores`.
+        index: that is searched; without vectors BM25's scores are all there is, and there are no query vectors.
+        beam: passages of each question.
+        rerank: what orders the first of them again.
+
+    Returns:
+        Rows, scores and ranks [batch, beam]; and the query vectors. Scores are inner products with the stored vectors,
+        and gradient reaches only the query encoder.
     """
     if rerank is None:
         return retrieve_for_questions(qa, context, params, batch, index, key, beam)
     ranking, queries = retrieve_for_questions(qa, context, params, batch, index, key, max(beam, rerank.passages))
-    # A passage has its own score and what is added to it, so where nothing is added all stays as it was.
+    # Scores in falling order stand for the order of the search: it stays as it was if nothing is added.
     rows, scores, ranks = (part[:, : rerank.passages] for part in ranking)
-    added = rerank.added(qa, context, params, batch, gather_passages(index, rows))  # [batch, k]
+    added = rerank.added_scores(qa, context, params, batch, gather_passages(index, rows))  # [batch, k]
     order = jnp.argsort(-(falling_scores(scores) + added), axis=1, stable=True)
     first = rows, scores + added, ranks
     picked = (jnp.take_along_axis(part, order.reshape(order.shape + (1,) * (part.ndim - 2)), axis=1) for part in first)
@@ -254,17 +282,23 @@ def retrieve_for_questions(
     depth = min(beam, context.rows)
     if index.vectors is None:
         rows = batch["bm25_rows"][:, :depth]
-        scores = jnp.where(rows >= 0, batch["bm25_scores"][:, :depth], NEGATIVE)
+        scores = jnp.where(rows >= 0, batch["bm25_scores"][:, :depth], NEG_INF)
         return FusedRanking(rows, scores, ranks_of("bm25", jnp, rows)), None
-    slots = context.slots(len(batch["query"])).queries
-    queries = context.model.embed_queries(params, batch["query"], batch["query_length"], key, slots)
+    packing = context.packing_for(len(batch["query"]))
+    queries = context.model.embed_queries(params, batch["query"], batch["query_length"], key, packing.queries)
     return search_passages(context, qa.search, queries, batch, index, depth), queries
 
 
 def falling_scores(scores: Array) -> Array:
-    """Sort the scores of a list, [batch, k]. A search by vectors has them sorted; in a list that words had a part in,
-    the first passage need not have the largest inner product."""
+    """Sort the scores of each list, [batch, k].
+
+    A search by vectors has them sorted. In a list that BM25 had a part in, the first passage need not have the largest
+    inner product.
+    """
     return -jnp.sort(-scores, axis=1)
+
+
+# --- Search -----------------------------------------------------------------------------------------------------------
 
 
 def search_passages(
@@ -274,7 +308,6 @@ def search_passages(
     """Return the `depth` best passages of query vectors, with the retriever's scores.
 
     Args:
-        context: of the run.
         method: one of `sections.SEARCHES`; 'bm25' and 'hybrid' take BM25's list from the batch.
         queries: [batch, projection].
         batch: with `bm25_rows` and `bm25_scores` [batch, list] if the method needs them.
@@ -284,7 +317,7 @@ def search_passages(
             the others (−1 for none).
 
     Returns:
-        Where words find fewer, rows are −1 and scores NEGATIVE. Scores carry gradient to the queries alone.
+        If BM25 finds fewer, rows are −1 and scores NEG_INF. Only the queries get a gradient from the scores.
     """
     if method == "bm25":
         rows = batch["bm25_rows"][:, :depth]
@@ -296,81 +329,83 @@ def search_passages(
         return FusedRanking(rows, scores, ranks_of(method, jnp, rows))
     if own_row is not None:
         rows = jnp.where(rows == own_row[:, None], -1, rows)
-    words = batch["bm25_rows"], batch["bm25_scores"]
-    held = jax.lax.stop_gradient((scores, stored_scores(queries, index, words[0])))
-    fused = fuse(rows, held[0], *words, held[1], depth)
+    bm25 = batch["bm25_rows"], batch["bm25_scores"]
+    vector_scores, bm25_vector_scores = jax.lax.stop_gradient((scores, stored_scores(queries, index, bm25[0])))
+    fused = fuse(rows, vector_scores, *bm25, bm25_vector_scores, depth)
     return fused._replace(scores=stored_scores(queries, index, fused.rows))
 
 
 def bm25_list_length(method: str, depth: int, rows: int) -> int:
-    """Return how many passages BM25's list has in a search for `depth` of `rows`; 0 if BM25 takes no part."""
+    """Return the length of BM25's list in a search for `depth` of `rows` passages; 0 if BM25 takes no part."""
     return 0 if method == "vectors" else min(max(depth, FUSION_DEPTH), rows)
 
 
-def gather_passages(index: Index, rows: Array) -> Documents:
+def gather_passages(index: Index, rows: Array) -> PassageBatch:
     """Return the token rows of candidates: rows [...] int32 → ids [..., d].
 
-    No row (below 0) gives an empty passage: special tokens alone, in which no answer can be.
+    A missing row (below 0) gives an empty passage: special tokens only, in which no answer can be.
     """
     ids, lengths, titles = (part[jnp.maximum(rows, 0)] for part in index.documents)
     exists = rows >= 0
-    return Documents(ids, jnp.where(exists, lengths, DOCUMENT_SPECIALS + 1), jnp.where(exists, titles, 0))
+    return PassageBatch(ids, jnp.where(exists, lengths, DOCUMENT_SPECIALS + 1), jnp.where(exists, titles, 0))
 
 
 # --- Score: p(z|x) ----------------------------------------------------------------------------------------------------
 
 
 def stored_scores(queries: Array, index: Index, rows: Array) -> Array:
-    """Return inner products of queries [batch, projection] with the stored vectors of rows [batch, k], without a
-    gradient to those; NEGATIVE for no row (below 0), so that nothing of a softmax falls to it."""
+    """Return inner products with stored vectors, which get no gradient.
+
+    Args:
+        queries: [batch, projection].
+        index: with vectors.
+        rows: [batch, k].
+
+    Returns:
+        [batch, k]; NEG_INF for a missing row (below 0), so that it gets nothing of a softmax.
+    """
     vectors = index.vectors[jnp.maximum(rows, 0)].astype(jnp.float32)  # [batch, k, projection]
-    return jnp.where(rows >= 0, jnp.einsum("bd,bkd->bk", queries, jax.lax.stop_gradient(vectors)), NEGATIVE)
+    return jnp.where(rows >= 0, jnp.einsum("bd,bkd->bk", queries, jax.lax.stop_gradient(vectors)), NEG_INF)
 
 
 def candidate_scores(
-    context: StaticContext, params: Params, batch: Batch, documents: Documents, key: Array | None,
+    context: StaticContext, params: Params, batch: Batch, passages: PassageBatch, key: Array | None,
     index: Index | None = None, rows: Array | None = None,
 ) -> Array:  # fmt: skip
     """Return inner products with current parameters, the null document first.
 
     Args:
-        context: of the run.
-        params: all parameters.
-        batch: with the queries.
-        documents: ids [batch, k, d].
-        key: of dropout.
-        index: whose stored vectors take the place of those of `documents`, if `rows` is given.
+        passages: ids [batch, k, d].
+        index: its stored vectors take the place of those of `passages`, if `rows` is given.
         rows: [batch, k], of the passages that keep their stored vectors.
 
     Returns:
         [batch, 1 + k] float32.
     """
     keys = dropout_keys(key, 3)
-    slots = context.slots(len(documents.ids))
-    queries = context.model.embed_queries(params, batch["query"], batch["query_length"], keys[0], slots.queries)
+    packing = context.packing_for(len(passages.ids))
+    queries = context.model.embed_queries(params, batch["query"], batch["query_length"], keys[0], packing.queries)
     null = embed_null(context, params, keys[2])  # [1, projection]
     if index is not None and rows is not None:
-        scores = stored_scores(queries, index, rows)
+        scores = stored_scores(queries, index, rows)  # [batch, k]
     else:
-        vectors = embed_candidates(context, params, documents, keys[1], slots.documents)
+        vectors = embed_candidates(context, params, passages, keys[1], packing.passages)
         scores = jnp.einsum("bd,bkd->bk", queries, vectors)
     return jnp.concatenate([queries @ null.T, scores], axis=1)
 
 
 def embed_null(context: StaticContext, params: Params, key: Array | None) -> Array:
     """Return the null document's vector [1, projection], by the passage encoder."""
-    return context.model.embed_documents(params, null_documents(1, (context.cls_id, context.sep_id)), key)
+    return context.model.embed_documents(params, null_passages(1, (context.cls_id, context.sep_id)), key)
 
 
 def embed_candidates(
-    context: StaticContext, params: Params, documents: Documents, key: Array | None, slots: int = 0
+    context: StaticContext, params: Params, passages: PassageBatch, key: Array | None, packed_length: int = 0
 ) -> Array:
-    """Return the vectors of candidates by current parameters: ids [batch, k, d] → [batch, k, projection].
-
-    slots: into which they are packed, see `PackingSpec`.
-    """
-    flat = Documents(*(part.reshape(-1, *part.shape[2:]) for part in documents))  # ids [batch · k, d]
-    return context.model.embed_documents(params, flat, key, slots).reshape(*documents.ids.shape[:2], -1)
+    """Return the vectors of candidates by current parameters: ids [batch, k, d] → [batch, k, projection]."""
+    flat = PassageBatch(*(part.reshape(-1, *part.shape[2:]) for part in passages))  # ids [batch · k, d]
+    vectors = context.model.embed_documents(params, flat, key, packed_length)  # [batch · k, projection]
+    return vectors.reshape(*passages.ids.shape[:2], -1)
 
 
 # --- Read a masked sentence: p(y|z,x) ---------------------------------------------------------------------------------
@@ -382,10 +417,10 @@ class MaskedReading(NamedTuple):
     Attributes:
         candidates: the passages.
         valid: whether a candidate takes part, [batch, 1 + k].
-        scores: its inner product with current parameters, [batch, 1 + k].
+        scores: inner products with current parameters, [batch, 1 + k].
         log_p: log p(y_j|z,x) of each target, [batch, 1 + k, m].
         is_top1: whether no token is likelier, [batch, 1 + k, m].
-        unplaced: the share of the tokens of what is read and embedded for which packing had no slot.
+        truncated_fraction: share of the tokens to read and embed that packing had no slot for.
     """
 
     candidates: Candidates
@@ -393,7 +428,7 @@ class MaskedReading(NamedTuple):
     scores: Array
     log_p: Array
     is_top1: Array
-    unplaced: Mean
+    truncated_fraction: WeightedSum
 
 
 def read_masked(
@@ -403,39 +438,43 @@ def read_masked(
     """Retrieve for masked sentences, score the candidates, and read the sentences with them.
 
     Args:
-        realm: how candidates are found and read.
-        context: of the run.
-        params: all parameters.
         batch: `tasks/realm.py: masked_examples`, [batch, …].
-        index: that is searched.
-        key: of dropout; None: none.
         frozen_passages: whether the passages keep the vectors of the index.
     """
     candidates = retrieve(realm, context, params, batch, index)
-    documents = gather_passages(index, candidates.rows)  # ids [batch, k, d]
+    passages = gather_passages(index, candidates.rows)  # ids [batch, k, d]
     keys = dropout_keys(key, 2)
     stored = candidates.rows if frozen_passages else None
-    scores = candidate_scores(context, params, batch, documents, keys[0], index, stored)
+    scores = candidate_scores(context, params, batch, passages, keys[0], index, stored)  # [batch, 1 + k]
     if realm.uses_span_marginal:
-        rows = jnp.where(candidates.valid, candidates.rows, -1)  # the own passage would take the place of another
+        # The example's own passage would take the place of another among those that are read.
+        rows = jnp.where(candidates.valid, candidates.rows, -1)
         read = point_at_targets(context, params, batch, gather_passages(index, rows), keys[1])
     else:
-        read = read_candidates(context, params, batch, documents, keys[1])
-    slots, embedded = context.slots(len(candidates.rows)), context.model.document_lengths(documents)
-    packed = [
-        (context.model.query_lengths(batch["query_length"]), slots.queries),
-        (read.lengths, slots.joints),
-        *([] if realm.uses_span_marginal else [(reader_query(batch)[1] + 1, slots.nulls)]),
-        *([] if frozen_passages else [(embedded, slots.documents)]),
-    ]
-    longest = 2 * (batch["query"].shape[1] + documents.ids.shape[-1])  # whatever templates add
-    valid = jnp.pad(candidates.valid, ((0, 0), (1, 0)), constant_values=realm.null_document)
-    unplaced = unplaced_share(context, packed, longest)
-    return MaskedReading(candidates, valid, scores, read.log_p, read.is_top1, unplaced)
+        read = read_candidates(context, params, batch, passages, keys[1])
+    valid = jnp.pad(candidates.valid, ((0, 0), (1, 0)), constant_values=realm.null_document)  # [batch, 1 + k]
+
+    # Lengths of all that packing may have truncated, each with its slots.
+    packing = context.packing_for(len(candidates.rows))
+    lengths = [(context.model.query_lengths(batch["query_length"]), packing.queries)]
+    lengths.append((read.lengths, packing.reader_inputs))
+    if not realm.uses_span_marginal:
+        lengths.append((reader_query(batch)[1] + 1, packing.null_inputs))
+    if not frozen_passages:
+        lengths.append((context.model.document_lengths(passages), packing.passages))
+    longest = 2 * (batch["query"].shape[1] + passages.ids.shape[-1])  # with room for what templates add
+    truncated = truncated_fraction(context, lengths, longest)
+    return MaskedReading(candidates, valid, scores, read.log_p, read.is_top1, truncated)
 
 
-class TargetsRead(NamedTuple):
-    """log_p, is_top1 [batch, 1 + k, m]: see `MaskedReading`. lengths [batch, n]: of the texts with passages."""
+class TargetReading(NamedTuple):
+    """Targets that were read with each candidate.
+
+    Attributes:
+        log_p: see `MaskedReading`, [batch, 1 + k, m].
+        is_top1: see `MaskedReading`, [batch, 1 + k, m].
+        lengths: of the reader's inputs with passages, [batch, n].
+    """
 
     log_p: Array
     is_top1: Array
@@ -443,79 +482,80 @@ class TargetsRead(NamedTuple):
 
 
 def read_candidates(
-    context: StaticContext, params: Params, batch: Batch, documents: Documents, key: Array | None
-) -> TargetsRead:
+    context: StaticContext, params: Params, batch: Batch, passages: PassageBatch, key: Array | None
+) -> TargetReading:
     """Predict the masked tokens with the null document and with each passage, ids [batch, k, d].
 
-    The null document's text is short, so it is read on its own and not at the passages' length.
+    The input with the null document is short, so it is read on its own and not at the passages' length.
     """
-    keys, slots = dropout_keys(key, 2), context.slots(len(documents.ids))
-    null = read_targets(context, params, batch, null_candidates(context, batch), keys[0], slots.nulls)
-    parts = [null, read_targets(context, params, batch, documents, keys[1], slots.joints)]
-    log_p, is_top1 = (jnp.concatenate(pair, axis=1) for pair in zip(*parts, strict=True))
-    return TargetsRead(log_p, is_top1, reader_inputs(*reader_query(batch), documents).lengths)
+    keys, packing = dropout_keys(key, 2), context.packing_for(len(passages.ids))
+    null = read_targets(context, params, batch, null_candidates(context, batch), keys[0], packing.null_inputs)
+    read = read_targets(context, params, batch, passages, keys[1], packing.reader_inputs)
+    log_p, is_top1 = (jnp.concatenate(pair, axis=1) for pair in zip(null, read, strict=True))  # [batch, 1 + k, m]
+    return TargetReading(log_p, is_top1, reader_inputs(*reader_query(batch), passages).lengths)
 
 
 def read_targets(
-    context: StaticContext, params: Params, batch: Batch, documents: Documents, key: Array | None = None, slots: int = 0
-) -> tuple[Array, Array]:
+    context: StaticContext, params: Params, batch: Batch, passages: PassageBatch, key: Array | None = None,
+    packed_length: int = 0,
+) -> tuple[Array, Array]:  # fmt: skip
     """Return log p(y_j|z,x) of every target, and whether no token is likelier, given each passage.
 
-    documents.ids [batch, k, d] → ([batch, k, m] float32, [batch, k, m] bool). slots: see `PackingSpec`.
+    Args:
+        passages: ids [batch, k, d].
+        packed_length: slots of the reader's inputs, see `PackingSpec`.
+
+    Returns:
+        [batch, k, m] float32, and [batch, k, m] bool.
     """
-    joint, positions = masked_inputs(batch, documents)
-    targets = jnp.repeat(batch["targets"], documents.ids.shape[1], axis=0)  # [batch · k, m]
-    log_p, is_top1 = context.model.reader.read_targets(params, joint, positions, targets, key, slots)
-    shape = (*documents.ids.shape[:2], -1)
+    reader_input, positions = masked_inputs(batch, passages)
+    targets = jnp.repeat(batch["targets"], passages.ids.shape[1], axis=0)  # [batch · k, m]
+    log_p, is_top1 = context.model.reader.read_targets(params, reader_input, positions, targets, key, packed_length)
+    shape = (*passages.ids.shape[:2], -1)
     return log_p.reshape(shape), is_top1.reshape(shape)
 
 
-def masked_inputs(batch: Batch, documents: Documents) -> tuple[ReaderInput, Array]:
+def masked_inputs(batch: Batch, passages: PassageBatch) -> tuple[ReaderInput, Array]:
     """Join masked texts with passages, ids [batch, k, d], for the reader: arrays and positions [batch · k, …]."""
-    joint = flatten_passages(reader_inputs(*reader_query(batch), documents))
-    return joint, jnp.repeat(batch["positions"], documents.ids.shape[1], axis=0)
-
-
-def null_candidates(context: StaticContext, batch: Batch) -> Documents:
-    """Return the null document as the one candidate of each text, for the reader: [batch, 1, 3]."""
-    null = null_documents(len(batch["query"]), (context.cls_id, context.sep_id))
-    return Documents(*(part[:, None] for part in null))
+    reader_input = flatten_passages(reader_inputs(*reader_query(batch), passages))
+    return reader_input, jnp.repeat(batch["positions"], passages.ids.shape[1], axis=0)
 
 
 def point_at_targets(
-    context: StaticContext, params: Params, batch: Batch, documents: Documents, key: Array | None = None
-) -> TargetsRead:
+    context: StaticContext, params: Params, batch: Batch, passages: PassageBatch, key: Array | None = None
+) -> TargetReading:
     """Read like `read_candidates`, but point at the hidden span in each passage instead of predicting its words.
 
-    log p(y|z,x) takes the place of the first token, and 0 that of the others; `is_top1` is the same for all tokens. The
-    null document has nothing to point at. Only POINTED passages are read, those that hold the span first: all others
-    leave it to be guessed, as the null document does. A span of more tokens than `span_width` is in no passage.
+    The first token has log p(y|z,x), and the others 0; `is_top1` is the same for all tokens. The null document
+    has nothing to point at. We read only MAX_POINTED passages, those that hold the span first: all others leave it to
+    be guessed, as the null document does. A span of more tokens than `span_width` is in no passage.
     """
-    holds = has_answer_span(documents, *hidden_span(batch), context.model.reader.span_width)  # [batch, k]
-    order = jnp.argsort(~holds, axis=1, stable=True)[:, :POINTED]
-    first = Documents(*(part[jnp.arange(len(order))[:, None], order] for part in documents))  # ids [batch, POINTED, d]
+    holds_span = has_answer_span(passages, *hidden_span(batch), context.model.reader.span_width)  # [batch, k]
+    order = jnp.argsort(~holds_span, axis=1, stable=True)[:, :MAX_POINTED]
+    examples = jnp.arange(len(order))[:, None]  # [batch, 1]
+    first = PassageBatch(*(part[examples, order] for part in passages))  # ids [batch, MAX_POINTED, d]
     spans = masked_spans(context, params, batch, first, key)
-    log_p, is_top1 = likelihood.pointing(spans.scores, spans.allowed, spans.correct)
-    examples, shape = jnp.arange(len(order))[:, None], (len(order), 1 + holds.shape[1])
-    log_p = jnp.full(shape, likelihood.UNSEEN).at[examples, 1 + order].set(log_p)
+    log_p, is_top1 = pointing(spans.scores, spans.allowed, spans.correct)  # [batch, MAX_POINTED]
+    shape = (len(order), 1 + holds_span.shape[1])
+    log_p = jnp.full(shape, LOG_P_UNSEEN_SPAN).at[examples, 1 + order].set(log_p)  # [batch, 1 + k]
     is_top1 = jnp.zeros(shape, bool).at[examples, 1 + order].set(is_top1)
     is_first = jnp.arange(batch["targets"].shape[1]) == 0  # [m]
     log_p = jnp.where(is_first, log_p[..., None], 0.0)  # [batch, 1 + k, m]
     is_top1 = jnp.broadcast_to(is_top1[..., None], (*shape, is_first.size))
-    return TargetsRead(log_p, is_top1, spans.joint.lengths)
+    return TargetReading(log_p, is_top1, spans.reader_input.lengths)
 
 
 def hidden_span(batch: Batch) -> tuple[Array, Array]:
-    """Return what is hidden in masked texts as the one answer of each: ids [batch, 1, m] and lengths [batch, 1]."""
+    """Return what is hidden in masked texts as the only answer of each: ids [batch, 1, m] and lengths [batch, 1]."""
     return batch["targets"][:, None], batch["weights"].sum(axis=1, keepdims=True).astype(jnp.int32)
 
 
 def masked_spans(
-    context: StaticContext, params: Params, batch: Batch, documents: Documents, key: Array | None = None
+    context: StaticContext, params: Params, batch: Batch, passages: PassageBatch, key: Array | None = None
 ) -> "SpanReading":
     """Read masked texts with passages, ids [batch, k, d], titles too, to point at what is hidden."""
-    joint = reader_inputs(*reader_query(batch), documents, titles=True)
-    return read_spans(context, params, joint, hidden_span(batch), key)
+    reader_input = reader_inputs(*reader_query(batch), passages, titles=True)
+    return read_spans(context, params, reader_input, hidden_span(batch), key)
 
 
 # --- Read a question --------------------------------------------------------------------------------------------------
@@ -527,26 +567,26 @@ class QuestionReading(NamedTuple):
     Attributes:
         rows: [batch, k].
         scores: [batch, k].
-        joint: what the reader reads, arrays [batch, k, length].
+        reader_input: questions joined with passages, arrays [batch, k, length].
         span_scores: [batch, k, length, width].
         beam: all that was retrieved.
         allowed: the spans that may be answers, like `span_scores`.
-        correct: those that are one of the batch's answers, like `span_scores`.
+        correct: the spans that are one of the batch's answers, like `span_scores`.
         prior: log p(z|x), [batch, k].
         spans: log p(span|z,x), like `span_scores`.
-        unplaced: see `MaskedReading`.
+        truncated_fraction: see `MaskedReading`.
     """
 
     rows: Array
     scores: Array
-    joint: ReaderInput
+    reader_input: ReaderInput
     span_scores: Array
     beam: FusedRanking
     allowed: Array
     correct: Array
     prior: Array
     spans: Array
-    unplaced: Mean
+    truncated_fraction: WeightedSum
 
 
 def read_question(
@@ -556,91 +596,90 @@ def read_question(
     """Retrieve a beam for questions with the stored vectors and read its first `qa.passages`.
 
     Gradient reaches the query encoder through the scores, with `qa.trains_passages` the passage encoder through those
-    of the passages that are read, and the reader through the spans. With `qa.uses_bm25_only` the reader alone learns.
+    of the passages that are read, and the reader through the spans. With `qa.uses_bm25_only` only the reader learns.
 
     Args:
-        qa: how passages are found and read.
-        context: of the run.
-        params: all parameters.
         batch: with the questions, and BM25's list if it takes part; without answers no span is correct.
-        index: that is searched.
-        key: of dropout; None: none.
         beam: passages that are retrieved.
         rerank: what orders them again before they are read.
     """
-    passages = qa.passages
     keys = dropout_keys(key, 3 if qa.trains_passages else 2)
     ranking, queries = retrieve_and_rerank(qa, context, params, batch, index, keys[0], beam, rerank)
-    scores, rows = ranking.scores, ranking.rows[:, :passages]  # [batch, beam], [batch, k]
-    slots = context.slots(len(rows))
+    scores, rows = ranking.scores, ranking.rows[:, : qa.passages]  # [batch, beam], [batch, k]
+    passages = gather_passages(index, rows)  # ids [batch, k, d]
+    packing = context.packing_for(len(rows))
     if qa.trains_passages and rerank is None:
-        vectors = embed_candidates(context, params, gather_passages(index, rows), keys[2], slots.documents)
-        fresh = jnp.where(rows >= 0, jnp.einsum("bd,bkd->bk", queries, vectors), NEGATIVE)
-        scores = jnp.concatenate([fresh, scores[:, passages:]], axis=1)
-    joint = reader_inputs(*reader_query(batch), gather_passages(index, rows), qa.titles)
-    read_scores = scores[:, :passages]
+        vectors = embed_candidates(context, params, passages, keys[2], packing.passages)
+        fresh = jnp.where(rows >= 0, jnp.einsum("bd,bkd->bk", queries, vectors), NEG_INF)  # [batch, k]
+        scores = jnp.concatenate([fresh, scores[:, qa.passages :]], axis=1)
+    reader_input = reader_inputs(*reader_query(batch), passages, qa.titles)
+    read_scores = scores[:, : qa.passages]
     no_answer = jnp.zeros((len(batch["query"]), 1, 1), jnp.int32)
     answers = batch.get("answers", no_answer), batch.get("answer_lengths", no_answer[:, :, 0])
-    read = read_spans(context, params, joint, answers, keys[1])
+    read = read_spans(context, params, reader_input, answers, keys[1])
     prior, log_p = answer_log_probabilities(read_scores, read.scores, read.allowed, qa.objective)
-    packed = [(context.model.query_lengths(batch["query_length"]), slots.queries), (joint.lengths, slots.joints)]
+
+    lengths = [(context.model.query_lengths(batch["query_length"]), packing.queries)]
+    lengths.append((reader_input.lengths, packing.reader_inputs))
     if qa.trains_passages:
-        packed.append((context.model.document_lengths(gather_passages(index, rows)), slots.documents))
-    unplaced = unplaced_share(context, packed, 2 * joint.ids.shape[-1])  # whatever templates add
+        lengths.append((context.model.document_lengths(passages), packing.passages))
+    # Twice the reader's length leaves room for what templates add.
+    truncated = truncated_fraction(context, lengths, 2 * reader_input.ids.shape[-1])
     return QuestionReading(
-        rows, read_scores, joint, read.scores, ranking._replace(scores=scores), read.allowed, read.correct, prior,
-        log_p, unplaced,
+        rows, read_scores, reader_input, read.scores, ranking._replace(scores=scores), read.allowed, read.correct,
+        prior, log_p, truncated,
     )  # fmt: skip
 
 
-# --- Spans, for both --------------------------------------------------------------------------------------------------
+# --- Spans and truncation, for both -----------------------------------------------------------------------------------
 
 
 class SpanReading(NamedTuple):
-    """The spans of passages that are read with a text; all arrays but `joint`: [batch, k, length, span_width].
+    """The spans of passages that are read with a text; arrays [batch, k, length, span_width].
 
     Attributes:
-        joint: what the reader reads.
+        reader_input: texts joined with passages, arrays [batch, k, length].
         scores: of the spans.
-        allowed: which may be pointed at.
-        correct: which are an answer.
+        allowed: spans that may be pointed at.
+        correct: spans that are an answer.
     """
 
-    joint: ReaderInput
+    reader_input: ReaderInput
     scores: Array
     allowed: Array
     correct: Array
 
 
 def read_spans(
-    context: StaticContext, params: Params, joint: ReaderInput, answers: tuple[Array, Array], key: Array | None
+    context: StaticContext, params: Params, reader_input: ReaderInput, answers: tuple[Array, Array], key: Array | None
 ) -> SpanReading:
-    """Read joint arrays [batch, k, length] to point at answers: ids [batch, a, m] and their lengths [batch, a].
+    """Read texts with passages to point at answers.
 
-    No span may be pointed at in what packing had no slot for.
-    """
-    slots, reader = context.slots(len(joint.ids)).joints, context.model.reader
-    lengths = reader.bert.placed_lengths(joint.lengths, slots, joint.ids.shape[-1])
-    allowed, correct = answer_spans(joint._replace(lengths=lengths), *answers, reader.span_width)
-    return SpanReading(joint, score_spans(context, params, joint, key, slots), allowed, correct)
-
-
-def score_spans(context: StaticContext, params: Params, joint: ReaderInput, key: Array | None, slots: int = 0) -> Array:
-    """Return span scores of joint arrays [batch, k, length]: [batch, k, length, span_width] float32."""
-    spans = context.model.reader.read_spans(params, flatten_passages(joint), key, slots)
-    return spans.reshape(*joint.ids.shape, context.model.reader.span_width)
-
-
-def unplaced_share(context: StaticContext, packed: list[tuple[Array, int]], longest: int) -> Mean:
-    """Return the share of the tokens of sequences for which packing has no slot.
+    No span may be pointed at in tokens that packing had no slot for.
 
     Args:
-        context: of the run.
-        packed: lengths [batch, …] of sequences, and the slots of a part of the batch; 0 if they are padded.
+        reader_input: arrays [batch, k, length].
+        answers: ids [batch, a, m] and their lengths [batch, a].
+    """
+    reader, packed_length = context.model.reader, context.packing_for(len(reader_input.ids)).reader_inputs
+    compute, length = reader.bert.compute, reader_input.ids.shape[-1]
+    lengths = packed_lengths(reader_input.lengths, length, packed_length, compute.mesh, compute.alignment)
+    allowed, correct = answer_spans(reader_input._replace(lengths=lengths), *answers, reader.span_width)
+    scores = reader.read_spans(params, flatten_passages(reader_input), key, packed_length)  # [batch · k, length, width]
+    return SpanReading(reader_input, scores.reshape(*reader_input.ids.shape, reader.span_width), allowed, correct)
+
+
+def truncated_fraction(context: StaticContext, sequences: list[tuple[Array, int]], longest: int) -> WeightedSum:
+    """Return the share of the tokens of sequences that packing has no slot for.
+
+    Args:
+        sequences: their lengths [batch, …], and the slots of a device's share; 0 if they are padded.
         longest: no sequence is longer.
     """
     lost, total = jnp.float32(0), jnp.float32(0)
-    for lengths, slots in packed:
-        lost += (lengths - context.model.bert.placed_lengths(lengths, slots, longest)).sum()
+    compute = context.model.bert.compute
+    for lengths, packed_length in sequences:
+        fitting = packed_lengths(lengths, longest, packed_length, compute.mesh, compute.alignment)
+        lost += (lengths - fitting).sum()
         total += lengths.sum()
-    return Mean(lost, total)
+    return WeightedSum(lost, total)

@@ -34,11 +34,11 @@ from realm_jax.mesh import (
     row_major,
 )
 from realm_jax.models.attention import select_attention
-from realm_jax.models.bert import BertConfig
-from realm_jax.models.inputs import Documents
-from realm_jax.models.realm import Params, Realm
+from realm_jax.models.inputs import PassageBatch
+from realm_jax.models.layers import BertConfig, Compute, Params
+from realm_jax.models.networks import Realm
 from realm_jax.retrieval.bm25 import Bm25, check_has_terms, load_or_build
-from realm_jax.retrieval.embed import EMBED_BATCH, GROUPS, CorpusRows, embed_corpus, filled_up, in_groups
+from realm_jax.retrieval.embed import EMBED_BATCH, GROUPS, CorpusRows, embed_corpus, in_groups, pad_rows
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.fusion import FUSION_DEPTH
 from realm_jax.retrieval.scann import BUDGET, ScannConfig
@@ -114,11 +114,11 @@ class Run:
         return CorpusRows(*self.sources.passages.document_matrix(length, special))
 
     @cached_property
-    def documents(self) -> Documents:
+    def documents(self) -> PassageBatch:
         """The corpus on the devices, sharded by rows."""
         length, special = self.config.data.document_length, self.sources.tokenizer.special
         matrix = self.sources.passages.document_matrix
-        return Documents(*self._by_rows(matrix(length, special, rows) for rows in self.own_rows))
+        return PassageBatch(*self._by_rows(matrix(length, special, rows) for rows in self.own_rows))
 
     def index(self, vectors: NDArray) -> Index:
         """An index of host vectors [rows, projection], stored as `model.dtype` and sharded by rows."""
@@ -203,7 +203,7 @@ class Run:
         size = padded_rows(self.context.rows, corpus_devices(self.mesh))
         found: list[list[jax.Array]] = []
         for (device, part), values in zip(addressable_parts(self.mesh, "rows", size), own, strict=True):
-            filled = [filled_up(array, part.stop - part.start) for array in values]
+            filled = [pad_rows(array, part.stop - part.start) for array in values]
             place = SingleDeviceSharding(device)
             found.append([jax.device_put(array, row_major(place, array.ndim)) for array in filled])
 
@@ -224,7 +224,7 @@ class Run:
         tower = {name: params[name] for name in self.model.embedder_names}
 
         def embed_batch(batch: CorpusRows) -> jax.Array:
-            return embed_program(self.model, self.mesh, tower, Documents(*put_batch(self.mesh, batch)))
+            return embed_program(self.model, self.mesh, tower, PassageBatch(*put_batch(self.mesh, batch)))
 
         size = EMBED_BATCH * self.mesh.size
         return embed_corpus(embed_batch, self.corpus if rows is None else rows, size, progress)
@@ -236,15 +236,15 @@ class Run:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def embed_program(model: Realm, mesh: Mesh, params: Params, documents: Documents) -> jax.Array:
+def embed_program(model: Realm, mesh: Mesh, params: Params, documents: PassageBatch) -> jax.Array:
     """A batch of passages, spread over the mesh, to their vectors: [batch, projection] float32."""
     platform = mesh.devices.flat[0].platform
     if platform not in GROUPS:
         return model.embed_documents(params, documents)
-    model = model.with_bert(hidden=None, **{"attention": "cpu"} if platform == "cpu" else {})
+    model = model.with_compute(hidden_sharding=None, **{"attention": "cpu"} if platform == "cpu" else {})
     rows = logical_sharding(mesh, "batch").spec  # every device takes its own in turn
 
-    def embed(params: Params, documents: Documents) -> jax.Array:
+    def embed(params: Params, documents: PassageBatch) -> jax.Array:
         return in_groups(
             lambda group: model.embed_documents(params, group),
             documents,
@@ -277,11 +277,15 @@ def check_batches(config: Config, spread: int) -> None:
 
 
 def device_options(mesh: Mesh, dtype: Any) -> dict[str, Any]:
-    """Fields of a `BertConfig` that suit the devices: how to attend; one CPU needs no place for hidden states, and
-    CPUs compute in float32 what is no product (measured: `benchmarks/README.md`)."""
+    """Return fields of a `Compute` that suit the devices.
+
+    One CPU needs no sharding of hidden states, and CPUs compute in float32 what is no product (measured:
+    `benchmarks/README.md`).
+    """
     attention = select_attention(mesh, dtype)
-    states = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else None
-    return {"attention": attention, "states": states} | ({"hidden": None} if attention == "cpu" else {})
+    state_dtype = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else None
+    fields = {"attention": attention, "state_dtype": state_dtype}
+    return fields | ({"hidden_sharding": None} if attention == "cpu" else {})
 
 
 def make_bert(model: Model, vocabulary_size: int, length: int, hidden: NamedSharding | None) -> BertConfig:
@@ -294,11 +298,13 @@ def make_bert(model: Model, vocabulary_size: int, length: int, hidden: NamedShar
         feed_forward=model.feed_forward,
         max_length=length,
         dropout=model.dropout,
-        dtype=jnp.dtype(model.dtype),
-        remat=model.remat,
-        scan=model.remat != "none",  # unless it is unrolled, the compiler cannot undo what saves memory
         hidden_act=model.hidden_act,
-        hidden=hidden,
+        compute=Compute(
+            dtype=jnp.dtype(model.dtype),
+            remat=model.remat,
+            scan=model.remat != "none",  # unless it is unrolled, the compiler cannot undo what saves memory
+            hidden_sharding=hidden,
+        ),
     )
 
 

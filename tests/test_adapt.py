@@ -35,7 +35,7 @@ from realm_jax.index.heartbeat import StatusWriter
 from realm_jax.inference.model import Model
 from realm_jax.launch.status import Heartbeats, run_status
 from realm_jax.models.folders import TOWERS
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.retrieval.vector_files import write_vectors
 from realm_jax.run import Run
 from realm_jax.storage import open_folder, read_json

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realm_jax.data import patterns
-from realm_jax.eval.answers import (
+from realm_jax.eval.answer_matching import (
     contains_pattern,
     contains_words,
     exact_match,

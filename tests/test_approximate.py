@@ -60,12 +60,12 @@ def test_shards_cover_all_rows_evenly():
 
 
 def test_small_shards_are_scored_whole_so_that_nothing_is_missed():
-    found = Searcher.of(VECTORS, SETTINGS).search(ASKED, 8)
+    found = Searcher.build(VECTORS, SETTINGS).search(ASKED, 8)
     np.testing.assert_array_equal(found, in_full(ASKED, VECTORS, 8))
 
 
 def test_trees_find_nearly_all_and_in_the_exact_order():
-    searcher = Searcher.of(VECTORS, TREES)
+    searcher = Searcher.build(VECTORS, TREES)
     found = searcher.search(ASKED, 8)
     assert recall(found, exact_rows(ASKED, VECTORS, 8)) > 0.9
     scores = np.take_along_axis(ASKED @ VECTORS.T, found, axis=1)
@@ -75,14 +75,14 @@ def test_trees_find_nearly_all_and_in_the_exact_order():
 
 def test_ties_go_to_the_lower_row():
     same = np.ones((100, 8), np.float32)
-    np.testing.assert_array_equal(Searcher.of(same, SETTINGS).search(same[:2], 3), [[0, 1, 2], [0, 1, 2]])
+    np.testing.assert_array_equal(Searcher.build(same, SETTINGS).search(same[:2], 3), [[0, 1, 2], [0, 1, 2]])
 
 
 def test_stored_bfloat16_is_what_is_searched():
     stored = VECTORS.astype(ml_dtypes.bfloat16)
     rounded = stored.astype(np.float32)
     asked = ASKED.astype(ml_dtypes.bfloat16).astype(np.float32)
-    np.testing.assert_array_equal(Searcher.of(stored, SETTINGS).search(ASKED, 8), in_full(asked, rounded, 8))
+    np.testing.assert_array_equal(Searcher.build(stored, SETTINGS).search(ASKED, 8), in_full(asked, rounded, 8))
 
 
 def test_recall_counts_what_was_found_in_any_order():
@@ -318,5 +318,6 @@ def test_a_pickle_beside_the_files_is_never_read(folder, tmp_path):
 
 def test_an_installed_tensorflow_stays_out(tmp_path):
     (tmp_path / "tensorflow.py").write_text("raise RuntimeError('TensorFlow was imported')")
-    code = "from realm_jax.retrieval.scann import _scann; _scann(); import sys; assert 'tensorflow' not in sys.modules"
+    load = "from realm_jax.retrieval.scann import load_scann; load_scann()"
+    code = f"{load}; import sys; assert 'tensorflow' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"})

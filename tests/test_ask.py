@@ -16,7 +16,7 @@ from realm_jax.cli import ask as job
 from realm_jax.cli import main as cli
 from realm_jax.data.questions import Question
 from realm_jax.eval import prediction
-from realm_jax.eval.answers import normalise
+from realm_jax.eval.answer_matching import normalise
 from realm_jax.eval.prediction import Answer, Evaluator, merge
 from realm_jax.run import Run
 from realm_jax.train.checkpoints import SavedCheckpoint

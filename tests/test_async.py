@@ -41,7 +41,7 @@ from realm_jax.index import heartbeat as status
 from realm_jax.index import job as build_job
 from realm_jax.index.async_provider import AsyncIndexProvider
 from realm_jax.index.control import ControlSignal, reduce_control
-from realm_jax.index.export import export_record, sample_vectors, to_arrays
+from realm_jax.index.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.index.heartbeat import TRAINER, read_status, trainer_status
 from realm_jax.index.watcher import IndexWatcher
 from realm_jax.run import Run

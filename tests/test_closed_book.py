@@ -12,8 +12,7 @@ from realm_jax.data.examples import Lengths, document_arrays
 from realm_jax.data.questions import Question
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
-from realm_jax.models.inputs import Documents, reader_inputs
-from realm_jax.models.realm import flatten_passages
+from realm_jax.models.inputs import PassageBatch, flatten_passages, reader_inputs
 from realm_jax.tasks.closed_book import (
     answer_positions,
     closed_book_answer,
@@ -123,7 +122,7 @@ def test_the_probability_is_of_the_pieces_up_to_the_end(alone):
     query = closed_book_query("When was Ada Dahl born?", alone.sources.tokenizer, alone.lengths)
     nothing = np.zeros(0, np.uint16)
     row = query | document_arrays(nothing, nothing, alone.lengths.document, alone.sources.tokenizer)
-    documents = Documents(*(row[f"document{part}"][None, None] for part in ("", "_length", "_title_length")))
+    documents = PassageBatch(*(row[f"document{part}"][None, None] for part in ("", "_length", "_title_length")))
     joint = flatten_passages(reader_inputs(row["query"][None], row["query_length"][None], documents))
     log_p = np.asarray(jax.nn.log_softmax(alone.model.reader.read_words(params, joint, row["positions"][None])))[0]
     pieces = log_p.argmax(axis=-1)

@@ -20,7 +20,7 @@ from realm_jax.launch.cost import (
     sent,
     transferred,
 )
-from realm_jax.models.attention import fused_attention
+from realm_jax.models.attention import KernelSettings, fused_attention
 from realm_jax.models.packing import packing
 
 PROGRAM = """HloModule jit_step, entry_computation_layout={()->f32[]}
@@ -198,9 +198,9 @@ def test_times_are_known_of_every_kernel():
     states, bias, both = jnp.zeros((1, 16, 128)), jnp.zeros((1, 1, 16)), jnp.zeros((1, 32, 128))
     seeds = jnp.zeros((1, 2), jnp.uint32)
     for rate, ending in ((0.0, ""), (0.5, "_and_drop")):
-        padded = lambda x, rate=rate: fused_attention(x, x, x, bias, seeds, 2, rate, None).sum()  # noqa: E731
+        padded = lambda x, rate=rate: fused_attention(x, x, x, bias, seeds, KernelSettings(2, rate, None)).sum()  # noqa: E731
         packed = lambda x, rate=rate: fused_attention(  # noqa: E731
-            x, x, x, layout, jnp.zeros((2, 2), jnp.uint32), 2, rate, None
+            x, x, x, layout, jnp.zeros((2, 2), jnp.uint32), KernelSettings(2, rate, None)
         ).sum()
         programs = str(jax.make_jaxpr(jax.grad(padded))(states)), str(jax.make_jaxpr(jax.grad(packed))(both))
         found = re.findall(r"\bname=((?:attend|differentiate)\w*)", "".join(programs))

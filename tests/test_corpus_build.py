@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from realm_jax.corpora import build
+from realm_jax.corpora import packer
 from realm_jax.corpora.articles import Article
-from realm_jax.corpora.build import PackingSummary, build_store
+from realm_jax.corpora.packer import PackingSummary, build_store
 from realm_jax.corpora.texts import read_passages
 from realm_jax.data import spans
 from realm_jax.data.store import PassageStore
@@ -163,7 +163,7 @@ def test_the_bytes_do_not_depend_on_batches(tmp_path, monkeypatch):
     articles = [Article(f"a{number}", "Paris", " ".join([SENTENCE] * (number % 7 + 1))) for number in range(60)]
     summaries = {}
     for name, batch in (("one", 512), ("two", 10), ("three", 7)):
-        monkeypatch.setattr(build, "_BATCH_ARTICLES", batch)
+        monkeypatch.setattr(packer, "_BATCH_ARTICLES", batch)
         summaries[name] = build_store(articles, WORDPIECE, tmp_path / name, 32)
         assert summaries[name].articles == 60 and summaries[name] == summaries["one"]
         for file in (tmp_path / "one").rglob("*.*"):
@@ -171,7 +171,7 @@ def test_the_bytes_do_not_depend_on_batches(tmp_path, monkeypatch):
 
 
 def test_a_fault_in_the_articles_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "_BATCH_ARTICLES", 5)
+    monkeypatch.setattr(packer, "_BATCH_ARTICLES", 5)
 
     def articles():
         for number in range(40):

@@ -13,7 +13,7 @@ from tiny import document_rows, random_words, tiny_realm
 
 from realm_jax.errors import UserError
 from realm_jax.mesh import make_mesh
-from realm_jax.models.inputs import Documents
+from realm_jax.models.inputs import PassageBatch
 from realm_jax.retrieval.embed import BUCKET, GROUPS, CorpusRows, batches, embed_corpus, in_groups
 from realm_jax.run import put_batch
 
@@ -42,7 +42,7 @@ def embed_on(params) -> Callable[[CorpusRows, int, int], np.ndarray]:
 
     def run(corpus: CorpusRows, batch_size: int, devices: int) -> np.ndarray:
         mesh = make_mesh(-1, 1, 1, jax.devices()[:devices])
-        return embed_corpus(lambda rows: embed(params, Documents(*put_batch(mesh, rows))), corpus, batch_size)
+        return embed_corpus(lambda rows: embed(params, PassageBatch(*put_batch(mesh, rows))), corpus, batch_size)
 
     return run
 
@@ -54,7 +54,7 @@ def vectors(corpus, embed_on) -> np.ndarray:
 
 def test_vectors_are_those_of_each_passage_by_itself(corpus, params, vectors):
     """Read at full length, one at a time: padding is not seen."""
-    one = jax.jit(lambda row: MODEL.embed_documents(params, Documents(*(part[None] for part in row)))[0])
+    one = jax.jit(lambda row: MODEL.embed_documents(params, PassageBatch(*(part[None] for part in row)))[0])
     alone = np.stack([one(CorpusRows(*(jnp.asarray(part[row]) for part in corpus))) for row in range(ROWS)])
     np.testing.assert_allclose(vectors, alone, atol=2e-6)
     assert vectors.dtype == np.float32 and np.ptp(vectors, axis=0).min() > 0.01
@@ -80,7 +80,7 @@ def some_corpus(lengths: list[int], longest: int) -> CorpusRows:
 @pytest.mark.parametrize("group, skip_empty", [(8, True), (16, False), (7, False)])
 def test_groups_have_the_vectors_of_a_whole_batch(corpus, group, skip_empty):
     """Of thirty-two passages; seven do not divide them, so that they are one group."""
-    documents = Documents(*(jnp.asarray(np.concatenate([part, part[:2]])) for part in corpus))
+    documents = PassageBatch(*(jnp.asarray(np.concatenate([part, part[:2]])) for part in corpus))
     params = MODEL.init(jax.random.key(0))
     whole = jax.jit(MODEL.embed_documents)(params, documents)
     embed = partial(MODEL.embed_documents, params)
@@ -91,12 +91,12 @@ def test_groups_have_the_vectors_of_a_whole_batch(corpus, group, skip_empty):
 def test_groups_that_only_fill_up_a_batch_are_not_embedded():
     embedded = []
 
-    def embed(group: Documents) -> jax.Array:
+    def embed(group: PassageBatch) -> jax.Array:
         jax.debug.callback(lambda ids: embedded.append(ids), group.ids[:, 0])
         return group.ids[:, :1] + 1.0
 
     corpus = some_corpus([5] * (GROUP + 1), 16)
-    program = jax.jit(lambda rows: in_groups(embed, Documents(*rows), GROUP))
+    program = jax.jit(lambda rows: in_groups(embed, PassageBatch(*rows), GROUP))
     vectors = embed_corpus(lambda rows: program(CorpusRows(*map(jnp.asarray, rows))), corpus, 4 * GROUP)
     jax.effects_barrier()
     assert len(embedded) == 2

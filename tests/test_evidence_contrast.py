@@ -14,7 +14,7 @@ from realm_jax.data.evidence import find_evidence
 from realm_jax.data.examples import dataset
 from realm_jax.data.held_out import trained_rows
 from realm_jax.errors import UserError
-from realm_jax.models.inputs import Documents
+from realm_jax.models.inputs import PassageBatch
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
 from realm_jax.tasks.evidence_contrast import evidence_loss, without_span
@@ -81,14 +81,14 @@ def test_the_loss_is_that_of_every_right_passage_among_all_of_the_batch(trained)
     passages = [
         [batch[f"{kind}document{part}"] for part in ("", "_length", "_title_length")] for kind in ("", "other_")
     ]
-    vectors = np.concatenate([run.model.embed_documents(last, Documents(*parts)) for parts in passages])
+    vectors = np.concatenate([run.model.embed_documents(last, PassageBatch(*parts)) for parts in passages])
     queries = np.asarray(run.model.embed_queries(last, batch["query"], batch["query_length"]))
     rows, owners = (
         np.concatenate([batch[name], batch[f"other_{other}"]]).tolist()
         for name, other in [("own_row", "row"), ("owner", "owner")]
     )
     wanted = by_loops(queries @ vectors.T, rows, owners, np.asarray(batch["right_rows"]).tolist())
-    found = jax.jit(lambda batch: evidence_loss(run.context, last, batch, None)["loss"].value)(batch)
+    found = jax.jit(lambda batch: evidence_loss(run.context, last, batch, None)["loss"].mean)(batch)
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
 

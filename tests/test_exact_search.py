@@ -121,10 +121,11 @@ def test_as_many_rows_are_scored_at_a_time_as_memory_is_given_for(monkeypatch):
     queries, vectors = whole_numbers(1000, seed=2, queries=7)
     wanted = by_sorting(queries, vectors, 4)
     programs = set()
-    for kept, gathered in ((exact.KEPT, exact.GATHERED), (0, exact.GATHERED), (0, 3 * 4 * GROUP * SIZE * 4), (0, 0)):
-        monkeypatch.setattr(exact, "KEPT", kept)
+    usual, three = exact.MAX_GATHERED_BYTES, 3 * 4 * GROUP * SIZE * 4
+    for kept, gathered in ((exact.MAX_SCORE_BYTES, usual), (0, usual), (0, three), (0, 0)):
+        monkeypatch.setattr(exact, "MAX_SCORE_BYTES", kept)
         monkeypatch.setattr(exact, "BLOCK", 384)
-        monkeypatch.setattr(exact, "GATHERED", gathered)
+        monkeypatch.setattr(exact, "MAX_GATHERED_BYTES", gathered)
         find = jax.jit(lambda q, v: search(ONE, q, v, 1000, 4))
         placed = place(ONE, vectors, 1000)
         found = find(queries, placed)

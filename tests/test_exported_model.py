@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from tiny_run import open_config, tiny_config
 
 from realm_jax.errors import UserError
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.train import exported_model as exported_model_module
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.exported_model import exported_model, find_exported_model, write_exported_model

@@ -497,7 +497,7 @@ def test_the_disk_stays_full_for_an_export_that_is_due(people, stops, tmp_path, 
     run, left = open_tiny(people, tmp_path, wait_seconds=2.0, adopt_after=5), ["full"]
     for name, seconds in (("EXPORT_SECONDS", 0.5), ("HEARTBEAT_SECONDS", 0.5)):
         monkeypatch.setattr(f"realm_jax.index.async_provider.{name}", seconds)
-    monkeypatch.setattr("realm_jax.index.export.RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("realm_jax.index.exporter.RETRY_SECONDS", 0.1)
     before_write(fails(errno.ENOSPC, lambda path: left and "/exports/2/" in path))
     with stops(run, UserError, "an export could not be written within config.refresh.wait_seconds=2", same=False):
         assert SavedCheckpoint.newest(tmp_path / "realm" / "checkpoints").step == 4

@@ -1,7 +1,5 @@
 """Gradients of a batch part by part against all at once: the same, up to the order of sums."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +19,8 @@ from tiny import (
     tiny_realm,
 )
 
-from realm_jax.models.bert import Bert, BertConfig
+from realm_jax.models.bert import Bert
+from realm_jax.models.layers import BertConfig
 from realm_jax.train.step import gradients, loss_and_metrics, split
 
 ROWS, BATCH = 20, 8
@@ -122,12 +121,13 @@ def test_layers_computed_again_or_in_a_loop_have_the_same_gradient(params, remat
 @pytest.mark.parametrize("attention", ["xla", "tpu"])
 def test_what_products_give_is_kept_where_dots_are(attention, scan):
     """Of every layer the six products and what it attends to: the policy has to see them inside of custom gradients."""
-    config = BertConfig(30, width=128, layers=3, heads=2, feed_forward=256, max_length=16, attention=attention)
+    config = BertConfig(30, width=128, layers=3, heads=2, feed_forward=256, max_length=16)
+    config = config.with_compute(attention=attention)
     ids = jnp.zeros((2, 16), jnp.int32)
     params = jax.eval_shape(lambda: nn.unbox(Bert(config).init(jax.random.key(0), ids, ids, ids == 0)))
 
     def kept(remat):
-        bert = Bert(dataclasses.replace(config, remat=remat, scan=scan))
+        bert = Bert(config.with_compute(remat=remat, scan=scan))
         rngs = {"dropout": jax.random.key(1)}
         run = lambda params: bert.apply(params, ids, ids, ids == 0, deterministic=False, rngs=rngs)  # noqa: E731
         back = jax.eval_shape(lambda params: jax.vjp(run, params)[1], params)
@@ -142,8 +142,9 @@ def test_what_products_give_is_kept_where_dots_are(attention, scan):
     ("attention", "remat", "rolled"), [("tpu", "dots", False), ("tpu", "layer", True), ("xla", "dots", True)]
 )
 def test_layers_are_unrolled_on_tpus_where_products_are_kept(attention, remat, rolled):
-    config = BertConfig(30, width=128, layers=5, heads=2, feed_forward=256, max_length=16, attention=attention)
-    bert, ids = Bert(dataclasses.replace(config, remat=remat, scan=True)), jnp.zeros((2, 16), jnp.int32)
+    config = BertConfig(30, width=128, layers=5, heads=2, feed_forward=256, max_length=16)
+    config = config.with_compute(attention=attention)
+    bert, ids = Bert(config.with_compute(remat=remat, scan=True)), jnp.zeros((2, 16), jnp.int32)
     params = jax.eval_shape(lambda: nn.unbox(Bert(config).init(jax.random.key(0), ids, ids, ids == 0)))
     traced = jax.make_jaxpr(lambda params: bert.apply(params, ids, ids, ids == 0))(params)
     loops = [equation.params for equation in traced.eqns if equation.primitive.name == "scan"]

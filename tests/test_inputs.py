@@ -8,7 +8,7 @@ from tiny import SPECIAL, document_rows, query_rows
 
 from realm_jax.data import layouts
 from realm_jax.models import inputs
-from realm_jax.models.inputs import Documents, ReaderInput
+from realm_jax.models.inputs import PassageBatch, ReaderInput
 
 join = jax.jit(inputs.reader_inputs)
 contains = jax.jit(inputs.contains_phrase)
@@ -24,8 +24,8 @@ passages = st.lists(st.tuples(words(4), words(14)), min_size=4, max_size=4)  # t
 settle = settings(max_examples=60, deadline=None)
 
 
-def two_by_two(documents: Documents) -> Documents:
-    return Documents(*(part.reshape(2, 2, *part.shape[1:]) for part in documents))
+def two_by_two(documents: PassageBatch) -> PassageBatch:
+    return PassageBatch(*(part.reshape(2, 2, *part.shape[1:]) for part in documents))
 
 
 def join_texts(queries: list[list[int]], texts) -> ReaderInput:
@@ -58,10 +58,10 @@ def test_segments_of_documents_are_those_of_the_text_layouts(texts):
 
 
 def test_the_null_document_is_empty_and_the_joint_with_it_ends_in_two_separators():
-    query, null = query_rows([[7, 8], [9]], 6), inputs.null_documents(2, (SPECIAL.cls, SPECIAL.sep))
+    query, null = query_rows([[7, 8], [9]], 6), inputs.null_passages(2, (SPECIAL.cls, SPECIAL.sep))
     np.testing.assert_array_equal(null.ids, [layouts.document([], [], 3, SPECIAL).ids] * 2)
     np.testing.assert_array_equal(document_segments(null), [[0, 0, 1]] * 2)
-    joint = inputs.reader_inputs(query["query"], query["query_length"], Documents(*(part[:, None] for part in null)))
+    joint = inputs.reader_inputs(query["query"], query["query_length"], PassageBatch(*(part[:, None] for part in null)))
     cls, sep = SPECIAL.cls, SPECIAL.sep
     assert joint.ids[:, 0].tolist() == [[cls, 7, 8, sep, sep, 0, 0], [cls, 9, sep, sep, 0, 0, 0]]
     assert joint.segments[:, 0].tolist() == [[0, 0, 0, 0, 1, 0, 0], [0, 0, 0, 1, 0, 0, 0]]
@@ -127,7 +127,7 @@ def test_answers_are_found_as_by_plain_loops(queries, texts, answers):
 def test_a_joint_with_titles_has_them_before_the_body_and_no_span_in_them():
     """[CLS] 4 [SEP] 5 [SEP] 6 5 [SEP]: the title says 5 as well."""
     query, documents = query_rows([[4]], 4), document_rows([([5], [6, 5]), ([], [6])], length=8)
-    documents = Documents(*(part[None] for part in documents))
+    documents = PassageBatch(*(part[None] for part in documents))
     joint = inputs.reader_inputs(query["query"], query["query_length"], documents, titles=True)
     assert joint.ids[0].tolist() == [[1, 4, 2, 5, 2, 6, 5, 2, 0, 0, 0], [1, 4, 2, 2, 6, 2, 0, 0, 0, 0, 0]]
     assert joint.segments[0].tolist() == [[0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0]]
@@ -149,7 +149,9 @@ def test_the_reference_case_of_a_question_and_two_blocks():
     """Question 7 8, blocks 21…24 and 31 32, answers 22 23 and 40, at eight places: the block is cut, [SEP] is last."""
     query = query_rows([[7, 8]], 4)
     documents = document_rows([([], [21, 22, 23, 24]), ([], [31, 32])], length=6)
-    joint = inputs.reader_inputs(query["query"], query["query_length"], Documents(*(part[None] for part in documents)))
+    joint = inputs.reader_inputs(
+        query["query"], query["query_length"], PassageBatch(*(part[None] for part in documents))
+    )
     assert joint.ids[0].tolist() == [[1, 7, 8, 2, 21, 22, 23, 2], [1, 7, 8, 2, 31, 32, 2, 0]]
     _, correct = inputs.answer_spans(joint, *answer_arrays([[[22, 23], [40]]], 10), 10)
     assert np.argwhere(correct[0]).tolist() == [[0, 5, 1]]  # the first block, pieces 5 to 6; nothing in the second

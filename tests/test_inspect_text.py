@@ -17,8 +17,7 @@ from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
 from realm_jax.inference.answers import answers
 from realm_jax.inference.inspection import Masked, inspect_question, inspect_sentence, masked_text, parse
-from realm_jax.models.inputs import Documents, null_documents, reader_inputs
-from realm_jax.models.realm import flatten_passages
+from realm_jax.models.inputs import PassageBatch, flatten_passages, null_passages, reader_inputs
 from realm_jax.train.trained_run import TrainedRun, open_run_for_inference, restore
 
 SENTENCE = "Ada Brandt was born in [1801]."
@@ -73,11 +72,11 @@ def test_likelihoods_are_what_the_reader_says_beside_each_passage(trained, seen)
     count = int(example["weights"].sum())
     for row, one in zip(rows_of(trained, seen), seen["passages"], strict=True):
         if row is None:
-            documents = null_documents(1, (run.context.cls_id, run.context.sep_id))
+            documents = null_passages(1, (run.context.cls_id, run.context.sep_id))
         else:
-            documents = Documents(*(part[row][None] for part in trained.index.documents))
+            documents = PassageBatch(*(part[row][None] for part in trained.index.documents))
         joint = reader_inputs(
-            example["query"][None], example["query_length"][None], Documents(*(part[:, None] for part in documents))
+            example["query"][None], example["query_length"][None], PassageBatch(*(part[:, None] for part in documents))
         )
         words = run.model.reader.read_words(trained.params, flatten_passages(joint), example["positions"][None])[0]
         log_p = [words[place, example["targets"][place]] for place in range(count)]
@@ -90,7 +89,7 @@ def test_likelihoods_are_what_the_reader_says_beside_each_passage(trained, seen)
 def test_the_share_is_of_the_null_document_and_the_whole_corpus(trained, seen):
     run = trained.run
     query = query_vector(run, trained.params, masked_text(run, parse(SENTENCE), 1))
-    empty = null_documents(1, (run.context.cls_id, run.context.sep_id))
+    empty = null_passages(1, (run.context.cls_id, run.context.sep_id))
     nothing = np.exp(float(query @ run.model.embed_documents(trained.params, empty)[0]))
     weights = np.exp(np.asarray(trained.index.vectors, np.float64)[: run.context.rows] @ query)
     held = nothing + sum(weights[row] for row in rows_of(trained, seen) if row is not None)

@@ -7,8 +7,8 @@ import pytest
 from tiny_run import write_lines
 
 from realm_jax.errors import UserError
-from realm_jax.eval.metrics import compare, compute_metrics, describe_metric, over_seeds, summarise
 from realm_jax.eval.prediction_files import read_predictions, settings_file, trec_qrels, trec_run
+from realm_jax.eval.question_metrics import compare, compute_metrics, describe_metric, over_seeds, summarise
 
 
 def passages(*hits: bool, gold: int | None = None) -> list[dict]:

@@ -18,7 +18,7 @@ from realm_jax.cli.prepare import prepare
 from realm_jax.config import INHERITED, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.models.inputs import Documents, document_sequences, query_sequences
+from realm_jax.models.inputs import PassageBatch, document_sequences, query_sequences
 from realm_jax.models.prompts import Template, compiled, parse
 from realm_jax.train.init_from import fill_from_pretrained, find_source
 from realm_jax.train.recipe import open_run
@@ -303,7 +303,7 @@ PIECES = st.lists(st.integers(4, 49), max_size=5)
 @given(PIECES, PIECES, PIECES, PIECES, st.booleans())
 def test_a_passage_is_laid_out_as_one_text(title, body, before, between, titled):
     template = Template(tuple(before), tuple(between), titled)
-    found = document_sequences(Documents(*document_rows([(title, body)])), template)
+    found = document_sequences(PassageBatch(*document_rows([(title, body)])), template)
     wanted = [SPECIAL.cls, *before, *(title if titled else []), *between, *body, SPECIAL.sep]
     assert found.ids.shape == (1, DOCUMENT - 1 + template.size)
     assert found.ids[0, : len(wanted)].tolist() == wanted and not found.ids[0, len(wanted) :].any()

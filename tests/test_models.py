@@ -13,9 +13,10 @@ from tiny import VOCABULARY, document_rows, query_rows, random_words, tiny_bert,
 
 from realm_jax.models import attention
 from realm_jax.models.attention import cpu_attention, dot_product_attention, select_attention
-from realm_jax.models.bert import Bert, BertConfig, initializer, matrix_product
-from realm_jax.models.inputs import Documents, ReaderInput, document_segments, reader_inputs
-from realm_jax.models.realm import Realm, flatten_passages
+from realm_jax.models.bert import Bert
+from realm_jax.models.inputs import PassageBatch, ReaderInput, document_segments, flatten_passages, reader_inputs
+from realm_jax.models.layers import BertConfig, initializer, matrix_product
+from realm_jax.models.networks import Realm
 from realm_jax.models.weights import networks
 
 BATCH = 3
@@ -41,7 +42,7 @@ def queries() -> dict[str, np.ndarray]:
     return query_rows([random_words(rng, size) for size in (5, 3, 8)])
 
 
-def documents() -> Documents:
+def documents() -> PassageBatch:
     rng = np.random.default_rng(2)
     sizes = ((2, 9), (0, 4), (3, 7))
     return document_rows([(random_words(rng, title), random_words(rng, body)) for title, body in sizes])
@@ -50,7 +51,7 @@ def documents() -> Documents:
 def joint() -> ReaderInput:
     """Each query joined with one passage."""
     query = queries()
-    whole = reader_inputs(query["query"], query["query_length"], Documents(*(part[:, None] for part in documents())))
+    whole = reader_inputs(query["query"], query["query_length"], PassageBatch(*(part[:, None] for part in documents())))
     return ReaderInput(*map(np.asarray, flatten_passages(whole)))
 
 
@@ -66,7 +67,7 @@ def by_names(network: str) -> dict[str, np.ndarray]:
     for part in networks(MODEL)[network]:
         for tensor in part.tensors:
             array = np.asarray(functools.reduce(dict.__getitem__, tensor.path, parameters()[network]), np.float64)
-            found[tensor.name] = array.T if tensor.turned else array
+            found[tensor.name] = array.T if tensor.is_transposed else array
     return found
 
 
@@ -171,7 +172,7 @@ def test_both_towers_start_equal_and_can_be_donated():
 def test_a_shared_tower_embeds_queries_and_documents():
     """One tree of parameters; a document that is all title has segments 0, as a query has."""
     model, query = tiny_realm(shared_tower=True, layers=1), queries()
-    as_document = Documents(query["query"], query["query_length"], query["query_length"] - 2)
+    as_document = PassageBatch(query["query"], query["query_length"], query["query_length"] - 2)
     assert set(jax.eval_shape(model.init, jax.random.key(0))) == {"embedder", "reader"}
     params = {"embedder": parameters()["query_embedder"]}
     from_query = jax.jit(model.embed_queries)(params, query["query"], query["query_length"])
@@ -235,7 +236,7 @@ def test_a_temperature_divides_the_vectors_of_queries():
 @pytest.mark.parametrize("states", [None, jnp.float32])
 def test_bfloat16_is_for_matrix_products_alone(states):
     """LayerNorm (its reciprocal root and sums), softmax (its exponential, maximum and sum) and all results: float32."""
-    program = functools.partial(everything, tiny_realm(dtype=jnp.bfloat16, states=states), joint())
+    program = functools.partial(everything, tiny_realm(dtype=jnp.bfloat16, state_dtype=states), joint())
     equations = list(primitives(jax.make_jaxpr(program)(parameters()).jaxpr))
     sensitive = {"exp", "rsqrt", "log", "reduce_sum", "reduce_max", "div"}
     assert {"exp", "rsqrt", "log", "reduce_sum", "reduce_max"} <= {e.primitive.name for e in equations}
@@ -288,7 +289,7 @@ def test_bfloat16_stays_near_float32(states):
     vectors = embed_queries(parameters(), query["query"], query["query_length"])
     scores = vectors @ embed_documents(parameters(), documents()).T
     exact = (vectors, scores, read_words(parameters(), inputs, POSITIONS), read_spans(parameters(), inputs))
-    near = tiny_realm(dtype=jnp.bfloat16, states=states)
+    near = tiny_realm(dtype=jnp.bfloat16, state_dtype=states)
     close = jax.jit(functools.partial(everything, near, inputs))(parameters())
     for a, b, tolerance in zip(exact, close, (0.1, 0.3, 0.1, 0.1), strict=True):
         assert 0 < np.abs(a - b).max() < tolerance
@@ -314,7 +315,7 @@ def test_norm_scale_sets_the_length_of_fresh_vectors():
 @pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 0.05)])
 def test_attending_in_turn_has_the_values_and_gradients_of_attending_at_once(monkeypatch, dtype, tolerance):
     """Its backward pass is written by hand. Queries may be fewer than keys."""
-    monkeypatch.setattr(attention, "LONG", 1)
+    monkeypatch.setattr(attention, "MIN_LOOP_SCORES", 1)
     parts = jax.random.normal(jax.random.key(0), (4, 3, 20, 16), dtype)
     mask = jnp.arange(20) < jnp.array([20, 7, 1])[:, None]
 
@@ -376,11 +377,11 @@ def test_layers_attend_in_the_way_that_suits_the_devices(platform, devices, dtyp
 
 def test_long_sequences_are_embedded_in_turn_where_asked(monkeypatch):
     """The same vectors, and no product over the whole batch's scores."""
-    monkeypatch.setattr(attention, "LONG", 1)
+    monkeypatch.setattr(attention, "MIN_LOOP_SCORES", 1)
     config = BertConfig(30, width=8, layers=2, heads=2, feed_forward=16, max_length=12, dropout=0.0)
     ids = jax.random.randint(jax.random.key(1), (5, 12), 0, 30)
     mask = jnp.arange(12) < jnp.arange(8, 13)[:, None]
-    towers = [Bert(dataclasses.replace(config, attention=way)) for way in ("xla", "cpu")]
+    towers = [Bert(config.with_compute(attention=way)) for way in ("xla", "cpu")]
     params = towers[0].init(jax.random.key(0), ids, ids * 0, mask)
     states = [np.asarray(tower.apply(params, ids, ids * 0, mask)) for tower in towers]
     np.testing.assert_allclose(*states, atol=1e-5)

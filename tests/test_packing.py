@@ -18,7 +18,7 @@ from realm_jax.assemble import make_run
 from realm_jax.config import QaConfig
 from realm_jax.data.examples import batches
 from realm_jax.data.sources import open_sources
-from realm_jax.forward import PackingSpec, read_question, unplaced_share
+from realm_jax.forward import PackingSpec, read_question, truncated_fraction
 from realm_jax.launch.cost import program_cost
 from realm_jax.launch.plan import devices_to_compile_for
 from realm_jax.mesh import batch_parts, logical_sharding, make_mesh
@@ -30,20 +30,21 @@ from realm_jax.models.attention import (
     packed_attention,
     tpu_attention,
 )
-from realm_jax.models.bert import Bert, BertConfig
-from realm_jax.models.encoder import Embedder
+from realm_jax.models.bert import Bert
+from realm_jax.models.layers import BertConfig
 from realm_jax.models.packing import (
-    BalancedOrder,
+    BalancedPermutation,
     fitting_lengths,
-    pack,
+    pack_tokens,
+    packed_lengths,
     packing,
     snake_order,
-    take_positions,
-    unpack,
+    unpack_tokens,
 )
+from realm_jax.models.retriever import Embedder
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
-from realm_jax.tasks.packed import PlacesMonitor, places_needed
+from realm_jax.tasks.packed import TruncationMonitor, slots_needed
 from realm_jax.train.step import gradients
 
 LENGTHS = np.array([12, 1, 7, 3, 12, 9])
@@ -55,25 +56,25 @@ def states(width=4, batch=6):
     return np.random.default_rng(0).normal(size=(batch, 12, width)).astype(np.float32)
 
 
-@pytest.mark.parametrize("parts, places, alignment", [(1, 60, 1), (2, 40, 4), (3, 24, 1)])
-def test_what_is_packed_comes_back(parts, places, alignment):
-    layout, padded = packing(jnp.array(MASK), parts, places, alignment), states()
-    packed = pack(padded, layout)
-    assert packed.shape == (parts, places, 4) and (np.asarray(layout.starts) % alignment == 0).all()
-    np.testing.assert_array_equal(unpack(packed, layout), padded * MASK[..., None])
+@pytest.mark.parametrize("parts, slots, alignment", [(1, 60, 1), (2, 40, 4), (3, 24, 1)])
+def test_what_is_packed_comes_back(parts, slots, alignment):
+    layout, padded = packing(jnp.array(MASK), parts, slots, alignment), states()
+    packed = layout.pack(padded)
+    assert packed.shape == (parts, slots, 4) and (np.asarray(layout.starts) % alignment == 0).all()
+    np.testing.assert_array_equal(layout.unpack(packed), padded * MASK[..., None])
     np.testing.assert_array_equal(jnp.abs(packed).sum(-1) > 0, layout.used)
     wanted = np.take_along_axis(padded, POSITIONS[..., None], axis=1)
-    np.testing.assert_array_equal(take_positions(packed, layout, POSITIONS), wanted)
+    np.testing.assert_array_equal(layout.take(packed, POSITIONS), wanted)
     numbers = np.arange(6) + 10
     of_rows = np.repeat(numbers, LENGTHS)
-    np.testing.assert_array_equal(layout.of_sequence(numbers)[layout.used], of_rows)
-    np.testing.assert_array_equal(layout.rows[layout.used], np.concatenate([np.arange(one) for one in LENGTHS]))
+    np.testing.assert_array_equal(layout.per_token(numbers)[layout.used], of_rows)
+    np.testing.assert_array_equal(layout.positions[layout.used], np.concatenate([np.arange(one) for one in LENGTHS]))
 
 
 def test_packing_and_unpacking_are_transposes():
     layout, padded = packing(jnp.array(MASK), 2, 30), states()
     packed = np.random.default_rng(1).normal(size=(2, 30, 4)).astype(np.float32)
-    for work, taken, given in ((pack, padded, packed), (unpack, packed, padded)):
+    for work, taken, given in ((pack_tokens, padded, packed), (unpack_tokens, packed, padded)):
         (found,) = jax.vjp(lambda one, work=work: work(one, layout), taken)[1](given)
         wanted = jax.linear_transpose(
             lambda one, work=work: work.fun(one, layout), jax.ShapeDtypeStruct(taken.shape, taken.dtype)
@@ -98,18 +99,17 @@ def test_of_what_does_not_fit_the_longest_lose_their_last_tokens():
 def test_a_tower_gives_the_same_of_packed_sequences(positions, dropout, changes):
     """Its gradients too, and what drops out of states and of attention's weights."""
     config = BertConfig(30, width=16, layers=3, heads=2, feed_forward=32, max_length=12, dropout=dropout)
-    config = dataclasses.replace(config, scan="remat" in changes, **changes)
+    config = config.with_compute(scan="remat" in changes, **changes)
     ids = np.random.default_rng(0).integers(0, 30, MASK.shape)
-    tower = Bert(config)
-    params = nn.unbox(tower.init(jax.random.key(0), ids, ids % 2, MASK))
+    params = nn.unbox(Bert(config).init(jax.random.key(0), ids, ids % 2, MASK))
 
     @partial(jax.jit, static_argnums=1)
-    def both(params, places):
+    def both(params, packed_length):
+        tower = Bert(config.with_compute(packed_length=packed_length))
+
         def loss(params):
             rngs = {"dropout": jax.random.key(1)}
-            found = tower.apply(
-                params, ids, ids % 2, MASK, positions, deterministic=not dropout, rngs=rngs, places=places
-            )
+            found = tower.apply(params, ids, ids % 2, MASK, positions, deterministic=not dropout, rngs=rngs)
             found = found if positions is not None else found * MASK[..., None]
             return (found * jnp.cos(jnp.arange(found.size).reshape(found.shape))).sum(), found
 
@@ -168,20 +168,20 @@ def test_the_kernel_compiles_for_every_chip(chips):
 
 def test_places_are_what_batches_need():
     """Of sequences that are all alike as many as they have; of others seldom fewer than a batch needs."""
-    same = places_needed(np.array([10]), np.array([21]), (1, 8, 5), 64)
+    same = slots_needed(np.array([10]), np.array([21]), (1, 8, 5), 64)
     assert same == 8 * 5 * (31 + 0.05 * 10), "texts are a sample"
-    longer = places_needed(np.array([10]), np.array([15, 27]), (100, 8, 50), 64)
+    longer = slots_needed(np.array([10]), np.array([15, 27]), (100, 8, 50), 64)
     assert 8 * 50 * (31 + 0.199 * 6) < longer < 8 * 50 * (31 + 0.201 * 6), "what is retrieved is longer"
-    aligned = places_needed(np.array([10]), np.array([21]), (1, 8, 5), 64, alignment=16)
+    aligned = slots_needed(np.array([10]), np.array([21]), (1, 8, 5), 64, alignment=16)
     assert aligned == np.ceil(8 * 5 * (32 + 0.05 * 10) / 16) * 16
-    assert places_needed(np.array([10]), np.array([53]), (1, 8, 5), 64) == 0, "hardly anything is padding"
-    assert places_needed(np.array([1]), np.array([2]), (1, 1, 2), 64) == 64, "a kernel's window fits"
+    assert slots_needed(np.array([10]), np.array([53]), (1, 8, 5), 64) == 0, "hardly anything is padding"
+    assert slots_needed(np.array([1]), np.array([2]), (1, 1, 2), 64) == 64, "a kernel's window fits"
     rng = np.random.default_rng(1)
     queries, passages = rng.integers(5, 30, 1000), rng.integers(20, 60, 1000)
-    places = places_needed(queries, passages, (1, 8, 5), 90)
+    places = slots_needed(queries, passages, (1, 8, 5), 90)
     drawn = (rng.choice(queries, (20_000, 8, 1)) + rng.choice(passages, (20_000, 8, 5))).sum(axis=(1, 2))
     assert 0 < (drawn > places).sum() < 20 and places < 0.8 * 8 * 5 * 90
-    assert places_needed(queries, passages, (16, 8, 5), 90) < places, "long joints are shared out"
+    assert slots_needed(queries, passages, (16, 8, 5), 90) < places, "long joints are shared out"
 
 
 def test_parts_have_about_the_same_length():
@@ -192,9 +192,9 @@ def test_parts_have_about_the_same_length():
 
     @jax.jit
     def there_and_back(lengths, ids):
-        order = BalancedOrder.of(lengths, mesh)
+        order = BalancedPermutation.by_length(lengths, mesh)
         found = order.apply((lengths, ids))
-        return found, order.undo((found, found[1] > 40))
+        return found, order.inverse((found, found[1] > 40))
 
     (found, rows), ((again, _), long) = there_and_back(lengths, ids)
     np.testing.assert_array_equal(rows[:, 2], found)
@@ -204,7 +204,7 @@ def test_parts_have_about_the_same_length():
     np.testing.assert_array_equal(again, lengths)
     np.testing.assert_array_equal(long, ids > 40)
     alone = make_mesh(devices=jax.devices()[:1], data=1, fsdp=1)
-    assert BalancedOrder.of(lengths, alone).order is None and BalancedOrder.of(lengths, None).order is None
+    assert all(BalancedPermutation.by_length(lengths, devices).order is None for devices in (alone, None))
 
 
 def test_sequences_stay_within_a_slice():
@@ -214,11 +214,12 @@ def test_sequences_stay_within_a_slice():
     batch = {name: jax.device_put(one, logical_sharding(mesh, "batch")) for name, one in batch.items()}
 
     def gradient(batch):
-        order = BalancedOrder.of(batch["length"], mesh)
+        order = BalancedPermutation.by_length(batch["length"], mesh)
         found = order.apply(batch)
         weights = jnp.arange(64.0).reshape(32, 2)
         floats = found["ids"].astype(jnp.float32)
-        return found, order.undo(found), jax.grad(lambda states: (order.undo(states) * weights).sum())(floats), weights
+        gradients = jax.grad(lambda states: (order.inverse(states) * weights).sum())(floats)
+        return found, order.inverse(found), gradients, weights
 
     work = jax.jit(gradient)
     found, again, gradients, weights = work(batch)
@@ -243,12 +244,13 @@ def test_a_vector_is_that_of_what_has_a_place(pooling):
     ids = np.random.default_rng(0).integers(0, 30, MASK.shape)
     params = nn.unbox(tower.init(jax.random.key(0), ids, 0 * ids, MASK))
     kept = np.arange(12) < np.minimum(LENGTHS, 8)[:, None]
-    found, wanted = (tower.apply(params, ids, 0 * ids, *given) for given in ((MASK, True, 36), (kept,)))
+    packed = tower.clone(config=config.with_compute(packed_length=36))
+    found, wanted = packed.apply(params, ids, 0 * ids, MASK), tower.apply(params, ids, 0 * ids, kept)
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def test_lost_pieces_are_said_once():
-    monitor = PlacesMonitor()
+    monitor = TruncationMonitor()
     assert monitor({"step": 1, "unplaced": 0.005}) is None and monitor({"step": 2, "recall@5": 0.5}) is None
     assert "step 3: packing had no place for 2.0% of the pieces" in monitor({"step": 3, "unplaced": 0.02})
     assert monitor({"step": 4, "unplaced": 0.02}) is None
@@ -268,7 +270,7 @@ def test_a_step_of_realm_is_the_same_packed(people, tmp_path, devices, marginal)
     packed = task.packed_context.packing
     assert packed is not None and packed.examples == 8 // devices // 2
     sequences = packed.examples * 3
-    assert 0 < packed.joints < sequences * 62 and 0 < packed.documents < sequences * 48
+    assert 0 < packed.reader_inputs < sequences * 62 and 0 < packed.passages < sequences * 48
     params = run.initial_params()
     index = run.index(np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32))
     stream = batches(task.examples(params, lambda: None), 0, task.stream, 8, 0, 1)
@@ -281,7 +283,7 @@ def assert_same_step(task, params, batch, index, names):
     """A step's gradients and values are the same packed, as its task works it out, and padded."""
     context = task.packed_context
     packed, rows = context.packing, batch_parts(context.mesh)
-    states = f"tensor<{rows}x{packed.joints}x{context.model.reader.bert.width}x"
+    states = f"tensor<{rows}x{packed.reader_inputs}x{context.model.reader.bert.width}x"
 
     def of(places):
         task.__dict__["packed_context"] = dataclasses.replace(context, packing=places)
@@ -335,8 +337,8 @@ def test_a_step_of_other_tasks_is_the_same_packed(named_people, tmp_path, name, 
     packed = task.packed_context.packing
     assert packed.examples == 16 // devices // parts
     read = packed.examples * (3 if name == "qa" else 1)
-    assert 0 < packed.joints < read * 62
-    assert (0 < packed.documents < read * 48) == ("refresh_every" in changes)
+    assert 0 < packed.reader_inputs < read * 62
+    assert (0 < packed.passages < read * 48) == ("refresh_every" in changes)
     assert packed.queries == 0 or changes != NO_VECTORS, "no tower reads questions"
     params = run.initial_params()
     vectors = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
@@ -354,7 +356,7 @@ def test_a_task_without_passages_has_its_own_lengths(people, tmp_path):
     task = make_task("closed_book", make_run(config, tmp_path, open_sources(people), jax.devices()[:1]))
     longest = max(int(task.fixed_examples.make(n, np.random.default_rng(0))["query_length"]) for n in range(8))
     packed = task.packed_context.packing
-    assert 0 < packed.joints <= packed.examples * (longest + 1), "nothing stands beside them"
+    assert 0 < packed.reader_inputs <= packed.examples * (longest + 1), "nothing stands beside them"
 
 
 def test_fine_tuning_beside_one_passage_stays_padded(people, tmp_path):
@@ -368,14 +370,14 @@ def test_no_answer_is_pointed_at_in_what_has_no_place(people, tmp_path):
     config = tiny_config(people)
     config.update({"tasks": "qa", "qa": {"batch_size": 8}})
     run = make_run(config, tmp_path, open_sources(people), jax.devices()[:1])
-    context = dataclasses.replace(run.context, packing=PackingSpec(8, joints=8 * 3 * 20))
+    context = dataclasses.replace(run.context, packing=PackingSpec(8, reader_inputs=8 * 3 * 20))
     batch = next(batches(make_task("qa", run).examples({}, lambda: None), 0, 0, 8, 0, 1))
     index = run.index(np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32))
     work = jax.jit(lambda params, batch: read_question(QaConfig(passages=3), context, params, batch, index, None, 3))
     read = work(run.initial_params(), batch)
-    lengths = read.joint.lengths
+    lengths = read.reader_input.lengths
     kept = fitting_lengths(lengths.reshape(1, -1), 62, 8 * 3 * 20, 1).reshape(lengths.shape)
-    assert (kept < lengths).any() and read.unplaced.total > 0
+    assert (kept < lengths).any() and read.truncated_fraction.total > 0
     allowed = read.allowed.any(axis=-1)
     assert allowed.any(axis=-1).all() and not (allowed & (np.arange(62) >= kept[..., None])).any()
     assert not (read.correct & ~read.allowed).any()
@@ -388,7 +390,7 @@ def test_what_is_cut_is_the_same_on_several_devices(people, tmp_path):
     documents = documents._replace(lengths=documents.lengths - jnp.arange(16, dtype=documents.lengths.dtype) % 5)
     lengths = run.model.document_lengths(documents)
     places = int(0.9 * lengths.sum() / 4)
-    placed = run.model.bert.placed_lengths(lengths, places, 48)
+    placed = packed_lengths(lengths, 48, places, run.mesh, 1)
     assert 0 < (placed < lengths).sum() < 16
     params, embed = run.initial_params(), jax.jit(run.model.embed_documents, static_argnums=3)
     found, wanted = embed(params, documents, None, places), embed(params, documents._replace(lengths=placed), None, 0)
@@ -398,8 +400,8 @@ def test_what_is_cut_is_the_same_on_several_devices(people, tmp_path):
 
 def test_what_has_no_place_is_reported():
     mesh = make_mesh(devices=jax.devices()[:2], data=1, fsdp=2)
-    bert = BertConfig(30, hidden=logical_sharding(mesh, "batch", None, None))
+    bert = BertConfig(30).with_compute(hidden_sharding=logical_sharding(mesh, "batch", None, None))
     context = SimpleNamespace(model=SimpleNamespace(bert=bert))
     joints, passages = jnp.array([[12, 1], [7, 9], [2, 2], [2, 2]]), jnp.array([[5], [5], [5], [5]])
-    lost = unplaced_share(context, [(joints, 15), (passages, 0)], 12)
-    assert (lost.total, lost.number) == (8, 37 + 20), "10 stay of 12 beside 2, 2 and 1, and 5 of 9 and 7 beside 2, 2"
+    lost = truncated_fraction(context, [(joints, 15), (passages, 0)], 12)
+    assert (lost.total, lost.weight) == (8, 37 + 20), "10 stay of 12 beside 2, 2 and 1, and 5 of 9 and 7 beside 2, 2"

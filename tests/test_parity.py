@@ -17,10 +17,12 @@ from flax.traverse_util import flatten_dict
 from tiny import VOCABULARY, loud_params, random_words, tiny_realm
 from weight_folders import assert_same_bits, load_bert, save_network
 
-from realm_jax.models.bert import Bert, BertConfig
+from realm_jax.models.bert import Bert
 from realm_jax.models.inputs import ReaderInput
-from realm_jax.models.likelihood import masked_word_marginal, orqa_loss
-from realm_jax.models.realm import Params, Reader, Realm
+from realm_jax.models.layers import BertConfig, Params
+from realm_jax.models.losses import masked_word_marginal, orqa_loss
+from realm_jax.models.networks import Realm
+from realm_jax.models.reader import Reader
 from realm_jax.models.weights import find, networks, read, settings_of
 
 torch = pytest.importorskip("torch")
@@ -83,7 +85,9 @@ def pooled(model: Realm, tower: Params, inputs: Batch) -> np.ndarray:
 def word_log_probabilities(model: Realm, reader: Params, inputs: Batch) -> np.ndarray:
     """Of every position."""
     every = np.broadcast_to(np.arange(inputs.ids.shape[1]), inputs.ids.shape)
-    return apply(model.reader.network, reader, *inputs.ours, jnp.asarray(every), method="word_log_probabilities")
+    return jax.nn.log_softmax(
+        apply(model.reader.network, reader, *inputs.ours, jnp.asarray(every), method="word_logits")
+    )
 
 
 def bert_settings(hidden_act: str) -> Any:
@@ -117,7 +121,7 @@ def shaken(theirs: Any) -> Any:
 def test_a_masked_language_model_gives_hidden_states_and_words(tmp_path, hidden_act):
     theirs = shaken(transformers.BertForMaskedLM(bert_settings(hidden_act)))
     theirs.save_pretrained(tmp_path)
-    model = MODEL.with_bert(hidden_act=hidden_act)
+    model = tiny_realm(max_length=31, hidden_act=hidden_act)
     source = find(tmp_path, model.bert, networks(model)["reader"])
     assert source.missing == ("span head",)
     reader, inputs = read(source), batch(1)
@@ -255,7 +259,7 @@ def test_the_knowledge_augmented_encoder_gives_the_same_marginal_loss(realm_of_t
     found, _ = jax.device_get(read_targets(params, shaped, positions, targets))
     valid = jnp.ones((2, count), bool)
     loss = masked_word_marginal(jnp.asarray(relevance), found, jnp.asarray(weights), valid, "token").loss
-    np.testing.assert_allclose(float(loss.value), float(wanted.loss), atol=CLOSE)
+    np.testing.assert_allclose(float(loss.mean), float(wanted.loss), atol=CLOSE)
 
 
 def read_targets(params: Params, inputs: Batch, positions: np.ndarray, targets: np.ndarray) -> tuple[Any, Any]:
@@ -304,7 +308,7 @@ def test_a_reader_gives_the_same_spans_and_losses(realm_of_transformers, tmp_pat
     of_reader = jnp.asarray(beam[None, :read_passages])
     spans, allowed, correct = (jnp.asarray(x[None]) for x in (spans, allowed, correct))
     loss = orqa_loss(jnp.asarray(beam[None]), jnp.asarray(has_answers[None]), of_reader, spans, allowed, correct)
-    np.testing.assert_allclose(float(loss.value), float(wanted.loss), atol=CLOSE)
+    np.testing.assert_allclose(float(loss.mean), float(wanted.loss), atol=CLOSE)
     total = jnp.where(allowed, spans + of_reader[:, :, None, None], -jnp.inf)[0]
     best = np.unravel_index(int(jnp.argmax(total)), total.shape)
     assert (int(wanted.block_idx), int(wanted.start_pos), int(wanted.end_pos)) == (best[0], best[1], best[1] + best[2])
@@ -344,7 +348,7 @@ def test_a_released_checkpoint_is_what_their_conversion_makes_of_it(realm_of_tra
         found = read_back(tmp_path / folder, network, parts)
         arrays = flatten_dict(found)
         ours = {
-            tensor.name: arrays[tensor.path].T if tensor.turned else arrays[tensor.path]
+            tensor.name: arrays[tensor.path].T if tensor.is_transposed else arrays[tensor.path]
             for part in networks(OURS)[network][:parts]
             for tensor in part.tensors
         }

@@ -20,10 +20,10 @@ from realm_jax.cli import main as cli
 from realm_jax.cli.arguments import check_passages
 from realm_jax.config import with_values
 from realm_jax.errors import UserError
-from realm_jax.eval.answers import exact_match
-from realm_jax.eval.metrics import compare, over_seeds
+from realm_jax.eval.answer_matching import exact_match
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import settings_file
+from realm_jax.eval.question_metrics import compare, over_seeds
 from realm_jax.storage import read_json
 from realm_jax.train import results
 from realm_jax.train.trained_run import NBEST, open_run_for_inference, restore

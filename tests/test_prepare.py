@@ -21,7 +21,7 @@ from realm_jax.cli import main as cli
 from realm_jax.cli import prepare as job
 from realm_jax.cli.prepare import prepare
 from realm_jax.corpora import articles
-from realm_jax.corpora import run as page
+from realm_jax.corpora import preparation as page
 from realm_jax.corpora.raw_records import NO_FIELD
 from realm_jax.corpora.texts import _DUMP
 from realm_jax.data.questions import read_questions
@@ -241,7 +241,7 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path, passages, files, m
 
 def test_a_vocabulary_that_is_a_file_is_found_without_the_networks(tmp_path):
     vocab = model_folder(tmp_path / "model") / "vocab.txt"
-    code = f"import sys; from realm_jax.corpora import run; run.vocabulary_file({str(vocab)!r}).read()"
+    code = f"import sys; from realm_jax.corpora import preparation; preparation.vocabulary_file({str(vocab)!r}).read()"
     subprocess.run([sys.executable, "-c", f"{code}; sys.exit('jax' in sys.modules)"], check=True)
 
 

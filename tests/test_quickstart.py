@@ -136,7 +136,7 @@ def test_data_that_were_interrupted_are_made_again(tmp_path, monkeypatch):
         raise Interrupted
 
     with monkeypatch.context() as patch, pytest.raises(Interrupted):
-        patch.setattr("realm_jax.corpora.run.pack_shard", broken)
+        patch.setattr("realm_jax.corpora.preparation.pack_shard", broken)
         job.make_data(workdir, 20, seed=0)
     assert names(workdir) == {"text", ".data.partial"}
     job.make_data(workdir, 20, seed=0)

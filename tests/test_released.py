@@ -12,8 +12,9 @@ from realm_jax.cli import main as cli
 from realm_jax.cli import weights as job
 from realm_jax.errors import UserError
 from realm_jax.models import tf_checkpoints
-from realm_jax.models.bert import BertConfig
-from realm_jax.models.realm import Params, Reader, Realm
+from realm_jax.models.layers import BertConfig, Params
+from realm_jax.models.networks import Realm
+from realm_jax.models.reader import Reader
 from realm_jax.models.weights import find, networks, read
 
 TOWERS = ICT, TOWER, QUESTION = "module/", "module/module/", "module/module/module/"

@@ -20,7 +20,7 @@ from tiny import (  # fmt: skip
 
 from realm_jax.config import QaConfig
 from realm_jax.forward import Rerank, falling_scores, retrieve_and_rerank
-from realm_jax.models.realm import Network
+from realm_jax.models.networks import Network
 
 ROWS, BEAM, FIRST = 12, 6, 4
 
@@ -97,5 +97,5 @@ def test_further_networks_leave_the_first_parameters_of_others_as_they_are():
 
 
 def test_how_they_attend_changes_for_all_networks():
-    model = dataclasses.replace(tiny_realm(), networks=(Bias(tiny_realm().bert),)).with_bert(attention="cpu")
-    assert {part.bert.attention for part in (model, model.reader, *model.networks)} == {"cpu"}
+    model = dataclasses.replace(tiny_realm(), networks=(Bias(tiny_realm().bert),)).with_compute(attention="cpu")
+    assert {part.bert.compute.attention for part in (model, model.reader, *model.networks)} == {"cpu"}

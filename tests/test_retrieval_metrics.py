@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from realm_jax.eval.retrieval import answer_hits, documents_of, gold_hits, hit_at_k, mean_by_group, rank_measures
+from realm_jax.eval.retrieval_metrics import (
+    answer_hits,
+    documents_of,
+    gold_hits,
+    hit_at_k,
+    mean_by_group,
+    rank_measures,
+)
 
 
 class Shelf:

@@ -25,8 +25,9 @@ from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.tokenizer_files import lower_case_of, read_tokenizer, tokenizer_file
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.models.folders import resolve_model_path
-from realm_jax.models.inputs import Documents
-from realm_jax.models.realm import Params, Realm
+from realm_jax.models.inputs import PassageBatch
+from realm_jax.models.layers import Params
+from realm_jax.models.networks import Realm
 from realm_jax.models.weights import read
 from realm_jax.train.init_from import fill_from_pretrained, find_source
 from realm_jax.train.restore import restore_params
@@ -92,7 +93,7 @@ def embed_passages(model: Realm, params: Params, tokenizer: WordPiece, passages:
     pieces = [(tokenizer.encode(title).ids, tokenizer.encode(body).ids) for title, body in passages]
     rows = [layouts.document(title, body, DOCUMENT, tokenizer.special) for title, body in pieces]
     ids, lengths = np.stack([row.ids for row in rows]), np.array([row.used for row in rows])
-    documents = Documents(*map(jnp.asarray, (ids, lengths, np.array([len(title) for title, _ in pieces]))))
+    documents = PassageBatch(*map(jnp.asarray, (ids, lengths, np.array([len(title) for title, _ in pieces]))))
     return np.asarray(jax.jit(model.embed_documents)(params, documents))
 
 

@@ -21,7 +21,7 @@ from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokens
 from realm_jax.errors import UserError
 from realm_jax.models import tagger
-from realm_jax.models.bert import BertConfig
+from realm_jax.models.layers import BertConfig
 from realm_jax.models.tagger import entities, load_tagger
 from realm_jax.models.weights import encoder, token_classifier
 
@@ -164,7 +164,7 @@ def save_tagger(folder: Path, labels: list[str] = LABELS, **settings: Any) -> Pa
     tensors = {}
     for tensor in (*encoder(config).tensors, *token_classifier(config, len(labels)).tensors):
         name = tensor.name if tensor.name.startswith("classifier.") else f"bert.{tensor.name}"
-        shape = tensor.shape[::-1] if tensor.turned else tensor.shape
+        shape = tensor.shape[::-1] if tensor.is_transposed else tensor.shape
         tensors[name] = rng.normal(1.0 if name.endswith("LayerNorm.weight") else 0.0, 0.3, shape).astype(np.float32)
     names = {str(number): label for number, label in enumerate(labels)}
     whole = SIZES | {"model_type": "bert", "vocab_size": len(PIECES), "id2label": names} | settings

@@ -42,10 +42,9 @@ from realm_jax.forward import (
     read_masked,
     read_question,
     retrieve,
-    score_spans,
 )
-from realm_jax.models.inputs import Documents, reader_inputs
-from realm_jax.models.likelihood import UNSEEN, masked_word_marginal, pointing
+from realm_jax.models.inputs import PassageBatch, flatten_passages, reader_inputs
+from realm_jax.models.losses import LOG_P_UNSEEN_SPAN, masked_word_marginal, pointing
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.qa import batch_reader_input
 from realm_jax.tasks.realm import realm_metrics
@@ -223,8 +222,9 @@ def test_words_are_read_beside_each_candidate_and_beside_nothing(params, candida
 
 @jax.jit
 def read_words(params, ids, segments, mask, positions):
-    return MODEL.reader.network.apply(
-        {"params": params["reader"]}, ids, segments, mask, positions, method="word_log_probabilities"
+    inputs = ids, segments, mask, positions
+    return jax.nn.log_softmax(
+        MODEL.reader.network.apply({"params": params["reader"]}, *inputs, method="word_logits"), axis=-1
     )
 
 
@@ -242,7 +242,7 @@ def test_the_realm_loss_is_the_marginal_of_its_parts(params, index, candidates, 
     loss, metrics = jax.jit(loss_of("realm", {"realm.null_document": null_document}))(params, MASKED, index, None)
     valid = np.pad(found.valid, ((0, 0), (1, 0)), constant_values=null_document)
     wanted = masked_word_marginal(scores, log_p, MASKED["weights"], valid, "example")
-    np.testing.assert_allclose(loss, wanted.loss.value, rtol=1e-5)
+    np.testing.assert_allclose(loss, wanted.loss.mean, rtol=1e-5)
     assert (metrics["null_probability"] > 0) == null_document
     gains = wanted.log_likelihood - log_likelihood_of(log_p, 0)
     np.testing.assert_allclose(metrics["retrieval_utility"], gains.mean(), rtol=1e-3, atol=1e-5)
@@ -250,7 +250,7 @@ def test_the_realm_loss_is_the_marginal_of_its_parts(params, index, candidates, 
 
 
 def test_pointing_reads_the_hidden_span_in_the_passages(params, index, candidates):
-    """p(y|z,x) of `likelihood.pointing` over the spans of each candidate, and of no passage; the span head learns, and
+    """p(y|z,x) of `losses.pointing` over the spans of each candidate, and of no passage; the span head learns, and
     the head that predicts words does not."""
     documents = jax.tree.map(np.asarray, gather_passages(index, candidates[0].rows))
     by_span, batch = (
@@ -265,7 +265,7 @@ def test_pointing_reads_the_hidden_span_in_the_passages(params, index, candidate
     spans = jax.jit(functools.partial(masked_spans, context()))(params, batch, documents)
     wanted, _ = pointing(spans.scores, spans.allowed, spans.correct)
     np.testing.assert_allclose(read.log_p[:, 1:, 0], wanted, rtol=1e-4)
-    assert (read.log_p[:, 0, 0] == UNSEEN).all() and not np.asarray(read.log_p[:, :, 1:]).any()
+    assert (read.log_p[:, 0, 0] == LOG_P_UNSEEN_SPAN).all() and not np.asarray(read.log_p[:, :, 1:]).any()
     shown = [
         [hidden[0] in ids[ids.tolist().index(SPECIAL.sep) + 1 :] for ids in rows]
         for rows, hidden in zip(documents.ids, batch["targets"], strict=True)
@@ -288,9 +288,9 @@ def test_passages_that_hold_the_span_are_read_first(params, index, candidates, m
     batch["targets"] = np.take_along_axis(documents.ids[:, -1], last, axis=1)
     monkeypatch.setattr(forward, "POINTED", 1)
     log_p = jax.jit(functools.partial(point_at_targets, context()))(params, batch, documents).log_p
-    read = np.asarray(log_p[:, 1:, 0]) != UNSEEN
+    read = np.asarray(log_p[:, 1:, 0]) != LOG_P_UNSEEN_SPAN
     assert (read.sum(axis=1) == 1).all() and read[:, -1].any()
-    assert (np.asarray(log_p[:, 1:, 0])[read] > UNSEEN).all()
+    assert (np.asarray(log_p[:, 1:, 0])[read] > LOG_P_UNSEEN_SPAN).all()
 
 
 def test_frozen_documents_keep_their_vectors(params, index):
@@ -358,7 +358,7 @@ def test_an_example_whose_candidates_are_all_excluded_gains_nothing():
 # --- warm-up and inverse cloze ----------------------------------------------------------------------------------------
 
 
-def as_batch(documents: Documents) -> dict[str, np.ndarray]:
+def as_batch(documents: PassageBatch) -> dict[str, np.ndarray]:
     return {f"document{part}": array for part, array in zip(("", "_length", "_title_length"), documents, strict=True)}
 
 
@@ -372,7 +372,7 @@ def test_the_warm_up_is_the_mean_over_predicted_pieces(params, candidates):
 
 
 def test_the_inverse_cloze_task_ranks_each_sentence_among_all_passages_of_the_batch(params, index, query_vectors):
-    documents = Documents(*(part[:BATCH] for part in index.documents))
+    documents = PassageBatch(*(part[:BATCH] for part in index.documents))
     batch = {"query": MASKED["query"], "query_length": MASKED["query_length"]} | as_batch(documents)
     loss, metrics = jax.jit(loss_of("ict"))(params, batch, None, None)
     logits = query_vectors.astype(np.float64) @ np.asarray(index.vectors[:BATCH], np.float64).T
@@ -529,8 +529,8 @@ def test_one_positive_passage_teaches_the_reader_and_the_beam_the_retriever(para
     places = [rows[example].tolist().index(row) for example, row in enumerate(positives)]
     retriever = [np.logaddexp.reduce(scores[e].astype(np.float64)) - scores[e, place] for e, place in enumerate(places)]
     np.testing.assert_allclose(metrics["retriever_loss"], np.mean(retriever), rtol=1e-4)
-    joint = batch_reader_input(batch)
-    table = np.asarray(score_spans(context(), params, joint, None), np.float64)[:, 0]
+    reader_input = flatten_passages(batch_reader_input(batch))
+    table = np.asarray(MODEL.reader.read_spans(params, reader_input), np.float64)
     reader = []
     for example, row in enumerate(positives):
         spans = next(spans_of(np.tile(row, (BATCH, 1)), batch, example))

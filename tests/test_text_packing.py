@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realm_jax.data.packing import body_room, max_title, pack, split_long
+from realm_jax.data.passage_packing import body_room, max_title, pack, split_long
 
 lengths = st.lists(st.integers(0, 60), max_size=60)
 

@@ -13,7 +13,7 @@ from made_tokenizers import bert, byte_level, letters, unigram
 from tokenizers import normalizers
 
 from realm_jax.corpora.articles import Article
-from realm_jax.corpora.build import PassagePacker
+from realm_jax.corpora.packer import PassagePacker
 from realm_jax.data.store import Passage
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.wordpiece import SPECIAL_PIECES, WordPiece

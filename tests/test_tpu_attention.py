@@ -1,7 +1,6 @@
 """The kernel that TPUs attend with, interpreted on a CPU: the numbers of plain attention, its gradients, and the same
 weights dropped on every mesh. Ahead of time it is compiled for three chips where their compiler is installed."""
 
-import dataclasses
 import importlib.util
 from functools import partial
 
@@ -16,16 +15,15 @@ from realm_jax.launch.plan import devices_to_compile_for
 from realm_jax.mesh import logical_sharding, make_mesh
 from realm_jax.models.attention import (
     AttentionDropout,
-    Dropout,
     cpu_attention,
     cudnn_attention,
     dot_product_attention,
     dropout_seeds,
     fits,
-    keep_mask,
     tpu_attention,
 )
-from realm_jax.models.bert import Bert, BertConfig
+from realm_jax.models.bert import Bert
+from realm_jax.models.layers import BertConfig, Compute, Dropout, keep_mask
 
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
 
@@ -138,13 +136,13 @@ def test_weights_drop_out_in_every_way_of_attending(way):
 @pytest.mark.parametrize("remat", ["none", "layer"])
 def test_a_tower_draws_other_weights_in_each_layer_and_step(remat):
     config = BertConfig(30, width=128, layers=3, heads=2, feed_forward=16, max_length=16, dropout=0.5)
-    config = dataclasses.replace(config, remat=remat, scan=remat != "none")
+    config = config.with_compute(remat=remat, scan=remat != "none")
     ids = jnp.ones((2, 16), jnp.int32)
     tower = Bert(config)
     params = tower.init(jax.random.key(0), ids, ids * 0, ids > 0)
 
     def states(way, key):
-        bert = Bert(dataclasses.replace(config, attention=way))
+        bert = Bert(config.with_compute(attention=way))
         return np.asarray(bert.apply(params, ids, ids * 0, ids > 0, deterministic=False, rngs={"dropout": key}))
 
     first, second = (states("xla", jax.random.key(seed)) for seed in (1, 2))
@@ -158,14 +156,14 @@ def test_a_tower_over_a_mesh_has_the_gradients_of_plain_attention():
     """Layers in one loop, features over two devices. (What is computed again cannot be interpreted.)"""
     mesh = make_mesh(fsdp=2, model=2)
     config = BertConfig(
-        30, width=256, layers=3, heads=4, feed_forward=32, max_length=16, dropout=0.25, scan=True,
-        hidden=logical_sharding(mesh, "batch", None, None),
+        30, width=256, layers=3, heads=4, feed_forward=32, max_length=16, dropout=0.25,
+        compute=Compute(scan=True, hidden_sharding=logical_sharding(mesh, "batch", None, None)),
     )  # fmt: skip
     ids = jax.device_put(jnp.arange(64).reshape(4, 16) % 30, logical_sharding(mesh, "batch"))
     params = nn.unbox(Bert(config).init(jax.random.key(0), ids, ids * 0, ids >= 0))
 
     def gradients(way):
-        bert = Bert(dataclasses.replace(config, attention=way))
+        bert = Bert(config.with_compute(attention=way))
 
         def loss(params):
             rngs = {"dropout": jax.random.key(1)}
@@ -188,7 +186,7 @@ def test_a_length_that_fills_no_tile_is_padded_in_between(asked):
     positions = None if asked is None else jnp.array(asked)
     wanted = Bert(config).apply(params, ids, ids * 0, mask, positions)
     with pltpu.force_tpu_interpret_mode():
-        found = Bert(dataclasses.replace(config, attention="tpu")).apply(params, ids, ids * 0, mask, positions)
+        found = Bert(config.with_compute(attention="tpu")).apply(params, ids, ids * 0, mask, positions)
     assert found.shape == wanted.shape
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 

@@ -15,9 +15,16 @@ from realm_jax.config import with_values
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.index.control import ControlSignal
-from realm_jax.index.embed import embed_unknown, embed_with_cache, encoder_digest, share_to_embed
 from realm_jax.index.provider import InlineIndexProvider
-from realm_jax.retrieval.embed import CorpusRows, VectorCache, row_keys
+from realm_jax.index.vector_cache import (
+    VectorCache,
+    embed_unknown,
+    embed_with_cache,
+    encoder_digest,
+    row_keys,
+    share_to_embed,
+)
+from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run
 from realm_jax.tasks import make_task
 from realm_jax.train.restore import start_vectors
@@ -186,7 +193,7 @@ def test_a_folder_that_cannot_be_written_to_is_told(cache, caplog):
 
 
 def test_training_goes_on_without_a_cache_that_cannot_be_read(tiny, params, cache, counted, caplog, monkeypatch):
-    monkeypatch.setattr("realm_jax.index.embed.PIECE", 8)
+    monkeypatch.setattr("realm_jax.index.vector_cache.PIECE", 8)
     cache.write_text("a file")
     embed_with_cache(tiny, params)
     assert counted == [8, 8]

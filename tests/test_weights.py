@@ -15,8 +15,10 @@ from tiny import loud_params
 from weight_folders import assert_same_bits, cut_into_shards, edit_settings, load_bert, save_network, save_tensors
 
 from realm_jax.errors import UserError
-from realm_jax.models.bert import Bert, BertConfig
-from realm_jax.models.realm import Reader, Realm
+from realm_jax.models.bert import Bert
+from realm_jax.models.layers import BertConfig
+from realm_jax.models.networks import Realm
+from realm_jax.models.reader import Reader
 from realm_jax.models.weights import NetworkFiles, find, networks, read
 
 WIDTH, HEADS, LAYERS, HIDDEN, WORDS, POSITIONS = 8, 2, 2, 12, 11, 9

@@ -25,7 +25,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.data.wordpiece import WordPiece
 from realm_jax.errors import UserError
 from realm_jax.models.folders import resolve_model_path
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.run import Run
 from realm_jax.train import recipe
 from realm_jax.train.init_from import find_source

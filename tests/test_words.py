@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from realm_jax.errors import UserError
 from realm_jax.forward import Index, gather_passages, stored_scores
-from realm_jax.models.inputs import Documents, answer_spans, has_answer_span, reader_inputs
-from realm_jax.models.likelihood import NEGATIVE
+from realm_jax.models.inputs import PassageBatch, answer_spans, has_answer_span, reader_inputs
+from realm_jax.models.losses import NEG_INF
 from realm_jax.retrieval import bm25
 from realm_jax.retrieval.bm25 import (
     ABOUT,
@@ -117,12 +117,12 @@ def test_rows_without_a_common_word_are_no_rows():
 
 def test_no_row_is_an_empty_passage_without_a_score():
     ids = jnp.arange(30).reshape(3, 10)
-    index = Index(jnp.eye(3), Documents(ids, jnp.full(3, 9), jnp.full(3, 2)))
+    index = Index(jnp.eye(3), PassageBatch(ids, jnp.full(3, 9), jnp.full(3, 2)))
     rows = jnp.array([[1, -1]])
-    assert stored_scores(jnp.ones((1, 3)), index, rows).tolist() == [[1.0, NEGATIVE]]
+    assert stored_scores(jnp.ones((1, 3)), index, rows).tolist() == [[1.0, NEG_INF]]
     documents = gather_passages(index, rows)
     answers = ids[:, None, 4:5], jnp.ones((3, 1), jnp.int32)  # a piece of each body
-    held = has_answer_span(Documents(*(part.repeat(3, 0) for part in documents)), *answers, 4)
+    held = has_answer_span(PassageBatch(*(part.repeat(3, 0) for part in documents)), *answers, 4)
     assert held.tolist() == [[False, False], [True, False], [False, False]]
     joint = reader_inputs(jnp.array([[50, 51, 52]]), jnp.array([3]), documents)
     allowed, _ = answer_spans(joint, answers[0][:1], answers[1][:1], 4)

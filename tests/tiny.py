@@ -13,9 +13,10 @@ from realm_jax.config import as_config, default
 from realm_jax.data import layouts
 from realm_jax.forward import Index, StaticContext
 from realm_jax.mesh import AXES, make_mesh
-from realm_jax.models.bert import BertConfig
-from realm_jax.models.inputs import Documents
-from realm_jax.models.realm import Params, Reader, Realm
+from realm_jax.models.inputs import PassageBatch
+from realm_jax.models.layers import BertConfig, Compute, Params
+from realm_jax.models.networks import Realm
+from realm_jax.models.reader import Reader
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.run import abstract_params
 from realm_jax.tasks import make_task
@@ -29,8 +30,10 @@ QUERY, DOCUMENT, PREDICTIONS = 10, 16, 3
 
 
 def tiny_bert(**changes) -> BertConfig:
+    """changes: fields of `BertConfig` or of `Compute`."""
     sizes = {"vocabulary_size": VOCABULARY, "width": 16, "layers": 2, "heads": 2, "feed_forward": 32}
-    return BertConfig(**sizes | {"max_length": QUERY + DOCUMENT, "dropout": 0.0} | changes)
+    compute = {name: changes.pop(name) for name in [*changes] if name in Compute.__dataclass_fields__}
+    return BertConfig(**sizes | {"max_length": QUERY + DOCUMENT, "dropout": 0.0} | changes).with_compute(**compute)
 
 
 def tiny_realm(shared_tower: bool = False, **changes) -> Realm:
@@ -46,14 +49,14 @@ def random_words(rng: np.random.Generator, count: int) -> list[int]:
     return rng.integers(FIRST_WORD, VOCABULARY, size=count).tolist()
 
 
-def document_rows(texts: Texts, length: int = DOCUMENT, rows: int | None = None) -> Documents:
+def document_rows(texts: Texts, length: int = DOCUMENT, rows: int | None = None) -> PassageBatch:
     """Titles and bodies in the document layout; empty rows after them up to `rows`."""
     placed = [layouts.document(title, body, length, SPECIAL) for title, body in texts]
     missing = (rows or len(texts)) - len(texts)
     ids = np.array([layout.ids for layout in placed], np.uint16)
     used = np.array([layout.used for layout in placed], np.int32)
     titles = np.array([min(len(title), length - 3) for title, _ in texts], np.int32)
-    return Documents(*(np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for x in (ids, used, titles)))
+    return PassageBatch(*(np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for x in (ids, used, titles)))
 
 
 def query_rows(queries: list[list[int]], length: int = QUERY) -> dict[str, np.ndarray]:
@@ -101,7 +104,7 @@ def masked_batch(rng: np.random.Generator, corpus: Texts, size: int) -> dict[str
 def embed_corpus(model: Realm, params: dict, corpus: Texts, devices: int) -> Index:
     """The corpus as a step takes it: vectors and document rows, padded for `devices`."""
     documents = document_rows(corpus, rows=padded_rows(len(corpus), devices))
-    return Index(model.embed_documents(params, Documents(*map(jnp.asarray, documents))), documents)
+    return Index(model.embed_documents(params, PassageBatch(*map(jnp.asarray, documents))), documents)
 
 
 def loud_params(model: Realm, seed: int) -> Params:

@@ -13,8 +13,8 @@ from tiny_run import tiny_config
 from realm_jax.assemble import make_model
 from realm_jax.data.sources import open_sources
 from realm_jax.models import weights
-from realm_jax.models.bert import BertConfig
-from realm_jax.models.realm import Params, Realm
+from realm_jax.models.layers import BertConfig, Params
+from realm_jax.models.networks import Realm
 
 
 def load_bert(folder: Path, config: BertConfig) -> Params:

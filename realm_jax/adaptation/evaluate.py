@@ -25,10 +25,10 @@ from realm_jax.data.held_out import HeldOutSentence, held_out_sentences, passage
 from realm_jax.data.questions import Question
 from realm_jax.data.store import PassageStore
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.eval.retrieval import RANKED
+from realm_jax.eval.retrieval_metrics import RANKED
 from realm_jax.eval.significance import clustered_interval, paired_interval
-from realm_jax.index.embed import embed_with_cache
-from realm_jax.models.realm import Params
+from realm_jax.index.vector_cache import embed_with_cache
+from realm_jax.models.layers import Params
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run
 from realm_jax.tasks.base import Task

@@ -38,8 +38,8 @@ from realm_jax.data.staging import PREPARED
 from realm_jax.errors import UserError
 from realm_jax.eval.format import duration
 from realm_jax.index.control import ControlSignal, put_control
-from realm_jax.index.embed import share_to_embed
-from realm_jax.models.realm import Params
+from realm_jax.index.vector_cache import share_to_embed
+from realm_jax.models.layers import Params
 from realm_jax.retrieval import bm25
 from realm_jax.run import Run, local_rows, make_global_batch
 from realm_jax.storage import read_json

@@ -40,15 +40,15 @@ from realm_jax.adaptation.record import (
 from realm_jax.adaptation.report import model_card, render_report
 from realm_jax.cache import cache_programs
 from realm_jax.config import flatten, load_config
-from realm_jax.corpora.run import Options, PreparedOtherwise
+from realm_jax.corpora.preparation import Options, PreparedOtherwise
 from realm_jax.corpora.summary import prepare_and_print
 from realm_jax.corpora.texts import open_texts
 from realm_jax.data.evidence import find_evidence
 from realm_jax.data.staging import PREPARED
 from realm_jax.errors import UserError
 from realm_jax.eval.format import duration
-from realm_jax.index.embed import embed_with_cache
 from realm_jax.index.heartbeat import trainer_status
+from realm_jax.index.vector_cache import embed_with_cache
 from realm_jax.models.folders import resolve_model_path
 from realm_jax.models.sentence_transformers import (
     README,

@@ -20,7 +20,7 @@ from realm_jax.index.build import for_embedding
 from realm_jax.index.job import SILENCE, Job
 from realm_jax.index.provider import shared_folder
 from realm_jax.processes import WorkShare, check_process
-from realm_jax.retrieval.scann import check_scann
+from realm_jax.retrieval.scann import load_scann
 from realm_jax.storage import make_folder
 from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.workdir import recorded_config, recorded_corpus
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     config = validate(load_config(args.config, args.overrides, lambda: usual))
     config = fill_from_pretrained(config, workdir, with_reader=False)
     if config.retrieval.backend == "scann":
-        check_scann()
+        load_scann()
     make_folder(workdir, "--workdir")
     cache_programs()
     sources = open_sources(config.data.path, recorded_corpus(workdir))

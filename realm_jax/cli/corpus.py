@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from realm_jax.cli.output import print_json
-from realm_jax.corpora.build import build_store
+from realm_jax.corpora.packer import build_store
 from realm_jax.corpora.texts import read_passages
 from realm_jax.data import spans
 from realm_jax.data.sources import open_sources
@@ -27,8 +27,7 @@ from realm_jax.data.store import PassageStore, remove_documents
 from realm_jax.data.tokenizer_files import open_tokenizer
 from realm_jax.errors import UserError
 from realm_jax.index.build import Rejected
-from realm_jax.index.embed import embed_unknown
-from realm_jax.index.export import export_record, sample_vectors, to_arrays
+from realm_jax.index.exporter import export_record, sample_vectors, to_arrays
 from realm_jax.index.files import (
     export_step,
     generation_names,
@@ -40,8 +39,9 @@ from realm_jax.index.files import (
 from realm_jax.index.heartbeat import TRAINER, read_status
 from realm_jax.index.job import run_builder
 from realm_jax.index.provider import shared_folder
+from realm_jax.index.vector_cache import embed_unknown
 from realm_jax.mesh import replicated
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.retrieval.vector_files import VECTORS, write_vectors
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, StorageError, exclusive_lock, is_held, make_folder, read_json
@@ -198,7 +198,7 @@ def publish(run: Run, step: int, towers: Params) -> dict[str, Any]:
         record: dict[str, Any] = {"generation": newest.generation, "stored_vectors": newest.rows}
         if (run.workdir / VECTORS).is_file():
             vectors = load_vectors(folder, newest)[store.visible_rows]
-            record["written_anew"] = write_vectors(run.workdir, store, vectors, anew=True)
+            record["written_anew"] = write_vectors(run.workdir, store, vectors, overwrite=True)
         return record
     except (StorageError, Damaged, Rejected) as fault:
         raise UserError(f"{fault}; the corpus was left as it is, so give the command again") from None

@@ -1,6 +1,6 @@
 """`realm evaluate`: one table of all metrics of a trained run or of a file of `realm predict`; or compare two files.
 
-The metrics are in `realm_jax/eval/metrics.py`; a run is evaluated through the same records that a file holds.
+The metrics are in `realm_jax/eval/question_metrics.py`; a run is evaluated through the same records that a file holds.
 BM25's recall stands beside a run's. Two files are compared by the tests of `realm_jax/eval/significance.py`.
 """
 
@@ -20,7 +20,6 @@ from realm_jax.config import with_values
 from realm_jax.data.questions import answered, gold_of
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.eval.metrics import compare, describe_metric, over_seeds, summarise
 from realm_jax.eval.prediction_files import (
     FACTS,
     Record,
@@ -32,6 +31,7 @@ from realm_jax.eval.prediction_files import (
     trec_qrels,
     trec_run,
 )
+from realm_jax.eval.question_metrics import compare, describe_metric, over_seeds, summarise
 from realm_jax.eval.significance import METHODS
 from realm_jax.inference.predictions import evaluate
 from realm_jax.tasks import TASKS

@@ -1,6 +1,6 @@
 """`realm prepare`: turn documents and questions into a folder that every other job reads.
 
-The work is `prepare` of `realm_jax.corpora.run`; here are the flags.
+The work is `prepare` of `realm_jax.corpora.preparation`; here are the flags.
 """
 
 import argparse
@@ -8,10 +8,10 @@ from dataclasses import fields
 from typing import Any
 
 from realm_jax.cli.argument_types import positive
-from realm_jax.corpora.run import DEFAULT_VOCABULARY_SIZE, Options, Path_
+from realm_jax.corpora.preparation import DEFAULT_VOCABULARY_SIZE, Options, Path_
 from realm_jax.corpora.summary import prepare_and_print
 from realm_jax.data import spans
-from realm_jax.data.packing import DEFAULT_LIMIT
+from realm_jax.data.passage_packing import DEFAULT_LIMIT
 
 EXAMPLES = """examples:
   realm prepare --passages passages.jsonl.gz --questions questions.jsonl.gz --output data

@@ -29,9 +29,9 @@ from realm_jax.cli.arguments import add_run_arguments, config_changes
 from realm_jax.data.wordpiece import VOCABULARY_FILE, WordPiece
 from realm_jax.errors import UserError
 from realm_jax.models import tf_checkpoints
-from realm_jax.models.bert import LAYER_NORM_EPSILON
 from realm_jax.models.folders import SHARED, TOWERS, open_hub, upload_model
-from realm_jax.models.realm import Realm
+from realm_jax.models.layers import LAYER_NORM_EPSILON
+from realm_jax.models.networks import Realm
 from realm_jax.models.sentence_transformers import README
 from realm_jax.models.weights import HF_REALM, SETTINGS, WEIGHTS, bert_settings, write_json
 from realm_jax.storage import publish_folder

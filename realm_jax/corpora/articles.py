@@ -6,7 +6,7 @@
 
 A shard depends on nothing but the source: `extract` is a pure function, which local processes (`Processes`, here) and
 workers of a cluster (`realm_jax.corpora.pipelines`) call, so they write the same bytes. Read `extract` next, and
-`realm_jax.corpora.build` for passages.
+`realm_jax.corpora.packer` for passages.
 """
 
 import json
@@ -79,7 +79,7 @@ class Counts:
 
     samples: for each reason the first few records, each with its place (part and number in it), which decides what
     "first" means whatever the order in which workers came. notes: what was left out of articles that stay, by kind and
-    name. Copies and articles without a word are left out, and counted, later (`near_duplicates.py`, `build.py`).
+    name. Copies and articles without a word are left out, and counted, later (`near_duplicates.py`, `packer.py`).
     """
 
     records: int = 0

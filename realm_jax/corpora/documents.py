@@ -30,7 +30,7 @@ from urllib.parse import unquote
 from realm_jax.corpora import markup, pdf, raw_records
 from realm_jax.corpora.articles import Article, Outcome, Skipped
 from realm_jax.corpora.encodings import REPLACED, Notes, find_encoding, note_encoding, without_nuls
-from realm_jax.data.files import (
+from realm_jax.data.input_files import (
     PACKED,
     UNPACKING_FAULTS,
     files_below,

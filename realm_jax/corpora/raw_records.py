@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from realm_jax.corpora.articles import Article, Outcome, Skipped
-from realm_jax.data.files import PACKED, matching, size_of
+from realm_jax.data.input_files import PACKED, matching, size_of
 from realm_jax.data.lines import BadRecord, applied, parse_json, read_lines, sample
 from realm_jax.errors import UserError
 

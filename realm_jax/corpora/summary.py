@@ -4,7 +4,7 @@ import time
 from collections import Counter
 
 from realm_jax.corpora.articles import Counts
-from realm_jax.corpora.run import Options, prepare
+from realm_jax.corpora.preparation import Options, prepare
 
 
 def prepare_and_print(options: Options) -> None:

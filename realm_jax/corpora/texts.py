@@ -12,7 +12,7 @@ from typing import Any
 
 from realm_jax.corpora import documents, news, raw_records, wikipedia
 from realm_jax.corpora.articles import Article, ArticleSource, Outcome, Skipped
-from realm_jax.data.files import is_folder, matching, size_of
+from realm_jax.data.input_files import is_folder, matching, size_of
 from realm_jax.data.lines import Path_
 from realm_jax.errors import UserError
 from realm_jax.storage import file_digest

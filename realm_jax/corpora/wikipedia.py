@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 from realm_jax.corpora.articles import Article, Outcome, Skipped
 from realm_jax.corpora.encodings import Notes
-from realm_jax.data.files import UNPACKING_FAULTS, files_below, is_folder, matching, open_unpacked
+from realm_jax.data.input_files import UNPACKING_FAULTS, files_below, is_folder, matching, open_unpacked
 from realm_jax.errors import UserError
 
 

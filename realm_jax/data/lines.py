@@ -19,7 +19,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
-from realm_jax.data.files import PACKED, UNPACKING_FAULTS, open_unpacked
+from realm_jax.data.input_files import PACKED, UNPACKING_FAULTS, open_unpacked
 from realm_jax.errors import UserError
 
 SAMPLE = 80  # characters

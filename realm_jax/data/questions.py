@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from realm_jax.data import patterns
-from realm_jax.data.files import UNPACKING_FAULTS, open_unpacked
+from realm_jax.data.input_files import UNPACKING_FAULTS, open_unpacked
 from realm_jax.data.lines import (
     BadRecord,
     Path_,

@@ -4,7 +4,7 @@ Rules rather than a library: of those measured, the fast ones read the lone quot
 open quotation and swallow the sentences behind it, and the careful ones take minutes where these rules take seconds.
 Not a linguist's segmenter: a passage is packed from sentences and a query is one of them, so what matters is that
 nothing is lost, that names with full stops stay whole, and that the same text always splits the same way.
-Next to read: `packing.py`.
+Next to read: `passage_packing.py`.
 """
 
 import re

@@ -6,7 +6,7 @@
 
 An edit appends a segment or leaves rows out, and so makes a new version. Stored rows never change, and every version
 can still be opened. Readers ignore a folder without STORE.json. Columns are memory-mapped, so a store of millions of
-passages opens at once. `realm_jax.corpora.build` makes passages out of articles. Read the tables of columns next, then
+passages opens at once. `realm_jax.corpora.packer` makes passages out of articles. Read the tables of columns next, then
 `PassageStore` and `append_segment`.
 """
 

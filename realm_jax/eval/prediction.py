@@ -1,7 +1,7 @@
 """Answer questions: retrieve, read, and slice the answer out of the original text of its passage.
 
 `Evaluator` holds a set of questions as arrays and measures retrieval and answers with any parameters and index. Not
-here: what counts as right (`answers.py`) and how retrieval is scored (`retrieval.py`).
+here: what counts as right (`answer_matching.py`) and how retrieval is scored (`retrieval_metrics.py`).
 """
 
 import dataclasses
@@ -25,11 +25,18 @@ from realm_jax.data.examples import (
     with_reader_query,
 )
 from realm_jax.data.questions import Question
-from realm_jax.eval.answers import contains_pattern, exact_match, normalise
-from realm_jax.eval.retrieval import answer_hits, documents_of, gold_hits, hit_at_k, mean_by_group, rank_measures
+from realm_jax.eval.answer_matching import contains_pattern, exact_match, normalise
+from realm_jax.eval.retrieval_metrics import (
+    answer_hits,
+    documents_of,
+    gold_hits,
+    hit_at_k,
+    mean_by_group,
+    rank_measures,
+)
 from realm_jax.forward import Index, Rerank, StaticContext, read_question, retrieve_and_rerank
 from realm_jax.mesh import to_host
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.retrieval.fusion import FusedRanking
 from realm_jax.run import Run, put_batch
 
@@ -109,7 +116,7 @@ class _Read(NamedTuple):
     prior [passages]: p(z|x).
 
     starts, widths, log_p [passages, spans]: a span's first piece of the body, its pieces beyond the first, and
-    log p(span|z,x), the likeliest first; NEGATIVE or less where a passage has no more.
+    log p(span|z,x), the likeliest first; NEG_INF or less where a passage has no more.
     """
 
     retrieved: Any
@@ -131,7 +138,7 @@ def _read(
     read = read_question(qa, context, params, batch, index, None, max(depth, qa.passages), rerank)
     flat = read.spans.reshape(*read.prior.shape, -1)
     best, places = jax.lax.top_k(flat, min(spans, flat.shape[-1]))
-    starts = places // width - read.joint.body_start[..., None]
+    starts = places // width - read.reader_input.body_start[..., None]
     return _Read(*read.beam, jnp.exp(read.prior), starts, places % width, best)
 
 

@@ -5,7 +5,7 @@
 
 A record is a question, what is right, what was answered and which passages were retrieved; `realm predict --help`
 lists its fields. Lines are written a batch at a time, and a batch is always of the same questions; so a file that was
-cut off is resumed after its last whole batch, to the bytes of one that was not. What is measured: `metrics.py`.
+cut off is resumed after its last whole batch, to the bytes of one that was not. Metrics: `question_metrics.py`.
 """
 
 import json

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from realm_jax.eval.format import duration, probability, share
 from realm_jax.eval.html import Band, Cell, Section, chart, render_page
-from realm_jax.eval.retrieval import group_order, is_retrieval_measure
+from realm_jax.eval.retrieval_metrics import group_order, is_retrieval_measure
 from realm_jax.storage import write_atomic
 
 Data = Mapping[str, Any]

@@ -2,7 +2,7 @@
 
 Questions are taken for a random sample of all that might have been asked; nothing is said about runs with other seeds,
 but by `mean_of` and `paired_mean`, which say nothing of other questions. Every draw follows from a seed, so a table is
-the same each time. Not for what is measured: read `metrics.py`.
+the same each time. Not for what is measured: read `question_metrics.py`.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Asynchronous index: the trainer exports its encoders, another job embeds the corpus, and its generations are adopted.
 
 `AsyncIndexProvider.maybe_refresh` decides step by step when a generation is adopted; `watcher.py` loads one, and
-`export.py` writes exports. The rules: docs/design.md, "Exports and generations".
+`exporter.py` writes exports. The rules: docs/design.md, "Exports and generations".
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from realm_jax.errors import UserError
 from realm_jax.forward import LoadedIndex, StaticContext
 from realm_jax.index.control import ControlSignal
-from realm_jax.index.export import Exporter, index_settings
+from realm_jax.index.exporter import Exporter, index_settings
 from realm_jax.index.files import (
     EXPORT,
     export_step,
@@ -34,7 +34,7 @@ from realm_jax.index.heartbeat import HEARTBEAT_SECONDS, StatusWriter
 from realm_jax.index.provider import InlineIndexProvider, Interrupted, shared_folder
 from realm_jax.index.watcher import IndexWatcher
 from realm_jax.mesh import to_host
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0, same_on_all_processes
 from realm_jax.retrieval.exact import search
 from realm_jax.storage import Damaged, StorageError, digest

@@ -8,7 +8,7 @@
     index/<step>-<nonce>/MANIFEST.json              put last; without it the generation does not exist
     index/<step>-<nonce>.refused                    why a generation must not be served; outlives it
 
-Nothing that a record lists is ever written again. Writing exports is `index/export.py`, building generations
+Nothing that a record lists is ever written again. Writing exports is `index/exporter.py`, building generations
 `build.py`, following them `index/watcher.py`; the jobs' status files are `heartbeat.py`.
 Read `Manifest` next.
 """

@@ -16,7 +16,7 @@ from realm_jax.errors import UserError
 from realm_jax.host import Stop
 from realm_jax.index import files
 from realm_jax.index.build import Builder, Corpus, Rejected
-from realm_jax.index.export import export_record, to_params
+from realm_jax.index.exporter import export_record, to_params
 from realm_jax.index.files import (
     Export,
     clear_rejections,

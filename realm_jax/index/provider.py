@@ -16,7 +16,7 @@ from realm_jax.errors import UserError
 from realm_jax.forward import Index, LoadedIndex
 from realm_jax.index.control import ControlSignal
 from realm_jax.index.files import numpy_dtype
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.retrieval.scann import Searcher
 from realm_jax.run import Run
 from realm_jax.storage import Folder, open_folder
@@ -149,5 +149,5 @@ class InlineIndexProvider:
         stored = vectors.astype(numpy_dtype(run.config.model.dtype))
         if run.scann_config is None or exact:
             return LoadedIndex(run.index(stored)._replace(tower=tower), stored, step)
-        searcher = Searcher.of(stored, run.scann_config)
+        searcher = Searcher.build(stored, run.scann_config)
         return LoadedIndex(run.index_without_vectors._replace(tower=tower), stored, step, searcher=searcher)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.forward import Index, LoadedIndex
-from realm_jax.index.export import to_params
+from realm_jax.index.exporter import to_params
 from realm_jax.index.files import (
     MANIFEST,
     Arrays,
@@ -37,7 +37,7 @@ from realm_jax.index.files import (
 )  # fmt: skip
 from realm_jax.index.searchers import load_searcher
 from realm_jax.mesh import put_with_sharding
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, Folder, StorageError
 

@@ -39,8 +39,8 @@ from realm_jax.forward import (
 )
 from realm_jax.inference.answers import Place, passage_place
 from realm_jax.mesh import to_host
-from realm_jax.models.likelihood import NEGATIVE, log_prior, log_sum_selected
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
+from realm_jax.models.losses import NEG_INF, log_prior, log_sum_selected
 from realm_jax.run import Run, put_batch
 from realm_jax.tasks import TASKS
 from realm_jax.train.trained_run import TrainedRun
@@ -241,11 +241,11 @@ def inspect_batch(
         # The likeliest span of each passage with as many pieces as the blank has.
         spans = masked_spans(context, params, batch, passages)
         size = batch["weights"].sum(axis=1).astype(jnp.int32)[:, None, None, None]
-        scores = jnp.where(spans.allowed, spans.scores, NEGATIVE)
+        scores = jnp.where(spans.allowed, spans.scores, NEG_INF)
         start = jnp.take_along_axis(scores, size - 1, axis=-1)[..., 0].argmax(axis=-1)  # [batch, k]
         slots = start[..., None] + jnp.arange(batch["targets"].shape[1])
-        last = spans.joint.ids.shape[-1] - 1
-        guesses = jnp.take_along_axis(spans.joint.ids, jnp.minimum(slots, last), axis=-1)  # [batch, k, m]
+        last = spans.reader_input.ids.shape[-1] - 1
+        guesses = jnp.take_along_axis(spans.reader_input.ids, jnp.minimum(slots, last), axis=-1)  # [batch, k, m]
         guesses = jnp.concatenate([guesses[:, :1], guesses], axis=1)  # the null document shows none: as the first does
     else:
         parts = []
@@ -254,9 +254,9 @@ def inspect_batch(
             best = words.at[..., special].set(-jnp.inf).argmax(axis=-1)
             parts.append(best.reshape(*documents.ids.shape[:2], -1))
         guesses = jnp.concatenate(parts, axis=1)  # [batch, 1 + k, m]
-    null = jnp.where(realm.null_document, read.scores[:, 0], NEGATIVE)
+    null = jnp.where(realm.null_document, read.scores[:, 0], NEG_INF)
     total = jnp.logaddexp(null, _log_total(context, params, batch, index))
-    held = jnp.exp(jax.nn.logsumexp(jnp.where(read.valid, read.scores, NEGATIVE), axis=1) - total)
+    held = jnp.exp(jax.nn.logsumexp(jnp.where(read.valid, read.scores, NEG_INF), axis=1) - total)
     return InspectionOutputs(read.candidates.rows, log_prior(read.scores, read.valid), reading, held, guesses)
 
 
@@ -264,7 +264,7 @@ def _log_total(context: StaticContext, params: Params, batch: Any, index: Index)
     """log Σ exp(score) over the whole corpus, [batch]."""
     queries = embed_searching_queries(context, params, batch, index.tower)
     scores = jnp.einsum("bd,nd->bn", queries, index.vectors.astype(jnp.float32))
-    return jax.nn.logsumexp(jnp.where(jnp.arange(scores.shape[1]) < context.rows, scores, NEGATIVE), axis=1)
+    return jax.nn.logsumexp(jnp.where(jnp.arange(scores.shape[1]) < context.rows, scores, NEG_INF), axis=1)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -347,12 +347,12 @@ def _inspection(
     rows [k]; prior, reading: log p(z|x), log p(y|z,x), [k], or [1 + k] if the first is the null document's.
     """
     has_null = len(prior) > len(rows)
-    taking_part = prior > NEGATIVE / 2
+    taking_part = prior > NEG_INF / 2
     joint = prior.astype(np.float64) + reading
     total = np.logaddexp.reduce(joint[taking_part])
     # No posterior if y has no probability with any passage: its p(y|x), the divisor, is 0.
     posteriors: list[float | None] = [None] * len(joint)
-    if total > NEGATIVE / 2:
+    if total > NEG_INF / 2:
         posteriors = np.exp(joint - total).tolist()
     passages = []
     for number, row in enumerate([None, *rows.tolist()] if has_null else rows.tolist()):

@@ -30,9 +30,9 @@ from realm_jax.inference.inspection import (
 )
 from realm_jax.inference.predictions import evaluate
 from realm_jax.mesh import to_host
-from realm_jax.models.encoder import Retriever
-from realm_jax.models.realm import Params
-from realm_jax.retrieval.embed import CorpusRows, filled_up
+from realm_jax.models.layers import Params
+from realm_jax.models.retriever import Retriever
+from realm_jax.retrieval.embed import CorpusRows, pad_rows
 from realm_jax.run import Run, put_batch
 from realm_jax.train.trained_run import (
     TrainedRun,
@@ -196,7 +196,7 @@ class Model:
             for start in range(0, len(given), size):
                 encoded = tokenizer.encode_batch(given[start : start + size])
                 rows = [query_arrays(np.asarray(one.ids, np.int32), run.lengths.query, tokenizer) for one in encoded]
-                batch = {name: filled_up(np.stack([row[name] for row in rows]), size) for name in rows[0]}
+                batch = {name: pad_rows(np.stack([row[name] for row in rows]), size) for name in rows[0]}
                 placed = put_batch(run.mesh, batch)
                 found = _query_vectors(run.model, tower, placed["query"], placed["query_length"])  # [size, vector size]
                 vectors.append(to_host(found)[: len(rows)])

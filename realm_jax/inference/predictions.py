@@ -10,10 +10,10 @@ import jax
 import numpy as np
 
 from realm_jax.data.questions import Question
-from realm_jax.eval.metrics import summarise
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import Record, question_record
-from realm_jax.eval.retrieval import answer_hits
+from realm_jax.eval.question_metrics import summarise
+from realm_jax.eval.retrieval_metrics import answer_hits
 from realm_jax.inference.answers import scored_answer
 from realm_jax.run import Run
 from realm_jax.tasks import TASKS, make_task

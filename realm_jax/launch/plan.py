@@ -33,12 +33,12 @@ from realm_jax.forward import Index
 from realm_jax.host import enlarge_compiler_stacks
 from realm_jax.index.build import for_embedding
 from realm_jax.index.control import ControlSignal, control_sharding
-from realm_jax.index.export import sample_queries
+from realm_jax.index.exporter import sample_queries
 from realm_jax.index.heartbeat import BUILDER, TRAINER
 from realm_jax.launch.cost import Cost, program_cost, program_time, sent, transferred
 from realm_jax.launch.spec import Launch
 from realm_jax.mesh import corpus_devices, logical_sharding, replicated, row_major, slice_of
-from realm_jax.models.inputs import DOCUMENT_SPECIALS, Documents
+from realm_jax.models.inputs import DOCUMENT_SPECIALS, PassageBatch
 from realm_jax.retrieval.embed import EMBED_BATCH
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.run import Run, embed_program
@@ -301,12 +301,12 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
     return state, batch, index, words
 
 
-def abstract_documents(run: Run, rows: int, axis: str) -> Documents:
+def abstract_documents(run: Run, rows: int, axis: str) -> PassageBatch:
     """Passages as the corpus has them, their rows sharded as a logical axis."""
     shape = (rows, run.config.data.document_length)
     ids = abstract_sharded(run, shape, id_dtype(run.model.bert.vocabulary_size), axis)
     lengths = abstract_sharded(run, (rows,), jnp.uint16, axis)
-    return Documents(ids, lengths, lengths)  # type: ignore[arg-type]
+    return PassageBatch(ids, lengths, lengths)  # type: ignore[arg-type]
 
 
 def abstract_sharded(run: Run, shape: tuple[int, ...], dtype: Any, axis: str) -> jax.ShapeDtypeStruct:

@@ -1,6 +1,6 @@
 """Locating and publishing pretrained models, and which of their folders holds which network.
 
-    FOLDER/model.safetensors            one BERT, for every network; with its heads, where it has them; or its shards
+    FOLDER/model.safetensors            one BERT, for every network; with its heads, if it has them; or its shards
     FOLDER/<network>/model.safetensors  one for each network, as `realm weights` writes them (`embedder`: both towers)
     hf:NAME, hf:NAME@REVISION           a repository of the Hugging Face hub
     py:NAME                             an installed Python package that carries a model in its folder `model`
@@ -36,46 +36,58 @@ FETCHED = *OF_A_NETWORK, *(f"{network}/{name}" for network in (SHARED, *TOWERS, 
 
 
 def resolve_model_path(name: str, flag: str = "config.init_from") -> Path:
-    """The folder that `config.init_from`, or another flag, names. A model of the hub is fetched, or found in its cache.
+    """Return the folder of a model; one on the hub is fetched, or found in its cache.
 
-    Raises UserError if the hub cannot be asked, or has no such model, and for a package that is not installed.
+    Args:
+        name: value of `config.init_from`, or of another flag.
+        flag: for messages.
+
+    Raises:
+        UserError: if the hub is out of reach or has no such model, and for a package that is not installed.
     """
     if name.startswith(HUB):
-        return _fetched(name, flag)
+        return _fetch(name, flag)
     if not name.startswith(PACKAGE):
         return Path(name)
     package = name.removeprefix(PACKAGE).replace("-", "_")
-    spec = importlib.util.find_spec(package) if package.isidentifier() else None  # found, and not run
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None  # does not run the package
     folders = [Path(folder) / IN_PACKAGE for folder in (spec.submodule_search_locations or [] if spec else [])]
     folder = next((folder for folder in folders if folder.is_dir()), None)
     if folder is None:
-        fault = "has no folder `model`" if spec else "is not installed"
+        problem = "has no folder `model`" if spec else "is not installed"
         raise UserError(
-            f"{flag}={name}: the package {package} {fault}; run `pip install {package.replace('_', '-')}`, or "
+            f"{flag}={name}: the package {package} {problem}; run `pip install {package.replace('_', '-')}`, or "
             "name a folder"
         )
     return folder
 
 
 @cache
-def _fetched(name: str, flag: str) -> Path:
-    """The folder of a model of the hub, which is asked once: what a run starts from does not change on the way."""
+def _fetch(name: str, flag: str) -> Path:
+    """Fetch a model of the hub into its cache; only once, so that the start of a run does not change on the way."""
     hub = _hub(f"{flag}={name}", ", or name a folder")
     repository, _, revision = name.removeprefix(HUB).partition("@")
     try:
         return Path(hub.snapshot_download(repository, revision=revision or None, allow_patterns=list(FETCHED)))
-    except Exception as fault:  # of its own kinds, and of the libraries that it speaks to the network with
+    except Exception as error:  # the hub's own, and those of the libraries that it uses
         raise UserError(
-            f"{flag}={name}: cannot be fetched ({_reason(fault)}); "
+            f"{flag}={name}: cannot be fetched ({_reason(error)}); "
             "check the name and the network, or fetch the model elsewhere and name its folder"
         ) from None
 
 
-def open_hub(what: str) -> Any:
-    """The hub's `HfApi` with the user's token. what: needs it. Raises UserError where library or token is missing."""
-    hub = _hub(what)
+def open_hub(feature: str) -> Any:
+    """Return the hub's `HfApi` with the user's token.
+
+    Args:
+        feature: that needs it, for messages.
+
+    Raises:
+        UserError: if library or token is missing.
+    """
+    hub = _hub(feature)
     if not (token := hub.get_token()):
-        raise UserError(f"{what}: no token of the hub is known; run `hf auth login`, or set HF_TOKEN")
+        raise UserError(f"{feature}: no token of the hub is known; run `hf auth login`, or set HF_TOKEN")
     return hub.HfApi(token=token, library_name="realm_jax", library_version=realm_jax.__version__)
 
 
@@ -103,9 +115,9 @@ def upload_model(hub: Any, folder: Path, name: str, private: bool, flag: str, ex
                 commit_message="Upload a model of realm_jax",
                 ignore_patterns=[*excluded],
             )
-    except Exception as fault:  # as above
+    except Exception as error:  # see `_fetch`
         raise UserError(
-            f"{flag}={name}: cannot be uploaded ({_reason(fault, hub.token)}); "
+            f"{flag}={name}: cannot be uploaded ({_reason(error, hub.token)}); "
             "check the name, the network, and that the token may write"
         ) from None
     if not fits:
@@ -113,20 +125,20 @@ def upload_model(hub: Any, folder: Path, name: str, private: bool, flag: str, ex
     return str(url)
 
 
-def _hub(what: str, otherwise: str = "") -> ModuleType:
-    """The hub's library. what: needs it; otherwise: what else can be done. Raises UserError where it is missing."""
+def _hub(feature: str, alternative: str = "") -> ModuleType:
+    """Import the hub's library. Raises UserError, naming `feature` and the alternative to it, if it is missing."""
     try:
         import huggingface_hub  # here, since it is optional
     except ImportError:
-        advice = f"run `pip install '.[huggingface]'`{otherwise}"
-        raise UserError(f"{what}: needs Hugging Face's hub; {advice}") from None
+        advice = f"run `pip install '.[huggingface]'`{alternative}"
+        raise UserError(f"{feature}: needs Hugging Face's hub; {advice}") from None
     return huggingface_hub
 
 
-def _reason(fault: Exception, token: str = "") -> str:
-    """An error of the library in a line, without the token, whatever a server answers."""
-    text = " ".join(str(fault).split())
-    return f"{type(fault).__name__}: {(text.replace(token, '…') if token else text)[:200]}"
+def _reason(error: Exception, token: str = "") -> str:
+    """Return an error of the library as one line, without the token, whatever a server answers."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {(text.replace(token, '…') if token else text)[:200]}"
 
 
 def is_model(folder: Path) -> bool:
@@ -141,7 +153,7 @@ def model_folders(folder: Path) -> list[Path]:
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """The folder of a model's tokenizer: beside the weights of the first of its networks, which all have the same."""
+    """Return the folder of a model's tokenizer: that of its first network, since all have the same."""
     return transformer_folder(next(iter(model_folders(folder)), folder))
 
 
@@ -161,7 +173,7 @@ def network_folder(folder: Path, network: str) -> Path | None:
     if model_folders(folder) == [folder]:
         return folder
     names = [network, SHARED] if network in TOWERS else [network]
-    found = next((folder / name for name in names if is_model(folder / name)), None)
-    if found is None and network == SHARED and any(is_model(folder / name) for name in TOWERS):
+    weights = next((folder / name for name in names if is_model(folder / name)), None)
+    if weights is None and network == SHARED and any(is_model(folder / name) for name in TOWERS):
         raise UserError(f"config.init_from: {folder} has two towers; set config.model.shared_tower=False")
-    return found
+    return weights

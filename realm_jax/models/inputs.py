@@ -1,8 +1,9 @@
-"""The layouts on the device: masks, segments, the joint of a query and a passage, and token matching.
+"""The layouts on the device: masks, segments, queries joined with passages, and token matching.
 
-The corpus lives on the device once, as document rows `[CLS] title [SEP] body [SEP]` (`lengths` and `title_lengths` say
+The corpus lives on the device once, as passage rows `[CLS] title [SEP] body [SEP]` (`lengths` and `title_lengths` say
 where the parts end). Everything else that a step needs of a passage is derived from such rows here, inside the step.
-The joint layout is `[CLS] query [SEP] body [SEP]`, without the title, as in the reference; fine-tuning can have it too.
+The reader's input is `[CLS] query [SEP] body [SEP]`, without the title, as in the reference; fine-tuning can have it
+too.
 """
 
 from typing import NamedTuple
@@ -13,22 +14,46 @@ import jax.numpy as jnp
 from realm_jax.models.prompts import Template
 
 Array = jax.Array
-DOCUMENT_SPECIALS = 2  # the [CLS] before and the [SEP] after the title, which the joint layout leaves out
+DOCUMENT_SPECIALS = 2  # the [CLS] before and the [SEP] after the title, which the reader's input leaves out
 
 
-class Documents(NamedTuple):
-    """Document rows: ids [..., length] int, lengths [...] (with specials), title_lengths [...] (without)."""
+class PassageBatch(NamedTuple):
+    """Passage rows.
+
+    Attributes:
+        ids: tokens, [..., length] int.
+        lengths: tokens of each row, special tokens included, [...].
+        title_lengths: tokens of each title, without special tokens, [...].
+    """
 
     ids: Array
     lengths: Array
     title_lengths: Array
 
 
+class EncoderInput(NamedTuple):
+    """Input of a tower.
+
+    Attributes:
+        ids: tokens, [batch, length] int32.
+        segments: 0 or 1, [batch, length] int32.
+        mask: false on padding, [batch, length] bool.
+    """
+
+    ids: Array
+    segments: Array
+    mask: Array
+
+
 class ReaderInput(NamedTuple):
     """Queries joined with passages.
 
-    ids, segments [..., joint length] int32; mask [..., joint length] bool, false on padding; body_start [...] int32:
-    index of the body's first piece; lengths [...] int32: places in use, specials counted.
+    Attributes:
+        ids: tokens, [..., length] int32.
+        segments: 0 for the query, 1 for the passage, [..., length] int32.
+        mask: false on padding, [..., length] bool.
+        body_start: index of the body's first token, [...] int32.
+        lengths: tokens, special tokens included, [...] int32.
     """
 
     ids: Array
@@ -39,53 +64,68 @@ class ReaderInput(NamedTuple):
 
 
 def token_mask(lengths: Array, length: int) -> Array:
-    """True on the first `lengths` of `length` positions. [...] → [..., length] bool."""
+    """Return True on the first `lengths` of `length` positions: [...] → [..., length] bool."""
     return jnp.arange(length) < lengths[..., None]
 
 
-def document_segments(documents: Documents) -> Array:
-    """0 through the first [SEP], then 1, and 0 on padding."""
-    place = jnp.arange(documents.ids.shape[-1])
-    after_title = place >= (documents.title_lengths + DOCUMENT_SPECIALS)[..., None]
-    return (after_title & (place < documents.lengths[..., None])).astype(jnp.int32)
+# --- Inputs of the towers ---------------------------------------------------------------------------------------------
 
 
-class EncoderInput(NamedTuple):
-    """What a tower reads: ids, segments [batch, length] int32; mask [batch, length] bool, false on padding."""
+def document_segments(passages: PassageBatch) -> Array:
+    """Return 0 through the first [SEP], then 1, and 0 on padding: [..., length] int32."""
+    position = jnp.arange(passages.ids.shape[-1])
+    after_title = position >= (passages.title_lengths + DOCUMENT_SPECIALS)[..., None]
+    return (after_title & (position < passages.lengths[..., None])).astype(jnp.int32)
 
-    ids: Array
-    segments: Array
-    mask: Array
 
-
-def document_sequences(documents: Documents, template: Template | None = None) -> EncoderInput:
-    """Document rows as a tower reads them: as they are, in two segments, or as one text that a template makes.
+def document_sequences(passages: PassageBatch, template: Template | None = None) -> EncoderInput:
+    """Lay passages out for a tower: as they are, in two segments, or as one text that a template makes.
 
     The one text is `[CLS] before title between body [SEP]`, all in segment 0; a template without a title leaves titles
-    out. ids [batch, d] → [batch, d], with a template [batch, d − 1 + its pieces].
+    out.
+
+    Args:
+        passages: ids [batch, d].
+        template: None for two segments.
+
+    Returns:
+        Arrays [batch, d], with a template [batch, d − 1 + its tokens].
     """
-    ids = documents.ids.astype(jnp.int32)
+    ids = passages.ids.astype(jnp.int32)
     if template is None:
-        return EncoderInput(ids, document_segments(documents), token_mask(documents.lengths, ids.shape[-1]))
+        return EncoderInput(ids, document_segments(passages), token_mask(passages.lengths, ids.shape[-1]))
     front, gap = len(template.before), len(template.between)
-    titles = documents.title_lengths.astype(jnp.int32)[:, None]
-    shown = titles if template.titled else jnp.zeros_like(titles)
-    place = jnp.arange(ids.shape[-1] - 1 + front + gap)[None]
-    body = 1 + front + shown + gap  # where bodies begin, [batch, 1]; in the row at titles + 2
-    source = jnp.where(place < body, place - front, place - body + titles + DOCUMENT_SPECIALS)
-    laid = jnp.take_along_axis(ids, jnp.clip(source, 0, ids.shape[-1] - 1), axis=-1)
-    laid = _insert(laid, place, jnp.ones_like(titles), template.before)
-    laid = _insert(laid, place, body - gap, template.between)
-    laid = jnp.where(place == 0, ids[:, :1], laid)
-    lengths = documents.lengths.astype(jnp.int32) - 1 + (shown - titles)[:, 0] + front + gap
-    mask = token_mask(lengths, place.shape[-1])
-    return EncoderInput(jnp.where(mask, laid, 0), jnp.zeros_like(laid), mask)
+    title_lengths = passages.title_lengths.astype(jnp.int32)[:, None]  # [batch, 1]
+    shown = title_lengths if template.titled else jnp.zeros_like(title_lengths)
+    position = jnp.arange(ids.shape[-1] - 1 + front + gap)[None]  # [1, length]
+    body = 1 + front + shown + gap  # where bodies begin, [batch, 1]; in the row at title length + 2
+    source = jnp.where(position < body, position - front, position - body + title_lengths + DOCUMENT_SPECIALS)
+    text = jnp.take_along_axis(ids, jnp.clip(source, 0, ids.shape[-1] - 1), axis=-1)  # [batch, length]
+    text = _insert(text, position, jnp.ones_like(title_lengths), template.before)
+    text = _insert(text, position, body - gap, template.between)
+    text = jnp.where(position == 0, ids[:, :1], text)
+    lengths = passages.lengths.astype(jnp.int32) - 1 + (shown - title_lengths)[:, 0] + front + gap  # [batch]
+    mask = token_mask(lengths, position.shape[-1])
+    return EncoderInput(jnp.where(mask, text, 0), jnp.zeros_like(text), mask)
+
+
+def _insert(ids: Array, position: Array, start: Array, literal: tuple[int, ...]) -> Array:
+    """Write the tokens of a literal over ids [batch, length], from column `start` [batch, 1] on."""
+    for offset, token in enumerate(literal):
+        ids = jnp.where(position == start + offset, token, ids)
+    return ids
 
 
 def query_sequences(query: Array, lengths: Array, template: Template | None = None) -> EncoderInput:
-    """Queries `[CLS] text [SEP]` as a tower reads them, with a template's pieces before the text.
+    """Lay queries `[CLS] text [SEP]` out for a tower, with a template's tokens before the text, all in segment 0.
 
-    query [batch, q] int, lengths [batch] → [batch, q + its pieces], all in segment 0.
+    Args:
+        query: [batch, q] int.
+        lengths: of the queries, [batch].
+        template: None for none.
+
+    Returns:
+        Arrays [batch, q + the template's tokens].
     """
     ids = query.astype(jnp.int32)
     if template is not None and template.before:
@@ -95,96 +135,132 @@ def query_sequences(query: Array, lengths: Array, template: Template | None = No
     return EncoderInput(ids, jnp.zeros_like(ids), token_mask(lengths, ids.shape[1]))
 
 
-def _insert(ids: Array, place: Array, start: Array, pieces: tuple[int, ...]) -> Array:
-    """Literal pieces from column `start` [batch, 1] on, over what stands there."""
-    for offset, piece in enumerate(pieces):
-        ids = jnp.where(place == start + offset, piece, ids)
-    return ids
-
-
-def null_documents(batch: int, special: tuple[int, int]) -> Documents:
-    """The empty document `[CLS] [SEP] [SEP]`, `batch` times. special: ids of [CLS] and [SEP]."""
+def null_passages(batch: int, special: tuple[int, int]) -> PassageBatch:
+    """Return the null document `[CLS] [SEP] [SEP]`, `batch` times. special: ids of [CLS] and [SEP]."""
     cls, sep = special
     row = jnp.array([cls, sep, sep], jnp.int32)
-    return Documents(jnp.tile(row, (batch, 1)), jnp.full(batch, 3, jnp.int32), jnp.zeros(batch, jnp.int32))
+    return PassageBatch(jnp.tile(row, (batch, 1)), jnp.full(batch, 3, jnp.int32), jnp.zeros(batch, jnp.int32))
 
 
-def reader_inputs(query: Array, query_lengths: Array, documents: Documents, titles: bool = False) -> ReaderInput:
-    """`[CLS] query [SEP] body [SEP]` for each of an example's passages; with `titles`, `title [SEP]` before the body.
+# --- Inputs of the reader ---------------------------------------------------------------------------------------------
 
-    query [batch, q] int; query_lengths [batch]; documents.ids [batch, k, d] → arrays [batch, k, q + d − 2], with titles
-    [batch, k, q + d − 1]. Nothing is cut: the joint is as long as both can be together.
+
+def reader_inputs(query: Array, query_lengths: Array, passages: PassageBatch, titles: bool = False) -> ReaderInput:
+    """Join a query with each of its passages: `[CLS] query [SEP] body [SEP]`, with `titles` `title [SEP]` before the
+    body.
+
+    Nothing is cut: the input is as long as both can be together.
+
+    Args:
+        query: [batch, q] int.
+        query_lengths: [batch].
+        passages: ids [batch, k, d].
+        titles: whether titles are read.
+
+    Returns:
+        Arrays [batch, k, q + d − 2], with titles [batch, k, q + d − 1].
     """
-    width = documents.ids.shape[-1]
-    body_offset = (documents.title_lengths + DOCUMENT_SPECIALS).astype(jnp.int32)
-    offset = jnp.ones_like(body_offset) if titles else body_offset  # where in a row begins what is joined
-    place = jnp.arange(query.shape[1] + width - (1 if titles else DOCUMENT_SPECIALS))
-    in_body = place - query_lengths[:, None]  # [batch, joint]: index behind the query, negative inside it
-    body_place = jnp.clip(in_body[:, None] + offset[..., None], 0, width - 1)
-    body = jnp.take_along_axis(documents.ids.astype(jnp.int32), body_place, axis=-1)
-    front = jnp.pad(query.astype(jnp.int32), ((0, 0), (0, place.size - query.shape[1])))
-    lengths = query_lengths[:, None] + documents.lengths.astype(jnp.int32) - offset
-    mask = place < lengths[..., None]
-    is_body = (in_body >= 0)[:, None] & mask
+    width = passages.ids.shape[-1]
+    body_offset = (passages.title_lengths + DOCUMENT_SPECIALS).astype(jnp.int32)  # [batch, k]
+    offset = jnp.ones_like(body_offset) if titles else body_offset  # where the joined part of a row begins
+    position = jnp.arange(query.shape[1] + width - (1 if titles else DOCUMENT_SPECIALS))
+    behind_query = position - query_lengths[:, None]  # [batch, length]: negative inside the query
+    source = jnp.clip(behind_query[:, None] + offset[..., None], 0, width - 1)  # [batch, k, length]
+    body = jnp.take_along_axis(passages.ids.astype(jnp.int32), source, axis=-1)
+    front = jnp.pad(query.astype(jnp.int32), ((0, 0), (0, position.size - query.shape[1])))  # [batch, length]
+    lengths = query_lengths[:, None] + passages.lengths.astype(jnp.int32) - offset  # [batch, k]
+    mask = position < lengths[..., None]  # [batch, k, length]
+    is_body = (behind_query >= 0)[:, None] & mask
     ids = jnp.where(is_body, body, jnp.where(mask, front[:, None], 0))
-    start = query_lengths[:, None] + body_offset - offset
+    start = query_lengths[:, None] + body_offset - offset  # [batch, k]
     return ReaderInput(ids, is_body.astype(jnp.int32), mask, start, lengths)
 
 
-def shift_left(x: Array, by: int) -> Array:
-    """x[..., i + by] at i, −1 past the end."""
-    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, by),), constant_values=-1)[..., by:] if by else x
+def flatten_passages(reader_input: ReaderInput) -> ReaderInput:
+    """Flatten arrays [batch, k, …] to [batch · k, …]."""
+    return ReaderInput(*(x.reshape(-1, *x.shape[2:]) for x in reader_input))
 
 
-def contains_phrase(documents: Array, phrase: Array, phrase_lengths: Array) -> Array:
-    """Whether a run of pieces occurs in each passage.
+# --- Token matching ---------------------------------------------------------------------------------------------------
 
-    documents [batch, k, d] int, phrase [batch, p] int, phrase_lengths [batch]; → [batch, k] bool.
-    An empty phrase occurs nowhere.
+
+def contains_phrase(passages: Array, phrase: Array, phrase_lengths: Array) -> Array:
+    """Return whether a run of tokens occurs in each passage; an empty phrase occurs nowhere.
+
+    Args:
+        passages: ids [batch, k, d] int.
+        phrase: [batch, p] int.
+        phrase_lengths: [batch].
+
+    Returns:
+        [batch, k] bool.
     """
-    documents = documents.astype(jnp.int32)
+    passages = passages.astype(jnp.int32)
+    padded = jnp.pad(passages, ((0, 0), (0, 0), (0, phrase.shape[1])), constant_values=-1)
 
     def check(offset: Array, match: Array) -> Array:
         shifted = jnp.roll(padded, -offset, axis=-1)[..., : match.shape[-1]]
-        wanted = jax.lax.dynamic_index_in_dim(phrase, offset, axis=1, keepdims=True)[:, None]
-        return match & ((shifted == wanted) | (offset >= phrase_lengths)[:, None, None])
+        token = jax.lax.dynamic_index_in_dim(phrase, offset, axis=1, keepdims=True)[:, None]  # [batch, 1, 1]
+        return match & ((shifted == token) | (offset >= phrase_lengths)[:, None, None])
 
-    padded = jnp.pad(documents, ((0, 0), (0, 0), (0, phrase.shape[1])), constant_values=-1)
-    match = jax.lax.fori_loop(0, phrase.shape[1], check, jnp.ones(documents.shape, bool))
+    match = jax.lax.fori_loop(0, phrase.shape[1], check, jnp.ones(passages.shape, bool))  # [batch, k, d]
     return match.any(axis=-1) & (phrase_lengths > 0)[:, None]
 
 
-def has_answer_span(documents: Documents, answers: Array, answer_lengths: Array, span_width: int) -> Array:
-    """Whether a passage's body has an answer that a span can be: the passages with a correct span in `answer_spans`.
+def has_answer_span(passages: PassageBatch, answers: Array, answer_lengths: Array, span_width: int) -> Array:
+    """Return whether a passage's body has an answer that a span can be.
 
-    documents.ids [batch, k, d]; answers [batch, a, w] int, answer_lengths [batch, a] as there → [batch, k] bool.
+    These are the passages with a correct span in `answer_spans`.
+
+    Args:
+        passages: ids [batch, k, d].
+        answers: [batch, a, w] int.
+        answer_lengths: [batch, a], see `answer_spans`.
+        span_width: longest span.
+
+    Returns:
+        [batch, k] bool.
     """
-    ids, width = documents.ids.astype(jnp.int32), min(answers.shape[2], span_width)
-    place = jnp.arange(ids.shape[-1])
-    match = place >= (documents.title_lengths + DOCUMENT_SPECIALS)[..., None]  # where a body's pieces begin
-    match = match[:, :, None] & (place + answer_lengths[:, None, :, None] < documents.lengths[..., None, None])
+    ids, width = passages.ids.astype(jnp.int32), min(answers.shape[2], span_width)
+    position = jnp.arange(ids.shape[-1])
+    in_body = position >= (passages.title_lengths + DOCUMENT_SPECIALS)[..., None]  # [batch, k, d]
+    fits = position + answer_lengths[:, None, :, None] < passages.lengths[..., None, None]  # [batch, k, a, d]
+    match = in_body[:, :, None] & fits
     match &= ((answer_lengths > 0) & (answer_lengths <= width))[:, None, :, None]
     for offset in range(width):
-        wanted = answers[:, None, :, offset, None]
-        match &= (shift_left(ids, offset)[:, :, None] == wanted) | (offset >= answer_lengths)[:, None, :, None]
+        token = answers[:, None, :, offset, None]  # [batch, 1, a, 1]
+        match &= (_shift_left(ids, offset)[:, :, None] == token) | (offset >= answer_lengths)[:, None, :, None]
     return match.any(axis=(2, 3))
 
 
-def answer_spans(joint: ReaderInput, answers: Array, answer_lengths: Array, span_width: int) -> tuple[Array, Array]:
-    """The spans that may be answers, and those that are.
+def answer_spans(
+    reader_input: ReaderInput, answers: Array, answer_lengths: Array, span_width: int
+) -> tuple[Array, Array]:
+    """Return the spans that may be answers, and those that are.
 
-    answers [batch, a, w] int and answer_lengths [batch, a] (0: no answer; longer than span_width never matches).
-    Returns (allowed, correct), both [batch, k, joint length, span_width] bool: entry [.., i, w] is the span of pieces
-    i … i + w. Allowed spans lie in the body, before its final [SEP].
+    Args:
+        reader_input: arrays [batch, k, length].
+        answers: [batch, a, w] int.
+        answer_lengths: [batch, a] (0: no answer; longer than span_width never matches).
+        span_width: longest span.
+
+    Returns:
+        (allowed, correct), both [batch, k, length, span_width] bool: entry [.., i, w] is the span of tokens i … i + w.
+        Allowed spans lie in the body, before its final [SEP].
     """
-    place = jnp.arange(joint.ids.shape[-1])
-    body_end = joint.lengths - 1
-    starts = place >= joint.body_start[..., None]
-    allowed = jnp.stack([starts & (place + width < body_end[..., None]) for width in range(span_width)], axis=-1)
-    match = jnp.ones((*joint.ids.shape, answers.shape[1]), bool)
+    position = jnp.arange(reader_input.ids.shape[-1])
+    body_end = reader_input.lengths - 1
+    starts = position >= reader_input.body_start[..., None]  # [batch, k, length]
+    allowed = jnp.stack([starts & (position + width < body_end[..., None]) for width in range(span_width)], axis=-1)
+    match = jnp.ones((*reader_input.ids.shape, answers.shape[1]), bool)  # [batch, k, length, a]
     for offset in range(min(answers.shape[2], span_width)):
-        wanted = answers[:, None, None, :, offset]
-        beyond = (offset >= answer_lengths)[:, None, None, :]
-        match &= (shift_left(joint.ids, offset)[..., None] == wanted) | beyond
-    found = [(match & (answer_lengths == width + 1)[:, None, None, :]).any(axis=-1) for width in range(span_width)]
-    return allowed, jnp.stack(found, axis=-1) & allowed
+        token = answers[:, None, None, :, offset]  # [batch, 1, 1, a]
+        is_beyond = (offset >= answer_lengths)[:, None, None, :]
+        match &= (_shift_left(reader_input.ids, offset)[..., None] == token) | is_beyond
+    by_width = [(match & (answer_lengths == width + 1)[:, None, None, :]).any(axis=-1) for width in range(span_width)]
+    return allowed, jnp.stack(by_width, axis=-1) & allowed
+
+
+def _shift_left(x: Array, by: int) -> Array:
+    """Return x[..., i + by] at i, −1 past the end."""
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, by),), constant_values=-1)[..., by:] if by else x

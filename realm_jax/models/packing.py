@@ -1,9 +1,11 @@
-"""Sequences of different lengths one after another, so that what is computed of each token is not computed of padding.
+"""Packing: sequences of different lengths one after another, so that layers compute no padding.
 
-Each part of a batch, which is what a device has, is a row of `places`. Only attention has to know where a sequence
-begins. A program has as many places as the fullest part needs, so sequences are shared out among the parts by length
-(`BalancedOrder`). How many places do for a corpus follows from its lengths (`tasks/packed.py`); where one batch needs
-more, its longest sequences lose their last tokens, which a step reports.
+Each part of a batch, which is a device's share, is a row of token slots. Only attention has to know where a sequence
+begins. A program has as many slots as the fullest part needs, so sequences are shared out among the parts by length
+(`BalancedPermutation`). How many slots are enough for a corpus follows from its lengths (`tasks/packed.py`). If one
+batch needs more, its longest sequences lose their last tokens, which a step reports.
+
+`bert.py` calls the methods that `Packing` and `Padded` share: pack, unpack and take.
 """
 
 from dataclasses import dataclass
@@ -20,14 +22,36 @@ from realm_jax.mesh import batch_parts, logical_sharding
 
 Array = jax.Array
 Tree = TypeVar("Tree")
+TILE = 16  # rows of a tile of bfloat16 in a TPU's memory, at which packed sequences begin if the TPU kernel attends
+
+
+class Padded(NamedTuple):
+    """Sequences of one length each, padded; mask [batch, length] bool, false on padding."""
+
+    mask: Array
+
+    def pack(self, states: Array) -> Array:
+        """Return states [batch, length, width] as they are."""
+        return states
+
+    def unpack(self, states: Array) -> Array:
+        """Return states [batch, length, width] as they are."""
+        return states
+
+    def take(self, states: Array, positions: Array) -> Array:
+        """Return hidden states at positions [batch, m] of every sequence: [batch, m, width]."""
+        return jnp.take_along_axis(states, positions[:, :, None], axis=1)
 
 
 class Packing(NamedTuple):
-    """Where the sequences of a batch lie: P parts of n sequences of at most `length` tokens, C places a part.
+    """Where the sequences of a batch lie: P parts of n sequences of at most `length` tokens, C slots a part.
 
-    starts, lengths [P, n] int32: the place of a sequence's first token, and its tokens; sequences begin at multiples of
-    the alignment. source [P, C] int32: for every place the token that is there, as sequence · length + position; used
-    [P, C] bool: whether there is one. mask [P · n, length] bool: which tokens of the padded sequences have a place.
+    Attributes:
+        starts: the slot of each sequence's first token, a multiple of the alignment, [P, n] int32.
+        lengths: tokens of each sequence that have a slot, [P, n] int32.
+        source: the token in each slot, as sequence · length + position, [P, C] int32.
+        used: whether a slot has a token, [P, C] bool.
+        mask: which tokens of the padded sequences have a slot, [P · n, length] bool.
     """
 
     starts: Array
@@ -37,47 +61,76 @@ class Packing(NamedTuple):
     mask: Array
 
     @property
-    def rows(self) -> Array:
-        """The position of each place's token in its sequence, [P, C]."""
+    def positions(self) -> Array:
+        """The position of each slot's token in its sequence, [P, C]."""
         return self.source % self.mask.shape[1]
 
-    def of_sequence(self, values: Array) -> Array:
-        """Values of sequences [P · n] → of the places of each, [P, C]."""
+    def per_token(self, values: Array) -> Array:
+        """Spread values of sequences [P · n] over their tokens: [P, C]."""
         sequence = self.source // self.mask.shape[1]
         return jnp.take_along_axis(values.reshape(self.starts.shape), sequence, axis=1)
 
+    def pack(self, states: Array) -> Array:
+        """Pack states [P · n, length, width] into [P, C, width], zeros in unused slots."""
+        return pack_tokens(states, self)
 
-def packing(mask: Array, parts: int, places: int, alignment: int = 1) -> Packing:
-    """Sequences of a batch in order, those of each of `parts` in `places`.
+    def unpack(self, states: Array) -> Array:
+        """Unpack states [P, C, width] into [P · n, length, width], zeros for tokens without a slot."""
+        return unpack_tokens(states, self)
 
-    mask [batch, length] bool: true on the first tokens of each sequence. Where a part has more tokens than places, its
-    longest sequences are cut to one length, the largest that fits. places: at least `alignment` for each sequence.
+    def take(self, states: Array, positions: Array) -> Array:
+        """Return hidden states [P, C, width] at positions [P · n, m] of every sequence: [P · n, m, width]."""
+        parts, slots, width = states.shape
+        start = self.starts.reshape(-1, 1)  # [P · n, 1]
+        last = jnp.maximum(self.lengths.reshape(-1, 1) - 1, 0)  # [P · n, 1]
+        slot = start + jnp.minimum(positions, last)  # [P · n, m]
+        slot = jnp.minimum(slot, slots - 1)  # an empty sequence may start behind the last slot
+        return _rows(states, slot.reshape(parts, -1)).reshape(*positions.shape, width)
+
+
+def packing(mask: Array, parts: int, packed_length: int, alignment: int = 1) -> Packing:
+    """Lay the sequences of a batch one after another.
+
+    Args:
+        mask: [batch, length] bool, true on the first tokens of each sequence. If a part has more tokens than slots, its
+            longest sequences are cut to one length, the largest that fits.
+        parts: of the batch.
+        packed_length: slots of a part; at least `alignment` for each sequence.
+        alignment: sequences begin at multiples of it.
     """
-    length, fitting = mask.shape[1], fitting_mask(mask, parts, places, alignment)
-    lengths = fitting.sum(axis=1, dtype=jnp.int32).reshape(parts, -1)
+    length = mask.shape[1]
+    fitting = fitting_mask(mask, parts, packed_length, alignment)  # [batch, length]
+    lengths = fitting.sum(axis=1, dtype=jnp.int32).reshape(parts, -1)  # [P, n]
     sizes = _aligned(lengths, alignment)
     ends = jnp.cumsum(sizes, axis=1)
     starts = ends - sizes
-    repeat = partial(jnp.repeat, jnp.arange(lengths.shape[1]), total_repeat_length=places)
-    sequence = jax.vmap(repeat)(sizes)
-    position = jnp.arange(places) - jnp.take_along_axis(starts, sequence, axis=1)
+    repeat = partial(jnp.repeat, jnp.arange(lengths.shape[1]), total_repeat_length=packed_length)
+    sequence = jax.vmap(repeat)(sizes)  # [P, C]
+    position = jnp.arange(packed_length) - jnp.take_along_axis(starts, sequence, axis=1)  # [P, C]
     used = position < jnp.take_along_axis(lengths, sequence, axis=1)
     source = sequence * length + jnp.minimum(position, length - 1)
     # Computed once: the compiler would do it all again in every operation that reads it.
     return jax.lax.optimization_barrier(Packing(starts, lengths, source, used, fitting))
 
 
-def fitting_mask(mask: Array, parts: int, places: int, alignment: int) -> Array:
-    """A mask [batch, length] without the tokens for which there is no place. Arguments as of `packing`."""
-    lengths = mask.sum(axis=1, dtype=jnp.int32).reshape(parts, -1)
-    return jnp.arange(mask.shape[1]) < fitting_lengths(lengths, mask.shape[1], places, alignment).reshape(-1, 1)
+def fitting_mask(mask: Array, parts: int, packed_length: int, alignment: int) -> Array:
+    """Return a mask [batch, length] without the tokens that have no slot. Arguments: see `packing`."""
+    lengths = mask.sum(axis=1, dtype=jnp.int32).reshape(parts, -1)  # [P, n]
+    return jnp.arange(mask.shape[1]) < fitting_lengths(lengths, mask.shape[1], packed_length, alignment).reshape(-1, 1)
 
 
-def fitting_lengths(lengths: Array, longest: int, places: int, alignment: int) -> Array:
-    """Lengths [parts, n] cut to the largest multiple of `alignment` with which each part's sequences fit."""
+def fitting_lengths(lengths: Array, longest: int, packed_length: int, alignment: int) -> Array:
+    """Cut lengths [parts, n] to the largest multiple of `alignment` with which each part's sequences fit.
+
+    Args:
+        lengths: of sequences.
+        longest: no sequence is longer.
+        packed_length: slots of a part.
+        alignment: sequences begin at multiples of it.
+    """
     limits = jnp.arange(alignment, longest + alignment, alignment)
-    needed = jnp.minimum(_aligned(lengths, alignment)[..., None], limits).sum(axis=1)
-    fitting = jnp.where(needed <= places, limits, alignment).max(axis=1, keepdims=True)
+    needed = jnp.minimum(_aligned(lengths, alignment)[..., None], limits).sum(axis=1)  # [parts, limits]
+    fitting = jnp.where(needed <= packed_length, limits, alignment).max(axis=1, keepdims=True)  # [parts, 1]
     return jnp.minimum(lengths, fitting)
 
 
@@ -85,34 +138,39 @@ def _aligned(lengths: Array, alignment: int) -> Array:
     return -(-lengths // alignment) * alignment
 
 
-@dataclass(frozen=True)
-class BalancedOrder:
-    """Another order of a batch's sequences, in which all parts of a slice's share have about the same length in all.
+# --- Sharing sequences out among the parts of a batch -----------------------------------------------------------------
 
-    order [slices, n] int32: which sequence of a slice's share stands at each place; None: each stays where it is.
+
+@dataclass(frozen=True)
+class BalancedPermutation:
+    """A permutation of a batch's sequences that gives all parts of a slice's share about the same number of tokens.
+
+    Attributes:
+        mesh: the devices that share the batch; None for one.
+        order: which sequence of a slice's share comes at each index, [slices, n] int32; None: each stays where it is.
     """
 
     mesh: Mesh | None
     order: Array | None
 
     @classmethod
-    def of(cls, lengths: Array, mesh: Mesh | None) -> "BalancedOrder":
-        """By lengths [batch]; mesh: of the devices that share the batch, None for one."""
+    def by_length(cls, lengths: Array, mesh: Mesh | None) -> "BalancedPermutation":
+        """Balance the parts of a batch by the lengths [batch] of its sequences."""
         slices = 1 if mesh is None else mesh.shape["slices"]
         parts = 1 if mesh is None else batch_parts(mesh) // slices
         if parts == 1:
             return cls(mesh, None)
-        ranked = jnp.argsort(lengths.reshape(slices, -1), axis=1, descending=True)
+        ranked = jnp.argsort(lengths.reshape(slices, -1), axis=1, descending=True)  # [slices, n]
         return cls(mesh, ranked[:, snake_order(ranked.shape[1], parts)])
 
     def apply(self, values: Tree) -> Tree:
-        """Values of the sequences, a tree of integers and bools [batch, …], in this order; without a gradient."""
+        """Permute values of the sequences, a tree of integers and bools [batch, …]; without a gradient."""
         if self.mesh is None or self.order is None:
             return values
         return jax.tree.map(partial(_permuted, self.mesh, order=self.order), values)
 
-    def undo(self, values: Tree) -> Tree:
-        """Values in this order, a tree of arrays [batch, …], in that of the batch again. Floats have a gradient."""
+    def inverse(self, values: Tree) -> Tree:
+        """Return permuted values, a tree of arrays [batch, …], to the order of the batch. Floats have a gradient."""
         if self.mesh is None or self.order is None:
             return values
         mesh, order, back = self.mesh, self.order, jnp.argsort(self.order, axis=1)
@@ -125,19 +183,38 @@ class BalancedOrder:
 
 
 def snake_order(sequences: int, parts: int) -> NDArray[np.int64]:
-    """Which of ranked sequences go to which part, one after another: each round of them the other way round."""
-    rounds = np.arange(sequences).reshape(-1, parts)
+    """Deal ranked sequences out to parts, every other round backwards; returns their ranks, part after part."""
+    rounds = np.arange(sequences).reshape(-1, parts)  # [rounds, parts]
     rounds[1::2] = rounds[1::2, ::-1]
     return rounds.T.reshape(-1)
 
 
-def _permuted(mesh: Mesh, values: Array, order: Array) -> Array:
-    """Values [batch, …] in an order [slices, n] of each slice's share.
+def packed_lengths(lengths: Array, longest: int, packed_length: int, mesh: Mesh | None, alignment: int) -> Array:
+    """Return how many tokens of each sequence have a slot, if they are packed in balanced order.
 
-    All of a share goes to every device of its slice, which takes what is its own: the compiler would have every device
-    look for all sequences in its part, and add up.
+    Args:
+        lengths: of the sequences, [batch, …].
+        longest: no sequence is longer.
+        packed_length: slots of a device's share; 0: the sequences are padded.
+        mesh: the devices that share the batch; None for one.
+        alignment: sequences begin at multiples of it.
     """
-    shares = values.reshape(len(order), -1, *values.shape[1:])
+    if not packed_length:
+        return lengths
+    flat = lengths.reshape(-1)  # [batch · …]
+    permutation = BalancedPermutation.by_length(flat, mesh)
+    by_part = permutation.apply(flat).reshape(batch_parts(mesh) if mesh else 1, -1)  # [parts, n]
+    fitting = fitting_lengths(by_part, longest, packed_length, alignment)
+    return permutation.inverse(fitting.reshape(-1)).reshape(lengths.shape)
+
+
+def _permuted(mesh: Mesh, values: Array, order: Array) -> Array:
+    """Put values [batch, …] into an order [slices, n] of each slice's share.
+
+    All of a share goes to every device of its slice, which takes its part: the compiler would have every device look
+    for all sequences in its part, and add up.
+    """
+    shares = values.reshape(len(order), -1, *values.shape[1:])  # [slices, n, …]
     shares = jax.lax.with_sharding_constraint(shares, NamedSharding(mesh, PartitionSpec("slices")))
     taken = jax.vmap(lambda share, rows: share[rows])(shares, order).reshape(values.shape)
     return jax.lax.with_sharding_constraint(taken, logical_sharding(mesh, "batch", *[None] * (values.ndim - 1)))
@@ -145,50 +222,49 @@ def _permuted(mesh: Mesh, values: Array, order: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _permuted_floats(mesh: Mesh, values: Array, order: Array, back: Array) -> Array:
-    """`_permuted` of floats. back: the order that undoes it, which gradients take."""
+    """Permute floats like `_permuted`; back: the inverse order, which gradients take."""
     return _permuted(mesh, values, order)
 
 
 _permuted_floats.defvjp(
     lambda mesh, values, order, back: (_permuted(mesh, values, order), back),
-    lambda mesh, back, given: (_permuted(mesh, given, back), None, None),
+    lambda mesh, back, cotangent: (_permuted(mesh, cotangent, back), None, None),
 )
 
 
+# --- Between padded and packed states ---------------------------------------------------------------------------------
+
+
 @jax.custom_vjp
-def pack(padded: Array, layout: Packing) -> Array:
-    """[P · n, length, width] → [P, C, width], zeros where no token is."""
+def pack_tokens(padded: Array, layout: Packing) -> Array:
+    """See `Packing.pack`."""
     parts = len(layout.source)
-    flat = padded.reshape(parts, -1, padded.shape[-1])
-    taken = _rows(flat, layout.source)
+    flat = padded.reshape(parts, -1, padded.shape[-1])  # [P, n · length, width]
+    taken = _rows(flat, layout.source)  # [P, C, width]
     return jnp.where(layout.used[..., None], taken, jnp.zeros_like(taken))
 
 
 @jax.custom_vjp
-def unpack(packed: Array, layout: Packing) -> Array:
-    """[P, C, width] → [P · n, length, width], zeros for what has no place."""
-    length, (parts, places, width) = layout.mask.shape[1], packed.shape
-    place = layout.starts[..., None] + jnp.arange(length)
-    place = jnp.minimum(place, places - 1).reshape(parts, -1)
-    taken = _rows(packed, place).reshape(-1, length, width)
+def unpack_tokens(packed: Array, layout: Packing) -> Array:
+    """See `Packing.unpack`."""
+    length, (parts, slots, width) = layout.mask.shape[1], packed.shape
+    slot = layout.starts[..., None] + jnp.arange(length)  # [P, n, length]
+    slot = jnp.minimum(slot, slots - 1).reshape(parts, -1)  # [P, n · length]
+    taken = _rows(packed, slot).reshape(-1, length, width)  # [P · n, length, width]
     return jnp.where(layout.mask[..., None], taken, jnp.zeros_like(taken))
 
 
-# Each is the transpose of the other: a token has one place. Derived, both would add up into zeros, which is slow.
-pack.defvjp(lambda padded, layout: (pack(padded, layout), layout), lambda layout, given: (unpack(given, layout), None))
-unpack.defvjp(
-    lambda packed, layout: (unpack(packed, layout), layout), lambda layout, given: (pack(given, layout), None)
+# Each is the transpose of the other: a token has one slot. Derived, both would add up into zeros, which is slow.
+pack_tokens.defvjp(
+    lambda padded, layout: (pack_tokens(padded, layout), layout),
+    lambda layout, cotangent: (unpack_tokens(cotangent, layout), None),
+)
+unpack_tokens.defvjp(
+    lambda packed, layout: (unpack_tokens(packed, layout), layout),
+    lambda layout, cotangent: (pack_tokens(cotangent, layout), None),
 )
 
 
-def take_positions(packed: Array, layout: Packing, positions: Array) -> Array:
-    """Hidden states of some positions of every sequence. positions [P · n, m] → [P · n, m, width]."""
-    parts, places, width = packed.shape
-    place = layout.starts.reshape(-1, 1) + jnp.minimum(positions, jnp.maximum(layout.lengths.reshape(-1, 1) - 1, 0))
-    place = jnp.minimum(place, places - 1)  # of an empty sequence behind the last place
-    return _rows(packed, place.reshape(parts, -1)).reshape(*positions.shape, width)
-
-
 def _rows(states: Array, rows: Array) -> Array:
-    """Rows of each part: states [P, n, width], rows [P, m], each of the n → [P, m, width]."""
+    """Take rows [P, m] of each part of states [P, n, width]: [P, m, width]."""
     return jax.vmap(lambda part, taken: part.at[taken].get(mode="promise_in_bounds"))(states, rows)

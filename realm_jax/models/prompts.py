@@ -3,9 +3,9 @@
     'query: {text}'   'passage: {title} {text}'   'title: {title} | text: {text}'
 
 Slots are `{text}`, which comes last, and for passages `{title}`; a literal brace is written twice. A template becomes
-tokens once, so that a step lays it around the stored pieces (`models/inputs.py`). That gives the pieces of the
-whole text because words end at white space and at punctuation, which every literal therefore has to end in; it is
-tried out, as there are tokenizers that count the space to the word after it in another way.
+tokens once, so that a step lays it around the stored tokens (`models/inputs.py`). That gives the tokens of the complete
+text because words end at white space and at punctuation, in which every literal therefore has to end. `compiled` tries
+it, because some tokenizers count the space to the word after it in another way.
 """
 
 import re
@@ -22,7 +22,13 @@ Encode = Callable[[str], list[int]]  # text → ids of its tokens, without speci
 
 
 class Template(NamedTuple):
-    """Tokens around a text: `before` title (or text, where `titled` is false) and `between` title and text."""
+    """Tokens around a text.
+
+    Attributes:
+        before: the title, or the text if there is no title.
+        between: title and text.
+        titled: whether titles are read.
+    """
 
     before: tuple[int, ...] = ()
     between: tuple[int, ...] = ()
@@ -30,22 +36,30 @@ class Template(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Literal pieces."""
+        """Number of literal tokens."""
         return len(self.before) + len(self.between)
 
 
 def parse(template: str, key: str, titles: bool) -> tuple[str, str, bool]:
-    """A template's text before its first slot, between its two slots, and whether it has a title.
+    """Parse a template.
 
-    key: what the message names. titles: whether `{title}` may be used. Raises UserError for a template that is not as
-    the module's docstring says.
+    Args:
+        template: see the docstring of this module.
+        key: of the config, for messages.
+        titles: whether `{title}` may be used.
+
+    Returns:
+        Its text before the first slot, its text between the two slots, and whether it has a title.
+
+    Raises:
+        UserError: for a template of another form.
     """
     known = (TITLE, TEXT) if titles else (TEXT,)
     slots = " and ".join(f"{{{slot}}}" for slot in known)
     try:
         fields = list(string.Formatter().parse(template))
-    except ValueError as fault:
-        _refuse(key, template, f"cannot be read ({fault}); slots are {slots}, and a brace of the text is doubled")
+    except ValueError as error:
+        _refuse(key, template, f"cannot be read ({error}); slots are {slots}, and a brace of the text is doubled")
     literals, named = [""], []  # the text before each slot; a literal brace makes a field of its own
     for literal, slot, form, change in fields:
         if form or change:
@@ -76,45 +90,57 @@ def _refuse(key: str, template: str, advice: str) -> NoReturn:
 
 
 def _separates(character: str) -> bool:
-    """Whether BERT's basic tokenizer ends a word at a character: white space, or what it takes for punctuation."""
+    """True if BERT's basic tokenizer ends a word at a character: white space, or what it takes for punctuation."""
     ascii_punctuation = character.isascii() and character.isprintable() and not character.isalnum()
     return character.isspace() or ascii_punctuation or unicodedata.category(character).startswith("P")
 
 
 def compiled(template: str, key: str, titles: bool, encode: Encode) -> Template:
-    """A template as tokens. Raises UserError as `parse` does, and where a text has others behind a literal."""
+    """Parse a template and tokenize its literals.
+
+    Args:
+        template: see the docstring of this module.
+        key: of the config, for messages.
+        titles: whether `{title}` may be used.
+        encode: text → ids of its tokens.
+
+    Raises:
+        UserError: like `parse`, and if a text has other tokens behind a literal.
+    """
     before, between, titled = parse(template, key, titles)
-    pieces = Template(tuple(encode(before.rstrip())), tuple(encode(between.strip())), titled)
+    tokens = Template(tuple(encode(before.rstrip())), tuple(encode(between.strip())), titled)
     text = encode(SAMPLE)
-    laid = [*pieces.before, *text, *([*pieces.between, *text] if titled else [])]
-    if encode(before + SAMPLE + (between + SAMPLE if titled else "")) != laid:
+    expected = [*tokens.before, *text, *([*tokens.between, *text] if titled else [])]
+    if encode(before + SAMPLE + (between + SAMPLE if titled else "")) != expected:
         _refuse(key, template, "cannot be laid around texts with this tokenizer, which has other tokens behind it")
-    return pieces
+    return tokens
 
 
 def query_lengths(lengths: Any, template: Template | None) -> Any:
-    """Tokens of queries as a tower reads them. lengths: of `[CLS] text [SEP]`, a number or an array."""
+    """Return tokens of queries as a tower reads them. lengths: of `[CLS] text [SEP]`, a number or an array."""
     return lengths + (template.size if template else 0)
 
 
 def passage_lengths(bodies: Any, titles: Any, template: Template | None) -> Any:
-    """Tokens of passages as a tower reads them, of the pieces of their bodies and titles: numbers or arrays."""
+    """Return tokens of passages as a tower reads them, by tokens of bodies and titles: numbers or arrays."""
     if template is None:
         return bodies + titles + 3
     return bodies + (titles if template.titled else 0) + 2 + template.size
 
 
 def longest_passage(length: int, template: Template | None) -> int:
-    """Tokens of the longest passage as a tower reads it; length: that of two segments, `[CLS] title [SEP] body [SEP]`.
-    One text has one [SEP] less."""
+    """Return tokens of the longest passage as a tower reads it.
+
+    length: of the two segments `[CLS] title [SEP] body [SEP]`; one text has one [SEP] less.
+    """
     return length if template is None else length - 1 + template.size
 
 
 def from_prompt(prompt: str, rest: str) -> str:
-    """The template of a literal prompt with the slots `rest` after it."""
+    """Return the template of a literal prompt with the slots `rest` after it."""
     return prompt.replace("{", "{{").replace("}", "}}") + rest
 
 
 def placeholder(text: str) -> list[int]:
-    """As many pieces as a text has words: for sizes, where there is no vocabulary."""
+    """Return as many token ids as a text has words: for sizes, if there is no vocabulary."""
     return [0] * len(re.findall(r"\w+|[^\w\s]", text))

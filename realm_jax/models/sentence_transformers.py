@@ -5,11 +5,11 @@
     sentence_bert_config.json             the longest input
     1_Pooling/config.json, 2_Dense/…      settings and weights of each module
 
-In: which network a folder describes, as keys of the config's section `encoder`, and where its weights lie; what cannot
-be represented here is refused by its name. Out: `SentenceTransformer(FOLDER).encode` gives the tower's vectors. The
+In: which network a folder describes, as keys of the config's section `encoder`, and where its weights lie; a module
+that cannot be represented here is refused. Out: `SentenceTransformer(FOLDER).encode` gives the tower's vectors. The
 library's LayerNorm has one epsilon, which is larger than BERT's; scaling what goes into it makes up for that exactly,
 since LayerNorm takes any scale out again. A folder that is not an encoder of texts, the reader's, gets a list of
-modules at which the library stops, where it would otherwise take the mean of hidden states and say nothing.
+modules at which the library stops, because it would otherwise take the mean of hidden states without a warning.
 
 Two towers can be one folder, with the library's Router, which embeds queries with one and documents with the other:
 
@@ -30,10 +30,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from realm_jax.errors import UserError
-from realm_jax.models.bert import BertConfig
-from realm_jax.models.encoder import POOLINGS
+from realm_jax.models.layers import BertConfig, Params
+from realm_jax.models.networks import Realm
 from realm_jax.models.prompts import from_prompt, parse
-from realm_jax.models.realm import Params, Realm
+from realm_jax.models.retriever import POOLINGS
 from realm_jax.models.weights import (
     NO_BIAS,
     SETTINGS,
@@ -58,7 +58,9 @@ ROUTER = "router_config.json"
 LIBRARY = "sentence_transformers."
 KINDS = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize")  # modules that can be read
 LIBRARY_EPSILON = 1e-5  # of its LayerNorm, which is PyTorch's and not to be set
-OUR_POOLINGS = {pooling.library: name for name, pooling in POOLINGS.items() if name != "pooler"}  # theirs → ours
+OUR_POOLINGS = {  # theirs → ours
+    pooling.library: name for name, pooling in POOLINGS.items() if not pooling.has_tanh_layer
+}
 FLAGS = {  # of Pooling's older form
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -79,7 +81,13 @@ ENCODER_SECTION = "realm_encoder"  # in config.json of what `realm weights expor
 
 
 class Module(NamedTuple):
-    """The library's module for a layer of a tower: its class, how its tensors' names begin, what a Dense ends in."""
+    """The library's module for a layer of a tower.
+
+    Attributes:
+        kind: its class.
+        layer: prefix of its tensors' names.
+        activation: of a Dense.
+    """
 
     kind: str
     layer: str
@@ -94,9 +102,16 @@ LAYERS = {  # our layer → the library's module, in the order in which they fol
 
 
 class SentenceModel(NamedTuple):
-    """A folder. transformer: where the BERT lies; encoder: key of the config's section → value; modules: folders of
-    those layers whose weights are to be read; max_seq_length: tokens of its longest input, None if it does not
-    say; unused: names of prompts that nothing takes."""
+    """A folder of sentence-transformers.
+
+    Attributes:
+        folder: of the model.
+        transformer: folder of the BERT.
+        encoder: key of the config's section → value.
+        modules: layer → the folder of its weights.
+        max_seq_length: tokens of its longest input; None if it is not set.
+        unused: names of prompts that nothing takes.
+    """
 
     folder: Path
     transformer: Path
@@ -116,24 +131,34 @@ def is_sentence_model(folder: Path) -> bool:
 
 
 def transformer_folder(folder: Path) -> Path:
-    """The folder of the BERT and its tokenizer: a folder itself, or its first module if it is one of
-    sentence-transformers. Raises UserError for a damaged list of modules."""
+    """Return the folder of the BERT and its tokenizer: a folder itself, or the first module of sentence-transformers.
+
+    Raises:
+        UserError: for a damaged list of modules.
+    """
     entries = _entries(folder / MODULES) if is_sentence_model(folder) else []
     return folder / entries[0]["path"] if entries else folder
 
 
+def default_temperature(normalization: str) -> float:
+    """Return 0.05 for vectors of length 1, whose scores are close together, as public encoders are trained; else 1."""
+    return 0.05 if normalization == "l2" else 1.0
+
+
 def sentence_model(folder: Path) -> SentenceModel | None:
-    """Read what a folder of sentence-transformers describes, without its weights; None for a plain BERT.
+    """Read the description of a folder of sentence-transformers, without its weights; None for a plain BERT.
 
     Vectors are those of the library's `encode_query` and `encode_document`, and their inner products those of its
-    `similarity`: where that is the cosine and vectors are not normalised yet, they get length 1, as by `encode(…,
-    normalize_embeddings=True)`. Behind a LayerNorm they stay as they are, nearly of one length.
+    `similarity`.
 
-    Raises UserError, naming the file, for one that cannot be read, for an unknown module, for a pooling, an activation
-    or an order of modules that the towers do not have, and for prompts that are left out of the pooling.
+    Raises:
+        UserError: for a file that cannot be read, for an unknown module, for a pooling, an activation or an order of
+            modules that the towers do not have, and for prompts that are left out of the pooling.
     """
     if not is_sentence_model(folder):
         return None
+
+    # The list of modules, of which the first are the BERT and its pooling.
     entries = _entries(folder / MODULES)
     kinds = []
     for entry in entries:
@@ -144,100 +169,88 @@ def sentence_model(folder: Path) -> SentenceModel | None:
     if kinds[:2] != ["Transformer", "Pooling"]:
         _refuse(folder / MODULES, f"begins with {', '.join(kinds[:2])}; choose a model of a Transformer and a Pooling")
     transformer = folder / entries[0]["path"]
-    settings = read_bert_settings(transformer)
-    encoder: dict[str, Any] = {"pooling": _pooling(folder / entries[1]["path"] / SETTINGS), "projection": 0}
-    encoder |= {"normalization": "none", "norm_epsilon": LIBRARY_EPSILON}
-    modules: dict[str, Path] = {}
-    for kind, entry in zip(kinds[2:], entries[2:], strict=True):
-        if encoder["normalization"] != "none":
-            _refuse(folder / MODULES, f"has {kind} after its normalisation, which must be last; choose another model")
-        if kind == "Dense":
-            modules[_layer_of_dense(encoder, folder / entry["path"] / SETTINGS, modules)] = folder / entry["path"]
-        elif kind == "LayerNorm":
-            encoder["normalization"] = "layer"
-            modules["projection_norm"] = folder / entry["path"]
-        elif kind == "Normalize":
-            encoder["normalization"] = "l2"
-    prompts, unused = _prompts(folder / PROMPTS, encoder)
-    encoder |= prompts
-    encoder["temperature"] = default_temperature(encoder["normalization"])
-    longest = _setting(transformer / INPUT, read_settings(transformer / INPUT), "max_seq_length", int)
+    bert_settings = read_bert_settings(transformer)
 
-    # An export of ours recorded its section, and its layers are in the encoder's file too, as they were before the
-    # library's epsilon asked for another scale. A run that starts from them has the same bits. An edited folder counts.
-    section = settings.get(ENCODER_SECTION)
-    if isinstance(section, dict) and {*encoder} <= {*section} and has_weights(transformer):
-        with open_tensors(transformer / WEIGHTS) as files:
-            names = {name.removeprefix("bert.") for name in files}
-        has = {layer: f"{name}.weight" in names for layer, name in VECTOR_LAYERS.items()}
-        wanted = {"pooler": section["pooling"] == "pooler", "projection": bool(section["projection"])}
-        wanted["projection_norm"] = section["normalization"] == "layer"
-        if has == wanted and all(section[key] == encoder[key] for key in ("pooling", "normalization")):
-            encoder, modules = {key: section[key] for key in encoder}, {}
-    return SentenceModel(folder, transformer, encoder, modules, longest, unused)
-
-
-def default_temperature(normalization: str) -> float:
-    """0.05 for vectors of length 1, whose scores are close together, as public encoders are trained; else 1."""
-    return 0.05 if normalization == "l2" else 1.0
-
-
-def _pooling(path: Path) -> str:
+    # The pooling.
+    path = folder / entries[1]["path"] / SETTINGS
     settings = read_settings(path, needed=True)
     modes = settings.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if settings.get(flag)] or ["mean"]
     modes = modes if isinstance(modes, list) else [modes]
     if len(modes) != 1 or modes[0] not in OUR_POOLINGS:
-        known = ", ".join(OUR_POOLINGS)
-        _refuse(path, f"pools by {' and '.join(map(str, modes))}; choose a model that pools by {known}")
+        poolings = ", ".join(OUR_POOLINGS)
+        _refuse(path, f"pools by {' and '.join(map(str, modes))}; choose a model that pools by {poolings}")
     if settings.get("include_prompt", True) is not True:
         _refuse(path, "has include_prompt=false, and here the prompt is pooled as well; choose another model")
-    return OUR_POOLINGS[modes[0]]
+    encoder: dict[str, Any] = {"pooling": OUR_POOLINGS[modes[0]], "projection": 0}
+    encoder |= {"normalization": "none", "norm_epsilon": LIBRARY_EPSILON}
 
+    # The layers after it: a Dense is BERT's own tanh layer behind [CLS], or the projection.
+    modules: dict[str, Path] = {}
+    for kind, entry in zip(kinds[2:], entries[2:], strict=True):
+        if encoder["normalization"] != "none":
+            _refuse(folder / MODULES, f"has {kind} after its normalisation, which must be last; choose another model")
+        if kind == "LayerNorm":
+            encoder["normalization"] = "layer"
+            modules["projection_norm"] = folder / entry["path"]
+        elif kind == "Normalize":
+            encoder["normalization"] = "l2"
+        elif kind == "Dense":
+            path = folder / entry["path"] / SETTINGS
+            settings = read_settings(path, needed=True)
+            activation = str(settings.get("activation_function", LAYERS["pooler"].activation))
+            name, source = activation.rpartition(".")[2], settings.get("module_input_name", "sentence_embedding")
+            if settings.get("use_residual") or source != "sentence_embedding":
+                _refuse(path, "is not a plain layer (use_residual, module_input_name); choose another model")
+            is_square = settings.get("in_features") == settings.get("out_features")
+            if name == "Tanh" and is_square and encoder["pooling"] == "cls" and not modules:
+                encoder["pooling"] = layer = "pooler"
+            elif name != "Identity" or "projection" in modules:
+                wrong = "a second Dense" if "projection" in modules else f"a Dense with {activation}"
+                advice = "one is read with Identity, and before it one with Tanh as BERT's own behind [CLS]"
+                _refuse(path, f"is {wrong}; {advice}")
+            else:
+                layer = "projection"
+                encoder["projection"] = _setting(path, settings, "out_features", int)
+            modules[layer] = folder / entry["path"]
 
-def _layer_of_dense(encoder: dict[str, Any], path: Path, before: Mapping[str, Path]) -> str:
-    """Take a Dense into the section: BERT's tanh layer behind [CLS], or the projection."""
-    settings = read_settings(path, needed=True)
-    activation = str(settings.get("activation_function", LAYERS["pooler"].activation))
-    name = activation.rpartition(".")[2]
-    if settings.get("use_residual") or settings.get("module_input_name", "sentence_embedding") != "sentence_embedding":
-        _refuse(path, "is not a plain layer (use_residual, module_input_name); choose another model")
-    square = settings.get("in_features") == settings.get("out_features")
-    if name == "Tanh" and square and encoder["pooling"] == "cls" and not before:
-        encoder["pooling"] = "pooler"
-        return "pooler"
-    if name != "Identity" or "projection" in before:
-        wrong = "a second Dense" if "projection" in before else f"a Dense with {activation}"
-        _refuse(path, f"is {wrong}; one is read with Identity, and before it one with Tanh as BERT's own behind [CLS]")
-    encoder["projection"] = _setting(path, settings, "out_features", int)
-    return "projection"
-
-
-def _prompts(path: Path, encoder: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The templates of queries and passages, with the names of the prompts that neither takes.
-
-    A model that the library has loaded has prompts "query" and "document", empty unless the folder says otherwise. So
-    `encode_query` and `encode_document` take these, and never "passage", "corpus" or that of `default_prompt_name`.
-    Vectors that are compared by their cosine, as the library does with those of a folder that does not say how, get
-    length 1 where they have no normalisation, so that scores are the library's.
-    """
+    # Vectors that are compared by their cosine, which is the library's default, get length 1 if they have no
+    # normalization, as by `encode(…, normalize_embeddings=True)`, so that scores are the library's. Behind a LayerNorm
+    # they stay as they are, nearly of one length.
+    path = folder / PROMPTS
     settings = read_settings(path)
     if settings.get("truncate_dim"):
         _refuse(path, "has truncate_dim, which cuts vectors; choose a model without it")
     similarity = settings.get("similarity_fn_name") or "cosine"
     if similarity not in ("cosine", "dot"):
         _refuse(path, f"compares vectors by {similarity}; choose a model that does by cosine or dot")
-    normalization = {"normalization": "l2"} if similarity == "cosine" and encoder["normalization"] == "none" else {}
+    if similarity == "cosine" and encoder["normalization"] == "none":
+        encoder["normalization"] = "l2"
+
+    # A model that the library has loaded has prompts "query" and "document", empty unless the folder says otherwise. So
+    # `encode_query` and `encode_document` take these, and never "passage", "corpus" or that of `default_prompt_name`.
     prompts = _setting(path, settings, "prompts", dict) or {}
     if not all(text is None or isinstance(text, str) for text in prompts.values()):
         _refuse(path, "has prompts that are no text; fetch it again")
     _setting(path, settings, "default_prompt_name", str)
     query, passage = (prompts.get(name) or "" for name in (QUERIES, PASSAGES))
+    encoder["query_prompt"] = from_prompt(query, "{text}") if query else ""
+    encoder["passage_prompt"] = from_prompt(passage, TITLED)
+    encoder["temperature"] = default_temperature(encoder["normalization"])
     unused = tuple(name for name, text in prompts.items() if text and name not in (QUERIES, PASSAGES))
-    templates = {
-        "query_prompt": from_prompt(query, "{text}") if query else "",
-        "passage_prompt": from_prompt(passage, TITLED),
-    }
-    return normalization | templates, unused
+    longest = _setting(transformer / INPUT, read_settings(transformer / INPUT), "max_seq_length", int)
+
+    # An export of ours recorded its section, and its layers are in the encoder's file too, as they were before the
+    # library's epsilon asked for another scale. A run that starts from them has the same bits. An edited folder counts.
+    section = bert_settings.get(ENCODER_SECTION)
+    if isinstance(section, dict) and {*encoder} <= {*section} and has_weights(transformer):
+        with open_tensors(transformer / WEIGHTS) as files:
+            names = {name.removeprefix("bert.") for name in files}
+        has = {layer: f"{name}.weight" in names for layer, name in VECTOR_LAYERS.items()}
+        wanted = {"pooler": POOLINGS[encoder["pooling"]].has_tanh_layer, "projection": bool(section["projection"])}
+        wanted["projection_norm"] = section["normalization"] == "layer"
+        if has == wanted and all(section[key] == encoder[key] for key in ("pooling", "normalization")):
+            encoder, modules = {key: section[key] for key in encoder}, {}
+    return SentenceModel(folder, transformer, encoder, modules, longest, unused)
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
@@ -250,22 +263,29 @@ def _entries(path: Path) -> list[dict[str, Any]]:
 
 
 def _setting(path: Path, settings: dict[str, Any], key: str, kind: type[Kind]) -> Kind | None:
-    """A value of a file of settings; None if it does not say. Raises UserError for one of another kind."""
+    """Return a value of a file of settings, None if it is missing. Raises UserError for another type."""
     value = settings.get(key)
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         _refuse(path, f"has {key}={json.dumps(value)[:50]}, which is no {NAMES[kind]}; fetch it again")
     return value
 
 
-def _refuse(path: Path, fault: str) -> NoReturn:
-    raise UserError(f"{path}: {fault}")
+def _refuse(path: Path, advice: str) -> NoReturn:
+    raise UserError(f"{path}: {advice}")
 
 
 def find_tower(model: SentenceModel, config: BertConfig, parts: Sequence[Part]) -> NetworkFiles:
-    """Find a tower's files, as `find`: its BERT's and those of the modules, which count where both have a part, as a
-    BERT has its pooler. What a module lacks stays fresh.
+    """Find a tower's files: those of its BERT (`weights.find`) and of its modules.
 
-    Raises UserError as `find` does, also where a module has no safe weights, or weights of another size.
+    If both have a part, such as a BERT's pooler, the module counts. A bias that a module lacks is 0.
+
+    Args:
+        model: the folder.
+        config: sizes of its BERT.
+        parts: of the tower.
+
+    Raises:
+        UserError: like `weights.find`, and if a module has no safe weights, or weights of another size.
     """
     layers = [sorted({tensor.path[0] for tensor in part.tensors} & {*model.modules}) for part in parts]
     files = find(model.transformer, config, [part for part, names in zip(parts, layers, strict=True) if not names])
@@ -292,10 +312,14 @@ def find_tower(model: SentenceModel, config: BertConfig, parts: Sequence[Part]) 
 def write_modules(
     folder: Path, model: Realm, tower: Params, encoder: dict[str, Any], lengths: dict[str, int]
 ) -> None:  # fmt: skip
-    """Make the library's files around a tower's BERT, which lies in `folder`.
+    """Write the library's files around a tower's BERT, which is in `folder`.
 
-    encoder: the config's section. lengths: 'query' or 'document', what the tower is for, both where it is shared → word
-    pieces of its longest input.
+    Args:
+        folder: of the BERT.
+        model: all networks.
+        tower: parameters of the tower.
+        encoder: the config's section.
+        lengths: purposes of the tower ('query', 'document', or both if it is shared) → tokens of its longest input.
     """
     flags: dict[str, Any] = {flag: mode == POOLINGS[model.pooling].library for flag, mode in FLAGS.items()}
     modules = [("", "Transformer")]
@@ -360,13 +384,13 @@ def mark_not_a_sentence_encoder(folder: Path) -> None:
 
 
 def _prompt(encoder: dict[str, Any], purpose: str) -> str:
-    """The literal text before the first slot."""
+    """Return the literal text before the first slot of a template."""
     template = encoder["query_prompt" if purpose == QUERIES else "passage_prompt"]
     return parse(template, "config.encoder", titles=True)[0] if template else ""
 
 
 def _readme(encoder: dict[str, Any], purposes: list[str]) -> str:
-    """What to encode, and how to compare."""
+    """Return a README that tells how to encode texts and compare vectors."""
     lines = ["# A retriever's tower for sentence-transformers", ""]
     for purpose in purposes:
         template = encoder["query_prompt" if purpose == QUERIES else "passage_prompt"]

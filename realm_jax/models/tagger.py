@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 
 from realm_jax.cache import cache_programs
 from realm_jax.data import sentences
-from realm_jax.data.packing import sentence_parts
+from realm_jax.data.passage_packing import sentence_parts
 from realm_jax.data.spans import Span, find_dates, with_dates, without_overlaps
 from realm_jax.data.tokenizer import Tokenizer, Tokens
 from realm_jax.data.tokenizer_files import FoundTokenizer, lower_case_of, tokenizer_file
 from realm_jax.errors import UserError
-from realm_jax.models.bert import ACTIVATIONS, Bert, BertConfig
+from realm_jax.models.bert import Bert
 from realm_jax.models.folders import HUB, resolve_model_path
+from realm_jax.models.layers import ACTIVATIONS, BertConfig
 from realm_jax.models.weights import (
     BERT_SETTINGS,
     SETTINGS,
@@ -44,14 +45,14 @@ from realm_jax.models.weights import (
 from realm_jax.storage import read_settings
 
 Array = jax.Array
-WINDOWS = 32  # that a device reads at a time; the same for every batch, so that few programs are compiled
+WINDOWS = 32  # a device reads at a time; the same for every batch, so that few programs are compiled
 WIDTHS = (32, 64, 96, 128, 192, 256, 384, 512)  # padded lengths of windows
-NAMELESS = re.compile(r"LABEL_\d+")  # what transformers calls a label that has no name
+NAMELESS = re.compile(r"LABEL_\d+")  # transformers' default for a label without a name
 PREFIXED = re.compile(r"([BIESLU])-(.+)")  # of BIO, BIOES and BILOU
 OUTSIDE, BEGINS, ENDS = "O", "BSU", "ESLU"
 
 
-# --- the network ------------------------------------------------------------------------------------------------------
+# --- The network ------------------------------------------------------------------------------------------------------
 
 
 class TokenClassifier(nn.Module):
@@ -62,13 +63,13 @@ class TokenClassifier(nn.Module):
 
     @nn.compact
     def __call__(self, ids: Array, mask: Array) -> Array:
-        """ids [batch, length] int, mask [batch, length] bool → logits [batch, length, labels] float32."""
+        """Return logits [batch, length, labels] float32 of ids [batch, length] int; mask [batch, length] bool."""
         hidden = Bert(self.config, name="bert")(ids, jnp.zeros_like(ids), mask)  # [batch, length, width]
         return nn.Dense(self.labels, name="classifier")(hidden.astype(jnp.float32))
 
 
 class LoadedTagger(NamedTuple):
-    """What a folder holds: the network with its parameters, the name of each label, and the tokenizer."""
+    """A network with its parameters, the name of each label, and the tokenizer."""
 
     network: TokenClassifier
     params: Params
@@ -113,7 +114,7 @@ def load_tagger(folder: Path) -> LoadedTagger:
     return LoadedTagger(TokenClassifier(config, len(labels)), read(files), labels, tokenizer)
 
 
-# --- the finder -------------------------------------------------------------------------------------------------------
+# --- The finder -------------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)  # every packer asks for its finder by name
@@ -134,10 +135,11 @@ def hugging_face(name: str) -> "NetworkFinder":
 
 
 class NetworkFinder:
-    """Names that a network finds, sentence by sentence, and the rules' dates.
+    """A finder of names by a network, sentence by sentence, and of dates by rules.
 
-    identity: of weights, labels and tokenizer. uses_devices: JAX's devices belong to one process, so one process of a
-    machine runs it.
+    Attributes:
+        identity: of weights, labels and tokenizer.
+        uses_devices: JAX's devices belong to one process, so only one process of a machine runs it.
     """
 
     uses_devices = True
@@ -147,7 +149,7 @@ class NetworkFinder:
         self._labels, self._tokenizer = tagger.labels, tagger.tokenizer
         devices = jax.local_devices()
         mesh = Mesh(np.array(devices), ("windows",))
-        self._rows = WINDOWS * len(devices)
+        self._batch_size = WINDOWS * len(devices)
         self._by_window = NamedSharding(mesh, PartitionSpec("windows"))
         self._params = jax.device_put(tagger.params, NamedSharding(mesh, PartitionSpec()))
         self._longest = min(tagger.network.config.max_length, WIDTHS[-1])
@@ -177,10 +179,10 @@ class NetworkFinder:
                 windows[min(width, self._longest)].append((number, part.start, part.stop))
         pending, special = [], self._tokenizer.special
         for width, of_width in sorted(windows.items()):
-            for begin in range(0, len(of_width), self._rows):
-                batch = of_width[begin : begin + self._rows]
-                ids = np.full((self._rows, width), special.pad, self._tokenizer.dtype)
-                lengths = np.ones(self._rows, np.int32)  # rows beyond the windows are empty
+            for begin in range(0, len(of_width), self._batch_size):
+                batch = of_width[begin : begin + self._batch_size]
+                ids = np.full((self._batch_size, width), special.pad, self._tokenizer.dtype)
+                lengths = np.ones(self._batch_size, np.int32)  # rows beyond the windows are empty
                 for row, (number, first, last) in enumerate(batch):
                     lengths[row] = last - first + 2
                     ids[row, : lengths[row]] = [special.cls, *tokens_of_texts[number].ids[first:last], special.sep]
@@ -206,7 +208,7 @@ def entities(
 ) -> list[Span]:
     """Return the names of a window, whatever the scheme of its tags: BIO, IOB1, BIOES, BILOU or plain kinds.
 
-    A word has the tag of its first token, as taggers are trained. A name begins at B, S or U, where the kind changes,
+    A word has the tag of its first token, as taggers are trained. A name begins at B, S or U, if the kind changes,
     or after O, E, L, S or U; so a sequence that a scheme forbids is read as CoNLL's scorer reads it.
 
     Args:

@@ -6,8 +6,8 @@
                                      and the question's in a fine-tuned checkpoint, with one more `module/` before it
     reader/module/…, reader/dense…   the reader with its span head, in a fine-tuned checkpoint
 
-As transformers 4.x reads them (`load_tf_weights_in_realm`). Arrays in, arrays out; the file format is TensorFlow's, and
-`realm_jax/cli/weights.py` has it read. Read next: `weights.py` for the names on the other side.
+transformers 4.x reads them like this (`load_tf_weights_in_realm`). Arrays in, arrays out; `realm_jax/cli/weights.py`
+reads the files. Read next: `weights.py` for the names on the other side.
 """
 
 import re
@@ -16,12 +16,12 @@ from collections.abc import Iterable, Mapping
 from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
-from realm_jax.models.bert import LAYER_NORM_EPSILON, BertConfig
-from realm_jax.models.realm import SPAN_NORM_EPSILON
+from realm_jax.models.layers import LAYER_NORM_EPSILON, BertConfig
+from realm_jax.models.reader import SPAN_NORM_EPSILON
 
 EMBEDDER, READER = "embedder", "reader"
 KERAS_EPSILON = 1e-3
-# What no network has a place for: the optimiser's variables and counters, the next-sentence head, a tower's MLM head.
+# Variables that no network has: the optimizer's variables and counters, the next-sentence head, a tower's MLM head.
 UNUSED = re.compile(
     r"(^|/)(adam_[mv]|AdamWeightDecayOptimizer(_\d+)?|global_step|block_emb|cls/seq_relationship)($|/)"
     r"|^(module/)+cls/predictions/"
@@ -29,7 +29,7 @@ UNUSED = re.compile(
 HEADS = {  # of the networks, before and after
     EMBEDDER: {
         r"dense/": "cls.dense.",
-        r"(LayerNorm|layer_normalization)/": "cls.LayerNorm.",  # the second where the published code made it
+        r"(LayerNorm|layer_normalization)/": "cls.LayerNorm.",  # the second if the published code made it
     },
     READER: {
         r"dense/": "qa_outputs.dense_intermediate.",
@@ -38,7 +38,7 @@ HEADS = {  # of the networks, before and after
     },
 }
 LEAVES = {"kernel": "weight", "gamma": "weight", "beta": "bias", "output_bias": "bias"}
-REQUIRED = (  # which tell the sizes
+REQUIRED = (  # their shapes are the sizes of a network
     "bert.embeddings.word_embeddings.weight",
     "bert.embeddings.position_embeddings.weight",
     "bert.encoder.layer.0.intermediate.dense.weight",
@@ -46,7 +46,7 @@ REQUIRED = (  # which tell the sizes
 
 
 def network_of(name: str) -> tuple[str, str] | None:
-    """The network that a variable belongs to, and its name in there; None for one that is not a network's parameter."""
+    """Return the network of a variable, and its name in there; None if it is not a network's parameter."""
     if UNUSED.search(name):
         return None
     if name.startswith("module/"):
@@ -59,9 +59,10 @@ def network_of(name: str) -> tuple[str, str] | None:
 
 
 def tensor_name(network: str, name: str) -> str:
-    """Hugging Face's name for a variable of a network, with `bert.` before those of the encoder and its pooler.
+    """Return Hugging Face's name for a variable of a network, with `bert.` before those of the encoder and its pooler.
 
-    Raises KeyError for a variable that is not known.
+    Raises:
+        KeyError: for an unknown variable.
     """
     if name.startswith(("bert/", "cls/")):
         *path, leaf = re.sub(r"layer_(\d+)/", r"layer/\1/", name).split("/")
@@ -75,7 +76,7 @@ def tensor_name(network: str, name: str) -> str:
 
 
 def epsilons(network: str, names: Iterable[str]) -> dict[str, float]:
-    """What the LayerNorms of a network's heads add to a variance, by their names: Keras's own has Keras's default."""
+    """Return the epsilons of LayerNorms in a network's heads, as settings: Keras's own layer has Keras's default."""
     if network == READER:
         return {"reader_layer_norm_eps": SPAN_NORM_EPSILON}
     is_keras = any("layer_normalization/" in name for name in names)
@@ -83,42 +84,45 @@ def epsilons(network: str, names: Iterable[str]) -> dict[str, float]:
 
 
 def map_variables(names: Iterable[str], path: str) -> dict[str, dict[str, str]]:
-    """Network → Hugging Face's name → the variable's, of all variables of a checkpoint.
+    """Map the variables of a checkpoint: network → Hugging Face's name → the variable's.
 
-    Raises UserError, naming `path`, for a variable of a network that is not known, for two that are the same tensor,
-    and for a network without a BERT.
+    Args:
+        names: of all variables.
+        path: of the checkpoint, for messages.
+
+    Raises:
+        UserError: for an unknown variable of a network, for two that are the same tensor, and for a network without a
+            BERT.
     """
-    found: dict[str, dict[str, str]] = {}
+    variables: dict[str, dict[str, str]] = {}
     for name in sorted(names):
-        if (place := network_of(name)) is None:
+        if (network_and_name := network_of(name)) is None:
             continue
-        network, inner = place
+        network, inner = network_and_name
         try:
             tensor = tensor_name(network, inner)
         except KeyError:
             raise UserError(
                 f"{path}: has {name}, which no released checkpoint has; name one of REALM or ORQA"
             ) from None
-        if tensor in found.setdefault(network, {}):
-            raise UserError(f"{path}: {found[network][tensor]} and {name} are both {tensor}; name one of REALM or ORQA")
-        found[network][tensor] = name
-    for network in found or {"network": {}}:
+        if tensor in variables.setdefault(network, {}):
+            other = variables[network][tensor]
+            raise UserError(f"{path}: {other} and {name} are both {tensor}; name one of REALM or ORQA")
+        variables[network][tensor] = name
+    for network in variables or {"network": {}}:
         for name in REQUIRED:
-            if name not in found.get(network, {}):
+            if name not in variables.get(network, {}):
                 raise UserError(f"{path}: has no {name} for its {network}; name a checkpoint of REALM, ORQA or BERT")
-    return found
+    return variables
 
 
 def transposed(variable: str, array: NDArray) -> NDArray:
-    """A variable as Hugging Face stores it: matrices [output, input], tables as they are."""
+    """Return a variable as Hugging Face stores it: matrices [output, input], tables as they are."""
     return array.T if variable.endswith("/kernel") else array
 
 
 def bert_config(tensors: Mapping[str, NDArray]) -> BertConfig:
-    """What the shapes of a network's tensors say of its BERT.
-
-    The heads are those of every BERT that was released: of 64 features.
-    """
+    """Return the sizes of a BERT by the shapes of its tensors; every released one has heads of 64 features."""
     words, positions, intermediate = (tensors[name].shape for name in REQUIRED)
     layers = {int(match[1]) for name in tensors if (match := re.match(r"bert\.encoder\.layer\.(\d+)\.", name))}
     return BertConfig(

@@ -1,9 +1,9 @@
 """Weights that Hugging Face's library understands: `model.safetensors` and `config.json`, in and out.
 
 One folder holds one network, whose file may be cut into shards (`model.safetensors.index.json`). Its *parts* are the
-encoder, and whatever there is of pooler, projection, MLM head and span head; what a file does not have stays as it was.
+encoder, and pooler, projection, MLM head and span head if it has them; a missing part stays as it was.
 Names are those of `BertModel` and `BertForMaskedLM`, and of transformers' `RealmEmbedder` and `RealmReader` for the
-parts that are REALM's own. Pickled weights (`pytorch_model.bin`) are never opened; the vocabulary beside them is not
+parts that are REALM's own. Pickled weights (`pytorch_model.bin`) are never opened; the vocabulary in the folder is not
 read here. Read next: `bert.py`.
 """
 
@@ -20,8 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from realm_jax.errors import UserError
-from realm_jax.models.bert import LAYER_NORM_EPSILON, BertConfig, initializer_stddev
-from realm_jax.models.realm import SPAN_NORM_EPSILON, Realm
+from realm_jax.models.layers import LAYER_NORM_EPSILON, BertConfig, initializer_stddev
+from realm_jax.models.networks import Realm
+from realm_jax.models.reader import SPAN_NORM_EPSILON
+from realm_jax.models.retriever import POOLINGS
 from realm_jax.storage import read_settings
 
 WEIGHTS, SETTINGS = "model.safetensors", "config.json"  # of a network, and of a module of sentence-transformers
@@ -72,9 +74,12 @@ NAME_ALIASES = {  # the end of a name → what files of older releases, and some
 
 
 class Tensor(NamedTuple):
-    """A parameter: its place in the network's tree, their name for it without the prefix, and its shape here.
+    """A parameter.
 
-    A kernel [input, output] is stored there the other way round.
+    Attributes:
+        path: in the network's tree.
+        name: Hugging Face's, without the prefix.
+        shape: here.
     """
 
     path: tuple[str, ...]
@@ -82,14 +87,18 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
 
     @property
-    def turned(self) -> bool:
+    def is_transposed(self) -> bool:
+        """True for a kernel [input, output], which their files store as [output, input]."""
         return self.path[-1] == "kernel"
 
 
 class Part(NamedTuple):
-    """Tensors that come and go together.
+    """Tensors that are in a file together or not at all.
 
-    settings: what their config.json has to say of them, since shapes do not: its key → (what sets ours, our value).
+    Attributes:
+        title: for messages.
+        tensors: of the part.
+        settings: required values of config.json, which shapes do not tell: its key → (the key of ours, our value).
     """
 
     title: str
@@ -101,7 +110,7 @@ class Part(NamedTuple):
 
 
 def encoder(c: BertConfig) -> Part:
-    """A `Bert`, at `bert` in the tree of its network."""
+    """Return the part of a `Bert`, at `bert` in the tree of its network."""
     tensors = [
         Tensor(("bert", "words", "embedding"), WORDS, (c.vocabulary_size, c.width)),
         Tensor(("bert", "positions", "embedding"), POSITIONS, (c.max_length, c.width)),
@@ -122,15 +131,15 @@ def encoder(c: BertConfig) -> Part:
 
 
 def bert_of(model: Realm, network: str) -> BertConfig:
-    """The BERT of a network, by its name."""
+    """Return the BERT of a network, by its name."""
     return model.reader.bert if network == "reader" else model.bert
 
 
 def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
-    """Name of a network, at the top of the parameters → its parts, the encoder first."""
+    """Return the parts of each network, the encoder first: top-level key of the parameters → parts."""
     width = model.bert.width
     tower = [encoder(model.bert)]
-    if model.pooling == "pooler":
+    if POOLINGS[model.pooling].has_tanh_layer:
         tower.append(Part("pooler", _linear(("pooler",), VECTOR_LAYERS["pooler"], (width, width))))
     tensors: tuple[Tensor, ...] = ()
     epsilon: dict[str, tuple[str, Any]] = {}
@@ -159,7 +168,7 @@ def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
 
 
 def token_classifier(c: BertConfig, labels: int) -> Part:
-    """The head of `BertForTokenClassification`."""
+    """Return the head of `BertForTokenClassification`."""
     return Part("token classifier", _linear(("classifier",), "classifier", (c.width, labels)))
 
 
@@ -173,12 +182,12 @@ def _norm(path: tuple[str, ...], name: str, width: int) -> tuple[Tensor, ...]:
 
 # --- In ---------------------------------------------------------------------------------------------------------------
 
-NO_BIAS = ""  # in the place of a name: the layer has none, which is a bias of 0
+NO_BIAS = ""  # instead of a name: the layer has no bias, so it is 0
 Tensors = Mapping[str, Any]  # name of a tensor → the opened file that it is in
 
 
 class StoredTensor(NamedTuple):
-    """A parameter, the file that it is in, and its name there."""
+    """A parameter, its file, and its name there."""
 
     tensor: Tensor
     path: Path
@@ -186,7 +195,13 @@ class StoredTensor(NamedTuple):
 
 
 class NetworkFiles(NamedTuple):
-    """The tensors of a network, file by file, and the titles of the parts that there are and that there are not."""
+    """The files of a network.
+
+    Attributes:
+        tensors: file by file.
+        found: titles of the parts that the files have.
+        missing: titles of the other parts.
+    """
 
     tensors: tuple[StoredTensor, ...]
     found: tuple[str, ...]
@@ -200,8 +215,11 @@ def has_weights(folder: Path) -> bool:
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Tensors]:
-    """Open a file of tensors, or the shards in its place. Raises UserError, naming the file, if one is missing or
-    damaged."""
+    """Open a file of tensors, or its shards if there is no such file.
+
+    Raises:
+        UserError: if a file is missing or damaged.
+    """
     index = path.with_name(f"{path.name}.index.json")
     if not path.is_file() and index.is_file():
         with ExitStack() as opened:
@@ -212,8 +230,8 @@ def open_tensors(path: Path) -> Iterator[Tensors]:
     try:
         with safe_open(path, "numpy") as file:
             yield dict.fromkeys(file.keys(), file)
-    except (SafetensorError, OSError, TypeError) as fault:
-        raise UserError(f"{path}: cannot be read ({' '.join(str(fault).split())[:200]}); fetch it again") from None
+    except (SafetensorError, OSError, TypeError) as error:
+        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]}); fetch it again") from None
 
 
 def _open_shards(index: Path, opened: ExitStack) -> Tensors:
@@ -226,20 +244,26 @@ def _open_shards(index: Path, opened: ExitStack) -> Tensors:
         shard = index.with_name(name)
         if not shard.is_file():
             raise UserError(f"{shard}: is missing, but {index.name} has tensors in it; fetch it again")
-        of_shard = opened.enter_context(open_tensors(shard))
+        shard_tensors = opened.enter_context(open_tensors(shard))
         listed = {tensor for tensor, file in tensors.items() if file == name}
-        if lacking := listed - {*of_shard}:
-            raise UserError(f"{shard}: has no {min(lacking)}, which {index.name} has there; fetch both again")
-        files |= {tensor: of_shard[tensor] for tensor in listed}
+        if missing := listed - {*shard_tensors}:
+            raise UserError(f"{shard}: has no {min(missing)}, which {index.name} has there; fetch both again")
+        files |= {tensor: shard_tensors[tensor] for tensor in listed}
     return files
 
 
 def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFiles:
-    """Find the parts of a network that a folder has; the encoder, the first of them, has to be there. Reads no numbers.
+    """Find the parts of a network that a folder has, without reading numbers.
 
-    Raises UserError for a folder without safe weights, for a file that cannot be read, for a tensor that is missing or
-    of another shape, which it names with both shapes, for numbers that are no floats, for settings that differ, and for
-    what a BERT does not have.
+    Args:
+        folder: of the network.
+        config: sizes of its BERT.
+        parts: of the network; the encoder, the first of them, has to be there.
+
+    Raises:
+        UserError: for a folder without safe weights, for a file that cannot be read, for a tensor that is missing or of
+            another shape, for numbers that are not floats, for settings that differ, and for tensors that a BERT does
+            not have.
     """
     settings, path = read_bert_settings(folder), folder / WEIGHTS
     with open_tensors(path) as files:
@@ -251,16 +275,16 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
         stored = []
         for tensor in (tensor for part in present for tensor in part.tensors):
             name = _stored_name(tensor.name, prefix)
-            others = [name.removesuffix(usual) + other for usual, other in NAME_ALIASES.items() if name.endswith(usual)]
-            known = next((known for known in (name, *others) if known in files), None)
-            if known is None:
+            aliases = [name.removesuffix(end) + alias for end, alias in NAME_ALIASES.items() if name.endswith(end)]
+            stored_name = next((stored_name for stored_name in (name, *aliases) if stored_name in files), None)
+            if stored_name is None:
                 raise UserError(f"{path}: has no {name}; set config.model to the sizes of the file's BERT")
-            check_tensor(files, known, tensor, path)
-            stored.append(StoredTensor(tensor, path, known))
-        left = {name for name in files if name.startswith((f"{prefix}embeddings.", f"{prefix}encoder."))}
-    left -= {name for _, _, name in stored} | {f"{prefix}embeddings.position_ids"}  # 0, 1, 2, …, in older files
-    if left:
-        raise UserError(f"{path}: has {min(left)}, which this BERT has no place for; choose a plain BERT")
+            check_tensor(files, stored_name, tensor, path)
+            stored.append(StoredTensor(tensor, path, stored_name))
+        unknown = {name for name in files if name.startswith((f"{prefix}embeddings.", f"{prefix}encoder."))}
+    unknown -= {name for _, _, name in stored} | {f"{prefix}embeddings.position_ids"}  # 0, 1, 2, …, in older files
+    if unknown:
+        raise UserError(f"{path}: has {min(unknown)}, which this BERT has no place for; choose a plain BERT")
 
     # Heads, activation and the epsilons of LayerNorm, which shapes do not tell. Without settings nothing is compared.
     if settings.get("model_type") == HF_REALM:  # transformers has one epsilon for a tower
@@ -278,16 +302,19 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
 
 
 def read(files: NetworkFiles) -> Params:
-    """Read the parameters of a network that its files have, as a tree of float32 arrays on the host.
+    """Read the parameters of a network, as a tree of float32 arrays on the host.
 
-    Positions beyond those of the network are left out. Raises UserError if a number is not finite.
+    Positions beyond those of the network are left out.
+
+    Raises:
+        UserError: if a number is not finite.
     """
     params = {}
     for path, stored in groupby(files.tensors, lambda tensor: tensor.path):
         with open_tensors(path) as opened:
             for tensor, _, name in stored:
                 array = np.zeros(tensor.shape, np.float32) if name == NO_BIAS else opened[name].get_tensor(name)
-                array = array.T if tensor.turned else array
+                array = array.T if tensor.is_transposed else array
                 if tensor.name == POSITIONS:
                     array = array[: tensor.shape[0]]
                 params[tensor.path] = np.asarray(array, np.float32, order="C")
@@ -297,7 +324,7 @@ def read(files: NetworkFiles) -> Params:
 
 
 def _has(files: Tensors, prefix: str, part: Part) -> bool:
-    """True if a file has a part. An output layer that is not tied to the word embeddings makes another MLM head."""
+    """True if a file has a part; an MLM head whose output layer is not tied to the word embeddings is another one."""
     if part.title == MLM_HEAD and TIED in files:
         return np.array_equal(files[TIED].get_tensor(TIED), files[prefix + WORDS].get_tensor(prefix + WORDS))
     return any(_stored_name(tensor.name, prefix) in files for tensor in part.tensors)
@@ -308,12 +335,12 @@ def _stored_name(name: str, prefix: str) -> str:
 
 
 def check_tensor(files: Tensors, name: str, tensor: Tensor, path: Path) -> None:
-    """Raise UserError unless the numbers under a name are floats in the tensor's shape."""
+    """Raise UserError unless a file has floats of the tensor's shape under a name."""
     stored = files[name].get_slice(name)
     if stored.get_dtype() not in FLOATS:
         raise UserError(f"{path}: {name} is {stored.get_dtype()}; fetch the model in float32, float16 or bfloat16")
     shape = tuple(stored.get_shape())
-    shape = shape[::-1] if tensor.turned else shape
+    shape = shape[::-1] if tensor.is_transposed else shape
     if tensor.name == POSITIONS:
         shape = (min(shape[0], tensor.shape[0]), *shape[1:])
     if shape != tensor.shape:
@@ -321,7 +348,7 @@ def check_tensor(files: Tensors, name: str, tensor: Tensor, path: Path) -> None:
 
 
 def _check_extent(files: Tensors, prefix: str, path: Path, config: BertConfig) -> None:
-    """Raise UserError for what is commonly wrong: another vocabulary, too few positions, too many layers."""
+    """Raise UserError for common mistakes: another vocabulary, too few positions, too many layers."""
     words, positions = (
         next(iter(files[name].get_slice(name).get_shape()), 0) if name in files else 0
         for name in (prefix + WORDS, prefix + POSITIONS)
@@ -341,18 +368,21 @@ def _check_extent(files: Tensors, prefix: str, path: Path, config: BertConfig) -
 
 
 def read_bert_settings(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a BERT, {} if there is none. Raises UserError, with the type of model, for another
-    network."""
+    """Read the config.json of a BERT, {} if there is none.
+
+    Raises:
+        UserError: for another network.
+    """
     settings = read_settings(folder / SETTINGS)
-    for name, plain in REQUIRED_SETTINGS.items():
-        if settings.get(name, plain[0]) not in plain:
-            supported = " or ".join(map(repr, plain))
+    for name, values in REQUIRED_SETTINGS.items():
+        if settings.get(name, values[0]) not in values:
+            supported = " or ".join(map(repr, values))
             raise UserError(f"{folder / SETTINGS}: {name} is {settings[name]!r}, not {supported}; choose a plain BERT")
     return settings
 
 
 def our_activation(name: Any) -> Any:
-    """Our name for an activation of config.json; others stay as they are."""
+    """Return our name for an activation of config.json; unknown ones stay as they are."""
     return SAME_ACTIVATION.get(str(name), name)
 
 
@@ -360,16 +390,23 @@ def our_activation(name: Any) -> Any:
 
 
 def save(folder: Path, params: Params, parts: Sequence[Part], kind: str, settings: dict[str, Any]) -> None:
-    """Write a network's parameters and settings into a new folder; `find` and `read` give the same bits again.
+    """Write a network into a new folder; `find` and `read` give the same bits again.
 
-    kind: 'bert' or 'realm', whose names the encoder gets.
+    Args:
+        folder: that is created.
+        params: of the network.
+        parts: that are written.
+        kind: 'bert' or 'realm', the prefix of the encoder's names.
+        settings: its config.json.
     """
     folder.mkdir()
     arrays, tensors = flatten_dict(params), {}
     for tensor in (tensor for part in parts for tensor in part.tensors):
         array = np.asarray(arrays[tensor.path], np.float32)
-        tensors[_stored_name(tensor.name, f"{kind}.")] = np.asarray(array.T if tensor.turned else array, order="C")
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})  # without which transformers does not open it
+        tensors[_stored_name(tensor.name, f"{kind}.")] = np.asarray(
+            array.T if tensor.is_transposed else array, order="C"
+        )
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})  # transformers needs the metadata
     write_json(folder / SETTINGS, settings)
 
 
@@ -379,7 +416,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def bert_settings(c: BertConfig) -> dict[str, Any]:
-    """What the config.json of any network says of its BERT."""
+    """Return the settings of a BERT for a config.json."""
     return {key: getattr(c, name) for name, key in BERT_SETTINGS.items()} | {
         "attention_probs_dropout_prob": c.dropout,
         "type_vocab_size": 2,
@@ -390,9 +427,13 @@ def bert_settings(c: BertConfig) -> dict[str, Any]:
 
 
 def settings_of(model: Realm, network: str, kind: str) -> dict[str, Any]:
-    """The config.json of a network. kind: 'bert' or 'realm', the library's model that it is for.
+    """Return the config.json of a network.
 
-    Of the architectures it names, BERT's are without the parts that are REALM's own: their tensors lie in the file.
+    Args:
+        model: all networks.
+        network: its name.
+        kind: 'bert' or 'realm', the library's model that it is for. BERT's architectures lack the parts that are
+            REALM's own; their tensors are in the file all the same.
     """
     classes = {"bert": ("BertForMaskedLM", "BertModel"), "realm": ("RealmReader", "RealmEmbedder")}
     settings = {"architectures": [classes[kind][network != "reader"]], "model_type": kind}

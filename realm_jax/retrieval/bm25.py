@@ -1,8 +1,7 @@
 """Search by words: BM25 over the passages of a corpus, with the stems and stop words of its language.
 
-The search that needs no training, the yardstick beside which learnt retrieval is reported, and one half of hybrid
-search (`fusion.py`). An index is kept in the run folder (`save_index`) and memory-mapped from there; nobody else writes
-one.
+The search that needs no training, the baseline for trained retrieval, and one half of hybrid search (`fusion.py`). An
+index is kept in the run folder (`save_index`) and memory-mapped from there; nobody else writes one.
 """
 
 import json
@@ -39,25 +38,25 @@ from realm_jax.storage import (
 
 logger = logging.getLogger(__name__)
 
-# One-letter words are kept: how little a word says is for BM25's own weights to judge. Marks, such as the
-# vowel signs of Hindi, belong to the letter before them; Python's own \w has none of them.
+# One-letter words are kept: BM25's weights judge how little a word says. Marks, such as the vowel signs of Hindi,
+# belong to the letter before them; Python's own \w has none of them.
 _WORD = regex.compile(r"[\p{L}\p{N}_][\p{L}\p{M}\p{N}_]*")
-_DOT_ABOVE = "\N{COMBINING DOT ABOVE}"  # what lower() leaves of the Turkish capital İ, beside an i
-SAMPLED = 100  # passages whose language is looked at
+_DOT_ABOVE = "\N{COMBINING DOT ABOVE}"  # lower() makes an i and this of the Turkish capital İ
+NUM_SAMPLED_PASSAGES = 100  # from which the language of a corpus is detected
 FORMAT = 3
-COMPARED = 1 << 28  # bytes whose checksums a question waits for: a fraction of a second. The trainer waits for all.
+MAX_CHECKED_BYTES = 1 << 28  # whose checksums a question waits for: a fraction of a second. The trainer waits for all.
 FOLDER, ABOUT = "words", "WORDS.json"
-_ONE_AT_A_TIME = threading.Lock()  # a stemmer has a memory that threads must not share: batches are made in another
+_STEMMER_LOCK = threading.Lock()  # a stemmer has memory that threads must not share, and batches are made in another
 
 
 def searchable_texts(store: PassageStore) -> Iterable[str]:
-    """Title and text of each passage, as BM25 reads them."""
+    """Return title and text of each passage, as BM25 reads them."""
     return (f"{store.title(row)} {store.text(row)}" for row in range(len(store)))
 
 
 def language_of(store: PassageStore) -> str:
-    """The language of most of SAMPLED passages, evenly spaced: a key of LANGUAGES, or PLAIN for any other."""
-    rows = np.unique(np.linspace(0, len(store) - 1, min(SAMPLED, len(store))).astype(int)).tolist()
+    """Detect the language of most of NUM_SAMPLED_PASSAGES passages: a key of LANGUAGES, or PLAIN for any other."""
+    rows = np.unique(np.linspace(0, len(store) - 1, min(NUM_SAMPLED_PASSAGES, len(store))).astype(int)).tolist()
     counts = Counter(language(store.text(row)) for row in rows)
     code = counts.most_common(1)[0][0] if counts else PLAIN
     code = {"nb": "no", "nn": "no"}.get(code, code)
@@ -68,9 +67,10 @@ def language_of(store: PassageStore) -> str:
 
 
 class Bm25:
-    """A BM25 index over texts (Lucene's variant with k1 = 1.5 and b = 0.75). language: a key of LANGUAGES, or PLAIN."""
+    """A BM25 index over texts (Lucene's variant with k1 = 1.5 and b = 0.75)."""
 
     def __init__(self, texts: Iterable[str], language: str = PLAIN) -> None:
+        """Index texts; language: a key of LANGUAGES, or PLAIN."""
         tokens = [_tokens(text, language) for text in texts]
         self.size, self.language = len(tokens), language
         self._index = _bm25s().BM25() if any(tokens) else None  # the library fails on texts without any word
@@ -79,22 +79,22 @@ class Bm25:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no text has any word, stop words aside."""
+        """True if no text has any word that is not a stop word."""
         return self._index is None
 
     def has_terms(self, question: str) -> bool:
-        """Whether any word of a question is left without the stop words."""
+        """True if a question has any word that is not a stop word."""
         return bool(_tokens(question, self.language))
 
     def search(self, questions: Sequence[str], k: int) -> NDArray[np.int64]:
-        """The rows of `scored`, int64 [questions, min(k, texts)]."""
+        """Return the rows of `scored`, int64 [questions, min(k, texts)]."""
         return self.scored(questions, k)[0].astype(np.int64)
 
     def scored(self, questions: Sequence[str], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Rows and scores of the k best texts for each question, best first: [questions, min(k, texts)].
+        """Return rows and scores of the k best texts for each question, best first: [questions, min(k, texts)].
 
-        Of texts with equal scores the lower row comes first. Texts that share no word with the question are no
-        candidates: row −1 and score 0 stand in their places.
+        Of texts with equal scores the lower row comes first. Texts that share no word with the question are not
+        candidates: their rows are −1 and their scores 0.
         """
         k = min(k, self.size)
         rows, scores = np.full((len(questions), k), -1, np.int32), np.zeros((len(questions), k), np.float32)
@@ -103,32 +103,37 @@ class Bm25:
             if tokens and self._index is not None:
                 all_scores = self._index.get_scores(tokens)  # [texts]
                 # Of equals at the cut the lower rows stay; the library's own choice among them depends on k.
-                least = np.partition(all_scores, -k)[-k]
-                best = np.flatnonzero(all_scores > max(least, 0))
-                if least > 0:
-                    best = np.concatenate([best, np.flatnonzero(all_scores == least)[: k - len(best)]])
+                cut = np.partition(all_scores, -k)[-k]
+                best = np.flatnonzero(all_scores > max(cut, 0))
+                if cut > 0:
+                    best = np.concatenate([best, np.flatnonzero(all_scores == cut)[: k - len(best)]])
                 best = best[np.lexsort((best, -all_scores[best]))]
                 rows[number, : len(best)], scores[number, : len(best)] = best, all_scores[best]
         return rows, scores
 
     def save(self, folder: Path) -> None:
-        """Write the index into an empty folder, without anything pickled, and what `load` compares the files with."""
+        """Write the index into an empty folder, without pickle, and a record to check its files with."""
         if self._index is not None:
             self._index.save(str(folder), allow_pickle=False, show_progress=False)
         about = {"size": self.size, "language": self.language, "empty": self.is_empty, "files": list_files(folder)}
         write_json_atomic(folder / ABOUT, {"digest": record_digest(about), **about})
 
     @classmethod
-    def load(cls, folder: Path, compared: int | None = None) -> Self:
-        """An index that was saved, memory-mapped.
+    def load(cls, folder: Path, max_checked_bytes: int | None = None) -> Self:
+        """Load an index that was saved, memory-mapped.
 
-        compared: bytes of files at most whose content is compared with its checksum; beyond them sizes alone are
-        (None: all content is). Raises OSError, ValueError, KeyError, TypeError or UserError where it is damaged.
+        Args:
+            folder: of the index.
+            max_checked_bytes: files of more bytes are only compared by size, not by checksum; None: all checksums are.
+
+        Raises:
+            OSError, ValueError, KeyError, TypeError, UserError: if it is damaged.
         """
         about, loaded = dict(read_json(folder / ABOUT)), cls.__new__(cls)
         if about["digest"] != record_digest(about):
             raise Damaged(f"{folder / ABOUT}: its checksum is another")
-        check_files(folder, about["files"], compared is None or sum(entry[1] for entry in about["files"]) <= compared)
+        size = sum(entry[1] for entry in about["files"])
+        check_files(folder, about["files"], max_checked_bytes is None or size <= max_checked_bytes)
         loaded.size, loaded.language = about["size"], about["language"]
         loaded._index = None
         if not about["empty"]:
@@ -138,36 +143,41 @@ class Bm25:
 
 @lru_cache(1)
 def load_or_build(store: PassageStore, language: str, workdir: Path) -> Bm25:
-    """BM25 over a corpus: as a run keeps it, or else made in memory. Questions come one by one, or set after set.
+    """Load BM25 over a corpus from the run folder, or build it in memory; nothing is written.
 
-    language: `retrieval.language` of a config. Nothing is written.
+    It is cached, since questions come one by one, or set after set.
+
+    Args:
+        store: the corpus.
+        language: `retrieval.language` of a config; '' to detect it.
+        workdir: the run folder.
     """
-    saved = _load_saved(_index_folder(store, language, workdir), COMPARED)
+    saved = _load_saved(_index_folder(store, language, workdir), MAX_CHECKED_BYTES)
     return Bm25(searchable_texts(store), language or language_of(store)) if saved is None else saved
 
 
 def save_index(store: PassageStore, language: str, workdir: Path) -> None:
-    """Write the index of `load_or_build` into the run folder, unless it is there whole; any other index goes."""
-    final = _index_folder(store, language, workdir)
-    if _load_saved(final) is not None:
+    """Write the index of `load_or_build` into the run folder, unless it is there; remove any other index."""
+    folder = _index_folder(store, language, workdir)
+    if _load_saved(folder) is not None:
         return
-    if final.is_dir():
-        load_or_build.cache_clear()  # it may have read what is damaged
-    make_folder(final.parent, "--workdir")
-    others = PosixFolder(final.parent)
+    if folder.is_dir():
+        load_or_build.cache_clear()  # it may have read the damaged files
+    make_folder(folder.parent, "--workdir")
+    others = PosixFolder(folder.parent)
     for name in others.names():
         others.remove(name)
-    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
     try:
         load_or_build(store, language, workdir).save(partial)
-        publish_folder(partial, final)
+        publish_folder(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def check_has_terms(words: Bm25, where: str) -> None:
-    """Raise UserError if there is nothing to search by. where: the key or flag that asks for it."""
+    """Raise UserError if an index has no words to search by; where: the key or flag that asks for it."""
     if words.is_empty:
         raise UserError(
             f"{where}: no passage has a word that is no stop word (language {words.language!r}), so there is nothing "
@@ -175,27 +185,27 @@ def check_has_terms(words: Bm25, where: str) -> None:
         )
 
 
-def _load_saved(folder: Path, compared: int | None = None) -> Bm25 | None:
-    """The index in a folder; None if there is none, or a damaged one. compared: as for `Bm25.load`."""
+def _load_saved(folder: Path, max_checked_bytes: int | None = None) -> Bm25 | None:
+    """Load the index in a folder (`Bm25.load`); None if there is none, or a damaged one."""
     if not (folder / ABOUT).is_file():
         return None
     try:
-        return Bm25.load(folder, compared)
-    except (OSError, ValueError, KeyError, TypeError, UserError) as fault:
-        logger.warning("%s is damaged (%s); rebuilding the index", folder, fault)
+        return Bm25.load(folder, max_checked_bytes)
+    except (OSError, ValueError, KeyError, TypeError, UserError) as error:
+        logger.warning("%s is damaged (%s); rebuilding the index", folder, error)
         return None
 
 
 def _index_folder(store: PassageStore, language: str, workdir: Path) -> Path:
-    """The folder of an index: its name follows from everything that its bytes do."""
+    """Return the folder of an index; its name follows from everything that decides the bytes."""
     import Stemmer
 
-    made_of = [FORMAT, store.fingerprint, language, Stemmer.version(), _bm25s().__version__]
-    return workdir / FOLDER / digest(json.dumps(made_of).encode())[:16]
+    origin = [FORMAT, store.fingerprint, language, Stemmer.version(), _bm25s().__version__]
+    return workdir / FOLDER / digest(json.dumps(origin).encode())[:16]
 
 
 def _bm25s() -> Any:
-    """The library. Importing it starts JAX's devices, which several processes have to do together, and later."""
+    """Import the library. That starts JAX's devices, which several processes have to do together, and later."""
     import bm25s
 
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # the library sets DEBUG, and absl prints what it says
@@ -204,19 +214,19 @@ def _bm25s() -> Any:
 
 @cache
 def _rules(language: str) -> tuple[frozenset[str], Any]:
-    """Stop words and stemmer of a language."""
+    """Return stop words and stemmer of a language."""
     if language == PLAIN:
         return frozenset(), None
     import Stemmer
     from bm25s import stopwords
 
     name = LANGUAGES[language]
-    listed = getattr(stopwords, f"STOPWORDS_{'EN' if language == 'en' else name.upper()}")
-    return frozenset(listed), Stemmer.Stemmer(name)
+    stop_words = getattr(stopwords, f"STOPWORDS_{'EN' if language == 'en' else name.upper()}")
+    return frozenset(stop_words), Stemmer.Stemmer(name)
 
 
 def _tokens(text: str, language: str) -> list[str]:
-    """The words of a text in lower case, without stop words, as stems."""
+    """Return the words of a text in lower case, without stop words, as stems."""
     stop_words, stemmer = _rules(language)
     lowered = text.lower()
     if not text.isascii():  # a letter with a mark is the same whether it came as one character or as two
@@ -224,5 +234,5 @@ def _tokens(text: str, language: str) -> list[str]:
     words = [word for word in _WORD.findall(lowered) if word not in stop_words]
     if stemmer is None:
         return words
-    with _ONE_AT_A_TIME:
+    with _STEMMER_LOCK:
         return list(stemmer.stemWords(words))

@@ -14,9 +14,14 @@ FUSION_DEPTH = 100  # first passages of each search that take part, and over whi
 
 
 class FusedRanking(NamedTuple):
-    """rows int32 and scores float32 [queries, depth], the best first; ranks int32 [queries, depth, 2]: the place of
-    each in the list of vectors and in that of words, from 1, 0 where it is not in it. A row of −1 is not a
-    candidate."""
+    """Passages in the order of a search.
+
+    Attributes:
+        rows: int32 [queries, depth], the best first; −1 is not a candidate.
+        scores: float32 [queries, depth].
+        ranks: rank of each passage in the list of vectors and in that of BM25, from 1; 0 if it is not in it; int32
+            [queries, depth, 2].
+    """
 
     rows: Any
     scores: Any
@@ -26,14 +31,19 @@ class FusedRanking(NamedTuple):
 def fuse(
     vector_rows: Any, vector_scores: Any, bm25_rows: Any, bm25_scores: Any, bm25_vector_scores: Any, depth: int
 ) -> FusedRanking:
-    """The `depth` best of two lists by √p_v + √p_w, with the retriever's scores.
+    """Rank two lists by √p_v + √p_w, with the retriever's scores.
 
-    vector_rows, vector_scores [queries, a]: by vectors, best first; the scores as the retriever's softmax takes them.
-    bm25_rows, bm25_scores [queries, b]: by BM25, best first; bm25_vector_scores: the retriever's scores of those rows.
-    No candidates are rows below 0. A row stands once in a list. Of words the first FUSION_DEPTH take part, however
-    large b is, so that two long lists are never compared entry by entry; a longer beam is filled by vectors.
-    depth ≤ a + min(b, FUSION_DEPTH). Of equals the one that vectors rank higher comes first. Arrays of NumPy or of JAX,
-    and so the result.
+    Arrays are of NumPy or of JAX, and so is the result. Rows below 0 are not candidates; a row occurs once in a list.
+    Only the first FUSION_DEPTH of BM25 take part, however large b is, so that two long lists are never compared entry
+    by entry; a longer beam is filled by vectors. Of equals the one that vectors rank higher comes first.
+
+    Args:
+        vector_rows: by vectors, best first, [queries, a].
+        vector_scores: of these rows, as the retriever's softmax takes them, [queries, a].
+        bm25_rows: by BM25, best first, [queries, b].
+        bm25_scores: of these rows, [queries, b].
+        bm25_vector_scores: the retriever's scores of these rows, [queries, b].
+        depth: rows of the result, at most a + min(b, FUSION_DEPTH).
     """
     xp = vector_rows.__array_namespace__()
     bm25_rows, bm25_scores, bm25_vector_scores = (
@@ -42,16 +52,17 @@ def fuse(
     by_vector, by_word = vector_rows >= 0, bm25_rows >= 0
     p_v, z_v, top = _softmax(xp, vector_scores, by_vector)
     p_w, _, _ = _softmax(xp, bm25_scores, by_word)
-    same = (vector_rows[:, :, None] == bm25_rows[:, None, :]) & by_word[:, None, :] & by_vector[:, :, None]
-    repeated = same.any(axis=1)
-    both = xp.where(same, xp.sqrt(p_w)[:, None, :], 0.0).sum(axis=2)
-    # what words alone found may stand far down the list of vectors, never above all that is in it
-    late = xp.exp(xp.minimum(xp.where(by_word, bm25_vector_scores, top) - top, 0.0)) / z_v
+    same = vector_rows[:, :, None] == bm25_rows[:, None, :]  # [queries, a, b]
+    same = same & by_word[:, None, :] & by_vector[:, :, None]
+    is_repeated = same.any(axis=1)  # [queries, b]
+    both = xp.where(same, xp.sqrt(p_w)[:, None, :], 0.0).sum(axis=2)  # [queries, a]
+    # A passage that only BM25 found may be far down the list of vectors, but never above all passages in it.
+    late = xp.exp(xp.minimum(xp.where(by_word, bm25_vector_scores, top) - top, 0.0)) / z_v  # [queries, b]
     late = xp.where(by_vector.any(axis=1)[:, None], late, 0.0)
-    fused = xp.concat(
+    fused = xp.concat(  # [queries, a + b]
         [
             xp.where(by_vector, xp.sqrt(p_v) + both, -1.0),
-            xp.where(by_word & ~repeated, xp.sqrt(late) + xp.sqrt(p_w), -1.0),
+            xp.where(by_word & ~is_repeated, xp.sqrt(late) + xp.sqrt(p_w), -1.0),
         ],
         axis=1,
     )
@@ -59,8 +70,8 @@ def fuse(
     rows = xp.concat([vector_rows, bm25_rows], axis=1)
     scores = xp.concat([vector_scores, bm25_vector_scores], axis=1)
     vector_ranks = xp.where(by_vector, xp.cumsum(by_vector, axis=1), 0)  # [queries, a]
-    ranks_in_words = xp.where(same, xp.arange(1, same.shape[2] + 1)[None, None], 0).sum(axis=2)  # [queries, a]
-    both_ranks = xp.stack([vector_ranks, ranks_in_words], axis=-1)
+    bm25_ranks = xp.where(same, xp.arange(1, same.shape[2] + 1)[None, None], 0).sum(axis=2)  # [queries, a]
+    both_ranks = xp.stack([vector_ranks, bm25_ranks], axis=-1)
     ranks = xp.concat([both_ranks, ranks_of("bm25", xp, bm25_rows)], axis=1)  # [queries, a + b, 2]
     is_candidate = xp.take_along_axis(fused, best, axis=1) >= 0
     return FusedRanking(
@@ -71,17 +82,29 @@ def fuse(
 
 
 def ranks_of(search: str, xp: Any, rows: Any) -> Any:
-    """`FusedRanking.ranks` of rows [queries, depth] that one search alone found, best first."""
-    places = xp.where(rows >= 0, xp.arange(1, rows.shape[1] + 1)[None], 0).astype("int32")
-    none = xp.zeros_like(places)
-    return xp.stack([places, none] if search == "vectors" else [none, places], axis=-1)
+    """Return `FusedRanking.ranks` of the rows of one search.
+
+    Args:
+        search: 'vectors' or 'bm25'.
+        xp: NumPy or jax.numpy.
+        rows: best first, [queries, depth].
+
+    Returns:
+        int32 [queries, depth, 2].
+    """
+    ranks = xp.where(rows >= 0, xp.arange(1, rows.shape[1] + 1)[None], 0).astype("int32")  # [queries, depth]
+    zeros = xp.zeros_like(ranks)
+    return xp.stack([ranks, zeros] if search == "vectors" else [zeros, ranks], axis=-1)
 
 
 def _softmax(xp: Any, scores: Any, valid: Any) -> tuple[Any, Any, Any]:
-    """p over the first FUSION_DEPTH valid entries, later ones by the same normaliser; it and the largest, [q, 1]."""
+    """Return p over the first FUSION_DEPTH valid entries, its normalizer and the largest score, both [queries, 1].
+
+    Later entries have the same normalizer.
+    """
     scores = xp.where(valid, scores, -xp.inf)
     top = xp.where(valid.any(axis=1), scores.max(axis=1), 0.0)[:, None]
     weights = xp.where(valid, xp.exp(scores - top), 0.0)
-    counted = xp.where(xp.cumsum(valid, axis=1) <= FUSION_DEPTH, weights, 0.0)
-    total = xp.maximum(counted.sum(axis=1), 1e-30)[:, None]
+    first = xp.where(xp.cumsum(valid, axis=1) <= FUSION_DEPTH, weights, 0.0)
+    total = xp.maximum(first.sum(axis=1), 1e-30)[:, None]
     return weights / total, total, top

@@ -2,8 +2,8 @@
 
 The corpus is cut into shards of rows, each with a searcher of its own, so that building one needs the memory of a
 shard. Every shard returns a full budget of rows; the best of all by ScaNN's scores are scored again exactly with the
-stored vectors, and ties go to the lower row. So a row can be missed, but none is out of its order.
-Not for the devices' exact search: `exact.py`. Read `Searcher` next.
+stored vectors, and ties go to the lower row. So a row can be missed, but the order of the others is exact.
+Not here: the devices' exact search (`exact.py`). Read next: `Searcher`.
 """
 
 import dataclasses
@@ -36,10 +36,13 @@ BLOCK = 65_536  # rows scored at a time by `exact_rows`
 class ScannConfig:
     """How the shards of an index are built and searched.
 
-    budget: rows that every shard returns, and that are scored exactly. searched, leaves: of a shard's tree; 0 leaves
-    them to the size of the shard. shard_rows: rows a shard at most, so what building one needs in memory: 1 GB of
-    vectors of 128, and twice that. tree_from: rows from which a shard has a tree at all; smaller ones are scored whole,
-    which takes no longer.
+    Attributes:
+        budget: rows that every shard returns, and that are scored exactly.
+        searched: leaves of a shard's tree that are searched; 0: they follow from the size of the shard.
+        leaves: of a shard's tree; 0: they follow from the size of the shard.
+        shard_rows: rows of a shard at most, which decides the memory to build one: 1 GB of vectors of 128, and twice
+            that.
+        tree_from: rows from which a shard has a tree; we score all of a smaller one, which takes no longer.
     """
 
     budget: int = BUDGET
@@ -48,11 +51,11 @@ class ScannConfig:
     shard_rows: int = 2_000_000
     tree_from: int = 20_000
 
-    def of_shard(self, rows: int) -> tuple[int, int]:
-        """Leaves of a shard's tree and how many are searched; (0, 0) for brute force.
+    def leaves_of(self, rows: int) -> tuple[int, int]:
+        """Return the leaves of a shard's tree and how many are searched; (0, 0) for brute force.
 
-        Twice √rows leaves balance the search of centroids against that of leaves; an eighth of them and at least 32
-        are searched, what recall asks for where vectors of learnt towers lie (`benchmarks/README.md`).
+        Twice √rows leaves balance the search of centroids against that of leaves. An eighth of them and at least 32
+        are searched, which gives recall with vectors of trained towers (`benchmarks/README.md`).
         """
         if rows < self.tree_from:
             return 0, 0
@@ -69,17 +72,26 @@ class Shard(NamedTuple):
 
 
 def shard_ranges(rows: int, shard_rows: int, start: int = 0) -> list[tuple[int, int]]:
-    """The corpus from row `start` on in shards of nearly equal size."""
+    """Cut the corpus from row `start` on into shards of nearly equal size: first row and end of each."""
     count = -(-(rows - start) // shard_rows)
     edges = np.linspace(start, rows, count + 1).astype(np.int64).tolist()
     return list(zip(edges, edges[1:], strict=False))
 
 
 def build_shard(vectors: NDArray[np.float32], settings: ScannConfig, folder: Path) -> dict[str, Any]:
-    """Build the searcher of a shard and write its files into `folder`; what was chosen. vectors [rows, width]."""
-    pybind = _scann()
+    """Build the searcher of a shard and write its files.
+
+    Args:
+        vectors: [rows, width].
+        settings: how it is built.
+        folder: of its files.
+
+    Returns:
+        The sizes of its tree, to be recorded.
+    """
+    pybind = load_scann()
     rows = len(vectors)
-    leaves, searched = settings.of_shard(rows)
+    leaves, searched = settings.leaves_of(rows)
     builder = pybind.builder(vectors, min(settings.budget, rows), "dot_product").set_n_training_threads(usable_cores())
     if leaves:
         sample = min(rows, TRAINING_ROWS)
@@ -94,10 +106,14 @@ def build_shard(vectors: NDArray[np.float32], settings: ScannConfig, folder: Pat
 
 
 def renew_shard(vectors: NDArray[np.float32], trained: Path, folder: Path) -> None:
-    """Write the searcher of a shard whose vectors have changed into `folder`, with the tree and the codebook of its
-    earlier searcher in `trained`: every row finds its leaf and its code anew, but nothing is learnt.
+    """Write the searcher of a shard whose vectors have changed, with the tree and the codebook of its earlier searcher.
 
-    vectors [rows, width], as many as before.
+    Every row finds its leaf and its code again, but nothing is trained.
+
+    Args:
+        vectors: [rows, width], as many as before.
+        trained: folder of the earlier searcher.
+        folder: of the new one.
     """
     searcher = load_shard(trained, 0, len(vectors)).searcher.searcher
     with _quiet():
@@ -108,8 +124,8 @@ def renew_shard(vectors: NDArray[np.float32], trained: Path, folder: Path) -> No
 
 
 def load_shard(folder: Path, first: int, last: int) -> Shard:
-    """A shard's searcher from its files, which the caller has verified. Nothing is unpickled."""
-    pybind = _scann()
+    """Load a shard's searcher from its files, which the caller has verified. Nothing is unpickled."""
+    pybind = load_scann()
     assets = (folder / "scann_assets.pbtxt").read_text()
     with _quiet():
         return Shard(first, last, pybind.ScannSearcher(pybind.scann_pybind.ScannNumpy(str(folder), assets)))
@@ -117,19 +133,23 @@ def load_shard(folder: Path, first: int, last: int) -> Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Searcher:
-    """All shards of an index, and its stored vectors [rows, width] (an array or a memory map).
+    """All shards of an index.
 
-    places: the row that each stored row is called by, −1 for one that is left out; None if they are the same.
+    Attributes:
+        shards: in the order of their rows.
+        vectors: stored, [rows, width]; an array or a memory map.
+        budget: see `ScannConfig`.
+        corpus_rows: the row of the corpus for each stored row, −1 for one that is left out; None if they are the same.
     """
 
     shards: tuple[Shard, ...]
     vectors: NDArray
     budget: int
-    places: NDArray[np.int32] | None = None
+    corpus_rows: NDArray[np.int32] | None = None
 
     @classmethod
-    def of(cls, vectors: NDArray, settings: ScannConfig) -> Self:
-        """Build all shards in memory's time and serve them from a scratch folder; for tests and measurements."""
+    def build(cls, vectors: NDArray, settings: ScannConfig) -> Self:
+        """Build all shards of vectors [rows, width], without keeping files."""
         shards = []
         for first, last in shard_ranges(len(vectors), settings.shard_rows):
             with tempfile.TemporaryDirectory() as scratch:
@@ -138,12 +158,18 @@ class Searcher:
         return cls(tuple(shards), vectors, settings.budget)
 
     def search(self, queries: NDArray[np.float32], k: int, searched: int | None = None) -> NDArray[np.int32]:
-        """Rows of the k largest inner products, best first, int32 [queries, k]. k ≤ budget and ≤ rows.
+        """Return the rows of the k largest inner products, best first.
 
-        searched: leaves of every shard's tree to search, None for what it was built with.
+        Args:
+            queries: [queries, width].
+            k: at most the budget and the number of rows.
+            searched: leaves of every shard's tree to search; None for the number that it was built with.
+
+        Returns:
+            int32 [queries, k].
         """
         queries = round_to_dtype(queries, self.vectors.dtype)
-        row_parts, score_parts = [], []  # [queries, ≤ budget] of each shard
+        row_parts, score_parts = [], []  # [queries, ≤ budget] for each shard
         for shard in self.shards:
             shard_rows = shard.last - shard.first
             local, scores = shard.searcher.search_batched_parallel(
@@ -154,68 +180,75 @@ class Searcher:
             score_parts.append(np.where(is_missing, -np.inf, scores))
         rows, scores = np.concatenate(row_parts, axis=1), np.concatenate(score_parts, axis=1)
         if self.budget < rows.shape[1]:
-            places = np.argpartition(-scores, self.budget - 1, axis=1)[:, : self.budget]
-            rows = np.take_along_axis(rows, places, axis=1)
+            best = np.argpartition(-scores, self.budget - 1, axis=1)[:, : self.budget]
+            rows = np.take_along_axis(rows, best, axis=1)  # [queries, budget]
         rows = np.sort(rows, axis=1)  # then a stable sort leaves ties with the lower row
         candidates = self.vectors[np.maximum(rows, 0)].astype(np.float32)  # [queries, budget, width]
         scores = np.einsum("qd,qrd->qr", queries, candidates)
-        if self.places is not None:
-            rows = np.where(rows < 0, -1, self.places[rows])
+        if self.corpus_rows is not None:
+            rows = np.where(rows < 0, -1, self.corpus_rows[rows])
         scores[rows < 0] = -np.inf
         best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         return np.take_along_axis(rows, best, axis=1).astype(np.int32)
 
 
 def exact_rows(queries: NDArray[np.float32], vectors: NDArray, k: int) -> NDArray[np.int32]:
-    """The k rows of largest inner product by brute force on the host, best first; ties go to the lower row. k ≤ rows.
+    """Return the k rows of largest inner product by brute force on the host, best first; ties go to the lower row.
 
-    Blocks grow with the rows that are done, so that few of a block beat what is found already.
+    Blocks grow with the rows that are done, so that few of a block beat the best so far.
+
+    Args:
+        queries: [queries, width].
+        vectors: [rows, width].
+        k: at most the number of rows.
+
+    Returns:
+        int32 [queries, k].
     """
-    queries, every = round_to_dtype(queries, vectors.dtype), np.arange(len(queries))
+    queries, numbers = round_to_dtype(queries, vectors.dtype), np.arange(len(queries))
     scores: NDArray = np.full((len(queries), k), -np.inf, np.float32)
     rows: NDArray = np.full((len(queries), k), np.iinfo(np.int32).max, np.int64)
     start = 0
     while start < len(vectors):
         stop = min(len(vectors), start + min(BLOCK, max(1024, start)))
-        block = queries @ round_to_dtype(vectors[start:stop], vectors.dtype).T
-        query, place = np.nonzero(block > scores[:, -1:])
-        owner = np.concatenate([np.repeat(every, k), query])
-        all_scores = np.concatenate([scores.ravel(), block[query, place]])
-        all_rows = np.concatenate([rows.ravel(), place + start])
+        block = queries @ round_to_dtype(vectors[start:stop], vectors.dtype).T  # [queries, rows of the block]
+        query, column = np.nonzero(block > scores[:, -1:])
+        owner = np.concatenate([np.repeat(numbers, k), query])  # the query of each entry
+        all_scores = np.concatenate([scores.ravel(), block[query, column]])
+        all_rows = np.concatenate([rows.ravel(), column + start])
         order = np.lexsort((all_rows, -all_scores, owner))
-        best = order[np.searchsorted(owner[order], every)[:, None] + np.arange(k)]
+        best = order[np.searchsorted(owner[order], numbers)[:, None] + np.arange(k)]  # [queries, k]
         scores, rows, start = all_scores[best], all_rows[best], stop
     return rows.astype(np.int32)
 
 
-def recall(found: NDArray[np.int32], exact: NDArray[np.int32]) -> float:
-    """The share of the exact rows that were found, mean over the queries."""
-    hits = (found[:, :, None] == exact[:, None, :]).any(axis=1)
+def recall(rows: NDArray[np.int32], exact: NDArray[np.int32]) -> float:
+    """Return the share of the exact rows [queries, k] that are in `rows` [queries, n], mean over the queries."""
+    hits = (rows[:, :, None] == exact[:, None, :]).any(axis=1)  # [queries, k]
     return float(hits.mean())
 
 
 def round_to_dtype(queries: NDArray, dtype: Any) -> NDArray[np.float32]:
-    """Queries rounded like the stored vectors, as the devices' search rounds them."""
+    """Round queries to the dtype of stored vectors, as the devices' search rounds them."""
     rounded = queries.astype(dtype) if dtype == ml_dtypes.bfloat16 else queries
     return np.ascontiguousarray(rounded, np.float32) if rounded.dtype == np.float32 else rounded.astype(np.float32)
 
 
-def check_scann() -> None:
-    """Raise UserError if ScaNN cannot be loaded."""
-    _scann()
+def load_scann() -> Any:
+    """Import ScaNN's NumPy interface, without TensorFlow: ScaNN does not load together with its libraries.
 
-
-def _scann() -> Any:
-    """ScaNN's NumPy interface. An installed TensorFlow stays out: beside its libraries ScaNN does not load."""
+    Raises:
+        UserError: if ScaNN cannot be loaded.
+    """
     if "scann.scann_ops.py.scann_ops_pybind" not in sys.modules:
         is_hidden = "tensorflow" not in sys.modules
         if is_hidden:
             sys.modules["tensorflow"] = None  # type: ignore[assignment]  # as if it were not installed
         try:
             import scann.scann_ops.py.scann_ops_pybind  # noqa: F401
-        except ImportError as fault:
+        except ImportError as error:
             raise UserError(
-                f"config.retrieval.backend=scann: ScaNN cannot be loaded ({fault}); it runs on Linux alone: "
+                f"config.retrieval.backend=scann: ScaNN cannot be loaded ({error}); it runs on Linux alone: "
                 "install it there, or set config.retrieval.backend=device"
             ) from None
         finally:
@@ -226,7 +259,7 @@ def _scann() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """ScaNN logs to the process's stderr from C++; its words go nowhere while it builds and loads."""
+    """Hide what ScaNN logs to the process's stderr from C++ while it builds and loads."""
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     sys.stderr.flush()
     os.dup2(nowhere, 2)

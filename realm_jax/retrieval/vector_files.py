@@ -1,8 +1,8 @@
 """The vectors of a corpus in files that other programs read.
 
 FOLDER/vectors.npy       float32 [passages, width], in the order of the corpus
-FOLDER/vectors.parquet   id, part, title, text, vector of each passage, where pyarrow is installed
-FOLDER/index.faiss       an index of faiss for exact search by inner products, where faiss is installed
+FOLDER/vectors.parquet   id, part, title, text, vector of each passage, if pyarrow is installed
+FOLDER/index.faiss       an index of faiss for exact search by inner products, if faiss is installed
 """
 
 from collections.abc import Callable
@@ -21,10 +21,19 @@ FILES = VECTORS, TABLE, INDEX = "vectors.npy", "vectors.parquet", "index.faiss"
 OPTIONAL_PACKAGES = {TABLE: "pyarrow", INDEX: "faiss"}  # without its package a file is not written
 
 
-def write_vectors(folder: Path, store: PassageStore, vectors: NDArray[np.floating], anew: bool = False) -> list[str]:
-    """Write those of the files that are not there yet, each whole or not at all; returns the names of all that are.
+def write_vectors(
+    folder: Path, store: PassageStore, vectors: NDArray[np.floating], overwrite: bool = False
+) -> list[str]:
+    """Write the files that are not there yet, each atomically.
 
-    vectors: [passages, width], rows as in the store. anew: write all of them, as the passages were edited.
+    Args:
+        folder: of the files.
+        store: the passages.
+        vectors: [passages, width], rows as in the store.
+        overwrite: write all of them, because the passages were edited.
+
+    Returns:
+        The names of all files that are there now.
     """
     vectors = np.ascontiguousarray(vectors, np.float32)
 
@@ -57,7 +66,7 @@ def write_vectors(folder: Path, store: PassageStore, vectors: NDArray[np.floatin
         INDEX: write_index,
     }
     for name, write in writers.items():
-        if anew or not (folder / name).is_file():
+        if overwrite or not (folder / name).is_file():
             if (package := OPTIONAL_PACKAGES.get(name)) and find_spec(package) is None:
                 continue
             with open_atomic(folder / name) as file:

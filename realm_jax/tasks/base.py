@@ -3,8 +3,8 @@
 A task is one file beside this one. No other code compares task names: what it has to know
 of a task is an attribute here; defaults suit a task that needs nothing special. Read next: `mlm.py`, a short one.
 
-A loss has the form `loss(params, batch, index, key) -> {name: Mean}`: its entry 'loss' is minimised, the others are
-reported. Means of the parts of a batch add up to those of the whole. `index` is None if nothing is retrieved and
+A loss has the form `loss(params, batch, index, key) -> {name: WeightedSum}`: its entry 'loss' is minimised, the others
+are reported. Means of the parts of a batch add up to those of the whole. `index` is None if nothing is retrieved and
 `key` None turns dropout off. Retrieval happens inside the loss (`realm_jax/forward/`), so a step is one program.
 """
 
@@ -28,14 +28,15 @@ from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import Batch, Index, PackingSpec, Rerank, StaticContext
-from realm_jax.models.likelihood import Mean
-from realm_jax.models.realm import Network, Params, Realm
+from realm_jax.models.layers import Params
+from realm_jax.models.losses import WeightedSum
+from realm_jax.models.networks import Network, Realm
 from realm_jax.processes import is_process_0, run_on_process_0
 from realm_jax.run import Run
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 
 Array = jax.Array
-Means = dict[str, Mean]
+Metrics = dict[str, WeightedSum]
 Shapes = dict[str, tuple[tuple[int, ...], Any]]  # name of an array → its shape in one example, and dtype
 Measure = Callable[[Params, Index | None, bool], dict[str, Any]]
 Embed = Callable[[], NDArray]  # the corpus by the parameters that a task starts with, [rows, width]
@@ -60,7 +61,7 @@ class ContrastiveLoss(NamedTuple):
 
     encode: Callable[[Params, Batch, Array | None], Any]
     null: Callable[[Params, Array | None], Any]
-    loss: Callable[[Any, Any], Means]
+    loss: Callable[[Any, Any], Metrics]
 
 
 class Task(abc.ABC):
@@ -160,7 +161,7 @@ class Task(abc.ABC):
         """Every array of an example, as `examples` give them, at its longest."""
 
     @abc.abstractmethod
-    def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Metrics:
         """See the top of this file."""
 
     @abc.abstractmethod
@@ -187,7 +188,7 @@ class Task(abc.ABC):
         return replace(self.context, packing=None if self.run.sources is None else self.packed_places())
 
     @property
-    def share_places(self) -> PackingSpec:
+    def packing_per_device(self) -> PackingSpec:
         """The places of a device's share of a microbatch; of one example and all 0 where nothing is packed."""
         return self.packed_context.packing or PackingSpec(1)
 
@@ -244,9 +245,9 @@ class Task(abc.ABC):
 # --- means ------------------------------------------------------------------------------------------------------------
 
 
-def batch_mean(values: Array) -> Mean:
+def batch_mean(values: Array) -> WeightedSum:
     """The mean of one value an example, [batch]."""
-    return Mean(values.astype(jnp.float32).sum(), jnp.float32(values.shape[0]))
+    return WeightedSum(values.astype(jnp.float32).sum(), jnp.float32(values.shape[0]))
 
 
 # --- what a run keeps of its first start ------------------------------------------------------------------------------

@@ -28,11 +28,12 @@ from realm_jax.data.questions import Question, answered
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
-from realm_jax.eval.answers import exact_match
+from realm_jax.eval.answer_matching import exact_match
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import Index, batch_candidates, masked_inputs
 from realm_jax.mesh import to_host
-from realm_jax.models.realm import Params, Realm
+from realm_jax.models.layers import Params
+from realm_jax.models.networks import Realm
 from realm_jax.run import Run, put_batch
 from realm_jax.tasks.base import Measure, Short, dev_questions
 from realm_jax.tasks.mlm import Mlm

@@ -27,10 +27,10 @@ from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import embedding_flops, score_flops
 from realm_jax.forward import Batch, StaticContext, batch_passages, dropout_keys
-from realm_jax.models import likelihood
-from realm_jax.models.realm import Params
+from realm_jax.models import losses
+from realm_jax.models.layers import Params
 from realm_jax.run import Run
-from realm_jax.tasks.base import Embed, Means, Shapes, Task, batch_mean, document_shapes, query_shapes
+from realm_jax.tasks.base import Embed, Metrics, Shapes, Task, batch_mean, document_shapes, query_shapes
 from realm_jax.tasks.groups import GROUP, check_groups, grouped_rows, numbered
 
 Array = jax.Array
@@ -81,7 +81,7 @@ class EvidenceContrast(Task):
         right: Shapes = {"right_rows": ((MOST,), np.int32)}
         return query_shapes(self.run) | document_shapes(self.run) | other | rows | right
 
-    def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Metrics:
         return evidence_loss(self.context, params, batch, key)
 
     def example_flops(self) -> dict[str, float]:
@@ -92,7 +92,7 @@ class EvidenceContrast(Task):
         return parts | {"scores": 6 * score_flops(self.run) * self.settings.batch_size}
 
 
-def evidence_loss(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> Means:
+def evidence_loss(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> Metrics:
     """−log p(a right passage) among all passages of the batch, mean over its sentences; `accuracy`: the likeliest is
     right.
 
@@ -109,8 +109,8 @@ def evidence_loss(context: StaticContext, params: Params, batch: Batch, key: Arr
     right = (rows == batch["own_row"][:, None]) | (rows == batch["right_rows"][..., None]).any(axis=1)
     repeated = jnp.tril(rows[:, None] == rows, -1).any(axis=1)
     left_out = repeated | (~right & (owners == batch["owner"][:, None]))
-    log_p = jax.nn.log_softmax(jnp.where(left_out, likelihood.NEGATIVE, scores), axis=1)
-    found = jax.nn.logsumexp(jnp.where(right & ~left_out, log_p, likelihood.NEGATIVE), axis=1)
+    log_p = jax.nn.log_softmax(jnp.where(left_out, losses.NEG_INF, scores), axis=1)
+    found = jax.nn.logsumexp(jnp.where(right & ~left_out, log_p, losses.NEG_INF), axis=1)
     best = jnp.take_along_axis(right, log_p.argmax(axis=1, keepdims=True), axis=1)
     return {"loss": batch_mean(-found), "accuracy": batch_mean(best)}
 

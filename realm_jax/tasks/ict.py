@@ -28,14 +28,14 @@ from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import embedding_flops, score_flops
 from realm_jax.forward import Batch, Index, StaticContext, batch_passages, dropout_keys, embed_null, stored_scores
-from realm_jax.models import likelihood
-from realm_jax.models.realm import Params
+from realm_jax.models import losses
+from realm_jax.models.layers import Params
 from realm_jax.retrieval.exact import search
 from realm_jax.run import Run
 from realm_jax.tasks.base import (
     ContrastiveLoss,
     Embed,
-    Means,
+    Metrics,
     Shapes,
     Task,
     batch_mean,
@@ -89,7 +89,7 @@ class Ict(Task):
     def array_shapes(self) -> Shapes:
         return query_shapes(self.run) | document_shapes(self.run) | {"own_row": ((), np.int32)}
 
-    def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Metrics:
         if self.contrast is None:
             return retrieved_ict_loss(self.run.config.qa.beam, self.context, params, batch, index, key)
         encode, null, loss = self.contrast
@@ -117,7 +117,7 @@ def ict_null_vector(ict: IctConfig, context: StaticContext, params: Params, key:
     return embed_null(context, params, dropout_keys(key, 3)[2]) if ict.null_weight else None
 
 
-def in_batch_softmax(vectors: tuple[Array, Array], null: Array | None, null_weight: float) -> Means:
+def in_batch_softmax(vectors: tuple[Array, Array], null: Array | None, null_weight: float) -> Metrics:
     """Softmax of each sentence against all passages of the global batch.
 
     With `null_weight` the null document is one more candidate, and the right one for a sentence whose own passage
@@ -139,14 +139,14 @@ def _ict_loss_with_null(scores: Array, null: Array, weight: float) -> Array:
     among the others."""
     size = scores.shape[0]
     found = jax.nn.log_softmax(jnp.concatenate([scores, null], axis=1), axis=1)
-    others = jnp.where(jnp.eye(size, dtype=bool), likelihood.NEGATIVE, scores)
+    others = jnp.where(jnp.eye(size, dtype=bool), losses.NEG_INF, scores)
     missed = jax.nn.log_softmax(jnp.concatenate([others, null], axis=1), axis=1)
     return -(jnp.diagonal(found) + weight * missed[:, -1])
 
 
 def retrieved_ict_loss(
     beam: int, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
-) -> Means:
+) -> Metrics:
     """The inverse cloze task against what the sentence itself retrieves, its hardest negatives: −log p(own passage)
     among it and the `beam` best of the index.
 
@@ -158,7 +158,7 @@ def retrieved_ict_loss(
     rows = search(context.mesh, queries, index.vectors, context.rows, depth).rows
     own = batch["own_row"][:, None]
     scores = stored_scores(queries, index, jnp.concatenate([own, rows], axis=1))
-    others = jnp.where(rows == own, likelihood.NEGATIVE, scores[:, 1:])
+    others = jnp.where(rows == own, losses.NEG_INF, scores[:, 1:])
     log_p = jax.nn.log_softmax(jnp.concatenate([scores[:, :1], others], axis=1), axis=1)[:, 0]
     return {"loss": batch_mean(-log_p), "accuracy": batch_mean(scores[:, 0] >= others.max(axis=1))}
 

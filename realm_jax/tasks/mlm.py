@@ -28,15 +28,15 @@ from realm_jax.data.examples import (
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.flops import reader_of, word_flops
-from realm_jax.forward import Batch, PackingSpec, StaticContext, batch_candidates, read_targets, unplaced_share
+from realm_jax.forward import Batch, PackingSpec, StaticContext, batch_candidates, read_targets, truncated_fraction
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
-from realm_jax.models.likelihood import Mean
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
+from realm_jax.models.losses import WeightedSum
 from realm_jax.run import Run
 from realm_jax.tasks.base import (
     Embed,
-    Means,
     Measure,
+    Metrics,
     Monitor,
     Shapes,
     Task,
@@ -44,7 +44,7 @@ from realm_jax.tasks.base import (
     masked_shapes,
     query_shapes,
 )
-from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor
+from realm_jax.tasks.packed import SAMPLED, PackingEstimator, TruncationMonitor
 
 Array = jax.Array
 Numbers = TypeVar("Numbers", Array, NDArray)
@@ -100,18 +100,18 @@ class Mlm(Task):
         rng = np.random.default_rng(self.run.config.seed)
         numbers = rng.integers(self.fixed_examples.total, size=SAMPLED).tolist()
         lengths = np.array([joint_lengths(self.fixed_examples.make(number, rng)) for number in numbers], np.int64)
-        count = PlaceCounter(self.run, self.microbatch)
-        return PackingSpec(count.examples, joints=count.joined(lengths, joint_length(self.run.config)))
+        count = PackingEstimator(self.run, self.microbatch)
+        return PackingSpec(count.examples, reader_inputs=count.joined(lengths, joint_length(self.run.config)))
 
     def array_shapes(self) -> Shapes:
         return masked_shapes(self.run, query_shapes(self.run)) | document_shapes(self.run)
 
-    def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Metrics:
         return mlm_loss(self.packed_context, params, batch, key)
 
     def example_flops(self) -> dict[str, float]:
         config, predictions = self.run.config, self.run.lengths.predictions
-        places = self.share_places.joints / self.share_places.examples
+        places = self.packing_per_device.reader_inputs / self.packing_per_device.examples
         read = reader_of(config).forward(joint_length(config), predictions, places)
         return {"reader": 3 * (read + word_flops(self.run))}
 
@@ -119,17 +119,17 @@ class Mlm(Task):
         return None
 
     def monitors(self) -> list[Monitor]:
-        return [PlacesMonitor()]
+        return [TruncationMonitor()]
 
 
-def mlm_loss(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> Means:
+def mlm_loss(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> Metrics:
     """Cross-entropy of masked words, mean over predicted pieces; the passage, if any, comes with the batch."""
-    slots = context.slots(len(batch["query"])).joints
+    slots = context.packing_for(len(batch["query"])).reader_inputs
     read = read_targets(context, params, batch, batch_candidates(batch), key, slots)
     log_p, right = (part[:, 0] for part in read)
     lengths = joint_lengths(batch)
     longest = batch["query"].shape[1] + batch["document"].shape[1]
-    unplaced = unplaced_share(context, [(lengths, slots)], longest)
+    unplaced = truncated_fraction(context, [(lengths, slots)], longest)
     return cross_entropy(log_p, right, batch["weights"]) | {"unplaced": unplaced}
 
 
@@ -140,11 +140,11 @@ def joint_lengths(arrays: Mapping[str, Numbers]) -> Numbers:
     return arrays["query_length"] + passage
 
 
-def cross_entropy(log_p: Array, right: Array, weights: Array) -> Means:
+def cross_entropy(log_p: Array, right: Array, weights: Array) -> Metrics:
     """That of tokens, mean by weight: log p of each, and whether none is likelier; [batch, m] all."""
     weights = weights.astype(jnp.float32)
     loss, accuracy = -(log_p * weights).sum(), (right * weights).sum()
-    return {"loss": Mean(loss, weights.sum()), "accuracy": Mean(accuracy, weights.sum())}
+    return {"loss": WeightedSum(loss, weights.sum()), "accuracy": WeightedSum(accuracy, weights.sum())}
 
 
 # --- examples ---------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class TextLengths(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PlaceCounter:
+class PackingEstimator:
     """Counts the places of a device's share of the examples whose gradients are computed at once (`microbatch`)."""
 
     run: Run
@@ -53,11 +53,11 @@ class PlaceCounter:
         asked, longest = (model.query_lengths(of) for of in (lengths.queries, self.run.lengths.query))
         return self._needed(asked, NOTHING, 1, longest)
 
-    def nulls(self, lengths: TextLengths) -> int:
+    def null_inputs(self, lengths: TextLengths) -> int:
         """Of texts that are read with the null document."""
         return self._needed(lengths.texts + 1, NOTHING, 1, self.run.lengths.query + 1)
 
-    def joints(self, lengths: TextLengths, passages: int, titles: bool) -> int:
+    def reader_inputs(self, lengths: TextLengths, passages: int, titles: bool) -> int:
         """Of texts that are each read with so many passages, and with their titles or without."""
         sizes = self.run.lengths
         body, title = clipped_lengths(self.run.sources.passages, sizes.document)
@@ -76,13 +76,13 @@ class PlaceCounter:
         return self._needed(NOTHING, passage_lengths(body, title, template), passages, longest)
 
     def _needed(self, asked: NDArray[np.int64], passages: NDArray[np.int64], candidates: int, longest: int) -> int:
-        """`places_needed` on these devices."""
+        """`slots_needed` on these devices."""
         mesh = self.run.mesh
         shape = batch_parts(mesh) // mesh.shape["slices"], self.examples, candidates
-        return places_needed(asked, passages, shape, longest, self.run.model.bert.alignment)
+        return slots_needed(asked, passages, shape, longest, self.run.model.bert.compute.alignment)
 
 
-class PlacesMonitor:
+class TruncationMonitor:
     """Feed it every logged record; it returns a warning, once, where sequences have lost more than a few pieces."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ def clipped_lengths(store: PassageStore, document_length: int) -> tuple[NDArray[
     return np.minimum(bodies, document_length - 3 - titles), titles
 
 
-def places_needed(
+def slots_needed(
     queries: NDArray[np.int64], passages: NDArray[np.int64], shape: tuple[int, int, int], longest: int,
     alignment: int = 1,
 ) -> int:  # fmt: skip
@@ -122,14 +122,14 @@ def places_needed(
     rng = np.random.default_rng(0)
     asked = rng.choice(queries, (draws, parts * examples, 1))
     joined = (asked + rng.choice(passages, (draws, parts * examples, candidates))).reshape(draws, -1)
-    used = places_taken(joined, parts, longest, alignment)
+    used = slots_taken(joined, parts, longest, alignment)
     slack = max(SLACK * queries.mean(), LONGER * passages.std())
     needed = max(np.quantile(used, 1 - 1 / RARE), used.mean() + slack * sequences, longest)
     places = -int(-needed // alignment) * alignment
     return places if places <= WORTH * sequences * longest else 0
 
 
-def places_taken(lengths: NDArray[np.int64], parts: int, longest: int, alignment: int = 1) -> NDArray[np.int64]:
+def slots_taken(lengths: NDArray[np.int64], parts: int, longest: int, alignment: int = 1) -> NDArray[np.int64]:
     """Places that the parts of batches take, [batches, parts], with the sequences of each batch in balanced order.
 
     lengths [batches, sequences]; longest: of a padded sequence.

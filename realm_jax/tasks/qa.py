@@ -31,14 +31,15 @@ from realm_jax.forward import (
     reader_query,
     retrieve_and_rerank,
 )
-from realm_jax.models import likelihood
+from realm_jax.models import losses
 from realm_jax.models.inputs import ReaderInput, has_answer_span, token_mask
-from realm_jax.models.likelihood import Mean
-from realm_jax.models.realm import Params, Realm
+from realm_jax.models.layers import Params
+from realm_jax.models.losses import WeightedSum
+from realm_jax.models.networks import Realm
 from realm_jax.run import Run
 from realm_jax.tasks.base import (
     Embed,
-    Means,
+    Metrics,
     Monitor,
     Shapes,
     Short,
@@ -48,7 +49,7 @@ from realm_jax.tasks.base import (
     question_shapes,
 )
 from realm_jax.tasks.collapse import CollapseMonitor
-from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor, TextLengths
+from realm_jax.tasks.packed import SAMPLED, PackingEstimator, TextLengths, TruncationMonitor
 from realm_jax.tasks.qa_examples import fine_tuning_examples
 
 Array = jax.Array
@@ -125,15 +126,15 @@ class Qa(Task):
         texts = [asked[number].question for number in chosen]
         question_lengths = text_lengths(run.sources.tokenizer, texts, run.lengths.query)
         lengths = TextLengths(question_lengths, question_lengths)
-        count = PlaceCounter(run, self.microbatch)
+        count = PackingEstimator(run, self.microbatch)
         return PackingSpec(
             count.examples,
             queries=0 if qa.uses_bm25_only else count.queries(lengths),
-            joints=count.joints(lengths, qa.passages, qa.titles),
-            documents=count.documents(qa.passages) if qa.trains_passages else 0,
+            reader_inputs=count.reader_inputs(lengths, qa.passages, qa.titles),
+            passages=count.documents(qa.passages) if qa.trains_passages else 0,
         )
 
-    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Metrics:
         if self.is_positive:
             return positive_qa_loss(self.settings, self.context, params, batch, index, key)
         return qa_loss(self.settings, self.packed_context, params, batch, index, key)
@@ -142,23 +143,23 @@ class Qa(Task):
         """A question beside its positive passage counts as long as the longest can be; the length of batches is up to
         data."""
         config, joint = self.run.config, joint_length(self.run.config)
-        reader, packed = reader_of(config), self.share_places
+        reader, packed = reader_of(config), self.packing_per_device
         spans = 2 * joint * reader.width * 2 * self.context.model.reader.span_hidden
         read = 1 if self.is_positive else config.qa.passages
-        places = packed.joints / (packed.examples * read)
+        places = packed.reader_inputs / (packed.examples * read)
         parts = {"reader": 3 * read * (reader.forward(joint, places=places) + spans)}
         if not self.settings.uses_bm25_only:
             asked = packed.queries / packed.examples
             queries = 3 * embedding_flops(config, config.data.query_length, places=asked)
             parts |= {"search": self.context.rows * score_flops(self.run), "queries": queries}
         if self.refresh_every:
-            embedded = packed.documents / (packed.examples * read)
+            embedded = packed.passages / (packed.examples * read)
             documents = embedding_flops(config, config.data.document_length, places=embedded)
             parts["documents"] = 3 * config.qa.passages * documents
         return parts
 
     def monitors(self) -> list[Monitor]:
-        return [CollapseMonitor().questions, PlacesMonitor()]
+        return [CollapseMonitor().questions, TruncationMonitor()]
 
 
 def trained_towers(qa: QaConfig, model: Realm) -> tuple[str, ...]:
@@ -179,23 +180,25 @@ def text_lengths(tokenizer: Tokenizer, texts: Sequence[str], longest: int) -> ND
 
 def qa_loss(
     qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
-) -> Means:
+) -> Metrics:
     """Fine-tuning on what is retrieved: the paper's marginal over passages and spans, or ORQA's L_ret + L_read."""
     read = read_question(qa, context, params, batch, index, key, qa.depth(context.rows))
     scores, spans = read.scores, read.span_scores
-    loss, log_likelihood = likelihood.answer_marginal(scores, spans, read.allowed, read.correct)
+    loss, log_likelihood = losses.answer_marginal(scores, spans, read.allowed, read.correct)
     has_answer = read.correct.any(axis=(2, 3))
     if qa.objective == "orqa":
         beam_correct = beam_has_answer(context, batch, index, read.beam.rows)
-        loss = likelihood.orqa_loss(read.beam.scores, beam_correct, scores, spans, read.allowed, read.correct)
+        loss = losses.orqa_loss(read.beam.scores, beam_correct, scores, spans, read.allowed, read.correct)
     final = read.prior[:, :, None, None] + read.spans
     answered = has_answer.any(axis=1)
     return {
         "loss": loss,
         "accuracy": batch_mean(top1_is_correct(final, read.correct)),
         "answer_in_passages": batch_mean(answered),
-        "log_likelihood": Mean(jnp.where(answered, log_likelihood, 0.0).sum(), answered.sum().astype(jnp.float32)),
-        "unplaced": read.unplaced,
+        "log_likelihood": WeightedSum(
+            jnp.where(answered, log_likelihood, 0.0).sum(), answered.sum().astype(jnp.float32)
+        ),
+        "unplaced": read.truncated_fraction,
     }
 
 
@@ -207,7 +210,7 @@ def top1_is_correct(scores: Array, correct: Array) -> Array:
 
 def positive_qa_loss(
     qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
-) -> Means:
+) -> Metrics:
     """Fine-tuning with one positive passage a question, which comes with the batch.
 
     The reader's term is −log p(correct span) among the spans of that passage; the retriever's is ORQA's L_ret over a
@@ -216,13 +219,13 @@ def positive_qa_loss(
     keys = dropout_keys(key, 2)
     joint, answers = batch_reader_input(batch), (batch["answers"], batch["answer_lengths"])
     _, spans, allowed, correct = read_spans(context, params, joint, answers, keys[1])
-    terms = likelihood.reader_terms(jnp.zeros(joint.lengths.shape), spans, allowed, correct)
-    right = top1_is_correct(jnp.where(allowed, spans, likelihood.NEGATIVE), correct)
+    terms = losses.orqa_reader_loss(jnp.zeros(joint.lengths.shape), spans, allowed, correct)
+    right = top1_is_correct(jnp.where(allowed, spans, losses.NEG_INF), correct)
     found = {"accuracy": batch_mean(right), "reader_loss": batch_mean(terms)}
     if not qa.uses_bm25_only:
         beam, _ = retrieve_and_rerank(qa, context, params, batch, index, keys[0], qa.depth(context.rows))
         hits = beam_has_answer(context, batch, index, beam.rows)
-        retriever = likelihood.retriever_terms(beam.scores, hits)
+        retriever = losses.orqa_retriever_loss(beam.scores, hits)
         terms += retriever
         found |= {"answer_in_beam": batch_mean(hits.any(axis=1)), "retriever_loss": batch_mean(retriever)}
     return {"loss": batch_mean(terms)} | found

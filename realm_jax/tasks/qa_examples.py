@@ -36,7 +36,7 @@ from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.run import Run
 from realm_jax.tasks.base import Embed, Task, load_or_create
 

@@ -32,7 +32,7 @@ from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.flops import embedding_flops, reader_of, score_flops, word_flops
 from realm_jax.forward import (
-    POINTED,
+    MAX_POINTED,
     Batch,
     Candidates,
     Index,
@@ -42,14 +42,14 @@ from realm_jax.forward import (
     read_masked,
     search_depth,
 )
-from realm_jax.models import likelihood
-from realm_jax.models.likelihood import Mean
-from realm_jax.models.realm import Params
+from realm_jax.models import losses
+from realm_jax.models.layers import Params
+from realm_jax.models.losses import WeightedSum
 from realm_jax.run import Run
 from realm_jax.tasks.base import (
     LOG_PERPLEXITY,
     Embed,
-    Means,
+    Metrics,
     Monitor,
     Shapes,
     Short,
@@ -60,7 +60,7 @@ from realm_jax.tasks.base import (
     query_shapes,
 )
 from realm_jax.tasks.collapse import CollapseMonitor
-from realm_jax.tasks.packed import SAMPLED, PlaceCounter, PlacesMonitor, TextLengths
+from realm_jax.tasks.packed import SAMPLED, PackingEstimator, TextLengths, TruncationMonitor
 
 logger = logging.getLogger(__name__)
 
@@ -132,14 +132,14 @@ class RealmTask(Task):
         numbers = rng.integers(examples.total, size=SAMPLED).tolist()
         made = [examples.make(number, rng) for number in numbers]
         lengths = TextLengths(*(np.array([one[name] for one in made], np.int64) for name in ("query_length", text)))
-        count, candidates = PlaceCounter(run, self.microbatch), realm.candidates - 1
-        read_with = min(POINTED, candidates) if realm.uses_span_marginal else candidates
+        count, candidates = PackingEstimator(run, self.microbatch), realm.candidates - 1
+        read_with = min(MAX_POINTED, candidates) if realm.uses_span_marginal else candidates
         return PackingSpec(
             count.examples,
             queries=count.queries(lengths),
-            nulls=0 if realm.uses_span_marginal else count.nulls(lengths),
-            joints=count.joints(lengths, read_with, titles=realm.uses_span_marginal),
-            documents=0 if self.frozen_passages else count.documents(candidates),
+            null_inputs=0 if realm.uses_span_marginal else count.null_inputs(lengths),
+            reader_inputs=count.reader_inputs(lengths, read_with, titles=realm.uses_span_marginal),
+            passages=0 if self.frozen_passages else count.documents(candidates),
         )
 
     def masked_examples(self, masking: str, kept: NDArray[np.bool_] | None = None) -> Examples:
@@ -159,23 +159,23 @@ class RealmTask(Task):
         own: Shapes = {"own_row": ((), np.int32)}
         return masked | sentence | own | bm25_shapes(self.bm25_depth)
 
-    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Metrics:
         return realm_loss(self.settings, self.packed_context, params, batch, index, key, self.frozen_passages)
 
     def example_flops(self) -> dict[str, float]:
         realm, config, reader = self.settings, self.run.config, reader_of(self.run.config)
         candidates = realm.candidates - 1
         data, predictions = config.data, self.run.lengths.predictions
-        packed = self.share_places
-        read = min(POINTED, candidates) if realm.uses_span_marginal else candidates
+        packed = self.packing_per_device
+        read = min(MAX_POINTED, candidates) if realm.uses_span_marginal else candidates
         padded = embedding_flops(config, data.query_length)  # as hosts embed it
         query = embedding_flops(config, data.query_length, places=packed.queries / packed.examples)
-        embedded = packed.documents / (packed.examples * candidates)
+        embedded = packed.passages / (packed.examples * candidates)
         document = embedding_flops(config, data.document_length, places=embedded)
         asked = None if realm.uses_span_marginal else predictions
-        reading = read * reader.forward(joint_length(config), asked, packed.joints / (packed.examples * read))
+        reading = read * reader.forward(joint_length(config), asked, packed.reader_inputs / (packed.examples * read))
         if not realm.uses_span_marginal:
-            reading += reader.forward(data.query_length + 1, predictions, packed.nulls / packed.examples)
+            reading += reader.forward(data.query_length + 1, predictions, packed.null_inputs / packed.examples)
             reading += realm.candidates * word_flops(self.run)
         compared = 0 if realm.search == "bm25" else self.context.rows
         on_hosts = config.retrieval.backend == "scann"
@@ -187,20 +187,20 @@ class RealmTask(Task):
         }
 
     def monitors(self) -> list[Monitor]:
-        return [CollapseMonitor().masked, PlacesMonitor()]
+        return [CollapseMonitor().masked, TruncationMonitor()]
 
 
 def realm_loss(
     realm: RealmConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None,
     frozen_passages: bool,
-) -> Means:  # fmt: skip
+) -> Metrics:  # fmt: skip
     """Return −log Σ_z p(z|x) p(y|z,x) over the null document and the retrieved candidates, and what is reported."""
     read = read_masked(realm, context, params, batch, index, key, frozen_passages)
-    result = likelihood.masked_word_marginal(read.scores, read.log_p, batch["weights"], read.valid, realm.marginal)
-    return realm_metrics(result, read.is_top1, batch, read.candidates) | {"unplaced": read.unplaced}
+    result = losses.masked_word_marginal(read.scores, read.log_p, batch["weights"], read.valid, realm.marginal)
+    return realm_metrics(result, read.is_top1, batch, read.candidates) | {"unplaced": read.truncated_fraction}
 
 
-def realm_metrics(result: likelihood.Marginal, is_top1: Array, batch: Batch, candidates: Candidates) -> Means:
+def realm_metrics(result: losses.Marginal, is_top1: Array, batch: Batch, candidates: Candidates) -> Metrics:
     """What a REALM step reports; means over the examples of the batch.
 
     retrieval_utility: log p(y|x) − log p(y|null, x), nats. useful_candidates: share of examples whose best candidate
@@ -216,8 +216,8 @@ def realm_metrics(result: likelihood.Marginal, is_top1: Array, batch: Batch, can
     gain = result.best_log_likelihood - result.null_log_likelihood
     return {
         "loss": result.loss,
-        LOG_PERPLEXITY: Mean(-result.log_likelihood.sum(), weights.sum()),
-        "accuracy": Mean(right.sum(), weights.sum()),
+        LOG_PERPLEXITY: WeightedSum(-result.log_likelihood.sum(), weights.sum()),
+        "accuracy": WeightedSum(right.sum(), weights.sum()),
         "retrieval_utility": batch_mean(result.log_likelihood - result.null_log_likelihood),
         "useful_candidates": batch_mean(gain > 0.1),
         "best_candidate_gain": batch_mean(gain),

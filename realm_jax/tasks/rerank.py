@@ -27,13 +27,13 @@ from realm_jax.forward import (
     read_question,
     reader_query,
 )
-from realm_jax.models.attention import Dropout
-from realm_jax.models.bert import Bert, BertConfig, apply, dense
-from realm_jax.models.inputs import Documents, ReaderInput, reader_inputs
-from realm_jax.models.likelihood import Mean, log_sum_selected
-from realm_jax.models.realm import Network, Params, Realm, flatten_passages
+from realm_jax.models.bert import Bert, apply
+from realm_jax.models.inputs import PassageBatch, ReaderInput, flatten_passages, reader_inputs
+from realm_jax.models.layers import BertConfig, Dropout, Params, dense
+from realm_jax.models.losses import WeightedSum, log_sum_selected
+from realm_jax.models.networks import Network, Realm
 from realm_jax.run import Run
-from realm_jax.tasks.base import Embed, Means, Shapes, Task, batch_mean, question_shapes
+from realm_jax.tasks.base import Embed, Metrics, Shapes, Task, batch_mean, question_shapes
 from realm_jax.tasks.qa_examples import retrieved_examples, training_questions
 
 Array = jax.Array
@@ -81,7 +81,7 @@ class RerankTask(Task):
     def array_shapes(self) -> Shapes:
         return question_shapes(self.run, self.bm25_depth)
 
-    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Metrics:
         qa = dataclasses.replace(self.run.config.qa, passages=self.candidates)
         return rerank_loss(qa, self.context, params, batch, index, key)
 
@@ -98,19 +98,19 @@ class RerankTask(Task):
 
 def rerank_loss(
     qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
-) -> Means:
+) -> Metrics:
     """Return the cross-entropy between p(z|x,y) of the reader and the softmax of the new scores, over the first
     `qa.passages`; mean over the questions of which one holds an answer."""
     read = read_question(qa, context, params, batch, index, None, qa.passages)
     likelihood = log_sum_selected(read.spans, read.correct, (2, 3))  # log p(y|z,x)
     posterior = jax.lax.stop_gradient(jax.nn.softmax(read.prior + likelihood, axis=1))
-    scores = falling_scores(read.beam.scores) + scores_of(context, params, read.joint, key)
+    scores = falling_scores(read.beam.scores) + scores_of(context, params, read.reader_input, key)
     terms = -(posterior * jax.nn.log_softmax(scores, axis=1)).sum(axis=1)
     answered = read.correct.any(axis=(1, 2, 3)).astype(jnp.float32)
     agrees = scores.argmax(axis=1) == posterior.argmax(axis=1)
     return {
-        "loss": Mean((terms * answered).sum(), answered.sum()),
-        "agreement": Mean((agrees * answered).sum(), answered.sum()),
+        "loss": WeightedSum((terms * answered).sum(), answered.sum()),
+        "agreement": WeightedSum((agrees * answered).sum(), answered.sum()),
         "answer_in_passages": batch_mean(answered),
     }
 
@@ -159,13 +159,15 @@ def scores_of(context: StaticContext, params: Params, joint: ReaderInput, key: A
     return network.scores(params, flatten_passages(joint), key).reshape(joint.ids.shape[:2])
 
 
-def added(qa: QaConfig, context: StaticContext, params: Params, batch: Batch, documents: Documents) -> Array:
+def added(qa: QaConfig, context: StaticContext, params: Params, batch: Batch, documents: PassageBatch) -> Array:
     """See `Rerank`. The passages of a place in the list are read at a time, however long the list is."""
     score = partial(_added_in_place, qa, context, params, batch)
-    return jax.lax.map(score, Documents(*(part.swapaxes(0, 1) for part in documents))).T
+    return jax.lax.map(score, PassageBatch(*(part.swapaxes(0, 1) for part in documents))).T
 
 
-def _added_in_place(qa: QaConfig, context: StaticContext, params: Params, batch: Batch, documents: Documents) -> Array:
+def _added_in_place(
+    qa: QaConfig, context: StaticContext, params: Params, batch: Batch, documents: PassageBatch
+) -> Array:
     """documents.ids [batch, d] → [batch]."""
-    alone = Documents(*(part[:, None] for part in documents))
+    alone = PassageBatch(*(part[:, None] for part in documents))
     return scores_of(context, params, reader_inputs(*reader_query(batch), alone, qa.titles))[:, 0]

@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.tasks.base import Task
 from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
 from realm_jax.train.records import primary_metric

@@ -40,7 +40,8 @@ from realm_jax.index.files import load_vectors, read_manifest
 from realm_jax.index.provider import shared_folder
 from realm_jax.mesh import to_host
 from realm_jax.models.folders import READER, SHARED, TOWERS
-from realm_jax.models.realm import Params, Realm
+from realm_jax.models.layers import Params
+from realm_jax.models.networks import Realm
 from realm_jax.models.sentence_transformers import (
     ENCODER_SECTION,
     PASSAGES,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from realm_jax.forward import LoadedIndex, StaticContext, embed_searching_queries, search_depth
 from realm_jax.mesh import replicated
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.retrieval.scann import Searcher
 from realm_jax.run import make_global_batch
 from realm_jax.tasks.base import Task

@@ -37,7 +37,8 @@ from realm_jax.data.tokenizer_files import lower_case_of, read_tokenizer, tokeni
 from realm_jax.errors import UserError
 from realm_jax.mesh import put_with_sharding
 from realm_jax.models.folders import READER, TOWERS, model_folders, network_folder, resolve_model_path
-from realm_jax.models.realm import Params, Realm
+from realm_jax.models.layers import Params
+from realm_jax.models.networks import Realm
 from realm_jax.models.sentence_transformers import (
     INPUT,
     TRAINED_READER,

@@ -25,7 +25,7 @@ from realm_jax.index.async_provider import AsyncIndexProvider
 from realm_jax.index.control import ControlSignal, put_control
 from realm_jax.index.heartbeat import StatusWriter
 from realm_jax.index.provider import InlineIndexProvider, Interrupted
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.processes import any_process, broadcast_from_process_0
 from realm_jax.run import Run, local_rows
 from realm_jax.tasks import make_task

@@ -26,9 +26,9 @@ from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import PREEMPTED, Preempted, Stop, signal_handler
 from realm_jax.index.heartbeat import StatusWriter, trainer_status
 from realm_jax.index.provider import shared_folder
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.processes import is_process_0
-from realm_jax.retrieval.scann import check_scann
+from realm_jax.retrieval.scann import load_scann
 from realm_jax.run import Run
 from realm_jax.storage import exclusive_lock, make_folder
 from realm_jax.tasks import TASKS, make_task
@@ -68,7 +68,7 @@ def checked_run(config: Config | ConfigDict, workdir: Path) -> Run:
     """`open_run` that leaves nothing in `workdir` and compares nothing with what is recorded there."""
     config = validate(config)
     if config.retrieval.backend == "scann":
-        check_scann()
+        load_scann()
     check_installed(config.log.to)
     if (workdir / "config.json").is_file():
         recorded_config(workdir)  # raises UserError if it is damaged, or of another version

@@ -15,8 +15,8 @@ from realm_jax.config import task_names, with_defaults
 from realm_jax.environment import differences, environment
 from realm_jax.errors import UserError
 from realm_jax.forward import Index
-from realm_jax.index.embed import embed_with_cache
-from realm_jax.models.realm import Params
+from realm_jax.index.vector_cache import embed_with_cache
+from realm_jax.models.layers import Params
 from realm_jax.processes import allgather_flags
 from realm_jax.run import Run
 from realm_jax.storage import read_json

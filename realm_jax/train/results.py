@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from realm_jax.config import flatten, task_names
 from realm_jax.data.held_out import evenly_spaced
 from realm_jax.data.questions import Question, answered
-from realm_jax.eval.answers import exact_match, find_answer
+from realm_jax.eval.answer_matching import exact_match, find_answer
 from realm_jax.eval.prediction import GROUPED_BY, Evaluator
 from realm_jax.eval.report import UNTRAINED, write_report
-from realm_jax.eval.retrieval import is_retrieval_measure
+from realm_jax.eval.retrieval_metrics import is_retrieval_measure
 from realm_jax.host import usable_cores
-from realm_jax.index.embed import embed_with_cache
-from realm_jax.models.realm import Params
+from realm_jax.index.vector_cache import embed_with_cache
+from realm_jax.models.layers import Params
 from realm_jax.processes import broadcast_from_process_0, is_process_0
 from realm_jax.retrieval.bm25 import load_or_build, save_index
 from realm_jax.run import Run

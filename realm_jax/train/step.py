@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from realm_jax.forward import Index
 from realm_jax.index.control import reduce_control
 from realm_jax.mesh import replicated
-from realm_jax.models.realm import Params
-from realm_jax.tasks.base import LOG_PERPLEXITY, Batch, Means, Task
+from realm_jax.models.layers import Params
+from realm_jax.tasks.base import LOG_PERPLEXITY, Batch, Metrics, Task
 from realm_jax.train.optimizer import FRESH_HEADS, RateScales, make_optimizer, zero_frozen_gradients
 
 Array = jax.Array
@@ -147,9 +147,9 @@ def loss_and_metrics(
     return values["loss"], values
 
 
-def metric_values(means: Means) -> dict[str, Array]:
+def metric_values(means: Metrics) -> dict[str, Array]:
     """The values of means; a perplexity is the exponential of one."""
-    values = {name: mean.value for name, mean in means.items()}
+    values = {name: mean.mean for name, mean in means.items()}
     if LOG_PERPLEXITY in values:
         values["perplexity"] = jnp.exp(values.pop(LOG_PERPLEXITY))
     return values
@@ -172,12 +172,12 @@ def _part_key(key: Array | None, number: Array) -> Array | None:
 
 def _summed(
     task: Task, trained: Params, frozen: Params, batch: Batch, index: Any, key: Array | None
-) -> tuple[Params, Means]:
-    def total(trained: Params, part: Batch, number: Array) -> tuple[Array, Means]:
+) -> tuple[Params, Metrics]:
+    def total(trained: Params, part: Batch, number: Array) -> tuple[Array, Metrics]:
         means = task.loss({**frozen, **trained}, part, index, _part_key(key, number))
         return means["loss"].total, means
 
-    def add(sums: Params, entry: tuple[Array, Batch]) -> tuple[Params, Means]:
+    def add(sums: Params, entry: tuple[Array, Batch]) -> tuple[Params, Metrics]:
         number, part = entry
         (_, means), grads = jax.value_and_grad(total, has_aux=True)(trained, part, number)
         return jax.tree.map(jnp.add, sums, grads), means
@@ -185,20 +185,20 @@ def _summed(
     zeros = jax.tree.map(jnp.zeros_like, trained)
     grads, means = jax.lax.scan(add, zeros, (jnp.arange(_length(batch)), batch))
     means = jax.tree.map(lambda of_parts: of_parts.sum(axis=0), means)
-    count = jnp.maximum(means["loss"].number, 1.0)
+    count = jnp.maximum(means["loss"].weight, 1.0)
     return jax.tree.map(lambda gradient: gradient / count, grads), means
 
 
-def _cached(task: Task, trained: Params, frozen: Params, batch: Batch, key: Array | None) -> tuple[Params, Means]:
+def _cached(task: Task, trained: Params, frozen: Params, batch: Batch, key: Array | None) -> tuple[Params, Metrics]:
     assert task.contrast is not None
     encode, null, contrast = task.contrast
 
     def vectors(trained: Params, number: Array, part: Batch) -> Any:
         return encode({**frozen, **trained}, part, _part_key(key, number))
 
-    def loss(vectors: Any, trained: Params) -> tuple[Array, Means]:
+    def loss(vectors: Any, trained: Params) -> tuple[Array, Metrics]:
         means = contrast(vectors, null({**frozen, **trained}, key))
-        return means["loss"].value, means
+        return means["loss"].mean, means
 
     numbers = jnp.arange(_length(batch))
     found = _join(jax.lax.map(lambda entry: vectors(trained, *entry), (numbers, batch)))

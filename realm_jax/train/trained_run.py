@@ -22,8 +22,7 @@ from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import Index, Rerank
-from realm_jax.index.embed import embed_with_cache
-from realm_jax.index.export import to_arrays, to_params
+from realm_jax.index.exporter import to_arrays, to_params
 from realm_jax.index.files import (
     Manifest,
     export_of,
@@ -34,9 +33,10 @@ from realm_jax.index.files import (
     rejection,
 )
 from realm_jax.index.provider import shared_folder
+from realm_jax.index.vector_cache import embed_with_cache
 from realm_jax.index.watcher import generation_index
 from realm_jax.mesh import replicated
-from realm_jax.models.realm import Params
+from realm_jax.models.layers import Params
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, read_json
 from realm_jax.tasks import TASKS, make_task

@@ -1,7 +1,7 @@
 """Metrics of predictions: per-question values, means with intervals, paired differences. No model, no device.
 
 Every measure is an array over the questions, NaN where it has no meaning for one. Read `prediction_files.py` for the
-records that are measured, `answers.py` for what is right, `significance.py` for intervals.
+records that are measured, `answer_matching.py` for what is right, `significance.py` for intervals.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from realm_jax.data.questions import gold_of
 from realm_jax.errors import UserError
-from realm_jax.eval.answers import exact_match, full_match, squad_match, token_f1
+from realm_jax.eval.answer_matching import exact_match, full_match, squad_match, token_f1
 from realm_jax.eval.prediction_files import Record, check_same_questions
-from realm_jax.eval.retrieval import hit_at_k, rank_measures
+from realm_jax.eval.retrieval_metrics import hit_at_k, rank_measures
 from realm_jax.eval.significance import METHODS, SEED_METHODS, difference, interval, mean_of, paired_mean
 
 Metrics = dict[str, NDArray[np.float64]]

@@ -1,7 +1,7 @@
 """Measure retrieval: which questions find their passage among the first k candidates.
 
 Not for retrieving (`retrieval/exact.py` and `retrieval/bm25.py` do); this file takes rows of passages from anywhere
-and says how good they are. Read `answers.py` for what it means that a passage contains an answer.
+and says how good they are. Read `answer_matching.py` for what it means that a passage contains an answer.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from realm_jax.data.store import PassageStore
-from realm_jax.eval.answers import contains_pattern, contains_words, words
+from realm_jax.eval.answer_matching import contains_pattern, contains_words, words
 
 DEPTHS = (1, 5, 20, 100)  # at which recall is reported, as far as passages are retrieved
 RANKED = 10  # documents that reciprocal rank (MS MARCO) and nDCG (BEIR) look at

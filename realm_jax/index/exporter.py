@@ -29,7 +29,8 @@ from realm_jax.index.files import (
 )
 from realm_jax.index.heartbeat import BUILDER, read_status
 from realm_jax.mesh import replicated
-from realm_jax.models.realm import Params, Realm
+from realm_jax.models.layers import Params
+from realm_jax.models.networks import Realm
 from realm_jax.processes import is_process_0
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import Folder, StorageError

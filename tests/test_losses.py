@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from realm_jax.models import likelihood
-from realm_jax.models.likelihood import NEGATIVE
+from realm_jax.models import losses
+from realm_jax.models.losses import NEG_INF
 
 # Compiled as they are in a step; one at a time is slower to test.
-masked_word_marginal = jax.jit(likelihood.masked_word_marginal, static_argnames="kind")
-answer_log_probabilities = jax.jit(likelihood.answer_log_probabilities, static_argnames="objective")
-answer_marginal = jax.jit(likelihood.answer_marginal)
-orqa_loss = jax.jit(likelihood.orqa_loss)
-span_log_probabilities = jax.jit(likelihood.span_log_probabilities)
+masked_word_marginal = jax.jit(losses.masked_word_marginal, static_argnames="kind")
+answer_log_probabilities = jax.jit(losses.answer_log_probabilities, static_argnames="objective")
+answer_marginal = jax.jit(losses.answer_marginal)
+orqa_loss = jax.jit(losses.orqa_loss)
+span_log_probabilities = jax.jit(losses.span_log_probabilities)
 
 BATCH, CANDIDATES, PREDICTIONS = 5, 8, 4
 
@@ -64,7 +64,7 @@ def test_gradient_of_the_loss_is_minus_r(problem, kind, dtype, of_loss, toleranc
     loss, gradient = closed_form(scores, words, weights, valid, kind)
     with jax.enable_x64(dtype == "float64"):
         arrays = [jnp.asarray(x) for x in (words, weights, valid)]
-        program = jax.value_and_grad(lambda scores: masked_word_marginal(scores, *arrays, kind).loss.value)
+        program = jax.value_and_grad(lambda scores: masked_word_marginal(scores, *arrays, kind).loss.mean)
         found, slope = program(jnp.asarray(scores))
         assert slope.dtype == dtype
     np.testing.assert_allclose(float(found), loss, rtol=of_loss)
@@ -81,12 +81,12 @@ def test_a_marginal_by_hand():
     words = jnp.log(jnp.array([[[1 / 2, 1 / 5], [2 / 3, 3 / 4]]]))
     weights, valid = jnp.ones((1, 2)), jnp.ones((1, 2), bool)
     example = masked_word_marginal(scores, words, weights, valid, "example")
-    np.testing.assert_allclose(example.loss.value, -np.log(0.4), rtol=1e-6)
+    np.testing.assert_allclose(example.loss.mean, -np.log(0.4), rtol=1e-6)
     np.testing.assert_allclose(example.null_log_likelihood, np.log([0.1]), rtol=1e-6)
     np.testing.assert_allclose(example.best_log_likelihood, np.log([0.5]), rtol=1e-6)
     np.testing.assert_allclose(np.exp(example.log_prior), [[0.25, 0.75]], rtol=1e-6)
     token = masked_word_marginal(scores, words, weights, valid, "token")
-    np.testing.assert_allclose(token.loss.value, -np.log(0.625 * 0.6125) / 2, rtol=1e-6)  # mean over the two pieces
+    np.testing.assert_allclose(token.loss.mean, -np.log(0.625 * 0.6125) / 2, rtol=1e-6)  # mean over the two pieces
 
 
 def test_an_excluded_candidate_is_as_if_it_were_not_there(problem):
@@ -94,7 +94,7 @@ def test_an_excluded_candidate_is_as_if_it_were_not_there(problem):
     inputs = [jnp.asarray(x[4:5]) for x in (scores, words, weights, valid)]
     kept = [inputs[0][:, valid[4]], inputs[1][:, valid[4]], inputs[2], inputs[3][:, valid[4]]]
     whole, without = masked_word_marginal(*inputs, "example"), masked_word_marginal(*kept, "example")
-    np.testing.assert_allclose(whole.loss.value, without.loss.value, rtol=1e-6)
+    np.testing.assert_allclose(whole.loss.mean, without.loss.mean, rtol=1e-6)
     np.testing.assert_allclose(whole.best_log_likelihood, without.best_log_likelihood, rtol=1e-6)
 
 
@@ -102,7 +102,7 @@ def test_an_excluded_candidate_is_as_if_it_were_not_there(problem):
 def test_a_batch_without_predictions_is_zero_and_finite(kind):
     def loss(scores):
         words = jnp.full((2, 3, 2), -1.0)
-        return masked_word_marginal(scores, words, jnp.zeros((2, 2)), jnp.ones((2, 3), bool), kind).loss.value
+        return masked_word_marginal(scores, words, jnp.zeros((2, 2)), jnp.ones((2, 3), bool), kind).loss.mean
 
     value, slope = jax.value_and_grad(loss)(jnp.arange(6.0).reshape(2, 3))
     assert value == 0.0 and not slope.any()
@@ -114,9 +114,7 @@ def test_extreme_scores_stay_finite():
     words = jnp.full((1, 3, 2), -200.0)
     inputs = (words, jnp.ones((1, 2)), jnp.ones((1, 3), bool))
     for kind in ("example", "token"):
-        value, slope = jax.value_and_grad(lambda s, kind=kind: masked_word_marginal(s, *inputs, kind).loss.value)(
-            scores
-        )
+        value, slope = jax.value_and_grad(lambda s, kind=kind: masked_word_marginal(s, *inputs, kind).loss.mean)(scores)
         assert np.isfinite(value) and np.isfinite(slope).all()
 
 
@@ -148,20 +146,20 @@ def answer_batch(*answered: bool):
 def test_the_answer_marginal_by_hand():
     """p(y|x) = 3/4 · 2/4 + 1/4 · 2/8 = 7/16."""
     loss, log_likelihood = answer_marginal(*answer_batch(True))
-    np.testing.assert_allclose(loss.value, -np.log(7 / 16), rtol=1e-6)
+    np.testing.assert_allclose(loss.mean, -np.log(7 / 16), rtol=1e-6)
     np.testing.assert_allclose(log_likelihood, [np.log(7 / 16)], rtol=1e-6)
 
 
 def test_the_answer_marginal_is_the_mean_over_answered_examples():
     loss, log_likelihood = answer_marginal(*answer_batch(True, False, True))
-    np.testing.assert_allclose(loss.value, -np.log(7 / 16), rtol=1e-6)
-    assert log_likelihood[1] == NEGATIVE
+    np.testing.assert_allclose(loss.mean, -np.log(7 / 16), rtol=1e-6)
+    assert log_likelihood[1] == NEG_INF
 
 
 def test_the_answer_marginal_moves_passages_by_r():
     """p(answer|z,x) = 1/2 and 1/4, p(y|x) = 7/16: r = 3/4 · (8/7 − 1) = 3/28 and 1/4 · (4/7 − 1) = −3/28."""
     scores, *rest = answer_batch(True)
-    slope = jax.grad(lambda s: answer_marginal(s, *rest)[0].value)(scores)
+    slope = jax.grad(lambda s: answer_marginal(s, *rest)[0].mean)(scores)
     np.testing.assert_allclose(slope, [[-3 / 28, 3 / 28]], rtol=1e-5)
 
 
@@ -175,7 +173,7 @@ def test_orqa_by_hand():
     beam_correct = jnp.array([[False, False, True, True]])
     scores, *rest = answer_batch(True)
     np.testing.assert_allclose(
-        orqa_loss(beam, beam_correct, scores, *rest).value, -np.log(5 / 8) - np.log(8 / 20), rtol=1e-6
+        orqa_loss(beam, beam_correct, scores, *rest).mean, -np.log(5 / 8) - np.log(8 / 20), rtol=1e-6
     )
 
 
@@ -183,7 +181,7 @@ def test_orqa_drops_a_term_without_a_correct_entry_but_divides_by_all_examples()
     beam = jnp.log(jnp.array([[1.0, 2.0, 3.0, 2.0]] * 2))
     beam_correct = jnp.array([[False, False, True, True], [False] * 4])
     loss = orqa_loss(beam, beam_correct, *answer_batch(False, False))
-    np.testing.assert_allclose(loss.value, -np.log(5 / 8) / 2, rtol=1e-6)
+    np.testing.assert_allclose(loss.mean, -np.log(5 / 8) / 2, rtol=1e-6)
 
 
 def test_what_is_held_of_passages_and_spans_by_hand():
@@ -202,10 +200,10 @@ def test_no_answer_in_any_passage_gives_no_loss_and_no_gradient():
     beam = jnp.array([[5.0, 1.0, 0.0]])
 
     def marginal(scores, spans):
-        return answer_marginal(scores, spans, allowed, correct)[0].value
+        return answer_marginal(scores, spans, allowed, correct)[0].mean
 
     def orqa(scores, spans, beam):
-        return orqa_loss(beam, jnp.zeros((1, 3), bool), scores, spans, allowed, correct).value
+        return orqa_loss(beam, jnp.zeros((1, 3), bool), scores, spans, allowed, correct).mean
 
     for loss, arrays in ((marginal, (scores, spans)), (orqa, (scores, spans, beam))):
         value, slopes = jax.value_and_grad(loss, argnums=tuple(range(len(arrays))))(*arrays)
@@ -215,7 +213,7 @@ def test_no_answer_in_any_passage_gives_no_loss_and_no_gradient():
 
 def test_an_unanswered_example_beside_an_answered_one_gets_no_gradient():
     scores, spans, allowed, correct = answer_batch(True, False)
-    slopes = jax.grad(lambda s, p: answer_marginal(s, p, allowed, correct)[0].value, argnums=(0, 1))(scores, spans)
+    slopes = jax.grad(lambda s, p: answer_marginal(s, p, allowed, correct)[0].mean, argnums=(0, 1))(scores, spans)
     assert all(np.isfinite(slope).all() and slope[0].any() and not slope[1].any() for slope in slopes)
 
 
@@ -229,7 +227,7 @@ def test_a_span_that_is_not_allowed_is_never_likely():
 
 # --- Pointing ---------------------------------------------------------------------------------------------------------
 
-pointing = jax.jit(likelihood.pointing)
+pointing = jax.jit(losses.pointing)
 
 
 def pointing_problem() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -245,13 +243,13 @@ def pointing_problem() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_pointing_shares_its_probability_among_spans_and_none():
     scores, allowed, correct = pointing_problem()
     log_p, _ = pointing(scores, allowed, correct)
-    unseen = np.exp(likelihood.UNSEEN)
+    unseen = np.exp(losses.LOG_P_UNSEEN_SPAN)
     for passage in range(2):
         weights, none = np.exp(scores[0, passage]), np.exp(scores[0, passage, 0, 0])
         total = weights[allowed[0, passage]].sum() + none
         wanted = (weights[correct[0, passage]].sum() + none * unseen) / total
         np.testing.assert_allclose(np.exp(log_p[0, passage]), wanted, rtol=1e-5)
-    assert log_p[0, 1] < likelihood.UNSEEN < log_p[0, 0]
+    assert log_p[0, 1] < losses.LOG_P_UNSEEN_SPAN < log_p[0, 0]
 
 
 def test_pointing_is_right_where_no_other_span_and_not_none_is_likelier():

@@ -8,7 +8,7 @@
 
 Everything is written into a hidden folder next to the output, which takes the output's name at the very end; in a
 bucket PREPARED.json comes last instead. Interrupted output is never taken for complete, and the same command resumes
-it. Where texts come from: `texts.py`. How articles are cut into passages: `build.py`. What does the work: processes of
+it. Where texts come from: `texts.py`. How articles are cut into passages: `packer.py`. What does the work: processes of
 this machine (`Processes` in `articles.py`) or Apache Beam (`pipelines.py`).
 """
 
@@ -29,13 +29,13 @@ from typing import Any
 
 from realm_jax.console import StageProgress
 from realm_jax.corpora.articles import Article, Counts, Processes, read_shard, shard_file
-from realm_jax.corpora.build import PACKED, PackingSummary, PassagePacker, check_limit, pack_shard
 from realm_jax.corpora.near_duplicates import COPIES, drop_near_duplicates, fingerprint_shard
-from realm_jax.corpora.questions import QuestionFile, published_questions, question_files, read_all
+from realm_jax.corpora.packer import PACKED, PackingSummary, PassagePacker, check_limit, pack_shard
+from realm_jax.corpora.question_files import QuestionFile, published_questions, question_files, read_all
 from realm_jax.corpora.texts import identity, open_texts
 from realm_jax.data import spans as span_finders
 from realm_jax.data.lines import Path_
-from realm_jax.data.packing import DEFAULT_LIMIT
+from realm_jax.data.passage_packing import DEFAULT_LIMIT
 from realm_jax.data.questions import has_judgments, queries_file, question_lines
 from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.data.staging import PREPARED

@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 from realm_jax.corpora.articles import Article, read_shard, shard_file
-from realm_jax.data import packing, sentences, spans
+from realm_jax.data import passage_packing, sentences, spans
 from realm_jax.data.store import Passage, SegmentWriter, append_segment, segment_folder
 from realm_jax.data.tokenizer import Tokenizer, Tokens
 from realm_jax.errors import UserError
@@ -74,7 +74,7 @@ def build_store(
     articles: Iterable[Article],
     tokenizer: Tokenizer,
     folder: str | os.PathLike[str],
-    limit: int = packing.DEFAULT_LIMIT,
+    limit: int = passage_packing.DEFAULT_LIMIT,
     finder: str = "rules",
     replaces: Collection[str] = (),
 ) -> PackingSummary:
@@ -163,10 +163,10 @@ class PassagePacker:
         summary: PackingSummary,
     ) -> list[Passage]:  # fmt: skip
         """All passages of one article."""
-        title_tokens = title.ids[: packing.max_title(self.limit)]
+        title_tokens = title.ids[: passage_packing.max_title(self.limit)]
         summary.notes["long titles shortened"] += len(title.ids) > len(title_tokens)
-        room = packing.body_room(len(title_tokens), self.limit)
-        of_sentences = packing.sentence_parts(text, tokens, sentences.split(text), room)
+        room = passage_packing.body_room(len(title_tokens), self.limit)
+        of_sentences = passage_packing.sentence_parts(text, tokens, sentences.split(text), room)
         summary.notes["long sentences split"] += sum(len(parts) > 1 for parts in of_sentences)
         parts = [*chain.from_iterable(of_sentences)]
         if not parts:
@@ -174,7 +174,7 @@ class PassagePacker:
         borders = np.array([(part.start, part.stop) for part in parts])
         columns = *tokens, borders, self.tokenizer.unk_id
         found = spans.to_token_spans(spans_of_text, *columns)
-        rows = packing.pack([part.stop - part.start for part in parts], len(title_tokens), self.limit)
+        rows = passage_packing.pack([part.stop - part.start for part in parts], len(title_tokens), self.limit)
         begins = [*(parts[first].start for first, _ in rows), len(tokens.ids)]
         bounds = np.searchsorted([start for start, _, _ in found], begins).tolist()
         # Passages divide the whole text: what has no tokens, such as a mark alone, belongs to the passage before it.

@@ -1,7 +1,8 @@
 """Compare answer strings: is a prediction right, and does a passage contain an answer.
 
-Not for counting over many questions (read `metrics.py`, and `retrieval.py` for passages) and not for reading answers
-out of a model (`prediction.py`). Several ideas of sameness are in common use, and published numbers depend on them:
+Not here: counting over many questions (`question_metrics.py`, and `retrieval_metrics.py` for passages), and reading
+answers out of a model (`prediction.py`). Several ideas of sameness are in common use, and published numbers depend on
+them:
 
 * `exact_match` is ORQA's, which is NQ-open's and EfficientQA's too: whole strings after `normalise`; patterns
   (CuratedTREC) match from the start of the prediction, and `full_match` wants them to reach its end;

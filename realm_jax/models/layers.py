@@ -1,0 +1,289 @@
+"""What the networks are built of: sizes, how they are computed, linear layers, LayerNorm, embeddings and dropout.
+
+Not here: the transformer (`bert.py`) and attention (`attention.py`).
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding
+
+from realm_jax.mesh import batch_parts
+from realm_jax.models.packing import TILE, Packing
+
+Array = jax.Array
+Params = dict[str, Any]
+LAYER_NORM_EPSILON = 1e-12  # as in google-research/bert and every checkpoint descended from it
+BASE_WIDTH, BASE_STDDEV = 768, 0.02  # BERT-base and its initializer
+PRODUCT = "product"  # name of the result of a product with parameters, for `bert.REMAT`
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {  # names as in Hugging Face's config.json
+    "gelu_new": partial(jax.nn.gelu, approximate=True),  # with tanh, as google-research/bert has it
+    "gelu": partial(jax.nn.gelu, approximate=False),  # with erf, as Hugging Face's BERT; at most 0.0005 apart
+}
+
+
+# --- Sizes, and how a network is computed -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How a BERT is computed: speed and memory, and rounding.
+
+    Attributes:
+        dtype: of the matrix products, float32 or bfloat16; parameters, LayerNorm and softmax are always float32.
+        state_dtype: of what lies between products with parameters, attention included; None: like `dtype`.
+        attention: a key of `attention.ATTENTION`.
+        remat: a key of `bert.REMAT`, what is kept for the backward pass.
+        scan: all layers but the last are one compiled loop over their stacked parameters; the parameter tree is the
+            same.
+        hidden_sharding: of hidden states [batch, length, width]. Without it the compiler may shard them like parameters
+            and keep all batches on every device.
+        packed_length: token slots into which a device's share of the batch is packed (`packing.py`); 0: sequences stay
+            padded.
+    """
+
+    dtype: Any = jnp.float32
+    state_dtype: Any = None
+    attention: str = "xla"
+    remat: str = "none"
+    scan: bool = False
+    hidden_sharding: NamedSharding | None = None
+    packed_length: int = 0
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that hidden states are spread over; None for one device."""
+        return self.hidden_sharding.mesh if self.hidden_sharding else None  # type: ignore[return-value]
+
+    @property
+    def parts(self) -> int:
+        """Shares of a batch, one a device."""
+        return batch_parts(self.mesh) if self.mesh else 1
+
+    @property
+    def alignment(self) -> int:
+        """Packed sequences begin at multiples of this."""
+        return TILE if self.attention == "tpu" else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class BertConfig:
+    """Sizes of one BERT.
+
+    Attributes:
+        vocabulary_size: tokens.
+        width: features of a hidden state.
+        layers: transformer layers.
+        heads: attention heads of a layer.
+        feed_forward: features between the two products of a feed-forward layer.
+        max_length: longest sequence with a position embedding.
+        dropout: probability, on embeddings, attention weights and both residual branches.
+        hidden_act: the activation of the feed-forward layers, a key of ACTIVATIONS.
+        compute: how all this is computed.
+    """
+
+    vocabulary_size: int
+    width: int = 768
+    layers: int = 12
+    heads: int = 12
+    feed_forward: int = 3072
+    max_length: int = 512
+    dropout: float = 0.1
+    hidden_act: str = "gelu_new"
+    compute: Compute = Compute()
+
+    def with_compute(self, **changes: Any) -> "BertConfig":
+        """Return the same sizes, computed with other fields of `Compute`."""
+        return dataclasses.replace(self, compute=dataclasses.replace(self.compute, **changes))
+
+    @property
+    def state_dtype(self) -> Any:
+        """The dtype of hidden states."""
+        return self.compute.dtype if self.compute.state_dtype is None else self.compute.state_dtype
+
+
+# --- Linear layers ----------------------------------------------------------------------------------------------------
+
+
+def initializer_stddev(width: int) -> float:
+    """BERT's 0.02 at 768 features, and more for narrower models, whose activations then start as large as BERT-base's.
+
+    With 0.02 at 64 features attention starts almost uniform and the tied output almost flat; a tiny reader then takes
+    several times longer to learn to copy from its passage.
+    """
+    return BASE_STDDEV * (BASE_WIDTH / width) ** 0.5
+
+
+def initializer(width: int) -> nn.initializers.Initializer:
+    """BERT's truncated normal for a model of this width."""
+    return nn.initializers.truncated_normal(initializer_stddev(width))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matrix_product(x: Array, kernel: Array, dtype: Any) -> Array:
+    """Multiply operands rounded to `dtype`, and add up in float32.
+
+    The two products of the backward pass round their operands too. Derived from a float32 sum they would multiply
+    float32 by bfloat16, which a device does as slowly as float32 (measured: `benchmarks/README.md`).
+
+    Args:
+        x: [..., inputs].
+        kernel: [inputs, outputs].
+        dtype: that operands are rounded to.
+
+    Returns:
+        [..., outputs] in the dtype of `x`.
+    """
+    return _product_forward(x, kernel, dtype)[0]
+
+
+def _product_forward(x: Array, kernel: Array, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
+    rounded = x.astype(dtype), kernel.astype(dtype)
+    return _sum_in_float32(*rounded, ((x.ndim - 1,), (0,))).astype(x.dtype), rounded
+
+
+def _product_backward(dtype: Any, residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    (x, kernel), rounded = residuals, cotangent.astype(dtype)
+    leading = tuple(range(x.ndim - 1))
+    # XLA on a CPU transposes the left operand in a copy and computes what is fused into it again, element by element.
+    # So the narrower operand goes left, not the activations (measured: `benchmarks/README.md`). If only operands are
+    # bfloat16, it would make the transposition a part of the product, for which it then has no kernel.
+    if x.shape[-1] > cotangent.shape[-1] and cotangent.dtype == dtype:
+        kernel_gradient = _sum_in_float32(rounded, x, (leading, leading)).astype(dtype).T  # [inputs, outputs]
+    else:
+        kernel_gradient = _sum_in_float32(x, rounded, (leading, leading)).astype(cotangent.dtype)  # [inputs, outputs]
+    x_gradient = _sum_in_float32(rounded, kernel, ((x.ndim - 1,), (1,)))  # [..., inputs]
+    return x_gradient.astype(cotangent.dtype), kernel_gradient
+
+
+matrix_product.defvjp(_product_forward, _product_backward)
+
+
+def _sum_in_float32(left: Array, right: Array, contracted: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
+    return jax.lax.dot_general(left, right, (contracted, ((), ())), preferred_element_type=jnp.float32)
+
+
+def dense(
+    features: int,
+    axes: tuple[str | None, str | None],
+    config: BertConfig,
+    name: str,
+    kernel_init: nn.initializers.Initializer | None = None,
+    dtype: Any = None,
+) -> nn.Dense:
+    """Make a linear layer.
+
+    Args:
+        features: outputs.
+        axes: logical axis names of (inputs, outputs), see `mesh.RULES`.
+        config: of the BERT that it belongs to.
+        name: of its parameters.
+        kernel_init: None for BERT's initializer.
+        dtype: of the product and its result; None for those of the config.
+    """
+
+    def product(x: Array, kernel: Array, *_: Any, **__: Any) -> Array:
+        # `nn.Dense` only asks for the product of the last axis with the first.
+        return checkpoint_name(matrix_product(x, kernel, dtype or config.compute.dtype), PRODUCT)
+
+    return nn.Dense(
+        features,
+        dtype=dtype or config.state_dtype,
+        dot_general=product,
+        kernel_init=nn.with_logical_partitioning(kernel_init or initializer(config.width), axes),
+        bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), (axes[1],)),
+        name=name,
+    )
+
+
+# --- LayerNorm and embeddings -----------------------------------------------------------------------------------------
+
+
+class LayerNorm(nn.LayerNorm):
+    """Flax's. Backward, XLA takes three times as long on a CPU for states [1, tokens, width] as for [tokens, width]."""
+
+    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
+        is_one_row = len(x) == 1 and mask is None
+        return super().__call__(x[0])[None] if is_one_row else super().__call__(x, mask=mask)
+
+
+def layer_norm(name: str, epsilon: float = LAYER_NORM_EPSILON, scale: float = 1.0) -> nn.LayerNorm:
+    """Make a LayerNorm in float32, whatever the dtype of states; its scale starts with the given one."""
+    return LayerNorm(
+        epsilon=epsilon,
+        dtype=jnp.float32,
+        scale_init=nn.with_logical_partitioning(nn.initializers.constant(scale), ("norm",)),
+        bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), ("norm",)),
+        name=name,
+    )
+
+
+def embedding(rows: int, width: int, axis: str | None, name: str) -> nn.Embed:
+    """Make a lookup table [rows, width] with BERT's initializer; `axis`: logical name of its rows."""
+    init = nn.with_logical_partitioning(initializer(width), (axis, "embed"))
+    return nn.Embed(rows, width, embedding_init=init, name=name)
+
+
+# --- Dropout, of hidden states and of attention weights ---------------------------------------------------------------
+#
+# A seed for each sequence (and head) decides what stays: a hash of that seed and of a number's row and column, nothing
+# else. So padding, the mesh, and a kernel that never holds all weights change no draw, and the backward pass draws
+# again what it did not keep. It costs a TPU less than the counter-based bits of `jax.random`, which we only take seeds
+# from.
+
+
+class Dropout(nn.Module):
+    """Dropout of hidden states [batch, length, width], packed ones [parts, slots, width] or vectors [batch, width].
+
+    What stays is divided by 1 − rate. Packed states have the draws of the sequences that they belong to.
+    """
+
+    rate: float
+
+    @nn.compact
+    def __call__(self, states: Array, deterministic: bool, packing: Packing | None = None) -> Array:
+        if deterministic or not self.rate:
+            return states
+        batch = len(states) if packing is None else len(packing.mask)
+        seeds = jax.random.bits(self.make_rng("dropout"), (batch, *[1] * (states.ndim - 1)), jnp.uint32)
+        rows = None
+        if packing is not None:
+            seeds = packing.per_token(seeds)[..., None]  # [parts, slots, 1]
+            rows = packing.positions[..., None]  # [parts, slots, 1]
+        scaled = states * jnp.asarray(1 / (1 - self.rate), states.dtype)
+        return jnp.where(keep_mask(seeds, states.shape, self.rate, rows=rows), scaled, jnp.zeros_like(states))
+
+
+def keep_mask(
+    seed: Array, shape: tuple[int, ...], rate: float, first: Array | int = 0, rows: Array | None = None
+) -> Array:
+    """Draw which numbers stay.
+
+    The hash is of 65,536 · row + column, whatever the shape, so padding changes no draw. It is MurmurHash3's finalizer,
+    into which the seed is mixed: products and shifts, which a TPU's vector unit has.
+
+    Args:
+        seed: uint32, a scalar or one that broadcasts to the shape.
+        shape: [..., rows, columns].
+        rate: of dropout.
+        first: row and column that count as 0; those before it are not used.
+        rows: what rows count as, if they belong to several sequences; columns then are features.
+
+    Returns:
+        bool, of the shape.
+    """
+    first = jnp.asarray(first).astype(jnp.uint32)
+    if rows is None:
+        rows = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 2) - first
+    columns = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1) - first
+    bits = ((rows.astype(jnp.uint32) << 16) | columns) * jnp.uint32(0x9E3779B9)
+    bits = (bits ^ (bits >> 16) ^ seed) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16) >= jnp.uint32(round(rate * 2**32))
