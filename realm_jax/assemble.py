@@ -21,7 +21,7 @@ from realm_jax.models.prompts import Encode, Template, compiled, longest_passage
 from realm_jax.models.realm import Reader, Realm, span_size
 from realm_jax.run import Run, device_options, make_bert, mesh_for
 from realm_jax.sections import joint_length, reader_section, task_names
-from realm_jax.tasks import TASKS
+from realm_jax.tasks.rerank import CrossEncoder
 
 
 def make_run(config: ConfigDict, workdir: Path, sources: Sources, devices: list[jax.Device] | None = None) -> Run:
@@ -57,8 +57,9 @@ def abstract_run(
     hidden = logical_sharding(mesh, "batch", None, None)
     model = make_model(config, vocabulary_size, encode, hidden)
     model = model.with_bert(**device_options(mesh, model.bert.dtype))
-    brought = tuple(network for name in task_names(config) for network in TASKS[name].networks(model))
-    context = StaticContext(dataclasses.replace(model, networks=brought), mesh, *special, rows)
+    if "rerank" in task_names(config):
+        model = dataclasses.replace(model, networks=(CrossEncoder(model.reader.bert),))
+    context = StaticContext(model, mesh, *special, rows)
     masking, answers = config.realm.masking, config.qa.answers
     lengths = lengths_from(
         data.query_length, data.document_length, masking, data.predictions, answers, config.model.span_width

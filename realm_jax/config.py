@@ -1,7 +1,7 @@
 """The config: the shared sections and those of the tasks, put together, and their validation.
 
 An experiment file returns `default()` with some keys changed. `docs/config.md` and `realm train --help-config` list the
-keys, made from their declarations (`sections.py`, `tasks/`). A key of science is kept by a run folder, where another
+keys, made from their declarations (`sections.py`). A key of science is kept by a run folder, where another
 value on resume is an error that names it; one of operations may change.
 """
 
@@ -15,8 +15,7 @@ from realm_jax import schema, sections
 from realm_jax.errors import UserError
 from realm_jax.models.prompts import parse
 from realm_jax.schema import flatten, require
-from realm_jax.sections import TaskSection, check_heads, task_names
-from realm_jax.tasks import TASKS
+from realm_jax.sections import TASK_SECTIONS, TaskSection, check_heads, qa_config, task_names
 
 # The paper's sizes and hyper-parameters: the sections of every config.
 SECTIONS: dict[str, Any] = {
@@ -26,7 +25,7 @@ SECTIONS: dict[str, Any] = {
     "encoder": sections.Encoder(),
     "retrieval": sections.Retrieval(),
     "refresh": sections.Refresh(),
-    **{name: task.section for name, task in TASKS.items()},
+    **TASK_SECTIONS,
     "optimizer": sections.Optimizer(),
     "mesh": sections.Mesh(),
     "checkpoint": sections.Checkpoint(),
@@ -41,7 +40,7 @@ INHERITED = schema.inherited(SECTIONS)
 
 INTRODUCTION = """# Keys of a config
 
-`realm train --help-config` prints this page; it is made from `realm_jax/sections.py` and files of `realm_jax/tasks/`.
+`realm train --help-config` prints this page; it is made from `realm_jax/sections.py`.
 
 A config file returns `realm_jax.config.default()` with some keys changed. On the command line a key is set with
 `--config.section.key=value`. After each key stand its default, what a value must be, and `operations` where it may
@@ -99,25 +98,57 @@ def validate(config: ConfigDict) -> None:
     require(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
     waiting = inherited_keys(config)
     _check_model_is_named(config.init_from, waiting)
-    idle = {f"{name}.{field.name}" for name in TASKS if name not in names for field in fields(TaskSection)}
+    idle = {f"{name}.{field.name}" for name in TASK_SECTIONS if name not in names for field in fields(TaskSection)}
     schema.check_values(config, SECTIONS, skip={*waiting, *idle})
     check_heads(config, waiting)
     _check_prompts(config.encoder)
-    for task in TASKS.values():
-        task.check(config)
+    _check_tasks(config)
     _check_retrieval(config)
 
 
 def _check_recipe(names: Collection[str]) -> None:
-    require(bool(names), "tasks", f"name at least one of {', '.join(TASKS)}")
+    require(bool(names), "tasks", f"name at least one of {', '.join(TASK_SECTIONS)}")
     for name in names:
-        require(name in TASKS, "tasks", f"there is no task {name!r}; choose among {', '.join(TASKS)}")
+        known = ", ".join(TASK_SECTIONS)
+        require(name in TASK_SECTIONS, "tasks", f"there is no task {name!r}; choose among {known}")
     require(len(set(names)) == len(names), "tasks", "a task may stand only once in a recipe")
-    for name in names:
-        partners = TASKS[name].partners
-        alone = partners is None or (name == [*names][-1] and {*names} <= {name, *partners})
-        before = f", at most with {', '.join(sorted(partners))} before it" if partners else ""
-        require(alone, "tasks", f"{name} is a recipe of its own{before}")
+    alone = [*names] in (["closed_book"], ["mlm", "closed_book"])
+    problem = "closed_book is a recipe of its own, at most with mlm before it"
+    require(alone or "closed_book" not in names, "tasks", problem)
+
+
+def _check_tasks(config: ConfigDict) -> None:
+    """Raise UserError for values of tasks' keys that do not go together, by task."""
+    names, qa = task_names(config), qa_config(config)
+    two_towers = not config.model.shared_tower
+    if "ict" in names and config.ict.negatives == "index":
+        alone = "'index' trains the query tower alone; set model.shared_tower=False"
+        require(two_towers, "ict.negatives", alone)
+        unused = "ict.negatives=index has no null document; set it to 0"
+        require(config.ict.null_weight == 0, "ict.null_weight", unused)
+
+    if "realm" in names and config.refresh.every == 0:
+        inline, on_devices = config.refresh.mode == "inline", config.retrieval.backend == "device"
+        require(inline, "refresh.every", "0 leaves a builder nothing to do; set refresh.mode=inline")
+        require(on_devices, "refresh.every", "0 takes vectors from the devices; set retrieval.backend=device")
+        require(two_towers, "refresh.every", "0 trains the query tower alone; set model.shared_tower=False")
+
+    trains_tower = "qa" in names and not qa.uses_bm25_only
+    require(
+        two_towers or qa.trains_passages or not trains_tower,
+        "model.shared_tower",
+        "cannot be fine-tuned while the document tower stays as it is; set qa.refresh_every, or leave qa out of tasks",
+    )
+    if qa.trains_passages:
+        no_tower = "qa.objective=positive trains no document tower; set it to 0"
+        require(qa.objective != "positive", "qa.refresh_every", no_tower)
+        unsearched = "trains vectors that qa.search=bm25 does not search; set it to 0"
+        require(not qa.uses_bm25_only, "qa.refresh_every", unsearched)
+    require(qa.objective == "marginal" or qa.beam >= qa.passages, "qa.beam", "must be at least qa.passages")
+
+    if "rerank" in names:
+        taught = "qa" in names[: names.index("rerank")] or config.init_from or config.reader_from
+        require(bool(taught), "tasks", "rerank learns from a trained reader; put qa before it, or set init_from")
 
 
 def _check_model_is_named(init_from: str, waiting: list[str]) -> None:

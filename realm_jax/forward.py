@@ -406,7 +406,7 @@ def read_masked(
         realm: how candidates are found and read.
         context: of the run.
         params: all parameters.
-        batch: `tasks/realm.py: masked_examples`, [batch, …].
+        batch: `tasks/realm.py: MaskedSentences`, [batch, …].
         index: that is searched.
         key: of dropout; None: none.
         frozen_passages: whether the passages keep the vectors of the index.

@@ -1,7 +1,7 @@
 """The sections of a config, a frozen dataclass each: every key is declared once, with default, limit and help.
 
-`schema.py` says how a key is declared, `config.py` how sections go together. A task's own defaults are in its file
-(`tasks/`), as `section`; a loss takes the dataclass of its task with the values of the run.
+`schema.py` says how a key is declared, `config.py` how sections go together. A loss takes the dataclass of its task
+(`TASK_SECTIONS`) with the values of the run.
 """
 
 from collections.abc import Collection
@@ -341,6 +341,18 @@ class RerankConfig(TaskSection):
     passages: int = key(20, "first passages of a search that it orders anew", at_least(2), operations=True)
 
 
+# The sections of tasks by name, with the paper's steps, batch sizes and learning rates if it has the task.
+TASK_SECTIONS: dict[str, TaskSection] = {
+    "mlm": TaskSection(100_000, 512, learning_rate=1e-4),
+    "ict": IctConfig(100_000, 4096, learning_rate=1e-4),
+    "realm": RealmConfig(200_000, 512, learning_rate=3e-5),
+    "qa": QaConfig(160_000, 16, learning_rate=1e-5),
+    "closed_book": TaskSection(160_000, 16, learning_rate=1e-5),
+    "rerank": RerankConfig(1000, 16, learning_rate=5e-5),
+    "evidence_contrast": TaskSection(1000, 16, learning_rate=1e-5),
+}
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """Adam, with gradients that are clipped."""
@@ -457,6 +469,11 @@ def task_names(config: ConfigDict) -> list[str]:
 def section_of(kind: type[T], config: ConfigDict, name: str) -> T:
     """Return a section of a config as the frozen dataclass `kind`."""
     return kind(**config[name])
+
+
+def task_section(config: ConfigDict, name: str) -> TaskSection:
+    """Return the section of a task as its frozen dataclass."""
+    return section_of(type(TASK_SECTIONS[name]), config, name)
 
 
 def realm_config(config: ConfigDict) -> RealmConfig:

@@ -36,6 +36,7 @@ from realm_jax.run import Run
 from realm_jax.sections import qa_config
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
+from realm_jax.tasks.step_flops import step_flops
 from realm_jax.train import loop
 from realm_jax.train.loop import train_task
 from realm_jax.train.metrics import TIMES
@@ -269,7 +270,7 @@ def planned_parts(run: Run, name: str) -> dict[str, float]:
     assert shapes == {key: (shape, np.dtype(dtype)) for key, (shape, dtype) in task.array_shapes().items()}
     bare = abstract_run(run.config, run.workdir, 1000, 300, jax.devices()[:1])
     jax.eval_shape(make_step(make_task(name, bare)), *abstract_arguments(bare, name))
-    return make_task(name, bare).flops()
+    return step_flops(make_task(name, bare))
 
 
 # --- Looked at --------------------------------------------------------------------------------------------------------

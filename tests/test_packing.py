@@ -43,7 +43,8 @@ from realm_jax.models.packing import (
 from realm_jax.run import put_batch
 from realm_jax.sections import QaConfig
 from realm_jax.tasks import make_task
-from realm_jax.tasks.packed import PlacesMonitor, places_needed
+from realm_jax.tasks.packed import slots_needed
+from realm_jax.train.monitors import TruncationMonitor
 from realm_jax.train.step import gradients
 
 LENGTHS = np.array([12, 1, 7, 3, 12, 9])
@@ -168,20 +169,20 @@ def test_the_kernel_compiles_for_every_chip(chips):
 
 def test_places_are_what_batches_need():
     """Of sequences that are all alike as many as they have; of others seldom fewer than a batch needs."""
-    same = places_needed(np.array([10]), np.array([21]), (1, 8, 5), 64)
+    same = slots_needed(np.array([10]), np.array([21]), (1, 8, 5), 64)
     assert same == 8 * 5 * (31 + 0.05 * 10), "texts are a sample"
-    longer = places_needed(np.array([10]), np.array([15, 27]), (100, 8, 50), 64)
+    longer = slots_needed(np.array([10]), np.array([15, 27]), (100, 8, 50), 64)
     assert 8 * 50 * (31 + 0.199 * 6) < longer < 8 * 50 * (31 + 0.201 * 6), "what is retrieved is longer"
-    aligned = places_needed(np.array([10]), np.array([21]), (1, 8, 5), 64, alignment=16)
+    aligned = slots_needed(np.array([10]), np.array([21]), (1, 8, 5), 64, alignment=16)
     assert aligned == np.ceil(8 * 5 * (32 + 0.05 * 10) / 16) * 16
-    assert places_needed(np.array([10]), np.array([53]), (1, 8, 5), 64) == 0, "hardly anything is padding"
-    assert places_needed(np.array([1]), np.array([2]), (1, 1, 2), 64) == 64, "a kernel's window fits"
+    assert slots_needed(np.array([10]), np.array([53]), (1, 8, 5), 64) == 0, "hardly anything is padding"
+    assert slots_needed(np.array([1]), np.array([2]), (1, 1, 2), 64) == 64, "a kernel's window fits"
     rng = np.random.default_rng(1)
     queries, passages = rng.integers(5, 30, 1000), rng.integers(20, 60, 1000)
-    places = places_needed(queries, passages, (1, 8, 5), 90)
+    places = slots_needed(queries, passages, (1, 8, 5), 90)
     drawn = (rng.choice(queries, (20_000, 8, 1)) + rng.choice(passages, (20_000, 8, 5))).sum(axis=(1, 2))
     assert 0 < (drawn > places).sum() < 20 and places < 0.8 * 8 * 5 * 90
-    assert places_needed(queries, passages, (16, 8, 5), 90) < places, "long joints are shared out"
+    assert slots_needed(queries, passages, (16, 8, 5), 90) < places, "long joints are shared out"
 
 
 def test_parts_have_about_the_same_length():
@@ -248,7 +249,7 @@ def test_a_vector_is_that_of_what_has_a_place(pooling):
 
 
 def test_lost_pieces_are_said_once():
-    monitor = PlacesMonitor()
+    monitor = TruncationMonitor()
     assert monitor({"step": 1, "unplaced": 0.005}) is None and monitor({"step": 2, "recall@5": 0.5}) is None
     assert "step 3: packing had no place for 2.0% of the pieces" in monitor({"step": 3, "unplaced": 0.02})
     assert monitor({"step": 4, "unplaced": 0.02}) is None
@@ -265,7 +266,7 @@ def test_a_step_of_realm_is_the_same_packed(people, tmp_path, devices, marginal)
     config.model.dropout = 0.2 if devices == 1 else 0.0  # several have sequences in another order, with other draws
     run = make_run(config, tmp_path, open_sources(people), jax.devices()[:devices])
     task = make_task("realm", run)
-    packed = task.packed_context.packing
+    packed = task.context.packing
     assert packed is not None and packed.examples == 8 // devices // 2
     sequences = packed.examples * 3
     assert 0 < packed.joints < sequences * 62 and 0 < packed.documents < sequences * 48
@@ -279,13 +280,15 @@ def test_a_step_of_realm_is_the_same_packed(people, tmp_path, devices, marginal)
 
 def assert_same_step(task, params, batch, index, names):
     """A step's gradients and values are the same packed, as its task works it out, and padded."""
-    context = task.packed_context
+    context = task.context
     packed, rows = context.packing, batch_parts(context.mesh)
     states = f"tensor<{rows}x{packed.joints}x{context.model.reader.bert.width}x"
 
     def of(places):
-        task.__dict__["packed_context"] = dataclasses.replace(context, packing=places)
-        work = jax.jit(lambda params, batch: gradients(task, params, {}, batch, index, jax.random.key(0), task.parts))
+        task.__dict__["context"] = dataclasses.replace(context, packing=places)
+        work = jax.jit(
+            lambda params, batch: gradients(task, params, {}, batch, index, jax.random.key(0), task.num_microbatches)
+        )
         lowered = work.lower(params, batch)
         return states in lowered.as_text(), *lowered.compile()(params, batch)
 
@@ -332,7 +335,7 @@ def test_a_step_of_other_tasks_is_the_same_packed(named_people, tmp_path, name, 
     config.model.dropout = 0.2 if devices == 1 else 0.0
     run = make_run(config, tmp_path, open_sources(named_people), jax.devices()[:devices])
     task = make_task(name, run)
-    packed = task.packed_context.packing
+    packed = task.context.packing
     assert packed.examples == 16 // devices // parts
     read = packed.examples * (3 if name == "qa" else 1)
     assert 0 < packed.joints < read * 62
@@ -353,7 +356,7 @@ def test_a_task_without_passages_has_its_own_lengths(people, tmp_path):
     config.tasks = "closed_book"
     task = make_task("closed_book", make_run(config, tmp_path, open_sources(people), jax.devices()[:1]))
     longest = max(int(task.fixed_examples.make(n, np.random.default_rng(0))["query_length"]) for n in range(8))
-    packed = task.packed_context.packing
+    packed = task.context.packing
     assert 0 < packed.joints <= packed.examples * (longest + 1), "nothing stands beside them"
 
 
@@ -361,7 +364,7 @@ def test_fine_tuning_beside_one_passage_stays_padded(people, tmp_path):
     config = tiny_config(people)
     config.update({"tasks": "qa", "qa": {"objective": "positive"}})
     task = make_task("qa", make_run(config, tmp_path, open_sources(people), jax.devices()[:1]))
-    assert task.packed_context.packing is None, "batches are of questions of like length"
+    assert task.context.packing is None, "batches are of questions of like length"
 
 
 def test_no_answer_is_pointed_at_in_what_has_no_place(people, tmp_path):

@@ -32,7 +32,7 @@ from realm_jax.eval.prediction_files import (
 )
 from realm_jax.eval.significance import METHODS
 from realm_jax.inference.predictions import evaluate
-from realm_jax.tasks import TASKS
+from realm_jax.tasks.answering import reads_passages
 from realm_jax.train.trained_run import latest_checkpoint, load_questions, open_run_for_inference, restore
 
 _T = TypeVar("_T")
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> None:
             opened.config.answering.read = 1  # only what is retrieved is measured; reading more takes minutes
         check_passages(opened, args)
         asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
-        _check_trec(args, asked, TASKS[latest_checkpoint(opened, args.task)[0]].reads_passages)
+        _check_trec(args, asked, reads_passages(latest_checkpoint(opened, args.task)[0]))
         trained = restore(opened, args.task, search=args.search)
         measured, scored = evaluate(trained, questions, bm25=not args.no_bm25)
 

@@ -46,8 +46,8 @@ from realm_jax.index.searchers import (
 from realm_jax.processes import WorkShare
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.retrieval.scann import ScannConfig
+from realm_jax.sections import TASK_SECTIONS
 from realm_jax.storage import Damaged, FileEntry, Folder, digest
-from realm_jax.tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
@@ -279,6 +279,6 @@ def for_embedding(config: ConfigDict, devices: int) -> ConfigDict:
     own.mesh.update({"fsdp": 1, "model": 1})
     own.optimizer.microbatches = 1
     own.model.reader = ""  # there is none, so its tokens are not needed
-    for name in TASKS.keys() & {*own}:
+    for name in TASK_SECTIONS.keys() & {*own}:
         own[name].batch_size = devices
     return own

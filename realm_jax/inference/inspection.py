@@ -44,7 +44,6 @@ from realm_jax.models.likelihood import NEGATIVE, log_prior, log_sum_selected
 from realm_jax.models.realm import Params
 from realm_jax.run import Run, put_batch
 from realm_jax.sections import QaConfig, RealmConfig, realm_config
-from realm_jax.tasks import TASKS
 from realm_jax.train.trained_run import TrainedRun
 
 GUESSING = 8  # candidates whose answers are weighed, as many as the paper has; each answer is read with all candidates
@@ -117,8 +116,7 @@ def parse(text: str) -> Masked | None:
 
 def inspected_task(config: ConfigDict, is_question: bool) -> str | None:
     """The task whose parameters are meant when none is named; None: the last."""
-    inspected = [name for name in task_names(config) if TASKS[name].inspects_sentences]
-    return inspected[-1] if inspected and not is_question else None
+    return "realm" if "realm" in task_names(config) and not is_question else None
 
 
 def check_has_priors(trained: TrainedRun) -> None:

@@ -49,7 +49,7 @@ from realm_jax.sections import task_names
 from realm_jax.storage import exclusive_lock, open_folder, publish_folder, read_json, write_atomic, write_json_atomic
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
-from realm_jax.tasks.groups import GROUP
+from realm_jax.tasks.evidence_contrast import GROUP
 from realm_jax.tasks.ict import Ict
 from realm_jax.train.adaptation_gate import (
     FEWEST,
@@ -72,7 +72,7 @@ from realm_jax.train.export import write_networks
 from realm_jax.train.init_from import recorded_start
 from realm_jax.train.loop import train_task
 from realm_jax.train.model_card import model_card
-from realm_jax.train.recipe import checked_run, open_run, preemptible, recipe_tasks, starting_params
+from realm_jax.train.recipe import checked_run, missing_data, open_run, preemptible, recipe_tasks, starting_params
 from realm_jax.train.restore import restore, restore_params, saved_vectors
 from realm_jax.train.results import save_bm25_index
 from realm_jax.train.time_plan import seconds_of, seconds_to_embed, step_time, steps_that_fit
@@ -250,11 +250,12 @@ def possible_tasks(name: str, run: Run, evidence: Evidence, share: float) -> tup
     assert kept is not None, "some documents are held out"
     rows = np.unique(evidence.among(kept).spans.rows)
     documents = len({store.document_id(row) for row in rows.tolist()})
-    left = [task.name for task in recipe_tasks(run) if not task.learns_from_evidence(run.config)]
+    from_evidence = {"evidence_contrast"} | ({"realm"} if run.config.realm.masking == "evidence" else set())
+    left = [name for name in task_names(run.config) if name not in from_evidence]
     if documents >= GROUP or len(left) == len(task_names(run.config)):
         return run.config.tasks, []
     few = f"{documents} documents to learn from have a name that another passage tells of, and {GROUP} are needed"
-    if not left and (lacking := Ict.missing(planned_config(run.config, {"held_out": share}), run.sources)):
+    if not left and (lacking := missing_data(Ict.name, planned_config(run.config, {"held_out": share}), run.sources)):
         raise UserError(f"{name}: {few}, and there is no {lacking}: nothing to learn from; keep the start")
     note = f"{few}: nothing was learned from hidden names."
     logger.warning("%s", note)

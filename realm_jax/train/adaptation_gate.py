@@ -26,7 +26,7 @@ from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run
 from realm_jax.sections import task_names
 from realm_jax.tasks.base import Task
-from realm_jax.tasks.groups import numbered
+from realm_jax.tasks.evidence_contrast import number_names
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.init_from import recorded_start
 from realm_jax.train.recipe import recipe_tasks
@@ -74,7 +74,7 @@ class Searches:
     def documents(self) -> NDArray[np.int64]:
         """A number of each sentence's document, [sentences], from 0 in their order."""
         store = self.run.sources.passages
-        return numbered(store.document_id(one.row) for one in self.sentences)
+        return number_names(store.document_id(one.row) for one in self.sentences)
 
     @cached_property
     def _texts(self) -> tuple[list[Question], list[Question]]:

@@ -8,6 +8,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from realm_jax.models.realm import Params
 from realm_jax.tasks.base import Task
 from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
@@ -15,6 +17,9 @@ from realm_jax.train.records import primary_metric
 from realm_jax.train.step import State
 
 logger = logging.getLogger(__name__)
+
+# Measures that the best parameters of a task are selected by; of others it is recall.
+SELECTION_METRICS = {"qa": "exact_match", "closed_book": "exact_match", "rerank": "answer_recall@1"}
 
 
 class BestParameters:
@@ -29,7 +34,7 @@ class BestParameters:
 
     def selection_metric(self, found: dict[str, Any]) -> str | None:
         """The measure by which parameters are kept, None if none are."""
-        return selection_metric(self._task.selects_by, found) if self._keep else None
+        return selection_metric(self._task.name, found) if self._keep else None
 
     def update(self, step: int, state: State, found: dict[str, Any]) -> None:
         """Keep what the task trained, at a step, if it measured better than all before; of equals the first stay."""
@@ -50,8 +55,12 @@ class BestParameters:
         return saved.step, saved.params(self._task.trained, self._task.run.param_shardings)
 
 
-def selection_metric(selects_by: str, found: dict[str, Any]) -> str:
-    """The measure by which a task keeps its best parameters, its `selects_by` or recall; '' where that was not
-    measured."""
-    name = selects_by or primary_metric(found)
-    return name if name in found else ""
+def selection_metric(task: str, measures: dict[str, Any]) -> str:
+    """Return the measure by which a task keeps its best parameters; '' if that was not measured."""
+    name = SELECTION_METRICS.get(task) or primary_metric(measures)
+    return name if name in measures else ""
+
+
+def keeps_best(task: str, config: ConfigDict) -> bool:
+    """Return True if a task hands on the parameters that measured best."""
+    return bool(config.evaluation.keep_best or (task == "qa" and config.evaluation.every > 0))

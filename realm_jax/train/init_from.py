@@ -51,7 +51,7 @@ from realm_jax.processes import run_on_process_0
 from realm_jax.run import Run, abstract_params
 from realm_jax.sections import READER_SIZES, Encoder, reader_section
 from realm_jax.storage import digest, make_folder, read_json, read_settings, write_json_atomic
-from realm_jax.tasks import TASKS
+from realm_jax.tasks.answering import trains_qa_reader
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.workdir import START, begins_with_reader, has_checkpoint, recorded_config, with_absolute_paths
 
@@ -147,7 +147,7 @@ class RunSource(_Named):
 
     def has_trained_reader(self, model: Realm) -> bool:
         """True if its reader was trained with questions."""
-        return any(TASKS[name].teaches_reading() for name in task_names(self.config)) or begins_with_reader(self.folder)
+        return any(map(trains_qa_reader, task_names(self.config))) or begins_with_reader(self.folder)
 
     def _saved(self) -> tuple[str, SavedCheckpoint | None]:
         """The last task, and its newest checkpoint."""

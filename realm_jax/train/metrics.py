@@ -24,7 +24,7 @@ from realm_jax.console import StageProgress
 from realm_jax.errors import UserError
 from realm_jax.processes import is_process_0
 from realm_jax.storage import write_atomic
-from realm_jax.tasks.base import Monitor
+from realm_jax.train.monitors import Monitor
 from realm_jax.train.records import read_lines
 from realm_jax.train.trackers import CompositeTracker
 

@@ -39,9 +39,17 @@ from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.schema import flatten
-from realm_jax.sections import qa_config, task_names
+from realm_jax.sections import TASK_SECTIONS, qa_config, task_names
 from realm_jax.storage import Damaged, read_json
-from realm_jax.tasks import TASKS, make_task
+from realm_jax.tasks.answering import (
+    ANSWERING_TASKS,
+    needs_vectors,
+    question_search,
+    reads_passages,
+    reranker,
+    trains_cloze_reader,
+    trains_qa_reader,
+)
 from realm_jax.train.cached_checkpoint import CachedCheckpoint
 from realm_jax.train.checkpoints import CheckpointRemoved, SavedCheckpoint
 from realm_jax.train.records import RECALLS, primary_metric, read_lines
@@ -143,7 +151,7 @@ def open_run_for_inference(workdir: Path, changes: dict[str, Any] | None = None,
     # Trained on one machine and asked on another: every device takes a share of the passages and all parameters. Batch
     # sizes of training must suit the devices, but nothing is trained here.
     here: dict[str, Any] = {"mesh.fsdp": 1, "mesh.model": 1, "optimizer.microbatches": 1}
-    for name in TASKS.keys() & {*recorded}:
+    for name in TASK_SECTIONS.keys() & {*recorded}:
         here[f"{name}.batch_size"] = jax.device_count()
     run = load_run(workdir, here | changes, questions)
     check_data(run, run.sources.passages.versions, questions)
@@ -161,17 +169,17 @@ def _check_prepared(folder: str, workdir: Path) -> None:
 def reader_is_trained(workdir: Path, task: str) -> bool:
     """Whether the reader at the end of a task of a run learnt to answer from passages: in fine-tuning there, or in the
     run or weights that it started from."""
-    return TASKS[task].teaches_reading() or begins_with_reader(workdir)
+    return trains_qa_reader(task) or begins_with_reader(workdir)
 
 
 def points_at_blanks(run: Run, task: str) -> bool:
     """Whether the reader at the end of a task of a run learnt from blanks alone."""
-    return TASKS[task].teaches_pointing(run.config) and not reader_is_trained(run.workdir, task)
+    return trains_cloze_reader(task, run.config) and not reader_is_trained(run.workdir, task)
 
 
 def check_reads_passages(trained: TrainedRun) -> None:
     """Raise UserError for a reader without passages: there is nothing to show beside its answers."""
-    if not TASKS[trained.task].reads_passages:
+    if not reads_passages(trained.task):
         raise UserError(
             f"{trained.run.workdir}: {trained.task} was trained there, which answers without passages; use `realm "
             "predict`"
@@ -190,9 +198,8 @@ def restore(
     """
     while True:
         name, saved = latest_checkpoint(run, task)
-        asked = make_task(name, run)
-        how = search or asked.question_search
-        vectors = asked.needs_vectors(how)
+        how, rerank = search or question_search(name, run.config), reranker(name, run.config)
+        vectors = needs_vectors(name, run.config, how)
         try:
             if not vectors:
                 index: Index | None = run.index_without_vectors
@@ -200,13 +207,13 @@ def restore(
                 index = None
             else:
                 index = saved_index_with_vectors(run, name, saved)
-            params = _params(run, saved, index is None or not for_answers, asked.rerank)
+            params = _params(run, saved, index is None or not for_answers, rerank)
             if vectors and is_edited(run):
                 index = published_index(run, params)
             break
         except CheckpointRemoved:  # the run continued and removed it; there is a newer one
             continue
-    trained = asked.learns_to_answer or reader_is_trained(run.workdir, name) or points_at_blanks(run, name)
+    trained = name in ANSWERING_TASKS or reader_is_trained(run.workdir, name) or points_at_blanks(run, name)
     if not trained and for_answers and warn:
         logger.warning(
             "these are the parameters of task %s: answers come from a span head that was not fine-tuned", name
@@ -216,7 +223,7 @@ def restore(
     if how != "vectors" and for_answers:
         run.words()  # raises where there are none
     index = index or run.index(embed_with_cache(run, params, bar=True))
-    return TrainedRun(run, name, saved.step, params, index, how, asked.rerank)
+    return TrainedRun(run, name, saved.step, params, index, how, rerank)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +272,7 @@ def recorded_metrics(run: Run, task: str) -> RecordedMetrics | None:
     results.json has what the run ended with, evaluations.jsonl of the task what was measured on the way.
     """
     results = _results(run.workdir / "results.json")
-    methods = (make_task(task, run).question_search, task)
+    methods = (question_search(task, run.config), task)
     by = next((by for by in methods if any(by in results.get(name, {}) for name in RECALLS)), task)
     ended = {name: one[by] for name in RECALLS if by in (one := results.get(name, {}))}
     last = task == task_names(run.config)[-1]  # results are of the parameters at the end
