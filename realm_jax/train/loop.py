@@ -29,7 +29,6 @@ from realm_jax.processes import any_process, broadcast_from_process_0
 from realm_jax.run import Run, local_rows
 from realm_jax.schema import flatten
 from realm_jax.tasks import make_task
-from realm_jax.tasks.answering import reads_passages
 from realm_jax.tasks.base import Task
 from realm_jax.tasks.step_flops import step_flops
 from realm_jax.train.best import BestParameters, keeps_best
@@ -211,8 +210,8 @@ def train_task(
             if restored is not None and task.retrieves:
                 index = index_provider.resume(start_step, restored.record, restored.vectors, restored.tower)
             del restored  # so that its vectors go once the index is replaced
-            trains_retriever_alone = not task.retrieves and reads_passages(name)
-            if measure is not None and trains_retriever_alone and config.init_from and step == 0:
+            starts_pretrained = step == 0 and config.init_from and name in ("ict", "evidence_contrast")
+            if measure is not None and starts_pretrained and not task.retrieves:
                 adopt_fresh_index()
                 index = None  # it was measured with one; its steps use none
 
