@@ -267,7 +267,7 @@ def planned_parts(run: Run, name: str) -> dict[str, float]:
     task = make_task(name, run)
     example = task.examples(run.initial_params(), None).make(0, np.random.default_rng(0))
     shapes = {key: (np.shape(value), np.asarray(value).dtype) for key, value in example.items()}
-    assert shapes == {key: (shape, np.dtype(dtype)) for key, (shape, dtype) in task.array_shapes().items()}
+    assert shapes == {key: (shape, np.dtype(dtype)) for key, (shape, dtype) in task.example_spec().items()}
     bare = abstract_run(run.config, run.workdir, 1000, 300, jax.devices()[:1])
     jax.eval_shape(make_step(make_task(name, bare)), *abstract_arguments(bare, name))
     return step_flops(make_task(name, bare))

@@ -49,7 +49,7 @@ def arrays(example) -> dict[str, tuple]:
 
 
 def promised(task) -> dict[str, tuple]:
-    return {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in task.array_shapes().items()}
+    return {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in task.example_spec().items()}
 
 
 @pytest.mark.parametrize("task", ["ict", "realm", "qa"])

@@ -132,7 +132,7 @@ def check_has_priors(trained: TrainedRun) -> None:
 
 
 def masked_text(run: Run, text: Masked, pieces: int) -> Example:
-    """The arrays of one REALM example; see `Task.array_shapes`. pieces: of a blank whose answer is not known.
+    """The arrays of one REALM example; see `Task.example_spec`. pieces: of a blank whose answer is not known.
 
     Its own passage is looked for by its text, as in pre-training. Raises UserError for a text or an answer that is too
     long or empty.

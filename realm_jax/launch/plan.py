@@ -290,7 +290,7 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
     made = make_task(task, trainer)
     state = abstract_state(made, trainer.abstract_params)
     size = config[task].batch_size
-    shapes = made.array_shapes().items()
+    shapes = made.example_spec().items()
     batch = {name: abstract_sharded(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes}
     index = None
     if made.retrieves:

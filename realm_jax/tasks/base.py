@@ -33,8 +33,8 @@ from realm_jax.sections import TaskSection, task_section
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 
 Array = jax.Array
-Means = dict[str, Mean]
-Shapes = dict[str, tuple[tuple[int, ...], Any]]  # name of an array → its shape in one example, and dtype
+Metrics = dict[str, Mean]  # what a loss returns: `loss` and what is reported
+ExampleSpec = dict[str, tuple[tuple[int, ...], Any]]  # name of an array → its shape in one example, and dtype
 Embed = Callable[[], NDArray]  # the corpus by the parameters that a task starts with, [rows, width]
 LOG_PERPLEXITY = "log_perplexity"
 
@@ -50,7 +50,7 @@ class ContrastiveLoss(NamedTuple):
 
     encode: Callable[[Params, Batch, Array | None], Any]
     null: Callable[[Params, Array | None], Any]
-    loss: Callable[[Any, Any], Means]
+    loss: Callable[[Any, Any], Metrics]
 
 
 class Task(abc.ABC):
@@ -82,7 +82,7 @@ class Task(abc.ABC):
 
     @cached_property
     def context(self) -> StaticContext:
-        """What is compiled into its steps, with sequences packed if there are data to say how long they are."""
+        """Return what is compiled into its steps, with sequences packed if there are data to say how long they are."""
         return replace(self.run.context, packing=None if self.run.sources is None else self.packing())
 
     def packing(self) -> PackingSpec | None:
@@ -91,7 +91,7 @@ class Task(abc.ABC):
 
     @property
     def num_microbatches(self) -> int:
-        """Parts of a batch whose gradients are added up one after another; they divide it."""
+        """Return the parts of a batch whose gradients are added up one after another; they divide it."""
         return int(self.run.config.optimizer.microbatches)
 
     def start(self, params: Params) -> Params:
@@ -108,11 +108,11 @@ class Task(abc.ABC):
         """
 
     @abc.abstractmethod
-    def array_shapes(self) -> Shapes:
+    def example_spec(self) -> ExampleSpec:
         """Return the shape and dtype of every array of an example, at its longest."""
 
     @abc.abstractmethod
-    def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Metrics:
         """Return the loss and what is reported, as the top of this file says."""
 
 
@@ -151,35 +151,35 @@ def load_or_create(
     return entries
 
 
-# --- Shapes of the arrays that `data/examples.py` makes ---------------------------------------------------------------
+# --- The arrays that `data/examples.py` makes -------------------------------------------------------------------------
 
 
-def query_shapes(run: Run, name: str = "query") -> Shapes:
-    """Return the shapes of `query_arrays`."""
+def query_spec(run: Run, name: str = "query") -> ExampleSpec:
+    """Return the spec of `query_arrays`."""
     ids = id_dtype(run.model.bert.vocabulary_size)
     return {name: ((run.lengths.query,), ids), f"{name}_length": ((), np.int32)}
 
 
-def question_shapes(run: Run, bm25_depth: int) -> Shapes:
-    """Return the shapes of `question_arrays`, with BM25's list of `bm25_depth` passages."""
+def question_spec(run: Run, bm25_depth: int) -> ExampleSpec:
+    """Return the spec of `question_arrays`, with BM25's list of `bm25_depth` passages."""
     lengths = run.lengths
-    answers: Shapes = {
+    answers: ExampleSpec = {
         "answers": ((lengths.answers, lengths.span_width), np.int32),
         "answer_lengths": ((lengths.answers,), np.int32),
     }
-    return query_shapes(run) | answers | bm25_shapes(bm25_depth)
+    return query_spec(run) | answers | bm25_spec(bm25_depth)
 
 
-def document_shapes(run: Run) -> Shapes:
-    """Return the shapes of `document_arrays`."""
-    lengths: Shapes = {name: ((), np.int32) for name in ("document_length", "document_title_length")}
+def document_spec(run: Run) -> ExampleSpec:
+    """Return the spec of `document_arrays`."""
+    lengths: ExampleSpec = {name: ((), np.int32) for name in ("document_length", "document_title_length")}
     return {"document": ((run.lengths.document,), id_dtype(run.model.bert.vocabulary_size))} | lengths
 
 
-def masked_shapes(run: Run, query: Shapes) -> Shapes:
-    """Return the shapes of `masked_arrays`, given those of the text."""
+def masked_spec(run: Run, query: ExampleSpec) -> ExampleSpec:
+    """Return the spec of `masked_arrays`, given that of the text."""
     positions = (run.lengths.predictions,)
-    masked: Shapes = {
+    masked: ExampleSpec = {
         "positions": (positions, np.int32),
         "targets": (positions, np.int32),
         "weights": (positions, np.float32),
@@ -187,7 +187,7 @@ def masked_shapes(run: Run, query: Shapes) -> Shapes:
     return query | masked
 
 
-def bm25_shapes(depth: int) -> Shapes:
-    """Return the shapes of `Bm25Hits.arrays`; none if no list comes with an example (depth 0)."""
-    hits: Shapes = {"bm25_rows": ((depth,), np.int32), "bm25_scores": ((depth,), np.float32)}
+def bm25_spec(depth: int) -> ExampleSpec:
+    """Return the spec of `Bm25Hits.arrays`; empty if no list comes with an example (depth 0)."""
+    hits: ExampleSpec = {"bm25_rows": ((depth,), np.int32), "bm25_scores": ((depth,), np.float32)}
     return hits if depth else {}

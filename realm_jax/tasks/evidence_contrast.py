@@ -38,13 +38,13 @@ from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.tasks.base import (
     Embed,
-    Means,
-    Shapes,
+    ExampleSpec,
+    Metrics,
     Task,
     batch_mean,
-    document_shapes,
+    document_spec,
     load_or_create,
-    query_shapes,
+    query_spec,
 )  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -76,17 +76,17 @@ class EvidenceContrast(Task):
         require_passages(len(rows), passages, "a name that another passage is evidence for", self.name, training_rows)
         return evidence_examples(passages, tokenizer, lengths, evidence, grouped_rows(self, embed, rows))
 
-    def array_shapes(self) -> Shapes:
-        rows: Shapes = {name: ((), np.int32) for name in ("own_row", "owner", "other_row", "other_owner")}
-        other = {f"other_{name}": shape for name, shape in document_shapes(self.run).items()}
-        evidence: Shapes = {"right_rows": ((MAX_EVIDENCE,), np.int32)}
-        return query_shapes(self.run) | document_shapes(self.run) | other | rows | evidence
+    def example_spec(self) -> ExampleSpec:
+        rows: ExampleSpec = {name: ((), np.int32) for name in ("own_row", "owner", "other_row", "other_owner")}
+        other = {f"other_{name}": shape for name, shape in document_spec(self.run).items()}
+        evidence: ExampleSpec = {"right_rows": ((MAX_EVIDENCE,), np.int32)}
+        return query_spec(self.run) | document_spec(self.run) | other | rows | evidence
 
-    def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Metrics:
         return evidence_loss(self.run.context, params, batch, key)
 
 
-def evidence_loss(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> Means:
+def evidence_loss(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> Metrics:
     """Return −log p(a right passage) among all passages of the batch, mean over its sentences.
 
     A passage is one candidate, however often it came. Passages of the sentence's own document that are not right are

@@ -32,12 +32,12 @@ from realm_jax.sections import IctConfig, qa_config
 from realm_jax.tasks.base import (
     ContrastiveLoss,
     Embed,
-    Means,
-    Shapes,
+    ExampleSpec,
+    Metrics,
     Task,
     batch_mean,
-    document_shapes,
-    query_shapes,
+    document_spec,
+    query_spec,
 )  # fmt: skip
 
 Array = jax.Array
@@ -65,7 +65,7 @@ class Ict(Task):
 
     @property
     def num_microbatches(self) -> int:
-        """One if it retrieves: it then embeds short texts alone, so there is little memory to save."""
+        """Return 1 if it retrieves, because it then embeds short texts alone: there is little memory to save."""
         return 1 if self.retrieves else super().num_microbatches
 
     def examples(self, params: Params, embed: Embed) -> Examples:
@@ -74,10 +74,10 @@ class Ict(Task):
         mask_rate = 0.0 if self.retrieves else MASK_RATE
         return ict_examples(passages, self.run.sources.tokenizer, self.run.lengths, mask_rate, rows)
 
-    def array_shapes(self) -> Shapes:
-        return query_shapes(self.run) | document_shapes(self.run) | {"own_row": ((), np.int32)}
+    def example_spec(self) -> ExampleSpec:
+        return query_spec(self.run) | document_spec(self.run) | {"own_row": ((), np.int32)}
 
-    def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Metrics:
         if self.contrast is None:
             beam = qa_config(self.run.config).beam
             return retrieved_ict_loss(beam, self.run.context, params, batch, index, key)
@@ -97,7 +97,7 @@ def ict_null_vector(ict: IctConfig, context: StaticContext, params: Params, key:
     return embed_null(context, params, dropout_keys(key, 3)[2]) if ict.null_weight else None
 
 
-def in_batch_softmax(vectors: tuple[Array, Array], null: Array | None, null_weight: float) -> Means:
+def in_batch_softmax(vectors: tuple[Array, Array], null: Array | None, null_weight: float) -> Metrics:
     """Return the loss of a softmax of each sentence over all passages of the global batch.
 
     With `null_weight` the null document is one more candidate, and the right one for a sentence whose own passage
@@ -142,7 +142,7 @@ def _ict_loss_with_null(scores: Array, null: Array, weight: float) -> Array:
 
 def retrieved_ict_loss(
     beam: int, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
-) -> Means:
+) -> Metrics:
     """Return −log p(own passage) among it and the `beam` best of the index: what the sentence itself retrieves are its
     hardest negatives.
 

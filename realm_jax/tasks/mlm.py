@@ -31,7 +31,7 @@ from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
 from realm_jax.sections import joint_length, realm_config, task_names
-from realm_jax.tasks.base import Embed, Means, Shapes, Task, document_shapes, masked_shapes, query_shapes
+from realm_jax.tasks.base import Embed, ExampleSpec, Metrics, Task, document_spec, masked_spec, query_spec
 from realm_jax.tasks.packed import SAMPLED, PackingEstimator
 
 Array = jax.Array
@@ -51,8 +51,11 @@ class Mlm(Task):
 
     @property
     def num_microbatches(self) -> int:
-        """As few as have no more reader inputs each than a part of REALM's batch, which has all candidates of its
-        sentences: a step in small parts takes a quarter longer on two cores (`benchmarks/README.md`)."""
+        """Return as few parts as have no more reader inputs each than a part of REALM's batch.
+
+        That has all candidates of its sentences. A step in small parts takes a quarter longer on two cores
+        (`benchmarks/README.md`).
+        """
         config, most = self.run.config, super().num_microbatches
         if "realm" not in task_names(config):
             return most
@@ -73,10 +76,10 @@ class Mlm(Task):
     def examples(self, params: Params, embed: Embed) -> Examples:
         return self.fixed_examples
 
-    def array_shapes(self) -> Shapes:
-        return masked_shapes(self.run, query_shapes(self.run)) | document_shapes(self.run)
+    def example_spec(self) -> ExampleSpec:
+        return masked_spec(self.run, query_spec(self.run)) | document_spec(self.run)
 
-    def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Metrics:
         return mlm_loss(self.context, params, batch, key)
 
     def packing(self) -> PackingSpec:
@@ -88,7 +91,7 @@ class Mlm(Task):
         return PackingSpec(estimator.examples, joints=joints)
 
 
-def mlm_loss(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> Means:
+def mlm_loss(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> Metrics:
     """Return the cross-entropy of masked words given the passage that comes with the batch.
 
     Args:

@@ -30,7 +30,7 @@ from realm_jax.models.likelihood import Mean
 from realm_jax.models.realm import Params
 from realm_jax.run import Run
 from realm_jax.sections import QaConfig, joint_length
-from realm_jax.tasks.base import Embed, Means, Shapes, Task, batch_mean, question_shapes
+from realm_jax.tasks.base import Embed, ExampleSpec, Metrics, Task, batch_mean, question_spec
 from realm_jax.tasks.packed import SAMPLED, PackingEstimator, TextLengths
 from realm_jax.tasks.qa_examples import fine_tuning_examples
 
@@ -64,15 +64,15 @@ class Qa(Task):
     def examples(self, params: Params, embed: Embed) -> Examples:
         return fine_tuning_examples(self, params, embed)
 
-    def array_shapes(self) -> Shapes:
+    def example_spec(self) -> ExampleSpec:
         qa, rows = self.settings, self.run.context.rows
-        shapes = question_shapes(self.run, bm25_list_length(qa.search, qa.depth(rows), rows))
+        shapes = question_spec(self.run, bm25_list_length(qa.search, qa.depth(rows), rows))
         if not self.is_positive:
             return shapes
         joint, ids = joint_length(self.run.config), id_dtype(self.run.model.reader.bert.vocabulary_size)
         return shapes | {"joint": ((joint,), ids), "joint_length": ((), np.int32), "body_start": ((), np.int32)}
 
-    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Metrics:
         if self.is_positive:
             return positive_qa_loss(self.settings, self.context, params, batch, index, key)
         return qa_loss(self.settings, self.context, params, batch, index, key)
@@ -102,7 +102,7 @@ class Qa(Task):
 
 def qa_loss(
     qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
-) -> Means:
+) -> Metrics:
     """Return the paper's marginal over passages and spans, or ORQA's L_ret + L_read.
 
     Args:
@@ -145,7 +145,7 @@ def top1_is_correct(scores: Array, correct: Array) -> Array:
 
 def positive_qa_loss(
     qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
-) -> Means:
+) -> Metrics:
     """Return the loss of one positive passage a question, which comes with the batch.
 
     The reader's term is −log p(correct span) among the spans of that passage; the retriever's is ORQA's L_ret over a

@@ -47,13 +47,13 @@ from realm_jax.sections import RealmConfig
 from realm_jax.tasks.base import (
     LOG_PERPLEXITY,
     Embed,
-    Means,
-    Shapes,
+    ExampleSpec,
+    Metrics,
     Task,
     batch_mean,
-    bm25_shapes,
-    masked_shapes,
-    query_shapes,
+    bm25_spec,
+    masked_spec,
+    query_spec,
 )
 from realm_jax.tasks.packed import SAMPLED, PackingEstimator, TextLengths
 
@@ -84,20 +84,20 @@ class RealmTask(Task):
             run.find_sentence, run.learned_rows(sources.pretraining), self.settings.uses_span_marginal,
         ).examples()  # fmt: skip
 
-    def array_shapes(self) -> Shapes:
+    def example_spec(self) -> ExampleSpec:
         realm, rows = self.settings, self.run.context.rows
-        query = query_shapes(self.run)
+        query = query_spec(self.run)
         if realm.uses_span_marginal:
-            query |= query_shapes(self.run, "reader_query")
-        masked = masked_shapes(self.run, query)
-        sentence: Shapes = {
+            query |= query_spec(self.run, "reader_query")
+        masked = masked_spec(self.run, query)
+        sentence: ExampleSpec = {
             "sentence": masked["query"],
             "sentence_length": ((), np.int32),
             "own_row": ((), np.int32),
         }
-        return masked | sentence | bm25_shapes(bm25_list_length(realm.search, search_depth(realm, rows), rows))
+        return masked | sentence | bm25_spec(bm25_list_length(realm.search, search_depth(realm, rows), rows))
 
-    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Metrics:
         return realm_loss(self.settings, self.context, params, batch, index, key, self.frozen_passages)
 
     def packing(self) -> PackingSpec:
@@ -131,7 +131,7 @@ class RealmTask(Task):
 def realm_loss(
     realm: RealmConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None,
     frozen_passages: bool,
-) -> Means:  # fmt: skip
+) -> Metrics:  # fmt: skip
     """Return −log Σ_z p(z|x) p(y|z,x) over the null document and the retrieved candidates, and what is reported.
 
     Args:
@@ -151,7 +151,7 @@ def realm_loss(
     return realm_metrics(result, read.is_top1, batch, read.candidates) | {"unplaced": read.unplaced}
 
 
-def realm_metrics(result: likelihood.Marginal, is_top1: Array, batch: Batch, candidates: Candidates) -> Means:
+def realm_metrics(result: likelihood.Marginal, is_top1: Array, batch: Batch, candidates: Candidates) -> Metrics:
     """Return what a REALM step reports: means over the examples of the batch, or over its masked tokens.
 
     Args:

@@ -30,7 +30,7 @@ from realm_jax.models.likelihood import Mean, log_sum_selected
 from realm_jax.models.realm import Network, Params, flatten_passages
 from realm_jax.run import Run
 from realm_jax.sections import QaConfig, RerankConfig, qa_config
-from realm_jax.tasks.base import Embed, Means, Shapes, Task, batch_mean, question_shapes
+from realm_jax.tasks.base import Embed, ExampleSpec, Metrics, Task, batch_mean, question_spec
 from realm_jax.tasks.qa_examples import retrieved_examples, training_questions
 
 Array = jax.Array
@@ -58,18 +58,18 @@ class RerankTask(Task):
     def examples(self, params: Params, embed: Embed) -> Examples:
         return retrieved_examples(self.run, training_questions(self, params, embed), self.candidates)
 
-    def array_shapes(self) -> Shapes:
+    def example_spec(self) -> ExampleSpec:
         search = qa_config(self.run.config).search
-        return question_shapes(self.run, bm25_list_length(search, self.candidates, self.run.context.rows))
+        return question_spec(self.run, bm25_list_length(search, self.candidates, self.run.context.rows))
 
-    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Means:
+    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Metrics:
         qa = dataclasses.replace(qa_config(self.run.config), passages=self.candidates)
         return rerank_loss(qa, self.run.context, params, batch, index, key)
 
 
 def rerank_loss(
     qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
-) -> Means:
+) -> Metrics:
     """Return the cross-entropy between p(z|x,y) of the reader and the softmax of the new scores.
 
     Args:

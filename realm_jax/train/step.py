@@ -20,7 +20,7 @@ from realm_jax.index.control import reduce_control
 from realm_jax.mesh import replicated
 from realm_jax.models.realm import Params
 from realm_jax.sections import RealmConfig
-from realm_jax.tasks.base import LOG_PERPLEXITY, Batch, Means, Task
+from realm_jax.tasks.base import LOG_PERPLEXITY, Batch, Metrics, Task
 from realm_jax.train.optimizer import (
     FRESH_HEADS,
     SHORT_RETRIEVER,
@@ -155,7 +155,7 @@ def loss_and_metrics(
     return values["loss"], values
 
 
-def metric_values(means: Means) -> dict[str, Array]:
+def metric_values(means: Metrics) -> dict[str, Array]:
     """The values of means; a perplexity is the exponential of one."""
     values = {name: mean.value for name, mean in means.items()}
     if LOG_PERPLEXITY in values:
@@ -180,12 +180,12 @@ def _part_key(key: Array | None, number: Array) -> Array | None:
 
 def _summed(
     task: Task, trained: Params, frozen: Params, batch: Batch, index: Any, key: Array | None
-) -> tuple[Params, Means]:
-    def total(trained: Params, part: Batch, number: Array) -> tuple[Array, Means]:
+) -> tuple[Params, Metrics]:
+    def total(trained: Params, part: Batch, number: Array) -> tuple[Array, Metrics]:
         means = task.loss({**frozen, **trained}, part, index, _part_key(key, number))
         return means["loss"].total, means
 
-    def add(sums: Params, entry: tuple[Array, Batch]) -> tuple[Params, Means]:
+    def add(sums: Params, entry: tuple[Array, Batch]) -> tuple[Params, Metrics]:
         number, part = entry
         (_, means), grads = jax.value_and_grad(total, has_aux=True)(trained, part, number)
         return jax.tree.map(jnp.add, sums, grads), means
@@ -197,14 +197,14 @@ def _summed(
     return jax.tree.map(lambda gradient: gradient / count, grads), means
 
 
-def _cached(task: Task, trained: Params, frozen: Params, batch: Batch, key: Array | None) -> tuple[Params, Means]:
+def _cached(task: Task, trained: Params, frozen: Params, batch: Batch, key: Array | None) -> tuple[Params, Metrics]:
     assert task.contrast is not None
     encode, null, contrast = task.contrast
 
     def vectors(trained: Params, number: Array, part: Batch) -> Any:
         return encode({**frozen, **trained}, part, _part_key(key, number))
 
-    def loss(vectors: Any, trained: Params) -> tuple[Array, Means]:
+    def loss(vectors: Any, trained: Params) -> tuple[Array, Metrics]:
         means = contrast(vectors, null({**frozen, **trained}, key))
         return means["loss"].value, means
 
