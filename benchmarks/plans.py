@@ -18,9 +18,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import TaskSection, default, flatten, load_config, task_names, validate
+from realm_jax.config import TASK_SECTIONS, TaskSection, default, flatten, load_config, task_names, validate
 from realm_jax.storage import read_json, write_json_atomic
-from realm_jax.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "docs" / "results" / "plans.json"
@@ -64,8 +63,8 @@ def main() -> None:
 
 def program_keys(config: ConfigDict, task: str) -> dict[str, Any]:
     """The keys that decide a task's program on TPUs."""
-    others = {f"{name}.{field.name}" for name in TASKS if name != task for field in fields(TaskSection)}
-    sections = {*PROGRAM_SECTIONS, *TASKS}
+    others = {f"{name}.{field.name}" for name in TASK_SECTIONS if name != task for field in fields(TaskSection)}
+    sections = {*PROGRAM_SECTIONS, *TASK_SECTIONS}
     values = {key: value for key, value in flatten(config.to_dict()).items() if key.partition(".")[0] in sections}
     return {key: value for key, value in values.items() if key not in others and key != "data.path"}
 

@@ -49,6 +49,7 @@ from realm_jax.models.inputs import PassageBatch
 from realm_jax.run import Run, put_batch
 from realm_jax.tasks import make_task
 from realm_jax.tasks.packed import SAMPLED, PackingEstimator, TextLengths
+from realm_jax.tasks.step_flops import step_flops
 from realm_jax.train.optimizer import CLIP, WEIGHT_DECAY
 from realm_jax.train.step import make_step, start_state
 
@@ -269,7 +270,7 @@ def packing_of(run: Run) -> PackingSpec:
 
 def our_way(run: Run, params: Any, batch: Any, vectors: NDArray[np.float32], packed: PackingSpec | None) -> Way:
     task = make_task("realm", run)
-    task.__dict__["packed_context"] = replace(task.context, packing=packed)  # where cached_property keeps it
+    task.__dict__["context"] = replace(run.context, packing=packed)  # where cached_property keeps it
     step = make_step(task)
     index, placed = run.index(vectors), put_batch(run.mesh, batch)
     control = put_control(run.mesh, ControlSignal())
@@ -287,7 +288,7 @@ def our_way(run: Run, params: Any, batch: Any, vectors: NDArray[np.float32], pac
             print(f"packing had no place for {metrics['unplaced']:.1%} of the pieces", flush=True)
         return float(metrics["loss"]), float(metrics["gradient_norm"])
 
-    return Way(once, checked, sum(task.flops().values()))
+    return Way(once, checked, sum(step_flops(task).values()))
 
 
 def their_way(
@@ -313,7 +314,7 @@ def their_way(
         trainer.update(rate(next(number), config))
         return values
 
-    return Way(once, checked, sum(make_task("realm", run).flops().values()))
+    return Way(once, checked, sum(step_flops(make_task("realm", run)).values()))
 
 
 def rate(step: int, config: ConfigDict) -> float:

@@ -23,8 +23,8 @@ from realm_jax.cli.quickstart import make_data
 from realm_jax.config import load_config
 from realm_jax.run import Run
 from realm_jax.tasks import make_task
-from realm_jax.tasks.base import Measure
 from realm_jax.train.loop import train_task
+from realm_jax.train.measure import Measure, make_measure
 from realm_jax.train.recipe import open_run, starting_params, train
 from realm_jax.train.records import read_lines
 
@@ -84,7 +84,7 @@ def run_seed(workdir: Path, seed: int) -> None:
 
 def at_the_end(run: Run) -> Measure:
     """The recipe's measure, but not at every refresh."""
-    whole = make_task("realm", run).measure()
+    whole = make_measure(make_task("realm", run))
     assert whole is not None, "the encyclopedia has questions"
     return lambda params, index, final: whole(params, index, True) if final else {}
 

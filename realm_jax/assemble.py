@@ -22,7 +22,7 @@ from realm_jax.models.networks import Realm
 from realm_jax.models.prompts import Encode, Template, compiled, longest_passage, placeholder, query_lengths
 from realm_jax.models.reader import Reader, span_size
 from realm_jax.run import Run, device_options, make_bert, mesh_for
-from realm_jax.tasks import TASKS
+from realm_jax.tasks.rerank import CrossEncoder
 
 
 def make_run(
@@ -62,8 +62,9 @@ def abstract_run(
     hidden = logical_sharding(mesh, "batch", None, None)
     model = make_model(config, vocabulary_size, encode, hidden)
     model = model.with_compute(**device_options(mesh, model.bert.compute.dtype))
-    brought = tuple(network for name in task_names(config) for network in TASKS[name].networks(model))
-    context = StaticContext(dataclasses.replace(model, networks=brought), mesh, *special, rows)
+    if "rerank" in task_names(config):
+        model = dataclasses.replace(model, networks=(CrossEncoder(model.reader.bert),))
+    context = StaticContext(model, mesh, *special, rows)
     masking, answers = config.realm.masking, config.qa.answers
     lengths = lengths_from(
         data.query_length, data.document_length, masking, data.predictions, answers, config.model.span_width

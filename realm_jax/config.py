@@ -635,6 +635,12 @@ def task_names(config: Config | ConfigDict) -> list[str]:
     return [name.strip() for name in config.tasks.split(",") if name.strip()]
 
 
+# The sections of tasks by name.
+TASK_SECTIONS: dict[str, TaskSection] = {
+    field.name: field.default for field in dataclasses.fields(Config) if isinstance(field.default, TaskSection)
+}
+
+
 def reader_section(model: Model) -> Model:
     """Return the section `model` as it is for the reader's BERT."""
     return dataclasses.replace(model, reader=ReaderSizes(), **model.reader.changes)

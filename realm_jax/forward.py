@@ -438,7 +438,12 @@ def read_masked(
     """Retrieve for masked sentences, score the candidates, and read the sentences with them.
 
     Args:
-        batch: `tasks/realm.py: masked_examples`, [batch, …].
+        realm: how candidates are found and read.
+        context: of the run.
+        params: all parameters.
+        batch: `tasks/realm.py: MaskedSentences`, [batch, …].
+        index: that is searched.
+        key: of dropout; None: none.
         frozen_passages: whether the passages keep the vectors of the index.
     """
     candidates = retrieve(realm, context, params, batch, index)

@@ -35,6 +35,7 @@ from realm_jax.processes import WorkShare
 from realm_jax.run import Run
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
+from realm_jax.tasks.step_flops import step_flops
 from realm_jax.train import loop
 from realm_jax.train.loop import train_task
 from realm_jax.train.metrics import TIMES
@@ -273,10 +274,10 @@ def planned_parts(run: Run, name: str) -> dict[str, float]:
     task = make_task(name, run)
     example = task.examples(run.initial_params(), None).make(0, np.random.default_rng(0))
     shapes = {key: (np.shape(value), np.asarray(value).dtype) for key, value in example.items()}
-    assert shapes == {key: (shape, np.dtype(dtype)) for key, (shape, dtype) in task.array_shapes().items()}
+    assert shapes == {key: (shape, np.dtype(dtype)) for key, (shape, dtype) in task.example_spec().items()}
     bare = abstract_run(run.config, run.workdir, 1000, 300, jax.devices()[:1])
     jax.eval_shape(make_step(make_task(name, bare)), *abstract_arguments(bare, name))
-    return make_task(name, bare).flops()
+    return step_flops(make_task(name, bare))
 
 
 # --- Looked at --------------------------------------------------------------------------------------------------------

@@ -55,5 +55,6 @@ def test_a_task_that_lost_reports_what_it_hands_on_and_why(records, measure, mes
 
 
 def test_a_measure_that_was_not_taken_selects_nothing():
-    assert selection_metric("exact_match", {"exact_match": 0.4}) == "exact_match"
-    assert selection_metric("exact_match", {"recall@5": 0.4}) == ""
+    assert selection_metric("qa", {"exact_match": 0.4, "recall@5": 0.4}) == "exact_match"
+    assert selection_metric("qa", {"recall@5": 0.4}) == ""
+    assert selection_metric("realm", {"exact_match": 0.4, "recall@5": 0.4}) == "recall@5"

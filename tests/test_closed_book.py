@@ -14,7 +14,7 @@ from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.models.inputs import PassageBatch, flatten_passages, reader_inputs
 from realm_jax.tasks.closed_book import (
-    answer_positions,
+    answer_length,
     closed_book_answer,
     closed_book_examples,
     closed_book_query,
@@ -128,7 +128,7 @@ def test_the_probability_is_of_the_pieces_up_to_the_end(alone):
     pieces = log_p.argmax(axis=-1)
     assert answers[0].text == closed_book_answer(pieces, alone.sources.tokenizer, alone.lengths)
     ends = np.flatnonzero(pieces == alone.sources.tokenizer.sep_id)
-    last = min([*ends, answer_positions(alone.lengths) - 1])
+    last = min([*ends, answer_length(alone.lengths) - 1])
     assert answers[0].probability == pytest.approx(np.exp(log_p.max(axis=-1)[: last + 1].sum()), rel=1e-4)
 
 

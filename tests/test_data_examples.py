@@ -59,7 +59,7 @@ def sources(prepared) -> Sources:
 @pytest.fixture(scope="module")
 def salient(sources) -> Examples:
     """REALM's queries: a sentence with one of its salient spans hidden."""
-    return realm.masked_examples(sources.passages, sources.tokenizer, LENGTHS, "salient", pretraining_is_corpus=True)
+    return realm.MaskedSentences(sources.passages, sources.tokenizer, LENGTHS, "salient", True).examples()
 
 
 def decode(sources: Sources, ids: np.ndarray, length: int) -> str:
@@ -358,7 +358,7 @@ def test_the_inverse_cloze_task_leaves_a_share_of_sentences_in(sources):
 @pytest.mark.parametrize("kind", ["salient", "uniform", "random_span"])
 def test_masked_queries_are_their_sentence_but_for_the_predictions(sources, kind):
     store = sources.passages
-    examples = realm.masked_examples(store, sources.tokenizer, LENGTHS, kind, pretraining_is_corpus=True)
+    examples = realm.MaskedSentences(store, sources.tokenizer, LENGTHS, kind, pretraining_is_corpus=True).examples()
     assert examples.total == len(store)
     for index, rng in itertools.product(range(examples.total), rngs(5)):
         example = examples.make(index, rng)
@@ -398,7 +398,7 @@ def test_a_whole_span_is_hidden_which_is_chosen_uniformly_over_its_passage(sourc
 
 
 def test_the_own_row_is_set_only_where_the_text_is_the_corpus(sources, salient):
-    other = realm.masked_examples(sources.passages, sources.tokenizer, LENGTHS, "salient", pretraining_is_corpus=False)
+    other = realm.MaskedSentences(sources.passages, sources.tokenizer, LENGTHS, "salient", False).examples()
     assert [examples.make(3, np.random.default_rng(0))["own_row"] for examples in (salient, other)] == [3, -1]
 
 
@@ -444,7 +444,10 @@ def test_questions_that_cannot_be_learned_from_are_refused(sources):
     "make, missing",
     [
         (lambda store, s: ict.sentence_rows(store), "two or more sentences"),
-        (lambda store, s: realm.masked_examples(store, s.tokenizer, LENGTHS, "salient", True), "a salient span"),
+        (
+            lambda store, s: realm.MaskedSentences(store, s.tokenizer, LENGTHS, "salient", True).examples(),
+            "a salient span",
+        ),
         (lambda store, s: mlm.warmup_examples(store, store, s.tokenizer, LENGTHS, 0.1, 0.1), "in two sentences"),
     ],
 )

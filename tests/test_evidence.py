@@ -79,7 +79,7 @@ def test_evidence_is_what_a_search_one_by_one_finds(sources, monkeypatch, pairs)
 
 def test_queries_hide_spans_with_evidence_and_no_others(sources):
     store, lengths = sources.passages, Lengths(ROOM + 2, 64, LONGEST, 2, LONGEST)
-    examples = realm.masked_examples(store, sources.tokenizer, lengths, "evidence", pretraining_is_corpus=True)
+    examples = realm.MaskedSentences(store, sources.tokenizer, lengths, "evidence", True).examples()
     found = find_evidence(store, ROOM, LONGEST).spans
     rows = np.unique(found.rows)
     assert examples.total == len(rows)
@@ -98,7 +98,7 @@ def test_evidence_of_documents_that_are_held_out_is_none(sources):
     found = find_evidence(store, ROOM, LONGEST)
     kept = np.ones(len(store), bool)
     kept[np.unique(found.rows)[::2]] = False
-    examples = realm.masked_examples(store, sources.tokenizer, lengths, "evidence", True, kept=kept)
+    examples = realm.MaskedSentences(store, sources.tokenizer, lengths, "evidence", True, training_rows=kept).examples()
     numbers = [number for number in range(len(found.spans.rows)) if kept[found.rows_of(number)].any()]
     rows = np.unique(found.spans.rows[numbers])
     assert 0 < examples.total == kept[rows].sum() < kept[np.unique(found.spans.rows)].sum()
@@ -108,7 +108,9 @@ def test_the_retriever_is_asked_without_the_span_that_the_reader_points_at(sourc
     """Whatever span is hidden, nothing of it and no [MASK] is in the retriever's query; the reader's has [MASK]s."""
     store, mask_id = sources.passages, sources.tokenizer.mask_id
     lengths = Lengths(ROOM + 2, 64, LONGEST, 1, LONGEST)
-    examples = realm.masked_examples(store, sources.tokenizer, lengths, "evidence", True, leave_out=True)
+    examples = realm.MaskedSentences(
+        store, sources.tokenizer, lengths, "evidence", True, separate_reader_query=True
+    ).examples()
     for number in range(20):
         example = examples.make(number, np.random.default_rng(number))
         asked, read = (example[name][1 : example[f"{name}_length"] - 1] for name in ("query", "reader_query"))
@@ -125,4 +127,4 @@ def test_a_corpus_without_evidence_is_refused(tmp_path):
     prepare(path, tmp_path / "ready", vocabulary_size=100, limit=64, workers=1)
     sources, lengths = open_sources(tmp_path / "ready"), Lengths(32, 64, 4, 2, 4)
     with pytest.raises(UserError, match="a salient span that another passage is evidence for, and there is none"):
-        realm.masked_examples(sources.passages, sources.tokenizer, lengths, "evidence", pretraining_is_corpus=True)
+        realm.MaskedSentences(sources.passages, sources.tokenizer, lengths, "evidence", True).examples()

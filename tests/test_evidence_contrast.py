@@ -17,9 +17,9 @@ from realm_jax.errors import UserError
 from realm_jax.models.inputs import PassageBatch
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
-from realm_jax.tasks.evidence_contrast import evidence_loss, without_span
-from realm_jax.tasks.groups import GROUP
-from realm_jax.train.recipe import train
+from realm_jax.tasks.evidence_contrast import GROUP, evidence_loss, without_span
+from realm_jax.tasks.step_flops import example_flops
+from realm_jax.train.recipe import check_data, train
 from realm_jax.train.step import loss_and_metrics
 
 NAME = "evidence_contrast"
@@ -143,11 +143,11 @@ def test_parameters_after_a_kill_between_two_checkpoints_are_the_same(trained, a
 def test_its_operations_are_those_of_the_inverse_cloze_task_with_twice_as_many_passages(trained):
     run, *_ = trained
     parts, (ict, size) = planned_parts(run, NAME), (make_task("ict", run), run.config[NAME].batch_size)
-    single = {name: size * value for name, value in ict.example_flops().items()}
+    single = {name: size * value for name, value in example_flops(ict).items()}
     assert parts["queries"] == single["queries"] and parts["documents"] == 2 * single["documents"]
     assert {*parts} == {"queries", "documents", "scores"} and parts["scores"] == 3 * size * 2 * size * 2 * 8
 
 
 def test_what_it_cannot_learn_from_is_refused(articles, tmp_path):
     with pytest.raises(UserError, match=r"config\.evidence_contrast\.batch_size: passages come in groups of 8"):
-        make_task(NAME, opened(articles, tmp_path / "a", batch_size=4)).check_data()
+        check_data(opened(articles, tmp_path / "a", batch_size=4))

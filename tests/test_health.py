@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import one_device_mesh, task_of, tiny_context
 
-from realm_jax.tasks.collapse import CollapseMonitor
 from realm_jax.train.metrics import MetricLogger, StepCost
+from realm_jax.train.monitors import CollapseMonitor, task_monitors
 
 LENGTH = 120
 
@@ -89,8 +88,8 @@ def values(null: float, gain: float) -> dict[str, jax.Array]:
 
 def keep(folder, start: int, records: list[tuple[int, float, float]], task: str = "realm") -> None:
     """A task's records as the loop hands them over."""
-    monitors = task_of(task, tiny_context(one_device_mesh(), rows=8)).monitors()
-    with MetricLogger(folder, task, start, 10 * LENGTH, StepCost(1.0, 1, None), {}, monitors=monitors) as metrics:
+    cost, monitors = StepCost(1.0, 1, None), task_monitors(task)
+    with MetricLogger(folder, task, start, 10 * LENGTH, cost, {}, monitors=monitors) as metrics:
         for step, null, gain in records:
             metrics.log_step(step, values(null, gain), {"index_age": 0})
         metrics.flush()

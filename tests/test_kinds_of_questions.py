@@ -14,9 +14,8 @@ from realm_jax.cli.prepare import prepare
 from realm_jax.config import default
 from realm_jax.errors import UserError
 from realm_jax.storage import read_json
-from realm_jax.tasks import base
 from realm_jax.tasks.qa import Qa
-from realm_jax.train import recipe, workdir
+from realm_jax.train import measure, recipe, workdir
 from realm_jax.train.recipe import open_run, run_recipe
 from realm_jax.train.records import read_lines
 from realm_jax.train.results import majority_exact_match
@@ -178,9 +177,9 @@ def test_exact_match_is_asked_for_of_the_questions_that_are_measured(tmp_path, m
     asked = [question(n, split="train") for n in range(4)]
     data = prepared(tmp_path, [*asked, gold_only(0, "dev"), question(1, split="dev")])
     config = small(data, evaluation={"every": 1})
-    monkeypatch.setattr(base, "MEASURED", 2)
+    monkeypatch.setattr(measure, "MEASURED", 2)
     assert open_run(config, tmp_path / "both").config.evaluation
-    monkeypatch.setattr(base, "MEASURED", 1)
+    monkeypatch.setattr(measure, "MEASURED", 1)
     with pytest.raises(UserError, match="no development question that is measured has answers"):
         open_run(config, tmp_path / "first")
 

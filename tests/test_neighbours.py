@@ -9,7 +9,8 @@ from tiny_run import open_config, tiny_config
 from realm_jax.errors import UserError
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
-from realm_jax.tasks.groups import GROUP, check_groups, grouped_rows, groups_of_neighbours
+from realm_jax.tasks.evidence_contrast import GROUP, grouped_rows, groups_of_neighbours
+from realm_jax.train.recipe import check_data
 
 
 def groups_of(vectors, documents, allowed, most=1000, seed=0):
@@ -61,7 +62,7 @@ def test_a_resumed_task_goes_on_with_the_groups_of_its_start(people, tmp_path):
 
 def test_a_batch_or_data_without_whole_groups_are_rejected(people, tmp_path):
     with pytest.raises(UserError, match=r"config\.evidence_contrast\.batch_size: passages come in groups of 8"):
-        check_groups(task_of(people, tmp_path / "a", batch_size=4))
+        check_data(task_of(people, tmp_path / "a", batch_size=4).run)
     task = task_of(people, tmp_path / "b")
     with pytest.raises(UserError, match="evidence_contrast needs 8 documents to learn from; leave it out"):
         grouped_rows(task, lambda: np.zeros((task.run.context.rows, 8), np.float32), np.arange(GROUP - 1))

@@ -44,7 +44,8 @@ from realm_jax.models.packing import (
 from realm_jax.models.retriever import Embedder
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
-from realm_jax.tasks.packed import TruncationMonitor, slots_needed
+from realm_jax.tasks.packed import slots_needed
+from realm_jax.train.monitors import TruncationMonitor
 from realm_jax.train.step import gradients
 
 LENGTHS = np.array([12, 1, 7, 3, 12, 9])
@@ -267,7 +268,7 @@ def test_a_step_of_realm_is_the_same_packed(people, tmp_path, devices, marginal)
     config.model.dropout = 0.2 if devices == 1 else 0.0  # several have sequences in another order, with other draws
     run = make_run(config, tmp_path, open_sources(people), jax.devices()[:devices])
     task = make_task("realm", run)
-    packed = task.packed_context.packing
+    packed = task.context.packing
     assert packed is not None and packed.examples == 8 // devices // 2
     sequences = packed.examples * 3
     assert 0 < packed.reader_inputs < sequences * 62 and 0 < packed.passages < sequences * 48
@@ -281,13 +282,15 @@ def test_a_step_of_realm_is_the_same_packed(people, tmp_path, devices, marginal)
 
 def assert_same_step(task, params, batch, index, names):
     """A step's gradients and values are the same packed, as its task works it out, and padded."""
-    context = task.packed_context
+    context = task.context
     packed, rows = context.packing, batch_parts(context.mesh)
     states = f"tensor<{rows}x{packed.reader_inputs}x{context.model.reader.bert.width}x"
 
     def of(places):
-        task.__dict__["packed_context"] = dataclasses.replace(context, packing=places)
-        work = jax.jit(lambda params, batch: gradients(task, params, {}, batch, index, jax.random.key(0), task.parts))
+        task.__dict__["context"] = dataclasses.replace(context, packing=places)
+        work = jax.jit(
+            lambda params, batch: gradients(task, params, {}, batch, index, jax.random.key(0), task.num_microbatches)
+        )
         lowered = work.lower(params, batch)
         return states in lowered.as_text(), *lowered.compile()(params, batch)
 
@@ -334,7 +337,7 @@ def test_a_step_of_other_tasks_is_the_same_packed(named_people, tmp_path, name, 
     config.model.dropout = 0.2 if devices == 1 else 0.0
     run = make_run(config, tmp_path, open_sources(named_people), jax.devices()[:devices])
     task = make_task(name, run)
-    packed = task.packed_context.packing
+    packed = task.context.packing
     assert packed.examples == 16 // devices // parts
     read = packed.examples * (3 if name == "qa" else 1)
     assert 0 < packed.reader_inputs < read * 62
@@ -355,7 +358,7 @@ def test_a_task_without_passages_has_its_own_lengths(people, tmp_path):
     config.tasks = "closed_book"
     task = make_task("closed_book", make_run(config, tmp_path, open_sources(people), jax.devices()[:1]))
     longest = max(int(task.fixed_examples.make(n, np.random.default_rng(0))["query_length"]) for n in range(8))
-    packed = task.packed_context.packing
+    packed = task.context.packing
     assert 0 < packed.reader_inputs <= packed.examples * (longest + 1), "nothing stands beside them"
 
 
@@ -363,7 +366,7 @@ def test_fine_tuning_beside_one_passage_stays_padded(people, tmp_path):
     config = tiny_config(people)
     config.update({"tasks": "qa", "qa": {"objective": "positive"}})
     task = make_task("qa", make_run(config, tmp_path, open_sources(people), jax.devices()[:1]))
-    assert task.packed_context.packing is None, "batches are of questions of like length"
+    assert task.context.packing is None, "batches are of questions of like length"
 
 
 def test_no_answer_is_pointed_at_in_what_has_no_place(people, tmp_path):

@@ -18,6 +18,7 @@ from realm_jax.cli import main as cli
 from realm_jax.config import default, load_config
 from realm_jax.data.sources import open_sources
 from realm_jax.flops import Tower, chip, embedding_flops
+from realm_jax.launch import plan
 from realm_jax.launch.plan import (
     abstract_arguments,
     abstract_documents,
@@ -29,7 +30,7 @@ from realm_jax.launch.plan import (
 from realm_jax.mesh import replicated
 from realm_jax.tasks import make_task, packed
 from realm_jax.tasks.qa_examples import positive_examples
-from realm_jax.tasks.realm import RealmTask
+from realm_jax.tasks.step_flops import step_flops
 from realm_jax.train.step import make_step
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +48,7 @@ def arrays(example) -> dict[str, tuple]:
 
 
 def promised(task) -> dict[str, tuple]:
-    return {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in task.array_shapes().items()}
+    return {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in task.example_spec().items()}
 
 
 @pytest.mark.parametrize("task", ["ict", "realm", "qa"])
@@ -89,14 +90,14 @@ def test_operations_of_a_tower_by_hand():
     assert Tower(2, 4, 8).forward(3, 1) == one.forward(3) + first
 
 
-def step_flops(config, task: str, rows: int) -> dict[str, float]:
-    return make_task(task, abstract_run(config, Path("."), rows, 30_522, jax.devices()[:1])).flops()
+def flops_of(config, task: str, rows: int) -> dict[str, float]:
+    return step_flops(make_task(task, abstract_run(config, Path("."), rows, 30_522, jax.devices()[:1])))
 
 
 def test_operations_of_a_step_of_the_paper_s_size():
     """330 million parameters, about 6 operations a parameter and piece: queries 96, seven documents 288, joints 382."""
     config = default()
-    parts = step_flops(config, "realm", 13_353_718)
+    parts = flops_of(config, "realm", 13_353_718)
     rough = 512 * 6 * 85e6 * (96 + 7 * 288 + 7 * 382 + 97)
     assert sum(parts.values()) == pytest.approx(rough, rel=0.25)
     assert parts["search"] < 0.02 * sum(parts.values())
@@ -106,14 +107,14 @@ def test_operations_of_a_step_of_the_paper_s_size():
 def test_objectives_over_the_index_read_and_embed_less():
     """The inverse cloze task over the index searches and embeds no passage; one positive passage is one to read."""
     config, rows = default(), 10_000
-    batch = step_flops(config, "ict", rows)
+    batch = flops_of(config, "ict", rows)
     config.ict.negatives, config.qa.objective = "index", "positive"
-    found = step_flops(config, "ict", rows)
+    found = flops_of(config, "ict", rows)
     assert found["search"] == config.ict.batch_size * 2 * 10_000 * config.encoder.projection
     assert "documents" not in found and found["queries"] == batch["queries"]
-    positive = step_flops(config, "qa", rows)
+    positive = flops_of(config, "qa", rows)
     config.qa.objective = "marginal"
-    marginal = step_flops(config, "qa", rows)
+    marginal = flops_of(config, "qa", rows)
     assert marginal["reader"] == config.qa.passages * positive["reader"]
     assert marginal["search"] == positive["search"]
 
@@ -213,7 +214,7 @@ def test_tokens_of_titles_count_where_they_are_read(people, tmp_path, monkeypatc
     config, sources = tiny_config(people), open_sources(people)
     config.realm.marginal = marginal
     work = {"reader": 0, "documents": 0}
-    monkeypatch.setattr(RealmTask, "flops", lambda task: work | {part: task.run.config.data.document_length})
+    monkeypatch.setattr(plan, "step_flops", lambda task: work | {part: task.run.config.data.document_length})
     found = useful_share(make_run(config, tmp_path, sources, jax.devices()[:1]), "realm")
     tokens, titles = sources.passages.counts("tokens"), sources.passages.column("title_lengths")
     assert titles.mean() > 1
@@ -233,8 +234,6 @@ def test_tokens_of_titles_count_where_they_are_read(people, tmp_path, monkeypatc
     ],
 )
 def test_what_is_planned_has_the_sizes_of_data_that_are_there(people, monkeypatch, capsys, flags, sizes, useful):
-    from realm_jax.launch import plan
-
     monkeypatch.setattr(plan, "tpu_devices", lambda *_: jax.devices()[:1])
     planned = {}
 
@@ -249,7 +248,7 @@ def test_what_is_planned_has_the_sizes_of_data_that_are_there(people, monkeypatc
     found = json.loads(capsys.readouterr().out)
     assert (found["passages"], found["vocabulary"], "useful" in found) == (*sizes, useful)
     packs = sizes[1] == 135 and planned["task"].name in ("realm", "qa")
-    assert (planned["task"].packed_context.packing is not None) == packs, "as it will be trained on these data"
+    assert (planned["task"].context.packing is not None) == packs, "as it will be trained on these data"
 
 
 RECORDED = runpy.run_path(str(ROOT / "benchmarks" / "plans.py"))

@@ -18,6 +18,7 @@ from realm_jax.forward import read_question
 from realm_jax.index.vector_cache import embed_with_cache
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
+from realm_jax.tasks.answering import reranker
 from realm_jax.tasks.rerank import CANDIDATES, NAME, added
 from realm_jax.train.recipe import train
 from realm_jax.train.restore import restore_params
@@ -61,7 +62,7 @@ def test_its_start_is_the_order_of_the_search(people, tmp_path, search):
     task, params = make_task("rerank", run), run.initial_params()
     index, questions = run.index(embed_with_cache(run, params)), run.sources.questions["dev"]
     plain = Evaluator(run, questions, search).predict(params, index)
-    start = Evaluator(run, questions, search, task.rerank).predict(task.start(params), index)
+    start = Evaluator(run, questions, search, reranker("rerank", run.config)).predict(task.start(params), index)
     for before, after in zip(plain, start, strict=True):
         assert before.nbest == after.nbest and before.retrieved.tolist() == after.retrieved.tolist()
 

@@ -29,7 +29,7 @@ from tiny_run import tiny_config
 
 from realm_jax import forward
 from realm_jax.assemble import make_run
-from realm_jax.config import QaConfig, RealmConfig, as_config, default
+from realm_jax.config import TASK_SECTIONS, QaConfig, RealmConfig, as_config, default
 from realm_jax.data import layouts
 from realm_jax.data.sources import open_sources
 from realm_jax.forward import (
@@ -48,6 +48,8 @@ from realm_jax.models.losses import LOG_P_UNSEEN_SPAN, masked_word_marginal, poi
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.qa import batch_reader_input
 from realm_jax.tasks.realm import realm_metrics
+from realm_jax.tasks.step_flops import EXAMPLE_FLOPS
+from realm_jax.train.results import STAGES
 from realm_jax.train.step import loss_and_metrics, metric_values
 
 ROWS, BATCH = 20, 4
@@ -569,6 +571,10 @@ def test_each_task_names_what_it_trains(name, separate, shared, retrieves):
     assert set(task_of(name, one_tower).trained) == shared
 
 
+def test_every_task_has_a_section_and_operations_and_a_text_in_the_report():
+    assert list(TASKS) == list(TASK_SECTIONS) and {*TASKS} == {*EXAMPLE_FLOPS} == {*STAGES}
+
+
 def test_streams_of_random_numbers_stay_as_they_are():
     """Examples and dropout follow from them: another number is another training. Of 5 other code draws; 6 and 9 to 12
     were drawn from by code that is gone."""
@@ -587,7 +593,7 @@ def test_a_part_of_the_warm_up_is_no_larger_than_a_part_of_realm(tasks, batch, p
     config.tasks, config.optimizer.microbatches, config.mlm.batch_size = tasks, 8, batch
     config.realm.batch_size, config.realm.candidates = 24, 16  # 48 sequences a part
     run = SimpleNamespace(config=as_config(config), context=None)
-    assert TASKS["mlm"](run).parts == parts
+    assert TASKS["mlm"](run).num_microbatches == parts
 
 
 @pytest.mark.parametrize("name", ["ict", "mlm"])

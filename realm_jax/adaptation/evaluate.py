@@ -32,7 +32,7 @@ from realm_jax.models.layers import Params
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run
 from realm_jax.tasks.base import Task
-from realm_jax.tasks.groups import numbered
+from realm_jax.tasks.evidence_contrast import number_names
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.init_from import recorded_start
 from realm_jax.train.recipe import recipe_tasks
@@ -208,7 +208,7 @@ class AdaptEvaluator:
     def document_numbers(self) -> NDArray[np.int64]:
         """Number of each sentence's document, [sentences], from 0 in their order."""
         store = self.run.sources.passages
-        return numbered(store.document_id(sentence.row) for sentence in self.sentences)
+        return number_names(store.document_id(sentence.row) for sentence in self.sentences)
 
     @cached_property
     def shortened_passages(self) -> tuple[list[int], CorpusRows]:

@@ -44,9 +44,9 @@ from realm_jax.retrieval import bm25
 from realm_jax.run import Run, local_rows, make_global_batch
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
-from realm_jax.tasks.groups import GROUP
+from realm_jax.tasks.evidence_contrast import GROUP
 from realm_jax.tasks.ict import Ict
-from realm_jax.train.recipe import checked_run, recipe_tasks, starting_params
+from realm_jax.train.recipe import checked_run, missing_data, recipe_tasks, starting_params
 from realm_jax.train.results import save_bm25_index
 from realm_jax.train.step import make_step, start_state
 
@@ -95,7 +95,8 @@ def make_plan(request: AdaptRequest, config: ConfigDict, began: float) -> Plan:
     assert is_trained is not None, "some documents are held out"
     evidence_rows = np.unique(evidence.among(is_trained).spans.rows)
     num_documents = len({store.document_id(row) for row in evidence_rows.tolist()})
-    other_tasks = [task.name for task in recipe_tasks(run) if not task.learns_from_evidence(run.config)]
+    from_evidence = {"evidence_contrast"} | ({"realm"} if run.config.realm.masking == "evidence" else set())
+    other_tasks = [name for name in task_names(run.config) if name not in from_evidence]
     config.tasks = run.config.tasks
     if num_documents < GROUP and len(other_tasks) < len(task_names(run.config)):
         few = (
@@ -103,7 +104,7 @@ def make_plan(request: AdaptRequest, config: ConfigDict, began: float) -> Plan:
         )
         if not other_tasks:
             other_tasks = [Ict.name]
-            if lacking := Ict.missing(config, run.sources):
+            if lacking := missing_data(Ict.name, config, run.sources):
                 raise UserError(
                     f"{request.documents}: {few}, and there is no {lacking}: nothing to learn from; keep the start"
                 )

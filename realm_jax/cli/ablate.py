@@ -33,7 +33,7 @@ from realm_jax.data.encyclopedia import EncyclopediaSettings
 from realm_jax.errors import UserError
 from realm_jax.eval.ablations import HEADS, Row, SeedResult, cells, html, markdown
 from realm_jax.storage import exclusive_lock, make_folder, write_atomic, write_json_atomic
-from realm_jax.tasks import TASKS
+from realm_jax.tasks.answering import ANSWERING_TASKS
 from realm_jax.train.recipe import open_run, preemptible, report_status, train
 from realm_jax.train.records import read_lines
 from realm_jax.train.results import hardware
@@ -118,7 +118,7 @@ def check(config: ConfigDict) -> None:
         trial = row_config(config, name, config.seeds[0], Path())
         trial.data.path = trial.data.path or "data"
         validate(trial)
-        ends_well = name not in config.table or TASKS[task_names(trial)[-1]].learns_to_answer
+        ends_well = name not in config.table or task_names(trial)[-1] in ANSWERING_TASKS
         reason = "a row of the table has to end with qa or closed_book; take it out of config.table"
         check_key(ends_well, f"{key}.tasks", reason)
     with_starting_rows(config, config.rows)
@@ -188,8 +188,7 @@ def seed_result(folder: Path, origins: Iterable[Path] = ()) -> SeedResult | None
 
     origins: the runs that it starts from, whose time counts too.
     """
-    answer_tasks = [name for name, task in TASKS.items() if task.learns_to_answer]
-    lines = next(filter(None, (read_lines(folder / task / "evaluations.jsonl") for task in answer_tasks)), [])
+    lines = next(filter(None, (read_lines(folder / task / "evaluations.jsonl") for task in ANSWERING_TASKS)), [])
     if not lines or "exact_match" not in lines[-1] or "seconds" not in lines[-1]:
         return None
     seconds = 0.0

@@ -10,7 +10,7 @@ from realm_jax.cli.argument_types import nonempty
 from realm_jax.config import SEARCHES
 from realm_jax.errors import UserError
 from realm_jax.run import Run
-from realm_jax.tasks import TASKS
+from realm_jax.tasks.answering import reads_passages
 from realm_jax.train.trained_run import find_task, run_changes
 
 PASSAGE_FLAGS = ("answering.retrieved", "answering.read", "answering.aggregate")
@@ -39,7 +39,7 @@ def check_passages(run: Run, args: argparse.Namespace) -> None:
     """Raise UserError for passage flags that would have no effect, or that retrieve too few passages to read."""
     changes = config_changes(args)
     task = find_task(run, args.task).task
-    if not TASKS[task].reads_passages:
+    if not reads_passages(task):
         given = [f"--{flag}" for flag in ("nbest", "search") if vars(args).get(flag) is not None]
         given += [f"--config.{key}" for key in changes if key in PASSAGE_FLAGS]
         if given:

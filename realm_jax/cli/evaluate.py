@@ -34,7 +34,7 @@ from realm_jax.eval.prediction_files import (
 from realm_jax.eval.question_metrics import compare, describe_metric, over_seeds, summarise
 from realm_jax.eval.significance import METHODS
 from realm_jax.inference.predictions import evaluate
-from realm_jax.tasks import TASKS
+from realm_jax.tasks.answering import reads_passages
 from realm_jax.train.trained_run import find_task, load_questions, open_run_for_inference, restore
 
 _T = TypeVar("_T")
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
             opened = dataclasses.replace(opened, config=with_values(opened.config, {"answering.read": 1}))
         check_passages(opened, args)
         asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
-        _check_trec(args, asked, TASKS[find_task(opened, args.task).task].reads_passages)
+        _check_trec(args, asked, reads_passages(find_task(opened, args.task).task))
         trained = restore(opened, args.task, search=args.search)
         measured, scored = evaluate(trained, questions, bm25=not args.no_bm25)
 

@@ -22,7 +22,6 @@ from realm_jax.launch.queued_resources import QueuedResources
 from realm_jax.launch.spec import Launch, describe
 from realm_jax.launch.status import RunState, clear_expected_jobs, describe_status, one_line, poll
 from realm_jax.storage import open_folder
-from realm_jax.tasks import TASKS
 
 LATE = 1  # exit code of `status`
 ROWS = 13_353_718  # passages of the paper's Wikipedia
@@ -186,7 +185,7 @@ def _checked_launch(args: argparse.Namespace) -> Launch:
     """The description of what is started. Raises UserError for a config or a spec that cannot work."""
     spec = load_config(args.spec, args.spec_overrides, specs.default, kind="spec")
     config, local = load_config(args.config, args.overrides), args.target == "local"
-    if not any(TASKS[name].follows_builder for name in task_names(config)):
+    if "realm" not in task_names(config):
         spec.builder.update(processes=0, slices=0)  # no other task follows an index
     builders = spec.builder.processes if local else spec.builder.slices
     overrides = list(args.overrides)

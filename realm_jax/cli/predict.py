@@ -25,7 +25,7 @@ from realm_jax.host import Stop
 from realm_jax.inference.predictions import FIELDS, describe, records
 from realm_jax.run import Run
 from realm_jax.storage import digest, exclusive_lock, flush_to_disk
-from realm_jax.tasks import make_task
+from realm_jax.tasks.answering import question_search, reranker
 from realm_jax.train.exported_model import ExportedModel
 from realm_jax.train.trained_run import (
     NBEST,
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
                 _append(stream, trained, questions, nbest, 0, stop)
             return
         exported = find_task(run, args.task)
-        search = args.search or make_task(exported.task, run).question_search
+        search = args.search or question_search(exported.task, run.config)
         settings = prediction_settings(run, exported, questions, nbest, search)
         with exclusive_lock(output.parent, output.name):
             done = resume(output, settings, len(questions))
@@ -97,7 +97,7 @@ def prediction_settings(
 ) -> dict[str, Any]:
     """Everything that determines the bytes of a predictions file, and what readers of its metrics want to know."""
     asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
-    answering, rerank = run.config.answering, make_task(exported.task, run).rerank
+    answering, rerank = run.config.answering, reranker(exported.task, run.config)
     settings = describe(run, exported.task, exported.step, search) | ({"reranked": rerank.passages} if rerank else {})
     return settings | {
         "checkpoint": exported.identity,

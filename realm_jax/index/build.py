@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.config import Config, with_values
+from realm_jax.config import TASK_SECTIONS, Config, with_values
 from realm_jax.index.files import (
     MANIFEST,
     ChunkFile,
@@ -47,7 +47,6 @@ from realm_jax.processes import WorkShare
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.retrieval.scann import ScannConfig
 from realm_jax.storage import Damaged, FileEntry, Folder, digest
-from realm_jax.tasks import TASKS
 
 logger = logging.getLogger(__name__)
 
@@ -277,4 +276,4 @@ def for_embedding(config: Config, devices: int) -> Config:
     irrelevant."""
     own: dict[str, Any] = {"mesh.fsdp": 1, "mesh.model": 1, "optimizer.microbatches": 1}
     own |= {f"model.reader.{name}": None for name in config.model.reader.changes}  # nothing is read
-    return with_values(config, own | {f"{name}.batch_size": devices for name in TASKS})
+    return with_values(config, own | {f"{name}.batch_size": devices for name in TASK_SECTIONS})

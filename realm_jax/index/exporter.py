@@ -34,7 +34,7 @@ from realm_jax.models.networks import Realm
 from realm_jax.processes import is_process_0
 from realm_jax.run import Run, put_batch
 from realm_jax.storage import Folder, StorageError
-from realm_jax.tasks.realm import masked_examples
+from realm_jax.tasks.realm import MaskedSentences
 
 logger = logging.getLogger(__name__)
 
@@ -142,9 +142,9 @@ def sample_queries(run: Run) -> dict[str, Any]:
     As many as there are, up to SAMPLES and up to a multiple of the devices.
     """
     sources = run.sources
-    examples = masked_examples(
+    examples = MaskedSentences(
         sources.pretraining, sources.tokenizer, run.lengths, "salient", sources.pretraining_is_corpus
-    )
+    ).examples()
     count = min(SAMPLES, examples.total)
     batch = dataset(examples, run.config.seed, SAMPLE, count + -count % run.mesh.size)[0]
     return {name: batch[name] for name in ("query", "query_length")}

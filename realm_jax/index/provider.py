@@ -20,6 +20,7 @@ from realm_jax.models.layers import Params
 from realm_jax.retrieval.scann import Searcher
 from realm_jax.run import Run
 from realm_jax.storage import Folder, open_folder
+from realm_jax.tasks.answering import needs_vectors
 from realm_jax.tasks.base import Task
 
 StartVectors = Callable[[Run, str, Params, Callable[[], None]], NDArray[np.floating]]
@@ -51,6 +52,8 @@ class InlineIndexProvider:
                 first index comes from elsewhere.
         """
         self._run, self._task, self._on_progress, self._start_vectors = task.run, task, on_progress, start_vectors
+        self._needs_vectors = needs_vectors(task.name, task.run.config)
+        self._searches_exactly = task.name != "realm"  # hosts search for REALM alone
 
     def __enter__(self) -> Self:
         return self
@@ -72,7 +75,7 @@ class InlineIndexProvider:
         tower = None
         if self._run.config.retrieval.query_params == "generation":  # a copy: the step donates its state
             tower = jax.tree.map(jnp.copy, params[self._run.model.embedder_names[0]])
-        return self._embed(step, params, tower, first=index is None, exact=not self._task.host_search)
+        return self._embed(step, params, tower, first=index is None, exact=self._searches_exactly)
 
     def control_signal(self, step: int) -> ControlSignal:
         """The generation that this process has ready; called once a step, after `maybe_refresh`."""
@@ -91,12 +94,12 @@ class InlineIndexProvider:
             return None
         if generation := record.get("generation"):
             return self.restore(generation, step)
-        if not self._task.needs_vectors():
+        if not self._needs_vectors:
             return LoadedIndex(self._run.index_without_vectors, None, index_step)
         if vectors is None:
             return None
         vectors = vectors[: self._run.context.rows]
-        return self._of_vectors(vectors, index_step, tower, exact=not self._task.host_search)
+        return self._of_vectors(vectors, index_step, tower, exact=self._searches_exactly)
 
     def restore(self, generation: str, step: int) -> LoadedIndex:
         """The generation that a checkpoint of `step` names. Raises Interrupted, UserError."""
@@ -106,7 +109,7 @@ class InlineIndexProvider:
 
     def as_exact(self, fresh: LoadedIndex) -> Index:
         """The index for exact search on the devices, with which everything but REALM's own search works."""
-        if fresh.index.vectors is not None or not self._task.needs_vectors():
+        if fresh.index.vectors is not None or not self._needs_vectors:
             return fresh.index
         assert fresh.vectors is not None, "where hosts search, they have the vectors"
         return self._run.index(fresh.vectors)
@@ -121,7 +124,7 @@ class InlineIndexProvider:
     def final_index(self, step: int, params: Params, index: LoadedIndex | None) -> LoadedIndex | None:
         """The index that the parameters at the end of the task are measured with: the one in use, unless the document
         tower has moved since; None for a reader's own task."""
-        if not self._task.has_final_index:
+        if self._task.name in ("mlm", "closed_book"):
             return None
         return index if index is not None and self._is_current(step, index) else self._embed(step, params)
 
@@ -133,7 +136,7 @@ class InlineIndexProvider:
     def _embed(self, step: int, params: Params, tower: Params | None = None, first: bool = False,
               exact: bool = True) -> LoadedIndex:  # fmt: skip
         """An index of parameters. first: whether the task starts with them; else see `_of_vectors`."""
-        if not self._task.needs_vectors():
+        if not self._needs_vectors:
             return LoadedIndex(self._run.index_without_vectors, None, step)
         if first:
             assert self._start_vectors is not None

@@ -42,7 +42,6 @@ from realm_jax.mesh import to_host
 from realm_jax.models.layers import Params
 from realm_jax.models.losses import NEG_INF, log_prior, log_sum_selected
 from realm_jax.run import Run, put_batch
-from realm_jax.tasks import TASKS
 from realm_jax.train.trained_run import TrainedRun
 
 GUESSING = 8  # candidates whose answers are weighed, as many as the paper has; each answer is read with all candidates
@@ -115,8 +114,7 @@ def parse(text: str) -> Masked | None:
 
 def inspected_task(config: Config, is_question: bool) -> str | None:
     """The task whose parameters are meant when none is named; None: the last."""
-    inspected = [name for name in task_names(config) if TASKS[name].inspects_sentences]
-    return inspected[-1] if inspected and not is_question else None
+    return "realm" if "realm" in task_names(config) and not is_question else None
 
 
 def check_has_priors(trained: TrainedRun) -> None:
@@ -132,7 +130,7 @@ def check_has_priors(trained: TrainedRun) -> None:
 
 
 def masked_text(run: Run, text: Masked, pieces: int) -> Example:
-    """The arrays of one REALM example; see `Task.array_shapes`. pieces: of a blank whose answer is not known.
+    """The arrays of one REALM example; see `Task.example_spec`. pieces: of a blank whose answer is not known.
 
     Its own passage is looked for by its text, as in pre-training. Raises UserError for a text or an answer that is too
     long or empty.

@@ -16,7 +16,7 @@ from realm_jax.eval.question_metrics import summarise
 from realm_jax.eval.retrieval_metrics import answer_hits
 from realm_jax.inference.answers import scored_answer
 from realm_jax.run import Run
-from realm_jax.tasks import TASKS, make_task
+from realm_jax.tasks.answering import needs_vectors, reads_passages, reranker
 from realm_jax.tasks.closed_book import predict_closed_book
 from realm_jax.train.results import bm25_question_rows
 from realm_jax.train.trained_run import NBEST, TrainedRun, float32_digits, ranks_by_search
@@ -36,15 +36,15 @@ Of a reader without passages (task closed_book) prediction and probability are a
 
 def describe(run: Run, task: str, step: int, search: str) -> dict[str, Any]:
     """The facts reported with a run's metrics: {"task", "step", "parameters", "passages", "passages_read"}."""
-    asked, shapes = make_task(task, run), run.abstract_params
-    towers = run.model.embedder_names if asked.needs_vectors(search) else ()
-    used = [shapes[name] for name in (*towers, "reader", *([asked.rerank.network] if asked.rerank else []))]
+    rerank, shapes = reranker(task, run.config), run.abstract_params
+    towers = run.model.embedder_names if needs_vectors(task, run.config, search) else ()
+    used = [shapes[name] for name in (*towers, "reader", *([rerank.network] if rerank else []))]
     return {
         "task": task,
         "step": step,
         "parameters": sum(x.size for x in jax.tree.leaves(used)),
         "passages": run.context.rows,
-        "passages_read": min(run.answering_qa.passages, run.context.rows) if TASKS[task].reads_passages else 0,
+        "passages_read": min(run.answering_qa.passages, run.context.rows) if reads_passages(task) else 0,
     }
 
 
@@ -52,7 +52,7 @@ def records(
     trained: TrainedRun, questions: Sequence[Question], nbest: int = NBEST, first: int = 0
 ) -> Iterator[list[Record]]:
     """The records of questions `first` …, a batch at a time; see `FIELDS`."""
-    if not TASKS[trained.task].reads_passages:
+    if not reads_passages(trained.task):
         for guesses in predict_closed_book(trained.run, questions[first:], trained.params):
             yield [
                 question_record(questions[number], number + 1)
@@ -103,7 +103,7 @@ def evaluate(
     scored = [record for batch in records(trained, questions) for record in batch]
     report = describe(trained.run, trained.task, trained.step, trained.search) | {"questions": len(scored)}
     report["measures"] = summarise(scored)
-    if bm25 and TASKS[trained.task].reads_passages:
+    if bm25 and reads_passages(trained.task):
         evaluator = Evaluator(trained.run, questions)
         recall = evaluator.recall_of(bm25_question_rows(trained.run, evaluator))
         report["bm25"] = {name: value for name, value in recall.items() if name in report["measures"]}

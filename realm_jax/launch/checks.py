@@ -6,7 +6,6 @@ from realm_jax.config import Config, flatten, is_name, task_names
 from realm_jax.errors import UserError
 from realm_jax.index.heartbeat import BUILDER, TRAINER
 from realm_jax.launch.spec import BUCKET, MOUNTED, Launch
-from realm_jax.tasks import TASKS
 
 SAVE_SECONDS = 60  # an upper bound on the time of a save: a grace period below it loses steps
 IN_IMAGE = ("configs", "launch", "realm_jax")  # folders of the source that launch/Dockerfile copies
@@ -53,7 +52,7 @@ def check_cloud(launch: Launch, target: str) -> None:
 
 def check_training(launch: Launch, config: Config, builders: int, remote: bool) -> None:
     """Raise UserError for a validated config that cannot be trained as the launch says. builders: processes of it."""
-    follows = any(TASKS[name].follows_builder for name in task_names(config))
+    follows = "realm" in task_names(config)
     if config.refresh.mode == "async" and follows and not builders:
         key = "slices" if remote else "processes"
         raise UserError(f"spec.builder.{key}=0: config.refresh.mode=async needs an index builder; start one at least")

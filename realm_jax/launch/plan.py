@@ -42,8 +42,10 @@ from realm_jax.models.inputs import DOCUMENT_SPECIALS, PassageBatch
 from realm_jax.retrieval.embed import EMBED_BATCH
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.run import Run, embed_program
-from realm_jax.tasks import TASKS, make_task
+from realm_jax.tasks import make_task
+from realm_jax.tasks.answering import needs_vectors
 from realm_jax.tasks.packed import clipped_lengths
+from realm_jax.tasks.step_flops import step_flops
 from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.restore import abstract_state
 from realm_jax.train.step import make_step
@@ -78,10 +80,10 @@ def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]
     config.data.path = config.data.path or "-"
     config = fill_from_pretrained(validate(config))
     names = task_names(config)
-    task = args.task or next((name for name in names if TASKS[name].follows_builder), names[-1])
+    task = args.task or ("realm" if "realm" in names else names[-1])
     if task not in names:
         raise UserError(f"--task={task}: the recipe has {', '.join(names)}")
-    builders = launch.spec.builder.slices if TASKS[task].follows_builder else 0
+    builders = launch.spec.builder.slices if task == "realm" else 0
     trainer = abstract_run(config, Path("."), *sizes, tpu_devices(launch, TRAINER, launch.spec.trainer.slices))
     builder = None
     if builders:
@@ -92,7 +94,7 @@ def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]
         if config.data.text == "passages":
             sources = dataclasses.replace(sources, pretraining=sources.passages)
         trainer = dataclasses.replace(trainer, sources=sources)
-        if TASKS[task].follows_builder:  # it learns from sentences
+        if task == "realm":  # it learns from sentences
             useful = {"useful": useful_share(trainer, task)}
     return plan(trainer, builder, task, args.price_per_chip_hour, builders) | useful
 
@@ -115,8 +117,7 @@ def plan(trainer: Run, builder: Run | None, task: str, price: float | None = Non
         "passages": rows,
     }
     planned |= {"vocabulary": trainer.model.bert.vocabulary_size} | step_needs(trainer, task)
-    made = make_task(task, trainer)
-    operations = made.flops()
+    operations = step_flops(make_task(task, trainer))
     planned |= {"flops": sum(operations.values()), "flops_by_part": operations}
     if builder is not None:
         planned |= plan_of_builder(builder, builders)
@@ -125,7 +126,7 @@ def plan(trainer: Run, builder: Run | None, task: str, price: float | None = Non
     low, high = planned["seconds"]
     planned["mfu"] = [planned["flops"] / (chips * known_chip(trainer).peak * seconds) for seconds in (high, low)]
     planned["hours"] = [seconds * config[task].steps / 3600 for seconds in (low, high)]
-    if trainer.scann_config is not None and made.host_search:
+    if trainer.scann_config is not None and task == "realm":
         # Seconds of one core: of each of the trainer's hosts for a step, and of all builders' hosts for a generation
         # that learns its searchers, in proportion to the corpus.
         queries = config[task].batch_size / len({device.process_index for device in trainer.mesh.devices.flat})
@@ -176,9 +177,10 @@ def useful_share(trainer: Run, task: str) -> dict[str, float]:
     def flops_at(passage: float) -> dict[str, float]:
         lengths = {"data.query_length": max(8, round(query)), "data.document_length": max(16, round(passage))}
         config = with_values(trainer.config, lengths)  # the least that the keys allow
-        return make_task(task, dataclasses.replace(trainer, config=config, sources=None)).flops()  # type: ignore[arg-type]
+        other = dataclasses.replace(trainer, config=config, sources=None)  # type: ignore[arg-type]
+        return step_flops(make_task(task, other))
 
-    computed, real = make_task(task, trainer).flops(), flops_at(body + title)
+    computed, real = step_flops(make_task(task, trainer)), flops_at(body + title)
     if not trainer.config.realm.uses_span_marginal:
         real["reader"] = flops_at(body)["reader"]  # only a reader with a span head reads titles
     return {"query": query, "passage": body + title, "share": sum(real.values()) / sum(computed.values())}
@@ -284,16 +286,16 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
     made = make_task(task, trainer)
     state = abstract_state(made, trainer.abstract_params)
     size = config[task].batch_size
-    shapes = made.array_shapes().items()
+    shapes = made.example_spec().items()
     batch = {name: abstract_sharded(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes}
     index = None
     if made.retrieves:
         rows = padded_rows(trainer.context.rows, corpus_devices(mesh))
-        on_hosts = made.host_search and trainer.scann_config is not None
+        on_hosts = task == "realm" and trainer.scann_config is not None
         if on_hosts:
             batch["retrieved_rows"] = abstract_sharded(trainer, (size, config.realm.candidates), jnp.int32, "batch")
         vectors: Any = None
-        if made.needs_vectors() and not on_hosts:
+        if needs_vectors(task, config) and not on_hosts:
             shape = (rows, trainer.model.vector_size)
             vectors = abstract_sharded(trainer, shape, jnp.dtype(config.model.dtype), "rows")
         index = Index(vectors, abstract_documents(trainer, rows, "rows"))

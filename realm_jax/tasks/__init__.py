@@ -1,28 +1,20 @@
-"""Every task by its name. A new task is a file beside this one."""
+"""The tasks by name, in the order of their streams. Each is a file of this package."""
 
-import pkgutil
-from importlib import import_module
-from typing import Any
-
-from realm_jax.config import task_names
+from realm_jax.run import Run
 from realm_jax.tasks.base import Task
+from realm_jax.tasks.closed_book import ClosedBook
+from realm_jax.tasks.evidence_contrast import EvidenceContrast
+from realm_jax.tasks.ict import Ict
+from realm_jax.tasks.mlm import Mlm
+from realm_jax.tasks.qa import Qa
+from realm_jax.tasks.realm import RealmTask
+from realm_jax.tasks.rerank import RerankTask
+
+TASKS: dict[str, type[Task]] = {
+    task.name: task for task in (Mlm, Ict, RealmTask, Qa, ClosedBook, RerankTask, EvidenceContrast)
+}
 
 
-def _tasks() -> dict[str, type[Task]]:
-    """The classes with a `name` in the modules of this package, by that name, in the order of their streams."""
-    modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-    classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
-    found = {value for value in classes if issubclass(value, Task) and hasattr(value, "name")}
-    return {task.name: task for task in sorted(found, key=lambda task: task.stream)}
-
-
-TASKS = _tasks()
-
-
-def make_task(name: str, run: Any) -> Task:
-    """The task of a run (`Task.__init__`) that is called `name`. Passages are ordered anew by what it trains for that,
-    else by what the last task before it has trained."""
-    task, names = TASKS[name](run), task_names(run.config)
-    done = names[: names.index(name) + 1] if name in names else []
-    task.rerank = next((found for one in reversed(done) if (found := TASKS[one].reranks(run.config))), None)
-    return task
+def make_task(name: str, run: Run) -> Task:
+    """Return the task of a run that is called `name`."""
+    return TASKS[name](run)

@@ -1,8 +1,8 @@
 """A reader without passages, the baseline for retrieval: `[CLS] question [MASK] … [MASK] [SEP]`, answers as masked
 words.
 
-The places of an answer are as many as a span may have; those after the answer are to be filled with [SEP]. An answer is
-the likeliest tokens in those places, up to [SEP].
+An answer has as many [MASK] as a span may have tokens; the ones after the answer are to be filled with [SEP]. The
+predicted answer is the likeliest tokens at those positions, up to [SEP].
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.config import Config
 from realm_jax.data.examples import (
     Example,
     Examples,
@@ -24,18 +23,16 @@ from realm_jax.data.examples import (
     salient_sentences,
     spans_of,
 )  # fmt: skip
-from realm_jax.data.questions import Question, answered
+from realm_jax.data.questions import Question
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
-from realm_jax.eval.answer_matching import exact_match
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.forward import Index, batch_candidates, masked_inputs
+from realm_jax.forward import batch_candidates, masked_inputs
 from realm_jax.mesh import to_host
 from realm_jax.models.layers import Params
 from realm_jax.models.networks import Realm
 from realm_jax.run import Run, put_batch
-from realm_jax.tasks.base import Measure, Short, dev_questions
 from realm_jax.tasks.mlm import Mlm
 from realm_jax.tasks.qa_examples import check_string_answers
 
@@ -45,73 +42,50 @@ class ClosedBook(Mlm):
 
     name = "closed_book"
     stream = 7
-    title = "Without passages"
-    short = Short(40)
-    learns_to_answer = True
-    reads_passages = False
-    selects_by = "exact_match"
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.question_search = "vectors"
-
-    @classmethod
-    def supervision(cls, config: Config) -> str:
-        return "Questions with answer strings, and names and dates hidden in a sentence; no passages."
-
-    def check_data(self) -> None:
-        check_closed_book(self.run.sources.answered("train"), self.run.lengths)
-
-    def needs_vectors(self, search: str = "") -> bool:
-        return False
 
     @cached_property
     def fixed_examples(self) -> Examples:
         sources = self.run.sources
         return closed_book_examples(sources.pretraining, sources.answered("train"), sources.tokenizer, self.run.lengths)
 
-    def measure(self) -> Measure | None:
-        """Exact match of answers without passages; None if no development question has answers."""
-        questions = answered(dev_questions(self.run))
-        if not questions:
-            return None
 
-        def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
-            answers = [answer.text for batch in predict_closed_book(self.run, questions, params) for answer in batch]
-            right = [exact_match(a, q.answers, q.is_regex) for a, q in zip(answers, questions, strict=True)]
-            return {"exact_match": sum(right) / len(right)}
-
-        return measure
+# --- Examples ---------------------------------------------------------------------------------------------------------
 
 
-# --- examples ---------------------------------------------------------------------------------------------------------
-
-
-def answer_positions(lengths: Lengths) -> int:
-    """Masked places after a question: `span_width`, at most `predictions`."""
+def answer_length(lengths: Lengths) -> int:
+    """Return the masked positions after a question: `span_width`, at most `predictions`."""
     return min(lengths.span_width, lengths.predictions)
 
 
 def closed_book_query(question: str, tokenizer: Tokenizer, lengths: Lengths) -> Example:
-    """A question, cut where it would leave no room, followed by the masked places, and their positions."""
-    places = answer_positions(lengths)
-    ids = tokenizer.encode(question).ids[: lengths.query - 2 - places]
+    """Lay out a question, cut so that there is room, followed by the masked positions, and list these.
+
+    Args:
+        question: the question.
+        tokenizer: the run's.
+        lengths: sizes of the arrays.
+
+    Returns:
+        The arrays of `query_arrays`, and `positions` int32 [predictions].
+    """
+    masked = answer_length(lengths)
+    ids = tokenizer.encode(question).ids[: lengths.query - 2 - masked]
     positions = np.zeros(lengths.predictions, np.int32)
-    positions[:places] = 1 + len(ids) + np.arange(places)
-    query = query_arrays(np.array([*ids, *[tokenizer.mask_id] * places], np.int32), lengths.query, tokenizer)
+    positions[:masked] = 1 + len(ids) + np.arange(masked)
+    query = query_arrays(np.array([*ids, *[tokenizer.mask_id] * masked], np.int32), lengths.query, tokenizer)
     return query | {"positions": positions}
 
 
-def closed_book_answer(pieces: NDArray, tokenizer: Tokenizer, lengths: Lengths) -> str:
-    """The answer that pieces predicted at `positions` spell: those in the places, up to the first [SEP]."""
-    guesses = pieces[: answer_positions(lengths)]
-    ends = np.flatnonzero(guesses == tokenizer.sep_id)
-    return tokenizer.decode(guesses[: ends[0]] if len(ends) else guesses)
+def closed_book_answer(predicted_ids: NDArray, tokenizer: Tokenizer, lengths: Lengths) -> str:
+    """Return the answer that the tokens predicted at `positions` spell: those up to the first [SEP]."""
+    answer_ids = predicted_ids[: answer_length(lengths)]
+    ends = np.flatnonzero(answer_ids == tokenizer.sep_id)
+    return tokenizer.decode(answer_ids[: ends[0]] if len(ends) else answer_ids)
 
 
 def check_closed_book(questions: Sequence[Question], lengths: Lengths) -> None:
     """Raise UserError if the task cannot be trained on these questions."""
-    room = lengths.query - 2 - answer_positions(lengths)
+    room = lengths.query - 2 - answer_length(lengths)
     if room < 1:
         raise UserError(
             f"config.data.query_length: the task closed_book needs {1 - room} more, for an answer after the question"
@@ -124,7 +98,17 @@ def check_closed_book(questions: Sequence[Question], lengths: Lengths) -> None:
 def closed_book_examples(
     store: PassageStore, questions: Sequence[Question], tokenizer: Tokenizer, lengths: Lengths
 ) -> Examples:
-    """Half masked sentences of the pre-training text, half training questions; all with the empty document."""
+    """Make half masked sentences of the pre-training text, half training questions, all with the empty document.
+
+    Args:
+        store: the pre-training text.
+        questions: training questions with answers.
+        tokenizer: the run's.
+        lengths: sizes of the arrays.
+
+    Raises:
+        UserError: if there are no questions, no sentences with a salient span, or too little room for an answer.
+    """
     check_closed_book(questions, lengths)
     sentences = salient_sentences(store, lengths.query)
     if not len(sentences.rows):
@@ -135,61 +119,69 @@ def closed_book_examples(
         if rng.random() < 0.5:
             sentence, spans = spans_of(store, int(sentences.rows[index]), int(sentences.numbers[index]))
             return masked_arrays(sentence, spans, "salient", rng, lengths, tokenizer) | empty
-        question = questions[int(rng.integers(len(questions)))]
-        return _question_example(question, tokenizer, lengths) | empty
+        question, masked = questions[int(rng.integers(len(questions)))], answer_length(lengths)
+        answer = [*tokenizer.encode(question.answers[0]).ids[:masked], *[tokenizer.sep_id] * masked][:masked]
+        targets = np.zeros(lengths.predictions, np.int32)
+        weights = np.zeros(lengths.predictions, np.float32)
+        targets[:masked], weights[:masked] = answer, 1.0
+        query = closed_book_query(question.question, tokenizer, lengths)
+        return query | {"targets": targets, "weights": weights} | empty
 
     return Examples(len(sentences.rows), make)
 
 
-def _question_example(question: Question, tokenizer: Tokenizer, lengths: Lengths) -> Example:
-    places = answer_positions(lengths)
-    answer = [*tokenizer.encode(question.answers[0]).ids[:places], *[tokenizer.sep_id] * places][:places]
-    targets = np.zeros(lengths.predictions, np.int32)
-    weights = np.zeros(lengths.predictions, np.float32)
-    targets[:places], weights[:places] = answer, 1.0
-    return closed_book_query(question.question, tokenizer, lengths) | {"targets": targets, "weights": weights}
-
-
 def empty_document(tokenizer: Tokenizer, lengths: Lengths) -> Example:
-    """The arrays of the passage that is read where there is none."""
+    """Return the arrays of the passage that is read if there is none."""
     nothing = np.zeros(0, tokenizer.dtype)
     return document_arrays(nothing, nothing, lengths.document, tokenizer)
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
+# --- Answers ----------------------------------------------------------------------------------------------------------
 
 
 class ClosedBookAnswer(NamedTuple):
-    """An answer predicted without passages. probability: of its pieces and of the end, each on its own."""
+    """An answer predicted without passages.
+
+    Attributes:
+        text: the answer.
+        probability: product of the probabilities of its tokens and of the end.
+    """
 
     text: str
     probability: float
 
 
 def predict_closed_book(run: Run, questions: Sequence[Question], params: Params) -> Iterator[list[ClosedBookAnswer]]:
-    """The answers to all questions, a batch at a time, as `Evaluator` has them."""
+    """Answer questions, as many at a time as `Evaluator` does.
+
+    Args:
+        run: of the task.
+        questions: what is asked.
+        params: all parameters.
+
+    Yields:
+        The answers to a batch of questions.
+    """
     tokenizer, lengths = run.sources.tokenizer, run.lengths
     empty = empty_document(tokenizer, lengths)
-    size = Evaluator(run, questions).batch_size
+    size, masked = Evaluator(run, questions).batch_size, answer_length(lengths)
     for start in range(0, len(questions), size):
-        asked = questions[start : start + size]
-        rows = [closed_book_query(question.question, tokenizer, lengths) | empty for question in asked]
+        part = questions[start : start + size]
+        rows = [closed_book_query(question.question, tokenizer, lengths) | empty for question in part]
         rows += [rows[0]] * (size - len(rows))
         batch = put_batch(run.mesh, {key: np.stack([row[key] for row in rows]) for key in rows[0]})
-        pieces, chances = map(to_host, _predict_tokens(run.model, params, batch))
-        places = answer_positions(lengths)
-        ends = [np.append(np.flatnonzero(row[:places] == tokenizer.sep_id), places)[0] for row in pieces]
-        yield [
-            ClosedBookAnswer(
-                closed_book_answer(row, tokenizer, lengths), float(np.exp(log_p[: min(end + 1, places)].sum()))
-            )
-            for row, log_p, end in zip(pieces[: len(asked)], chances, ends, strict=False)
-        ]
+        predicted_ids, log_p = map(to_host, _predict_tokens(run.model, params, batch))  # [size, predictions] both
+        answers = []
+        for ids, token_log_p in zip(predicted_ids[: len(part)], log_p, strict=False):
+            end = np.append(np.flatnonzero(ids[:masked] == tokenizer.sep_id), masked)[0]
+            probability = float(np.exp(token_log_p[: min(end + 1, masked)].sum()))
+            answers.append(ClosedBookAnswer(closed_book_answer(ids, tokenizer, lengths), probability))
+        yield answers
 
 
 @partial(jax.jit, static_argnums=0)
 def _predict_tokens(model: Realm, params: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
-    """The likeliest piece of every predicted position and its log probability, [batch, predictions] both."""
+    """Return the likeliest token at every predicted position and its log probability, [batch, predictions] both."""
     joint, positions = masked_inputs(batch, batch_candidates(batch))
     log_p = jax.nn.log_softmax(model.reader.read_words(params, joint, positions))
     return log_p.argmax(axis=-1), log_p.max(axis=-1)

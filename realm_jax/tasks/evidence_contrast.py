@@ -1,17 +1,23 @@
-"""Which passages tell what a sentence leaves out: contrastive training of both towers.
+"""Which passages tell what a sentence leaves out: contrastive training of both encoders.
 
 The query is a sentence without one of its names. Right are its own passage and those that are evidence for the name
-(`data/evidence.py`), one of which comes with it; wrong are the other passages of the batch, whose sentences come in
-groups that are alike. It is the retriever's part of REALM with a reader that never errs on which passages help, so it
-needs no index and can move the passages as well. What it gains, and over what, stands in `docs/results/adaptation.md`.
+(`data/evidence.py`), one of which comes with it; wrong are the other passages of the batch. It is the retriever's part
+of REALM with a reader that never errs on which passages help, so it needs no index and can move the passages as well.
+What it gains, and over what, stands in `docs/results/adaptation.md`.
+
+In a batch of passages drawn at random almost any word of a sentence tells which one it comes from, and there is nothing
+to learn. So passages come in groups that are alike: one drawn at random, and those of other documents whose vectors are
+nearest to its own.
 """
+
+import logging
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.config import Config
 from realm_jax.data.evidence import HOLDERS, Evidence, find_evidence
 from realm_jax.data.examples import (
     MINIMUM_SENTENCE,
@@ -25,138 +31,218 @@ from realm_jax.data.examples import (
 )
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
-from realm_jax.flops import embedding_flops, score_flops
+from realm_jax.errors import UserError
 from realm_jax.forward import Batch, StaticContext, batch_passages, dropout_keys
 from realm_jax.models import losses
 from realm_jax.models.layers import Params
 from realm_jax.run import Run
-from realm_jax.tasks.base import Embed, Metrics, Shapes, Task, batch_mean, document_shapes, query_shapes
-from realm_jax.tasks.groups import GROUP, check_groups, grouped_rows, numbered
+from realm_jax.tasks.base import (
+    Embed,
+    ExampleSpec,
+    Metrics,
+    Task,
+    batch_mean,
+    document_spec,
+    load_or_create,
+    query_spec,
+)  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 Array = jax.Array
-MOST = HOLDERS - 1  # passages that can be evidence beside a sentence's own
+MAX_EVIDENCE = HOLDERS - 1  # passages that can be evidence besides a sentence's own
+GROUP = 8  # passages
+SEEDS = 64  # groups that are begun at a time
+GROUPS_FILE = "neighbours.json"
 
 
 class EvidenceContrast(Task):
-    """Both towers learn."""
+    """Both encoders learn."""
 
     name = "evidence_contrast"
     stream = 13
-    title = "Evidence contrast"
-    is_parted = False  # it embeds short texts alone, and a part of a batch would have fewer to compare
+    num_microbatches = 1  # it embeds short texts alone, and a part of a batch would have fewer to compare
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.evaluates_start = bool(run.config.init_from)
         self.trained = run.context.model.embedder_names
 
-    @classmethod
-    def supervision(cls, config: Config) -> str:
-        return (
-            "Sentences without a name, their own passages, and passages that share the name and rare words with them. "
-            "Passages only; no questions, no labels."
-        )
-
-    @classmethod
-    def learns_from_evidence(cls, config: Config) -> bool:
-        return True
-
-    def check_data(self) -> None:
-        check_groups(self)
-
     def examples(self, params: Params, embed: Embed) -> Examples:
-        passages, lengths = self.run.sources.passages, self.run.lengths
-        evidence, kept = find_evidence(passages, *lengths.hidden), self.run.learned_rows(passages)
-        if kept is not None:  # what is right is learned from as well
-            evidence = evidence.among(kept)
+        passages, tokenizer, lengths = self.run.sources.passages, self.run.sources.tokenizer, self.run.lengths
+        evidence, training_rows = find_evidence(passages, *lengths.hidden), self.run.learned_rows(passages)
+        if training_rows is not None:  # passages that are evidence are learned from as well
+            evidence = evidence.among(training_rows)
         rows = np.unique(evidence.spans.rows)
-        require_passages(len(rows), passages, "a name that another passage is evidence for", self.name, kept)
-        return evidence_examples(
-            passages, self.run.sources.tokenizer, lengths, evidence, grouped_rows(self, embed, rows)
-        )
+        require_passages(len(rows), passages, "a name that another passage is evidence for", self.name, training_rows)
+        return evidence_examples(passages, tokenizer, lengths, evidence, grouped_rows(self, embed, rows))
 
-    def array_shapes(self) -> Shapes:
-        rows: Shapes = {name: ((), np.int32) for name in ("own_row", "owner", "other_row", "other_owner")}
-        other = {f"other_{name}": shape for name, shape in document_shapes(self.run).items()}
-        right: Shapes = {"right_rows": ((MOST,), np.int32)}
-        return query_shapes(self.run) | document_shapes(self.run) | other | rows | right
+    def example_spec(self) -> ExampleSpec:
+        rows: ExampleSpec = {name: ((), np.int32) for name in ("own_row", "owner", "other_row", "other_owner")}
+        other = {f"other_{name}": shape for name, shape in document_spec(self.run).items()}
+        evidence: ExampleSpec = {"right_rows": ((MAX_EVIDENCE,), np.int32)}
+        return query_spec(self.run) | document_spec(self.run) | other | rows | evidence
 
     def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Metrics:
-        return evidence_loss(self.context, params, batch, key)
-
-    def example_flops(self) -> dict[str, float]:
-        config = self.run.config
-        towers = {"queries": config.data.query_length, "documents": config.data.document_length}
-        parts = {name: 3 * embedding_flops(config, length) for name, length in towers.items()}
-        parts["documents"] *= 2
-        return parts | {"scores": 6 * score_flops(self.run) * self.settings.batch_size}
+        return evidence_loss(self.run.context, params, batch, key)
 
 
 def evidence_loss(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> Metrics:
-    """−log p(a right passage) among all passages of the batch, mean over its sentences; `accuracy`: the likeliest is
-    right.
+    """Return −log p(a right passage) among all passages of the batch, mean over its sentences.
 
     A passage is one candidate, however often it came. Passages of the sentence's own document that are not right are
-    none: they may tell as well.
+    no candidates, because they may tell as well.
+
+    Args:
+        context: what is compiled into the step.
+        params: all parameters.
+        batch: arrays of `evidence_examples`, [batch, …].
+        key: for dropout; None: none.
+
+    Returns:
+        loss, and accuracy: sentences whose likeliest passage is right.
     """
     keys = dropout_keys(key, 2)
-    queries = context.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
-    passages = batch_passages(batch), batch_passages(batch, "other_")
-    both = jax.tree.map(lambda *parts: jnp.concatenate(parts), *passages)
-    scores = queries @ context.model.embed_documents(params, both, keys[1]).T
-    rows = jnp.concatenate([batch["own_row"], batch["other_row"]])
-    owners = jnp.concatenate([batch["owner"], batch["other_owner"]])
-    right = (rows == batch["own_row"][:, None]) | (rows == batch["right_rows"][..., None]).any(axis=1)
-    repeated = jnp.tril(rows[:, None] == rows, -1).any(axis=1)
-    left_out = repeated | (~right & (owners == batch["owner"][:, None]))
-    log_p = jax.nn.log_softmax(jnp.where(left_out, losses.NEG_INF, scores), axis=1)
-    found = jax.nn.logsumexp(jnp.where(right & ~left_out, log_p, losses.NEG_INF), axis=1)
-    best = jnp.take_along_axis(right, log_p.argmax(axis=1, keepdims=True), axis=1)
-    return {"loss": batch_mean(-found), "accuracy": batch_mean(best)}
+    queries = context.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])  # [batch, projection]
+    own, other = batch_passages(batch), batch_passages(batch, "other_")
+    passages = jax.tree.map(lambda *parts: jnp.concatenate(parts), own, other)
+    scores = queries @ context.model.embed_documents(params, passages, keys[1]).T  # [batch, 2 · batch]
+    rows = jnp.concatenate([batch["own_row"], batch["other_row"]])  # [2 · batch]
+    owners = jnp.concatenate([batch["owner"], batch["other_owner"]])  # [2 · batch]: document of each passage
+
+    is_right = (rows == batch["own_row"][:, None]) | (rows == batch["right_rows"][..., None]).any(axis=1)
+    repeated = jnp.tril(rows[:, None] == rows, -1).any(axis=1)  # [2 · batch]
+    excluded = repeated | (~is_right & (owners == batch["owner"][:, None]))  # [batch, 2 · batch]
+    log_p = jax.nn.log_softmax(jnp.where(excluded, losses.NEG_INF, scores), axis=1)  # [batch, 2 · batch]
+    log_p_right = jax.nn.logsumexp(jnp.where(is_right & ~excluded, log_p, losses.NEG_INF), axis=1)  # [batch]
+    top1_is_right = jnp.take_along_axis(is_right, log_p.argmax(axis=1, keepdims=True), axis=1)  # [batch, 1]
+    return {"loss": batch_mean(-log_p_right), "accuracy": batch_mean(top1_is_right)}
 
 
-# --- examples ---------------------------------------------------------------------------------------------------------
+# --- Examples ---------------------------------------------------------------------------------------------------------
 
 
 def evidence_examples(
     store: PassageStore, tokenizer: Tokenizer, lengths: Lengths, evidence: Evidence, rows: NDArray[np.int64]
 ) -> Examples:
-    """A sentence without a span that has evidence, its passage, and another that is evidence, drawn for each.
+    """Make a sentence without a span that has evidence, its passage, and another that is evidence, drawn for each.
 
-    rows: of passages with such a span, in groups of GROUP, in the order of the examples. A sentence of which too little
-    would be left is given whole.
+    A sentence of which too little would be left is given whole.
+
+    Args:
+        store: the corpus.
+        tokenizer: of the corpus.
+        lengths: sizes of the arrays.
+        evidence: spans, and which passages are evidence for them.
+        rows: passages with such a span, in groups of GROUP, in the order of the examples.
     """
     spans = evidence.spans
-    owner = numbered(store.document_id(row) for row in range(len(store)))
+    owners = number_names(store.document_id(row) for row in range(len(store)))  # [rows]: document of each
 
-    def passage(row: int) -> Example:
+    def passage_arrays(row: int) -> Example:
         return document_arrays(store.title_tokens(row), store.body_tokens(row), lengths.document, tokenizer)
 
     def make(index: int, rng: np.random.Generator) -> Example:
         row = int(rows[index])
-        number = int(rng.integers(*np.searchsorted(spans.rows, [row, row + 1])))
-        right = evidence.rows_of(number)
-        other = int(rng.choice(right))
-        query = without_span(store, evidence, number)[: lengths.query - 2]
-        known = np.full(MOST, -1, np.int32)
-        known[: len(right)] = right
-        numbers = {"own_row": row, "owner": owner[row], "other_row": other, "other_owner": owner[other]}
+        span = int(rng.integers(*np.searchsorted(spans.rows, [row, row + 1])))
+        evidence_rows = evidence.rows_of(span)
+        other = int(rng.choice(evidence_rows))
+        query = without_span(store, evidence, span)[: lengths.query - 2]
+        padded_rows = np.full(MAX_EVIDENCE, -1, np.int32)
+        padded_rows[: len(evidence_rows)] = evidence_rows
+        numbers = {"own_row": row, "owner": owners[row], "other_row": other, "other_owner": owners[other]}
         return (
             query_arrays(query, lengths.query, tokenizer)
-            | passage(row)
-            | {f"other_{name}": value for name, value in passage(other).items()}
+            | passage_arrays(row)
+            | {f"other_{name}": value for name, value in passage_arrays(other).items()}
             | {name: np.int32(value) for name, value in numbers.items()}
-            | {"right_rows": known}
+            | {"right_rows": padded_rows}
         )
 
     return Examples(len(rows), make, group=GROUP)
 
 
-def without_span(store: PassageStore, evidence: Evidence, number: int) -> NDArray:
-    """The pieces of a span's sentence that are left without it; all where hardly any would be."""
+def without_span(store: PassageStore, evidence: Evidence, span: int) -> NDArray:
+    """Return the tokens of a span's sentence without the span; the whole sentence if hardly any would be left."""
     spans = evidence.spans
-    row = int(spans.rows[number])
-    start, end = store.sentences(row)[spans.sentences[number]]
+    row = int(spans.rows[span])
+    start, end = store.sentences(row)[spans.sentences[span]]
     sentence = store.body_tokens(row)[start:end]
-    left = pieces_without(sentence, spans.starts[number] - start, spans.ends[number] - start)
-    return left if len(left) >= MINIMUM_SENTENCE else sentence
+    shown = pieces_without(sentence, spans.starts[span] - start, spans.ends[span] - start)
+    return shown if len(shown) >= MINIMUM_SENTENCE else sentence
+
+
+def grouped_rows(task: Task, embed: Embed, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """List rows in groups of GROUP, one group after another: as many as the task's steps take, or as there are.
+
+    The groups are kept in a file of the task, so that a resumed run has the same.
+
+    Args:
+        task: whose passages are grouped.
+        embed: embeds the corpus, [rows, width].
+        rows: those that may be in a group.
+
+    Raises:
+        UserError: if there are no groups.
+    """
+
+    def make_groups() -> list[list[int]]:
+        store, wanted = task.run.sources.passages, task.settings.steps * task.settings.batch_size // GROUP
+        allowed = np.isin(np.arange(len(store)), rows)
+        documents = [store.document_id(row) for row in range(len(store))]
+        rng = np.random.default_rng((task.run.config.seed, task.stream))
+        groups = groups_of_neighbours(embed(), documents, allowed, wanted, rng)
+        if not len(groups):
+            raise UserError(
+                f"{store.folder}: {task.name} needs {GROUP} documents to learn from; leave it out of config.tasks"
+            )
+        logger.info("%d groups of %d passages that are alike, of %d wanted", len(groups), GROUP, wanted)
+        return groups.tolist()
+
+    return np.array(load_or_create(task, GROUPS_FILE, "groups", make_groups), np.int64).reshape(-1)
+
+
+def groups_of_neighbours(
+    vectors: NDArray[np.floating], documents: Sequence[str], allowed: NDArray[np.bool_], most: int,
+    rng: np.random.Generator,
+) -> NDArray[np.int64]:  # fmt: skip
+    """Group rows with their nearest neighbors; no row is in two groups, and no document twice in one.
+
+    Groups end when the rows that remain have too few documents.
+
+    Args:
+        vectors: of all rows, [rows, width]; neighbors have large inner products.
+        documents: of each row.
+        allowed: rows that may be in a group, bool [rows].
+        most: groups at most.
+        rng: draws the first row of each group.
+
+    Returns:
+        Rows, [groups, GROUP].
+    """
+    free, seeds = allowed.copy(), rng.permutation(np.flatnonzero(allowed))
+    owners = number_names(documents)
+    groups: list[NDArray[np.int64]] = []
+    for start in range(0, len(seeds), SEEDS):
+        if len(groups) == most:
+            break
+        seed_scores = vectors[seeds[start : start + SEEDS]] @ vectors.T  # [SEEDS, rows]
+        for seed, scores in zip(seeds[start : start + SEEDS], seed_scores, strict=True):
+            if len(groups) == most:
+                break
+            if not free[seed]:
+                continue
+            # The free rows of largest score, each the best of its document.
+            rows = np.flatnonzero(free & (owners != owners[seed]))
+            rows = rows[np.argsort(-scores[rows], kind="stable")]
+            _, first = np.unique(owners[rows], return_index=True)
+            others = rows[np.sort(first)][: GROUP - 1]
+            if len(others) == GROUP - 1:
+                groups.append(np.concatenate([[seed], others]))
+                free[groups[-1]] = False
+    return np.array(groups, np.int64).reshape(-1, GROUP)
+
+
+def number_names(names: Iterable[str]) -> NDArray[np.int64]:
+    """Number names in the order in which they first occur, equal names alike: int64 [names]."""
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.config import Config, IctConfig
+from realm_jax.config import IctConfig
 from realm_jax.data.examples import (
     MINIMUM_SENTENCE,
     Example,
@@ -22,11 +22,8 @@ from realm_jax.data.examples import (
     query_arrays,
     require_passages,
 )
-from realm_jax.data.held_out import held_out_share, trained_rows
-from realm_jax.data.sources import Sources
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
-from realm_jax.flops import embedding_flops, score_flops
 from realm_jax.forward import Batch, Index, StaticContext, batch_passages, dropout_keys, embed_null, stored_scores
 from realm_jax.models import losses
 from realm_jax.models.layers import Params
@@ -35,152 +32,171 @@ from realm_jax.run import Run
 from realm_jax.tasks.base import (
     ContrastiveLoss,
     Embed,
+    ExampleSpec,
     Metrics,
-    Shapes,
     Task,
     batch_mean,
-    document_shapes,
-    query_shapes,
+    document_spec,
+    query_spec,
 )  # fmt: skip
 
 Array = jax.Array
-MASK_RATE = 0.9  # sentences taken out of their passage (Lee et al. 2019) where negatives are drawn at random: else none
+MASK_RATE = 0.9  # sentences taken out of their passage (Lee et al. 2019) if negatives are drawn at random: else none
 
 
 class Ict(Task):
-    """Both towers learn, or against the index the query tower alone, whose passages keep their vectors."""
+    """Both encoders learn, or against the index the query encoder alone, so that passages keep their vectors."""
 
     name = "ict"
     stream = 2
-    title = "Inverse cloze task"
     settings: IctConfig
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
+        encoders = run.context.model.embedder_names
         self.retrieves = self.settings.negatives == "index"
-        self.is_parted = not self.retrieves  # it embeds short texts alone: there is little memory to save
-        self.evaluates_start = bool(run.config.init_from)
-        self.trained = run.context.model.embedder_names
-        if self.retrieves:
-            self.trained = self.trained[:1]
-        else:
-            given = partial(ict_vectors, run.context), partial(ict_null_vector, self.settings, run.context)
-            self.contrast = ContrastiveLoss(*given, partial(in_batch_softmax, null_weight=self.settings.null_weight))
+        self.trained = encoders[:1] if self.retrieves else encoders
+        if not self.retrieves:
+            self.contrast = ContrastiveLoss(
+                partial(ict_vectors, run.context),
+                partial(ict_null_vector, self.settings, run.context),
+                partial(in_batch_softmax, null_weight=self.settings.null_weight),
+            )
 
-    @classmethod
-    def missing(cls, config: Config, sources: Sources) -> str:
-        what, share = "passage of two or more sentences", held_out_share(config.evaluation.held_out, sources.questions)
-        several, kept = sources.passages.counts("sentences") > 1, trained_rows(sources.passages, share)
-        if not several.any():
-            return what
-        left = kept is None or bool((several & kept).any())
-        return "" if left else f"{what} that config.evaluation.held_out={share} leaves to learn from"
-
-    @classmethod
-    def supervision(cls, config: Config) -> str:
-        return "Which passage was this sentence taken from? Passages only; no questions, no labels."
+    @property
+    def num_microbatches(self) -> int:
+        """Return 1 if it retrieves, because it then embeds short texts alone: there is little memory to save."""
+        return 1 if self.retrieves else super().num_microbatches
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         passages = self.run.sources.passages
         rows = sentence_rows(passages, self.run.learned_rows(passages))
-        mask_rate = MASK_RATE if self.settings.negatives == "batch" else 0.0
+        mask_rate = 0.0 if self.retrieves else MASK_RATE
         return ict_examples(passages, self.run.sources.tokenizer, self.run.lengths, mask_rate, rows)
 
-    def array_shapes(self) -> Shapes:
-        return query_shapes(self.run) | document_shapes(self.run) | {"own_row": ((), np.int32)}
+    def example_spec(self) -> ExampleSpec:
+        return query_spec(self.run) | document_spec(self.run) | {"own_row": ((), np.int32)}
 
     def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Metrics:
         if self.contrast is None:
-            return retrieved_ict_loss(self.run.config.qa.beam, self.context, params, batch, index, key)
+            beam = self.run.config.qa.beam
+            return retrieved_ict_loss(beam, self.run.context, params, batch, index, key)
         encode, null, loss = self.contrast
         return loss(encode(params, batch, key), null(params, key))
 
-    def example_flops(self) -> dict[str, float]:
-        config, score = self.run.config, score_flops(self.run)
-        queries = 3 * embedding_flops(config, config.data.query_length)
-        if self.retrieves:  # stored vectors have no gradient: a product each way
-            scores = 2 * score * (1 + config.qa.beam)
-            return {"search": self.context.rows * score, "queries": queries, "scores": scores}
-        documents = 3 * embedding_flops(config, config.data.document_length)
-        return {"queries": queries, "documents": documents, "scores": 3 * score * self.settings.batch_size}
-
 
 def ict_vectors(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> tuple[Array, Array]:
-    """The vectors of sentences and of their passages, [batch, projection] both."""
+    """Return the vectors of sentences and of their passages, [batch, projection] both."""
     keys = dropout_keys(key, 3)
     queries = context.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
     return queries, context.model.embed_documents(params, batch_passages(batch), keys[1])
 
 
 def ict_null_vector(ict: IctConfig, context: StaticContext, params: Params, key: Array | None) -> Array | None:
-    """The null document's vector [1, projection] where it takes part."""
+    """Return the null document's vector, [1, projection]; None if it takes no part."""
     return embed_null(context, params, dropout_keys(key, 3)[2]) if ict.null_weight else None
 
 
 def in_batch_softmax(vectors: tuple[Array, Array], null: Array | None, null_weight: float) -> Metrics:
-    """Softmax of each sentence against all passages of the global batch.
+    """Return the loss of a softmax of each sentence over all passages of the global batch.
 
     With `null_weight` the null document is one more candidate, and the right one for a sentence whose own passage
     is taken away: its score becomes the threshold under which a passage does not fit. Without that, REALM starts with
     p(null) near 0, and a query none of whose candidates helps teaches the retriever which one harms least.
+
+    Args:
+        vectors: of sentences and of their passages, [batch, projection] both.
+        null: vector of the null document, [1, projection]; None if it takes no part.
+        null_weight: weight of picking the null document without the own passage.
+
+    Returns:
+        loss, and accuracy: sentences whose own passage has the largest score.
     """
     queries, documents = vectors
-    scores = queries @ documents.T
+    scores = queries @ documents.T  # [batch, batch]
     if null is None:
-        losses = -jnp.diagonal(jax.nn.log_softmax(scores, axis=-1))
+        losses = -jnp.diagonal(jax.nn.log_softmax(scores, axis=-1))  # [batch]
     else:
-        losses = _ict_loss_with_null(scores, queries @ null.T, null_weight)
-    right = scores.argmax(axis=-1) == jnp.arange(scores.shape[0])
-    return {"loss": batch_mean(losses), "accuracy": batch_mean(right)}
+        losses = _ict_loss_with_null(scores, queries @ null.T, null_weight)  # [batch]
+    is_top1 = scores.argmax(axis=-1) == jnp.arange(scores.shape[0])  # [batch]
+    return {"loss": batch_mean(losses), "accuracy": batch_mean(is_top1)}
 
 
 def _ict_loss_with_null(scores: Array, null: Array, weight: float) -> Array:
-    """Losses [batch] of scores [batch, batch] and null [batch, 1]: own passage among all and null, plus `weight` × null
-    among the others."""
-    size = scores.shape[0]
-    found = jax.nn.log_softmax(jnp.concatenate([scores, null], axis=1), axis=1)
-    others = jnp.where(jnp.eye(size, dtype=bool), losses.NEG_INF, scores)
-    missed = jax.nn.log_softmax(jnp.concatenate([others, null], axis=1), axis=1)
-    return -(jnp.diagonal(found) + weight * missed[:, -1])
+    """Return −log p(own passage | all passages and null) − weight · log p(null | all other passages and null).
+
+    Args:
+        scores: of sentences and passages, [batch, batch].
+        null: scores of the null document, [batch, 1].
+        weight: of the second term.
+
+    Returns:
+        One loss a sentence, [batch].
+    """
+    is_own = jnp.eye(scores.shape[0], dtype=bool)  # [batch, batch]
+    others = jnp.where(is_own, losses.NEG_INF, scores)
+    log_p = jax.nn.log_softmax(jnp.concatenate([scores, null], axis=1), axis=1)  # [batch, batch + 1]
+    log_p_without_own = jax.nn.log_softmax(jnp.concatenate([others, null], axis=1), axis=1)  # [batch, batch + 1]
+    return -(jnp.diagonal(log_p) + weight * log_p_without_own[:, -1])
 
 
 def retrieved_ict_loss(
     beam: int, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
 ) -> Metrics:
-    """The inverse cloze task against what the sentence itself retrieves, its hardest negatives: −log p(own passage)
-    among it and the `beam` best of the index.
+    """Return −log p(own passage) among it and the `beam` best of the index: what the sentence itself retrieves are its
+    hardest negatives.
 
-    Passages keep their stored vectors and the query embedder alone learns, so a pretrained retriever is sharpened
+    Passages keep their stored vectors and the query encoder alone learns, so a pretrained retriever is sharpened
     without moving the space that its passages live in.
+
+    Args:
+        beam: passages that are retrieved, or all.
+        context: what is compiled into the step.
+        params: all parameters.
+        batch: arrays of `ict_examples`, [batch, …].
+        index: the corpus.
+        key: for dropout; None: none.
     """
-    queries = context.model.embed_queries(params, batch["query"], batch["query_length"], key)
+    queries = context.model.embed_queries(params, batch["query"], batch["query_length"], key)  # [batch, projection]
     depth = min(beam, context.rows)
-    rows = search(context.mesh, queries, index.vectors, context.rows, depth).rows
-    own = batch["own_row"][:, None]
-    scores = stored_scores(queries, index, jnp.concatenate([own, rows], axis=1))
-    others = jnp.where(rows == own, losses.NEG_INF, scores[:, 1:])
-    log_p = jax.nn.log_softmax(jnp.concatenate([scores[:, :1], others], axis=1), axis=1)[:, 0]
+    rows = search(context.mesh, queries, index.vectors, context.rows, depth).rows  # [batch, depth]
+    own = batch["own_row"][:, None]  # [batch, 1]
+    scores = stored_scores(queries, index, jnp.concatenate([own, rows], axis=1))  # [batch, 1 + depth]
+    others = jnp.where(rows == own, losses.NEG_INF, scores[:, 1:])  # [batch, depth]
+    log_p = jax.nn.log_softmax(jnp.concatenate([scores[:, :1], others], axis=1), axis=1)[:, 0]  # [batch]
     return {"loss": batch_mean(-log_p), "accuracy": batch_mean(scores[:, 0] >= others.max(axis=1))}
 
 
-# --- examples ---------------------------------------------------------------------------------------------------------
+# --- Examples ---------------------------------------------------------------------------------------------------------
 
 
-def sentence_rows(store: PassageStore, kept: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
-    """The rows of two or more sentences. kept: rows that may be trained on, bool [rows]; None for all. Raises UserError
-    if there is none."""
-    several = store.counts("sentences") > 1
-    rows = np.flatnonzero(several if kept is None else several & kept)
-    require_passages(len(rows), store, "two or more sentences", "the inverse cloze task", kept)
+def sentence_rows(store: PassageStore, training_rows: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
+    """List the rows of two or more sentences.
+
+    Args:
+        store: the corpus.
+        training_rows: rows that may be trained on, bool [rows]; None for all.
+
+    Raises:
+        UserError: if there is none.
+    """
+    has_several = store.counts("sentences") > 1  # [rows]
+    rows = np.flatnonzero(has_several if training_rows is None else has_several & training_rows)
+    require_passages(len(rows), store, "two or more sentences", "the inverse cloze task", training_rows)
     return rows
 
 
 def ict_examples(
     store: PassageStore, tokenizer: Tokenizer, lengths: Lengths, mask_rate: float, rows: NDArray[np.int64]
 ) -> Examples:
-    """Inverse cloze task: a sentence and its passage, out of which a share `mask_rate` of the sentences is taken.
+    """Make a sentence and its passage, of which a share `mask_rate` is without the sentence.
 
-    rows: of the passages, of two or more sentences each, in the order of the examples.
+    Args:
+        store: the corpus.
+        tokenizer: of the corpus.
+        lengths: sizes of the arrays.
+        mask_rate: share of the passages out of which the sentence is taken.
+        rows: passages of two or more sentences each, in the order of the examples.
     """
 
     def make(index: int, rng: np.random.Generator) -> Example:

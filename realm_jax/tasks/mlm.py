@@ -1,4 +1,4 @@
-"""Warm-up of the reader: masked language modelling given a passage, so that it reads before anything is retrieved.
+"""Warm-up of the reader: masked language modeling given a passage, so that it reads before anything is retrieved.
 
 Read `mlm_loss`, then what examples there are: `warmup_examples`.
 """
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.config import Config, joint_length, task_names
+from realm_jax.config import joint_length, task_names
 from realm_jax.data.evidence import recurring_spans
 from realm_jax.data.examples import (
     Example,
@@ -27,30 +27,18 @@ from realm_jax.data.examples import (
 )  # fmt: skip
 from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
-from realm_jax.flops import reader_of, word_flops
 from realm_jax.forward import Batch, PackingSpec, StaticContext, batch_candidates, read_targets, truncated_fraction
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.layers import Params
 from realm_jax.models.losses import WeightedSum
-from realm_jax.run import Run
-from realm_jax.tasks.base import (
-    Embed,
-    Measure,
-    Metrics,
-    Monitor,
-    Shapes,
-    Task,
-    document_shapes,
-    masked_shapes,
-    query_shapes,
-)
-from realm_jax.tasks.packed import SAMPLED, PackingEstimator, TruncationMonitor
+from realm_jax.tasks.base import Embed, ExampleSpec, Metrics, Task, document_spec, masked_spec, query_spec
+from realm_jax.tasks.packed import SAMPLED, PackingEstimator
 
 Array = jax.Array
 Numbers = TypeVar("Numbers", Array, NDArray)
 WHOLE_RATE = 0.5  # excerpts that hold all other sentences; the rest are mostly short
 NULL_RATE = 0.15  # examples that are a sentence of X with the empty document: plain masked words are learned too
-UNRELATED_RATE = 0.15  # that are beside a passage drawn at random: most that is retrieved at first does not help
+UNRELATED_RATE = 0.15  # examples with a passage drawn at random: most that is retrieved at first does not help
 KEPT_RATE = 0.1  # excerpts that hold the masked sentence too, as in the inverse cloze task
 
 
@@ -59,95 +47,82 @@ class Mlm(Task):
 
     name = "mlm"
     stream = 1
-    title = "Warm-up: masked words"
-    has_final_index = False
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.trained = ("reader",)
+    trained = ("reader",)
 
     @property
-    def parts(self) -> int:
-        """As few as have no more joints each than a part of REALM's batch, which has all candidates of its sentences.
+    def num_microbatches(self) -> int:
+        """Return as few parts as have no more reader inputs each than a part of REALM's batch.
 
-        A step in small parts takes a quarter longer on two cores (`benchmarks/README.md`).
+        That has all candidates of its sentences. A step in small parts takes a quarter longer on two cores
+        (`benchmarks/README.md`).
         """
-        config, most = self.run.config, super().parts
+        config, most = self.run.config, super().num_microbatches
         if "realm" not in task_names(config):
             return most
-        joints = config.realm.batch_size * config.realm.candidates // most
+        realm = config.realm
+        largest = realm.batch_size * realm.candidates // most  # reader inputs of a part
         divisors = (parts for parts in range(1, most) if most % parts == 0)
-        return next((parts for parts in divisors if self.settings.batch_size // parts <= joints), most)
+        return next((parts for parts in divisors if self.settings.batch_size // parts <= largest), most)
 
-    @classmethod
-    def supervision(cls, config: Config) -> str:
-        return (
-            "Names and dates hidden in a sentence, read beside other sentences of the same passage in which they occur "
-            "again, beside a random passage, or beside nothing. No questions, no labels."
+    @cached_property
+    def fixed_examples(self) -> Examples:
+        """Its examples, which depend on no parameters."""
+        run, sources = self.run, self.run.sources
+        training_rows = run.learned_rows(sources.passages), run.learned_rows(sources.pretraining)
+        return warmup_examples(
+            sources.passages, sources.pretraining, sources.tokenizer, run.lengths, training_rows=training_rows
         )
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         return self.fixed_examples
 
-    @cached_property
-    def fixed_examples(self) -> Examples:
-        """Its examples, which depend on no parameters."""
-        sources = self.run.sources
-        kept = self.run.learned_rows(sources.passages), self.run.learned_rows(sources.pretraining)
-        return warmup_examples(sources.passages, sources.pretraining, sources.tokenizer, self.run.lengths, kept=kept)
-
-    def packed_places(self) -> PackingSpec:
-        rng = np.random.default_rng(self.run.config.seed)
-        numbers = rng.integers(self.fixed_examples.total, size=SAMPLED).tolist()
-        lengths = np.array([joint_lengths(self.fixed_examples.make(number, rng)) for number in numbers], np.int64)
-        count = PackingEstimator(self.run, self.microbatch)
-        return PackingSpec(count.examples, reader_inputs=count.joined(lengths, joint_length(self.run.config)))
-
-    def array_shapes(self) -> Shapes:
-        return masked_shapes(self.run, query_shapes(self.run)) | document_shapes(self.run)
+    def example_spec(self) -> ExampleSpec:
+        return masked_spec(self.run, query_spec(self.run)) | document_spec(self.run)
 
     def loss(self, params: Params, batch: Batch, index: None, key: Array | None) -> Metrics:
-        return mlm_loss(self.packed_context, params, batch, key)
+        return mlm_loss(self.context, params, batch, key)
 
-    def example_flops(self) -> dict[str, float]:
-        config, predictions = self.run.config, self.run.lengths.predictions
-        places = self.packing_per_device.reader_inputs / self.packing_per_device.examples
-        read = reader_of(config).forward(joint_length(config), predictions, places)
-        return {"reader": 3 * (read + word_flops(self.run))}
-
-    def measure(self) -> Measure | None:
-        return None
-
-    def monitors(self) -> list[Monitor]:
-        return [TruncationMonitor()]
+    def packing(self) -> PackingSpec:
+        rng = np.random.default_rng(self.run.config.seed)
+        numbers = rng.integers(self.fixed_examples.total, size=SAMPLED).tolist()
+        sample = [joint_lengths(self.fixed_examples.make(number, rng)) for number in numbers]
+        estimator = PackingEstimator(self.run, self.settings.batch_size // self.num_microbatches)
+        joints = estimator.joined(np.array(sample, np.int64), joint_length(self.run.config))
+        return PackingSpec(estimator.examples, reader_inputs=joints)
 
 
 def mlm_loss(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> Metrics:
-    """Cross-entropy of masked words, mean over predicted pieces; the passage, if any, comes with the batch."""
+    """Return the cross-entropy of masked words given the passage that comes with the batch.
+
+    Args:
+        context: what is compiled into the step.
+        params: all parameters.
+        batch: arrays of `warmup_examples`, [batch, …].
+        key: for dropout; None: none.
+
+    Returns:
+        loss and accuracy, means over the masked tokens, and `unplaced`, the share of tokens that packing dropped.
+    """
     slots = context.packing_for(len(batch["query"])).reader_inputs
     read = read_targets(context, params, batch, batch_candidates(batch), key, slots)
-    log_p, right = (part[:, 0] for part in read)
-    lengths = joint_lengths(batch)
+    log_p, is_top1 = (part[:, 0] for part in read)  # [batch, m] both
+    weights = batch["weights"].astype(jnp.float32)  # [batch, m]
     longest = batch["query"].shape[1] + batch["document"].shape[1]
-    unplaced = truncated_fraction(context, [(lengths, slots)], longest)
-    return cross_entropy(log_p, right, batch["weights"]) | {"unplaced": unplaced}
+    return {
+        "loss": WeightedSum(-(log_p * weights).sum(), weights.sum()),
+        "accuracy": WeightedSum((is_top1 * weights).sum(), weights.sum()),
+        "unplaced": truncated_fraction(context, [(joint_lengths(batch), slots)], longest),
+    }
 
 
 def joint_lengths(arrays: Mapping[str, Numbers]) -> Numbers:
-    """Pieces of texts with the passage that comes with each, as `reader_inputs` joins them: int32 [batch] of a batch,
-    [] of one example."""
+    """Return the tokens of texts with the passages that come with them, as `reader_inputs` joins them: int32 [batch] of
+    a batch, [] of one example."""
     passage = arrays["document_length"] - arrays["document_title_length"] - DOCUMENT_SPECIALS
     return arrays["query_length"] + passage
 
 
-def cross_entropy(log_p: Array, right: Array, weights: Array) -> Metrics:
-    """That of tokens, mean by weight: log p of each, and whether none is likelier; [batch, m] all."""
-    weights = weights.astype(jnp.float32)
-    loss, accuracy = -(log_p * weights).sum(), (right * weights).sum()
-    return {"loss": WeightedSum(loss, weights.sum()), "accuracy": WeightedSum(accuracy, weights.sum())}
-
-
-# --- examples ---------------------------------------------------------------------------------------------------------
+# --- Examples ---------------------------------------------------------------------------------------------------------
 
 
 def warmup_examples(
@@ -157,34 +132,45 @@ def warmup_examples(
     lengths: Lengths,
     null_rate: float = NULL_RATE,
     unrelated_rate: float = UNRELATED_RATE,
-    kept: tuple[NDArray[np.bool_] | None, NDArray[np.bool_] | None] = (None, None),
+    training_rows: tuple[NDArray[np.bool_] | None, NDArray[np.bool_] | None] = (None, None),
 ) -> Examples:
-    """The reader's warm-up: masked salient spans of three kinds, from pairs that any text provides.
+    """Make the reader's warm-up: masked salient spans of three kinds, from pairs that any text provides.
 
-    * A sentence of a passage beside an excerpt of that passage in which the span occurs again. The excerpt is a random
+    * A sentence of a passage with an excerpt of that passage in which the span occurs again. The excerpt is a random
       choice of the other sentences, in order: short ones teach copying quickly, long ones teach what to copy.
-    * A share `unrelated_rate`: such a sentence beside a passage drawn at random, so that the reader does not believe
+    * A share `unrelated_rate`: such a sentence with a passage drawn at random, so that the reader does not believe
       every passage: what retrieval offers at first is mostly wrong.
-    * A share `null_rate`: a sentence of the pre-training text with the empty document (plain masked words). Beside
+    * A share `null_rate`: a sentence of the pre-training text with the empty document (plain masked words). With
       unrelated passages these would teach that the pre-training text's style means that no passage helps.
 
-    kept: rows of passages and of pre-training text that may be trained on, bool [rows]; None for all.
+    Args:
+        passages: the corpus.
+        pretraining: the pre-training text.
+        tokenizer: of both.
+        lengths: sizes of the arrays.
+        null_rate: share of examples with the empty document.
+        unrelated_rate: share of examples with a passage drawn at random.
+        training_rows: rows of passages and of pre-training text that may be trained on, bool [rows] each; None for all.
+
+    Raises:
+        UserError: if one of the two has no such sentence.
     """
-    spans = recurring_spans(passages, lengths.query - 2)
-    spans = spans if kept[0] is None else spans[kept[0][spans[:, 0]]]
-    require_passages(len(spans), passages, "a name or date that it mentions in two sentences", "the warm-up", kept[0])
+    spans = recurring_spans(passages, lengths.query - 2)  # [n, 4]
+    spans = spans if training_rows[0] is None else spans[training_rows[0][spans[:, 0]]]
+    recurring = "a name or date that it mentions in two sentences"
+    require_passages(len(spans), passages, recurring, "the warm-up", training_rows[0])
     sentences = salient_sentences(pretraining, lengths.query)
-    if kept[1] is not None:
-        sentences = SentenceRefs(*(part[kept[1][sentences.rows]] for part in sentences))
-    require_passages(len(sentences.rows), pretraining, "a salient span", "the warm-up", kept[1])
+    if training_rows[1] is not None:
+        sentences = SentenceRefs(*(part[training_rows[1][sentences.rows]] for part in sentences))
+    require_passages(len(sentences.rows), pretraining, "a salient span", "the warm-up", training_rows[1])
 
     def make(index: int, rng: np.random.Generator) -> Example:
         draw = rng.random()
         if draw >= null_rate:
             unrelated = draw < null_rate + unrelated_rate
             return _excerpt_example(passages, spans[index], unrelated, rng, lengths, tokenizer)
-        choice = int(rng.integers(len(sentences.rows)))
-        sentence, salient = spans_of(pretraining, int(sentences.rows[choice]), int(sentences.numbers[choice]))
+        number = int(rng.integers(len(sentences.rows)))
+        sentence, salient = spans_of(pretraining, int(sentences.rows[number]), int(sentences.numbers[number]))
         arrays = masked_arrays(sentence, salient, "salient", rng, lengths, tokenizer)
         return arrays | document_arrays(sentence[:0], sentence[:0], lengths.document, tokenizer)
 
@@ -193,27 +179,34 @@ def warmup_examples(
 
 def _excerpt_example(
     store: PassageStore,
-    entry: NDArray[np.int32],
+    recurring: NDArray[np.int32],
     unrelated: bool,
     rng: np.random.Generator,
     lengths: Lengths,
     tokenizer: Tokenizer,
 ) -> Example:
-    """A sentence with its recurring span masked, beside some of its passage's other sentences, one with the span.
+    """Make a sentence with its recurring span masked, with some of its passage's other sentences, one with the span.
 
-    unrelated: beside an excerpt of a passage drawn at random instead, made in the same way, so that length tells
-    nothing. A share KEPT_RATE of the excerpts holds the sentence itself too, so that whole passages occur.
+    A share KEPT_RATE of the excerpts holds the sentence itself too, so that whole passages occur.
+
+    Args:
+        store: the corpus.
+        recurring: row, sentence, span and the other sentence that has it, as `recurring_spans` lists them, [4].
+        unrelated: True for an excerpt of a passage drawn at random, made in the same way, so that length tells nothing.
+        rng: what all choices are drawn from.
+        lengths: sizes of the arrays.
+        tokenizer: of the corpus.
     """
-    row, number, place, other = map(int, entry)
+    row, number, span_number, other = map(int, recurring)
     start, end = store.sentences(row)[number]
-    span = store.spans(row)[place : place + 1, :2] - start
+    span = store.spans(row)[span_number : span_number + 1, :2] - start  # [1, 2]
     arrays = masked_arrays(store.body_tokens(row)[start:end], span, "salient", rng, lengths, tokenizer)
     if unrelated:
         row = (row + 1 + int(rng.integers(max(1, len(store) - 1)))) % len(store)
         number, other = (int(rng.integers(len(store.sentences(row)))) for _ in range(2))
     sentences, body = store.sentences(row), store.body_tokens(row)
-    kept = rng.random(len(sentences)) < (1.0 if rng.random() < WHOLE_RATE else rng.random() ** 2)
-    kept[number] = rng.random() < KEPT_RATE
-    kept[other] = True
-    excerpt = np.concatenate([body[first:last] for first, last in sentences[kept]])
+    is_shown = rng.random(len(sentences)) < (1.0 if rng.random() < WHOLE_RATE else rng.random() ** 2)  # [sentences]
+    is_shown[number] = rng.random() < KEPT_RATE
+    is_shown[other] = True
+    excerpt = np.concatenate([body[first:last] for first, last in sentences[is_shown]])
     return arrays | document_arrays(store.title_tokens(row), excerpt, lengths.document, tokenizer)

@@ -1,13 +1,13 @@
-"""How many places the tokens of a step's sequences take, by the lengths of its data.
+"""How many token slots a step packs its sequences into, by the lengths of its data.
 
-Passages end before their row does and most sentences and questions are short, so a fifth to a quarter of padded joints
-is padding, and half of those of the warm-up. What will be retrieved is not known, so passages are drawn at random:
-those that are retrieved are a little longer (`LONGER`). Sequences are drawn, and shared out among the parts of a batch,
-as a step does it (`models/packing.py`).
+Passages end before their row does, and most sentences and questions are short, so a fifth to a quarter of padded reader
+inputs is padding, and half of those of the warm-up. What will be retrieved is not known, so passages are drawn at
+random: those that are retrieved are a little longer (`LONGER`). Sequences are drawn, and shared out among the parts of
+a batch, as a step does it (`models/packing.py`).
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,18 +18,22 @@ from realm_jax.models.packing import snake_order
 from realm_jax.models.prompts import longest_passage, passage_lengths
 from realm_jax.run import Run
 
-RARE = 10_000  # one part in so many needs more places than there are, if candidates are as long as others
-SLACK = 0.05  # at least this share more places than texts need in the mean, of which a sample is counted
+RARE = 10_000  # one part in so many needs more slots than there are, if candidates are as long as others
+SLACK = 0.05  # at least this share more slots than texts need on average, of which a sample is counted
 LONGER = 0.2  # the same for passages, in standard deviations of their lengths: those that are retrieved are longer
-WORTH = 0.92  # with more places than this share of the padded ones sequences stay padded
-DRAWN = 4_000_000  # lengths drawn at most
-SAMPLED = 2048  # texts whose lengths say how many places a batch takes
-MANY = 0.01  # share of a batch's pieces that are lost, from which on it is said
-NOTHING = np.zeros(1, np.int64)  # lengths of what is not there
+WORTH = 0.92  # with more slots than this share of the padded ones sequences stay padded
+MAX_DRAWN = 4_000_000  # lengths that are drawn
+SAMPLED = 2048  # texts whose lengths are looked at
+ABSENT = np.zeros(1, np.int64)  # lengths of texts, or of passages, if there are none
 
 
 class TextLengths(NamedTuple):
-    """Lengths of some texts of a task, specials counted: of what is searched with, and of what the reader reads."""
+    """Lengths of some texts of a task, special tokens counted.
+
+    Attributes:
+        queries: of what is searched with, int64 [texts].
+        texts: of what the reader reads, int64 [texts].
+    """
 
     queries: NDArray[np.int64]
     texts: NDArray[np.int64]
@@ -37,71 +41,58 @@ class TextLengths(NamedTuple):
 
 @dataclass(frozen=True)
 class PackingEstimator:
-    """Counts the places of a device's share of the examples whose gradients are computed at once (`microbatch`)."""
+    """Counts the token slots of a device's share of a microbatch.
+
+    Attributes:
+        run: its data, networks and devices.
+        microbatch_size: examples whose gradients are computed at once.
+    """
 
     run: Run
-    microbatch: int
+    microbatch_size: int
 
     @property
     def examples(self) -> int:
-        """Of a device."""
-        return self.microbatch // batch_parts(self.run.mesh)
+        """Examples of a device."""
+        return self.microbatch_size // batch_parts(self.run.mesh)
 
     def queries(self, lengths: TextLengths) -> int:
-        """Of what is searched with."""
+        """Count the slots of the queries that search."""
         model = self.run.model
-        asked, longest = (model.query_lengths(of) for of in (lengths.queries, self.run.lengths.query))
-        return self._needed(asked, NOTHING, 1, longest)
+        queries, longest = (model.query_lengths(count) for count in (lengths.queries, self.run.lengths.query))
+        return self._slots(queries, ABSENT, 1, longest)
 
     def null_inputs(self, lengths: TextLengths) -> int:
-        """Of texts that are read with the null document."""
-        return self._needed(lengths.texts + 1, NOTHING, 1, self.run.lengths.query + 1)
+        """Count the slots of the reader's texts with the null document."""
+        return self._slots(lengths.texts + 1, ABSENT, 1, self.run.lengths.query + 1)
 
     def reader_inputs(self, lengths: TextLengths, passages: int, titles: bool) -> int:
-        """Of texts that are each read with so many passages, and with their titles or without."""
+        """Count the slots of the reader's texts with `passages` passages each, and their titles if `titles`."""
         sizes = self.run.lengths
-        body, title = clipped_lengths(self.run.sources.passages, sizes.document)
+        body, title = clipped_lengths(self.run.sources.passages, sizes.document)  # [rows] both
         added, longest = (title + 2, sizes.document - 1) if titles else (1, sizes.document - 2)
-        return self._needed(lengths.texts, body + added, passages, sizes.query + longest)
+        return self._slots(lengths.texts, body + added, passages, sizes.query + longest)
 
     def joined(self, lengths: NDArray[np.int64], longest: int) -> int:
-        """Of texts that come with a passage each, by the lengths of some of these joints; longest: none is longer."""
-        return self._needed(lengths, NOTHING, 1, longest)
+        """Count the slots of texts that come with a passage each, by a sample of their lengths and the longest."""
+        return self._slots(lengths, ABSENT, 1, longest)
 
     def documents(self, passages: int) -> int:
-        """Of passages that are embedded, so many for each text."""
+        """Count the slots of the passages that are embedded, so many for each text."""
         template = self.run.model.passage_template
-        body, title = clipped_lengths(self.run.sources.passages, self.run.lengths.document)
+        body, title = clipped_lengths(self.run.sources.passages, self.run.lengths.document)  # [rows] both
         longest = longest_passage(self.run.lengths.document, template)
-        return self._needed(NOTHING, passage_lengths(body, title, template), passages, longest)
+        return self._slots(ABSENT, passage_lengths(body, title, template), passages, longest)
 
-    def _needed(self, asked: NDArray[np.int64], passages: NDArray[np.int64], candidates: int, longest: int) -> int:
-        """`slots_needed` on these devices."""
+    def _slots(self, queries: NDArray[np.int64], passages: NDArray[np.int64], candidates: int, longest: int) -> int:
         mesh = self.run.mesh
         shape = batch_parts(mesh) // mesh.shape["slices"], self.examples, candidates
-        return slots_needed(asked, passages, shape, longest, self.run.model.bert.compute.alignment)
-
-
-class TruncationMonitor:
-    """Feed it every logged record; it returns a warning, once, where sequences have lost more than a few pieces."""
-
-    def __init__(self) -> None:
-        self._said = False
-
-    def __call__(self, record: dict[str, Any]) -> str | None:
-        lost = record.get("unplaced", 0.0)
-        if self._said or lost <= MANY:
-            return None
-        self._said = True
-        return (
-            f"step {record['step']}: packing had no place for {lost:.1%} of the pieces, so the longest sequences lost "
-            "their last ones; texts or passages of batches are longer than those of the data (tasks/packed.py)"
-        )
+        return slots_needed(queries, passages, shape, longest, self.run.model.bert.compute.alignment)
 
 
 def clipped_lengths(store: PassageStore, document_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Pieces of bodies and of titles, as many as a document row has room for."""
-    titles = store.column("title_lengths").astype(np.int64)  # [rows]
+    """Return the tokens of bodies and of titles, as many as a document row has room for: int64 [rows] both."""
+    titles = store.column("title_lengths").astype(np.int64)
     bodies = store.counts("tokens") - titles
     titles = np.minimum(titles, document_length - 3)
     return np.minimum(bodies, document_length - 3 - titles), titles
@@ -111,30 +102,44 @@ def slots_needed(
     queries: NDArray[np.int64], passages: NDArray[np.int64], shape: tuple[int, int, int], longest: int,
     alignment: int = 1,
 ) -> int:  # fmt: skip
-    """Places of which a part of a batch seldom needs more; 0 where padding takes hardly more.
+    """Estimate the token slots of which a part of a batch almost never needs more.
 
-    queries, passages: lengths to draw from; shape: parts, examples of a part, candidates of each; longest: of a padded
-    sequence.
+    Args:
+        queries: lengths of texts to draw from, [n].
+        passages: lengths of passages to draw from, [n].
+        shape: parts of a batch, examples of a part, passages of an example.
+        longest: tokens of a padded sequence.
+        alignment: slots of a sequence are a multiple of it.
+
+    Returns:
+        Slots of a part; 0 if padding takes little more.
     """
     parts, examples, candidates = shape
     sequences = examples * candidates
-    draws = max(16, min(20 * RARE, DRAWN // (parts * sequences)))
+    draws = max(16, min(20 * RARE, MAX_DRAWN // (parts * sequences)))
     rng = np.random.default_rng(0)
-    asked = rng.choice(queries, (draws, parts * examples, 1))
-    joined = (asked + rng.choice(passages, (draws, parts * examples, candidates))).reshape(draws, -1)
-    used = slots_taken(joined, parts, longest, alignment)
+    drawn_queries = rng.choice(queries, (draws, parts * examples, 1))
+    drawn_passages = rng.choice(passages, (draws, parts * examples, candidates))
+    used = slots_used((drawn_queries + drawn_passages).reshape(draws, -1), parts, longest, alignment)
     slack = max(SLACK * queries.mean(), LONGER * passages.std())
     needed = max(np.quantile(used, 1 - 1 / RARE), used.mean() + slack * sequences, longest)
-    places = -int(-needed // alignment) * alignment
-    return places if places <= WORTH * sequences * longest else 0
+    slots = -int(-needed // alignment) * alignment
+    return slots if slots <= WORTH * sequences * longest else 0
 
 
-def slots_taken(lengths: NDArray[np.int64], parts: int, longest: int, alignment: int = 1) -> NDArray[np.int64]:
-    """Places that the parts of batches take, [batches, parts], with the sequences of each batch in balanced order.
+def slots_used(lengths: NDArray[np.int64], parts: int, longest: int, alignment: int = 1) -> NDArray[np.int64]:
+    """Count the slots that the parts of batches use, with the sequences of each batch in balanced order.
 
-    lengths [batches, sequences]; longest: of a padded sequence.
+    Args:
+        lengths: [batches, sequences].
+        parts: of a batch.
+        longest: tokens of a padded sequence.
+        alignment: slots of a sequence are a multiple of it.
+
+    Returns:
+        [batches, parts].
     """
     if parts > 1:
         lengths = np.sort(lengths, axis=1)[:, ::-1][:, snake_order(lengths.shape[1], parts)]
-    sizes = -(-np.minimum(lengths, longest) // alignment) * alignment
+    sizes = -(-np.minimum(lengths, longest) // alignment) * alignment  # [batches, sequences]
     return sizes.reshape(len(sizes), parts, -1).sum(axis=2)

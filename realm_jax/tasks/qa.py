@@ -2,22 +2,16 @@
 
 Three objectives (`qa.objective`): 'marginal', the paper's −log Σ_z p(z|x) p(y|z,x); 'orqa', L_ret + L_read of the
 released code; 'positive', L_ret, and L_read of one passage a question that holds its answer. Read `qa_loss`; which
-answers and passages questions are trained with is `qa_examples.py`.
+answers and passages questions are trained with is in `qa_examples.py`.
 """
-
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
-from realm_jax.config import Config, QaConfig, joint_length
+from realm_jax.config import QaConfig, joint_length
 from realm_jax.data.examples import Examples
-from realm_jax.data.questions import answered
-from realm_jax.data.tokenizer import Tokenizer, id_dtype
-from realm_jax.errors import UserError
-from realm_jax.flops import embedding_flops, reader_of, score_flops
+from realm_jax.data.tokenizer import id_dtype
 from realm_jax.forward import (
     Batch,
     Index,
@@ -35,175 +29,118 @@ from realm_jax.models import losses
 from realm_jax.models.inputs import ReaderInput, has_answer_span, token_mask
 from realm_jax.models.layers import Params
 from realm_jax.models.losses import WeightedSum
-from realm_jax.models.networks import Realm
 from realm_jax.run import Run
-from realm_jax.tasks.base import (
-    Embed,
-    Metrics,
-    Monitor,
-    Shapes,
-    Short,
-    Task,
-    batch_mean,
-    evaluation_questions,
-    question_shapes,
-)
-from realm_jax.tasks.collapse import CollapseMonitor
-from realm_jax.tasks.packed import SAMPLED, PackingEstimator, TextLengths, TruncationMonitor
+from realm_jax.tasks.base import Embed, ExampleSpec, Metrics, Task, batch_mean, question_spec
+from realm_jax.tasks.packed import SAMPLED, PackingEstimator, TextLengths
 from realm_jax.tasks.qa_examples import fine_tuning_examples
 
 Array = jax.Array
-BEAM_PART = 64  # passages of a beam that are looked through at a time
+BEAM_PART = 64  # passages of a beam that are searched for answers at a time
 
 
 class Qa(Task):
-    """The reader learns, and with a search of vectors the query tower, and with `qa.refresh_every` both towers."""
+    """The reader learns, with a search of vectors the query encoder too, and with `qa.refresh_every` both encoders."""
 
     name = "qa"
     stream = 4
-    title = "Fine-tuning"
     settings: QaConfig
-    short = Short(40, 2e-5 / 1.5e-4)
     retrieves = True
-    learns_to_answer = True
-    selects_by = "exact_match"
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        qa, rows = self.settings, run.context.rows
-        self.trained = (*trained_towers(qa, run.context.model), "reader")
-        self.refresh_every = qa.refresh_every
-        self.evaluate_every = run.config.evaluation.every
-        self.eval_search = qa.search
-        self.bm25_depth = bm25_list_length(qa.search, qa.depth(rows), rows)
-
-    @classmethod
-    def supervision(cls, config: Config) -> str:
-        if config.qa.objective == "positive":
-            return (
-                "Questions with answer strings, each read beside one passage that holds an answer: of its gold "
-                "document where that is known, else the first that was retrieved."
-            )
-        return "Questions with answer strings. Nobody says which passage holds the answer."
-
-    def check_data(self) -> None:
-        config, sources = self.run.config, self.run.sources
-        if self.evaluate_every and not answered(evaluation_questions(sources)):
-            raise UserError(
-                "config.evaluation.every: goes by exact match, but no development question that is measured has "
-                f"answers in {config.data.path}; set it to 0"
-            )
-
-    @property
-    def keeps_best(self) -> bool:
-        return super().keeps_best or self.evaluate_every > 0
+        encoders = run.context.model.embedder_names
+        if self.settings.uses_bm25_only:
+            encoders = ()
+        elif not self.settings.trains_passages:
+            encoders = encoders[:1]
+        self.trained = (*encoders, "reader")
+        self.refresh_every = self.settings.refresh_every
 
     @property
     def is_positive(self) -> bool:
-        """Whether the reader is given one passage a question, which comes with the batch."""
+        """True if the reader is given one passage a question, which comes with the batch."""
         return self.settings.objective == "positive"
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         return fine_tuning_examples(self, params, embed)
 
-    def array_shapes(self) -> Shapes:
-        found = question_shapes(self.run, self.bm25_depth)
+    def example_spec(self) -> ExampleSpec:
+        qa, rows = self.settings, self.run.context.rows
+        shapes = question_spec(self.run, bm25_list_length(qa.search, qa.depth(rows), rows))
         if not self.is_positive:
-            return found
+            return shapes
         joint, ids = joint_length(self.run.config), id_dtype(self.run.model.reader.bert.vocabulary_size)
-        return found | {
-            "joint": ((joint,), ids),
-            "joint_length": ((), np.int32),
-            "body_start": ((), np.int32),
-        }
-
-    def packed_places(self) -> PackingSpec | None:
-        """With one passage a question batches are of questions of like length, and stay padded."""
-        run, qa, asked = self.run, self.settings, self.run.sources.answered("train")
-        if self.is_positive or not asked:
-            return None
-        chosen = np.random.default_rng(run.config.seed).integers(len(asked), size=SAMPLED).tolist()
-        texts = [asked[number].question for number in chosen]
-        question_lengths = text_lengths(run.sources.tokenizer, texts, run.lengths.query)
-        lengths = TextLengths(question_lengths, question_lengths)
-        count = PackingEstimator(run, self.microbatch)
-        return PackingSpec(
-            count.examples,
-            queries=0 if qa.uses_bm25_only else count.queries(lengths),
-            reader_inputs=count.reader_inputs(lengths, qa.passages, qa.titles),
-            passages=count.documents(qa.passages) if qa.trains_passages else 0,
-        )
+        return shapes | {"joint": ((joint,), ids), "joint_length": ((), np.int32), "body_start": ((), np.int32)}
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Metrics:
         if self.is_positive:
             return positive_qa_loss(self.settings, self.context, params, batch, index, key)
-        return qa_loss(self.settings, self.packed_context, params, batch, index, key)
+        return qa_loss(self.settings, self.context, params, batch, index, key)
 
-    def example_flops(self) -> dict[str, float]:
-        """A question beside its positive passage counts as long as the longest can be; the length of batches is up to
-        data."""
-        config, joint = self.run.config, joint_length(self.run.config)
-        reader, packed = reader_of(config), self.packing_per_device
-        spans = 2 * joint * reader.width * 2 * self.context.model.reader.span_hidden
-        read = 1 if self.is_positive else config.qa.passages
-        places = packed.reader_inputs / (packed.examples * read)
-        parts = {"reader": 3 * read * (reader.forward(joint, places=places) + spans)}
-        if not self.settings.uses_bm25_only:
-            asked = packed.queries / packed.examples
-            queries = 3 * embedding_flops(config, config.data.query_length, places=asked)
-            parts |= {"search": self.context.rows * score_flops(self.run), "queries": queries}
-        if self.refresh_every:
-            embedded = packed.passages / (packed.examples * read)
-            documents = embedding_flops(config, config.data.document_length, places=embedded)
-            parts["documents"] = 3 * config.qa.passages * documents
-        return parts
-
-    def monitors(self) -> list[Monitor]:
-        return [CollapseMonitor().questions, TruncationMonitor()]
+    def packing(self) -> PackingSpec | None:
+        """Count token slots by the lengths of a sample of questions. With one passage a question, batches are of
+        questions of like length, and stay padded."""
+        run, qa, questions = self.run, self.settings, self.run.sources.answered("train")
+        if self.is_positive or not questions:
+            return None
+        sample = np.random.default_rng(run.config.seed).integers(len(questions), size=SAMPLED).tolist()
+        encoded = run.sources.tokenizer.encode_batch([questions[number].question for number in sample])
+        token_counts = np.array([len(encoding.ids) for encoding in encoded], np.int64)
+        question_lengths = np.minimum(token_counts, run.lengths.query - 2) + 2
+        lengths = TextLengths(question_lengths, question_lengths)
+        estimator = PackingEstimator(run, qa.batch_size // self.num_microbatches)
+        return PackingSpec(
+            estimator.examples,
+            queries=0 if qa.uses_bm25_only else estimator.queries(lengths),
+            reader_inputs=estimator.reader_inputs(lengths, qa.passages, qa.titles),
+            passages=estimator.documents(qa.passages) if qa.trains_passages else 0,
+        )
 
 
-def trained_towers(qa: QaConfig, model: Realm) -> tuple[str, ...]:
-    """Return the encoders that fine-tuning trains."""
-    if qa.uses_bm25_only:
-        return ()
-    return model.embedder_names if qa.trains_passages else model.embedder_names[:1]
-
-
-def text_lengths(tokenizer: Tokenizer, texts: Sequence[str], longest: int) -> NDArray[np.int64]:
-    """Pieces of texts as queries of at most so many, specials counted: int64 [texts]."""
-    counts = np.array([len(one.ids) for one in tokenizer.encode_batch(list(texts))], np.int64)
-    return np.minimum(counts, longest - 2) + 2
-
-
-# --- the losses -------------------------------------------------------------------------------------------------------
+# --- The losses -------------------------------------------------------------------------------------------------------
 
 
 def qa_loss(
     qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
 ) -> Metrics:
-    """Fine-tuning on what is retrieved: the paper's marginal over passages and spans, or ORQA's L_ret + L_read."""
+    """Return the paper's marginal over passages and spans, or ORQA's L_ret + L_read.
+
+    Args:
+        qa: settings of fine-tuning.
+        context: what is compiled into the step.
+        params: all parameters.
+        batch: arrays of `question_examples`, [batch, …].
+        index: the corpus.
+        key: for dropout; None: none.
+
+    Returns:
+        loss: what is minimized.
+        accuracy: questions whose likeliest span is an answer.
+        answer_in_passages: questions for which a passage that is read has an answer.
+        log_likelihood: log p(y|x) of these questions.
+        unplaced: share of tokens that packing dropped.
+    """
     read = read_question(qa, context, params, batch, index, key, qa.depth(context.rows))
-    scores, spans = read.scores, read.span_scores
+    scores, spans = read.scores, read.span_scores  # [batch, k], [batch, k, start, width]
     loss, log_likelihood = losses.answer_marginal(scores, spans, read.allowed, read.correct)
-    has_answer = read.correct.any(axis=(2, 3))
     if qa.objective == "orqa":
         beam_correct = beam_has_answer(context, batch, index, read.beam.rows)
         loss = losses.orqa_loss(read.beam.scores, beam_correct, scores, spans, read.allowed, read.correct)
-    final = read.prior[:, :, None, None] + read.spans
-    answered = has_answer.any(axis=1)
+    log_p = read.prior[:, :, None, None] + read.spans  # log p(z|x) p(span|z,x), [batch, k, start, width]
+    has_answer = read.correct.any(axis=(1, 2, 3))  # [batch]
     return {
         "loss": loss,
-        "accuracy": batch_mean(top1_is_correct(final, read.correct)),
-        "answer_in_passages": batch_mean(answered),
+        "accuracy": batch_mean(top1_is_correct(log_p, read.correct)),
+        "answer_in_passages": batch_mean(has_answer),
         "log_likelihood": WeightedSum(
-            jnp.where(answered, log_likelihood, 0.0).sum(), answered.sum().astype(jnp.float32)
+            jnp.where(has_answer, log_likelihood, 0.0).sum(), has_answer.sum().astype(jnp.float32)
         ),
         "unplaced": read.truncated_fraction,
     }
 
 
 def top1_is_correct(scores: Array, correct: Array) -> Array:
-    """Whether the span with the largest score of an example is correct: both [batch, …] → [batch] bool."""
+    """Return True if the span with the largest score of an example is correct: both [batch, …] → bool [batch]."""
     flat = scores.reshape(len(scores), -1)
     return jnp.take_along_axis(correct.reshape(flat.shape), flat.argmax(axis=1)[:, None], axis=1)[:, 0]
 
@@ -211,28 +148,40 @@ def top1_is_correct(scores: Array, correct: Array) -> Array:
 def positive_qa_loss(
     qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
 ) -> Metrics:
-    """Fine-tuning with one positive passage a question, which comes with the batch.
+    """Return the loss of one positive passage a question, which comes with the batch.
 
     The reader's term is −log p(correct span) among the spans of that passage; the retriever's is ORQA's L_ret over a
-    beam of the index, whose passages are not read. `joint` of the batch: ids [batch, length]; see `positive_examples`.
+    beam of the index, whose passages are not read.
+
+    Args:
+        qa: settings of fine-tuning.
+        context: what is compiled into the step.
+        params: all parameters.
+        batch: arrays of `positive_examples`, [batch, …].
+        index: the corpus.
+        key: for dropout; None: none.
+
+    Returns:
+        loss, accuracy (questions whose likeliest span is an answer), the two terms, and answer_in_beam (questions for
+        which a passage of the beam has an answer).
     """
     keys = dropout_keys(key, 2)
     joint, answers = batch_reader_input(batch), (batch["answers"], batch["answer_lengths"])
-    _, spans, allowed, correct = read_spans(context, params, joint, answers, keys[1])
-    terms = losses.orqa_reader_loss(jnp.zeros(joint.lengths.shape), spans, allowed, correct)
-    right = top1_is_correct(jnp.where(allowed, spans, losses.NEG_INF), correct)
-    found = {"accuracy": batch_mean(right), "reader_loss": batch_mean(terms)}
+    _, spans, allowed, correct = read_spans(context, params, joint, answers, keys[1])  # [batch, 1, start, width] each
+    terms = losses.orqa_reader_loss(jnp.zeros(joint.lengths.shape), spans, allowed, correct)  # [batch]
+    is_top1 = top1_is_correct(jnp.where(allowed, spans, losses.NEG_INF), correct)  # [batch]
+    metrics = {"accuracy": batch_mean(is_top1), "reader_loss": batch_mean(terms)}
     if not qa.uses_bm25_only:
         beam, _ = retrieve_and_rerank(qa, context, params, batch, index, keys[0], qa.depth(context.rows))
-        hits = beam_has_answer(context, batch, index, beam.rows)
-        retriever = losses.orqa_retriever_loss(beam.scores, hits)
+        beam_correct = beam_has_answer(context, batch, index, beam.rows)  # [batch, beam]
+        retriever = losses.orqa_retriever_loss(beam.scores, beam_correct)  # [batch]
         terms += retriever
-        found |= {"answer_in_beam": batch_mean(hits.any(axis=1)), "retriever_loss": batch_mean(retriever)}
-    return {"loss": batch_mean(terms)} | found
+        metrics |= {"answer_in_beam": batch_mean(beam_correct.any(axis=1)), "retriever_loss": batch_mean(retriever)}
+    return {"loss": batch_mean(terms)} | metrics
 
 
 def batch_reader_input(batch: Batch) -> ReaderInput:
-    """The joint layout that came with the batch, one passage a question: arrays [batch, 1, …]."""
+    """Return the reader input that came with the batch, one passage a question: arrays [batch, 1, …]."""
     ids, lengths = batch["joint"].astype(jnp.int32)[:, None], batch["joint_length"][:, None]
     mask = token_mask(lengths, ids.shape[-1])
     _, query_lengths = reader_query(batch)
@@ -241,14 +190,23 @@ def batch_reader_input(batch: Batch) -> ReaderInput:
 
 
 def beam_has_answer(context: StaticContext, batch: Batch, index: Index, rows: Array) -> Array:
-    """Which passages of a beam hold an answer of their question, as spans of tokens: [batch, beam] bool.
+    """Return True for passages of a beam that have an answer of their question as a span.
 
-    rows [batch, beam]. The texts of BEAM_PART passages a question are on hand at a time, however long the beam is.
+    The texts of BEAM_PART passages a question are in memory at a time, however long the beam is.
+
+    Args:
+        context: what is compiled into the step.
+        batch: `answers` [batch, answers, width] and `answer_lengths` [batch, answers] are read.
+        index: the corpus.
+        rows: of the passages, [batch, beam].
+
+    Returns:
+        bool [batch, beam].
     """
     count, beam = rows.shape
     parts = -(-beam // BEAM_PART)
     padded = jnp.pad(rows, ((0, 0), (0, parts * BEAM_PART - beam)))
-    split = padded.reshape(count, parts, BEAM_PART).swapaxes(0, 1)
+    split = padded.reshape(count, parts, BEAM_PART).swapaxes(0, 1)  # [parts, batch, BEAM_PART]
     answers = (batch["answers"], batch["answer_lengths"], context.model.reader.span_width)
-    found = jax.lax.map(lambda part: has_answer_span(gather_passages(index, part), *answers), split)
-    return found.swapaxes(0, 1).reshape(count, -1)[:, :beam]
+    has_answer = jax.lax.map(lambda part: has_answer_span(gather_passages(index, part), *answers), split)
+    return has_answer.swapaxes(0, 1).reshape(count, -1)[:, :beam]

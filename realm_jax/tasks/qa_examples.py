@@ -1,13 +1,13 @@
-"""The questions of fine-tuning: with answers as strings, and each beside a positive passage where that is wanted.
+"""The questions of fine-tuning: with answers as strings, and each with a positive passage if `qa.objective=positive`.
 
 Answers that are regular expressions (CuratedTREC): a span has to be compared with tokens on the devices, which no
 regular expression can be. So before fine-tuning each such question searches with the parameters that fine-tuning starts
-from, and what its patterns match in the passages found becomes its answers.
+from, and what its patterns match in the retrieved passages becomes its answers.
 
-A positive passage (`qa.objective=positive`) holds an answer as a span. It is one of the gold document where that is
-known, else the first that is retrieved.
+A positive passage holds an answer as a span. It is one of the gold document if that is known, else the first that is
+retrieved.
 
-Both depend on the parameters at the start and on the devices' rounding, so they are kept in TASK/answers.json and
+Both depend on the parameters at the start and on the devices' rounding, so we keep them in TASK/answers.json and
 TASK/positives.json: a run that is resumed trains on the same ones. Read `fine_tuning_examples`.
 """
 
@@ -48,22 +48,31 @@ NO_ROW = -1  # in place of a row: no passage is known to hold an answer
 
 
 def fine_tuning_examples(task: Task, params: Params, embed: Embed) -> Examples:
-    """The examples of fine-tuning from `params`; see `Task.examples`."""
-    run: Run = task.run
-    questions = training_questions(task, params, embed)
-    if run.config.qa.objective == "positive":
+    """Make the examples of fine-tuning from `params`; see `Task.examples`."""
+    run = task.run
+    qa, questions = run.config.qa, training_questions(task, params, embed)
+    if qa.objective == "positive":
         return examples_with_positives(task, params, embed, questions)
-    return retrieved_examples(run, questions, run.config.qa.depth(run.context.rows))
+    return retrieved_examples(run, questions, qa.depth(run.context.rows))
 
 
 def retrieved_examples(run: Run, questions: Sequence[Question], depth: int) -> Examples:
-    """Questions with their answers, for a step that finds `depth` passages."""
+    """Make questions with their answers, for a step that retrieves `depth` passages."""
     examples = question_examples(questions, run.sources.tokenizer, run.lengths)
     return with_search(run, examples, questions, depth, run.config.qa.search != "vectors")
 
 
 def question_examples(questions: Sequence[Question], tokenizer: Tokenizer, lengths: Lengths) -> Examples:
-    """Questions with their answers as tokens; an answer of more than `span_width` pieces can not be a span."""
+    """Make questions with their answers as tokens; an answer of more than `span_width` tokens cannot be a span.
+
+    Args:
+        questions: with answers.
+        tokenizer: the run's.
+        lengths: sizes of the arrays.
+
+    Raises:
+        UserError: if there are no questions, or answers are regular expressions.
+    """
     if not questions:
         raise UserError("no training questions in the prepared folder; give `realm prepare --questions train=FILE`")
     check_string_answers(questions)
@@ -75,9 +84,17 @@ def question_examples(questions: Sequence[Question], tokenizer: Tokenizer, lengt
     return Examples(len(questions), make)
 
 
-def with_search(run: Run, examples: Examples, questions: Sequence[Question], depth: int, has_words: bool) -> Examples:
-    """Examples of questions with BM25's list of `depth` passages where words take part in the search."""
-    if not has_words:
+def with_search(run: Run, examples: Examples, questions: Sequence[Question], depth: int, uses_bm25: bool) -> Examples:
+    """Add BM25's list of passages to the examples of questions.
+
+    Args:
+        run: whose passages are searched.
+        examples: one for each question.
+        questions: what is searched for.
+        depth: passages of the list.
+        uses_bm25: False to leave the examples as they are.
+    """
+    if not uses_bm25:
         return examples
     hits = run.bm25_search([question.question for question in questions], depth)
 
@@ -88,7 +105,7 @@ def with_search(run: Run, examples: Examples, questions: Sequence[Question], dep
 
 
 def check_string_answers(questions: Sequence[Question]) -> None:
-    """Raise UserError if answers are regular expressions: there is no telling which pieces they are."""
+    """Raise UserError if answers are regular expressions, which have no tokens."""
     if patterns := sum(question.is_regex for question in questions):
         raise UserError(
             f"{patterns} of {len(questions)} training questions have regular expressions for answers, which cannot be "
@@ -99,23 +116,40 @@ def check_string_answers(questions: Sequence[Question]) -> None:
 def retrieved_at_start(
     task: Task, params: Params, embed: Embed, questions: Sequence[Question], depth: int
 ) -> NDArray[np.int64]:
-    """Rows of the best passages of questions, int64 [questions, depth], by the search of fine-tuning with the
-    parameters that it starts from."""
-    run: Run = task.run
-    index = run.index(embed()) if task.needs_vectors() else run.index_without_vectors
-    return Evaluator(run, questions, task.eval_search).retrieve(params, index, min(depth, run.context.rows))
+    """Retrieve passages of questions by the search of fine-tuning, with the parameters that it starts from.
+
+    Args:
+        task: which trains on the questions.
+        params: what it starts from.
+        embed: embeds the corpus by these, [rows, width].
+        questions: what is searched for.
+        depth: passages of a question, or all.
+
+    Returns:
+        Rows of the best passages, int64 [questions, depth].
+    """
+    run, qa = task.run, task.run.config.qa
+    index = run.index_without_vectors if qa.uses_bm25_only else run.index(embed())
+    return Evaluator(run, questions, qa.search).retrieve(params, index, min(depth, run.context.rows))
 
 
-# --- patterns for answers ---------------------------------------------------------------------------------------------
+# --- Patterns for answers ---------------------------------------------------------------------------------------------
 
 
 def training_questions(task: Task, params: Params, embed: Embed) -> list[Question]:
-    """The training questions that have answers, as strings. params, embed: as of `Task.examples`.
+    """Return the training questions that have answers, as strings.
 
-    A question none of whose patterns matches keeps no answer, and teaches nothing. Raises UserError if that is so
-    for all, or where the kept answers are of other questions.
+    A question none of whose patterns matches keeps no answer, and teaches nothing.
+
+    Args:
+        task: which trains on the questions.
+        params: what it starts from.
+        embed: embeds the corpus by these, [rows, width].
+
+    Raises:
+        UserError: if no pattern matches, or the answers that the run began with are of other questions.
     """
-    run: Run = task.run
+    run = task.run
     questions = run.sources.answered("train")
     if without := len(run.sources.questions.get("train", [])) - len(questions):
         logger.info(
@@ -123,11 +157,11 @@ def training_questions(task: Task, params: Params, embed: Embed) -> list[Questio
             task.name,
             without,
         )
-    regular = [question for question in questions if question.is_regex]
-    if not regular:
+    regex_questions = [question for question in questions if question.is_regex]
+    if not regex_questions:
         return questions
     answers = load_or_create(
-        task, ANSWERS, "answers", lambda: _regex_answers(task, params, embed, regular), len(regular)
+        task, ANSWERS, "answers", lambda: _regex_answers(task, params, embed, regex_questions), len(regex_questions)
     )
     strings = iter(answers)
     return [
@@ -139,13 +173,14 @@ def training_questions(task: Task, params: Params, embed: Embed) -> list[Questio
 
 
 def _regex_answers(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> list[list[str]]:
-    run: Run = task.run
+    """Find the strings that the patterns of each question match in the passages that are retrieved for it."""
+    run = task.run
     store, depth = run.sources.passages, min(run.config.qa.beam, run.context.rows)
-    found = retrieved_at_start(task, params, embed, questions, depth)
+    retrieved = retrieved_at_start(task, params, embed, questions, depth)  # [questions, depth]
     tokenizer = run.sources.tokenizer
     answers = [
         matching_strings(question.answers, (store.text(row) for row in rows), tokenizer, run.lengths.span_width)
-        for question, rows in zip(questions, found.tolist(), strict=True)
+        for question, rows in zip(questions, retrieved.tolist(), strict=True)
     ]
     without = sum(not strings for strings in answers)
     logger.info(
@@ -166,37 +201,49 @@ def _regex_answers(task: Task, params: Params, embed: Embed, questions: Sequence
 def matching_strings(
     expressions: Iterable[str], texts: Iterable[str], tokenizer: Tokenizer, span_width: int
 ) -> list[str]:
-    """What patterns match in texts and can be a span, the most frequent first; of equals the one found first.
+    """List the strings that patterns match in texts and that can be spans, the most frequent first, then the first.
 
     Two strings of the same tokens are one.
+
+    Args:
+        expressions: the patterns.
+        texts: where they are looked for.
+        tokenizer: the run's.
+        span_width: tokens of a span at most.
     """
     counts: Counter[tuple[int, ...]] = Counter()
-    spelt: dict[tuple[int, ...], str] = {}
+    strings: dict[tuple[int, ...], str] = {}  # token ids → how they are spelled
     expressions = list(expressions)
     for text in texts:
         for expression in expressions:
             for start, end in patterns.find_all(expression, text):
-                pieces = tuple(tokenizer.encode(text[start:end]).ids)
-                if 0 < len(pieces) <= span_width:
-                    counts[pieces] += 1
-                    spelt.setdefault(pieces, text[start:end])
-    return [spelt[pieces] for pieces, _ in counts.most_common()]
+                token_ids = tuple(tokenizer.encode(text[start:end]).ids)
+                if 0 < len(token_ids) <= span_width:
+                    counts[token_ids] += 1
+                    strings.setdefault(token_ids, text[start:end])
+    return [strings[token_ids] for token_ids, _ in counts.most_common()]
 
 
-# --- positive passages ------------------------------------------------------------------------------------------------
+# --- Positive passages ------------------------------------------------------------------------------------------------
 
 
 def examples_with_positives(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> Examples:
-    """The examples of `qa.objective=positive`: the questions for which a passage is known that holds an answer.
+    """Make the examples of `qa.objective=positive`: the questions for which a passage is known that holds an answer.
 
-    params, embed: as of `Task.examples`. Raises UserError if there is no such question, or where the kept rows are
-    of other questions.
+    Args:
+        task: which trains on the questions.
+        params: what it starts from.
+        embed: embeds the corpus by these, [rows, width].
+        questions: with answers as strings.
+
+    Raises:
+        UserError: if there is no such question, or the passages that the run began with are of other questions.
     """
-    run: Run = task.run
+    run = task.run
     rows = load_or_create(
         task, POSITIVES, "rows", lambda: find_positives(task, params, embed, questions), len(questions)
     )
-    known = [place for place, row in enumerate(rows) if row != NO_ROW]
+    known = [number for number, row in enumerate(rows) if row != NO_ROW]  # of the questions
     counts = len(known), len(questions)
     logger.info("%s: %d of %d training questions have a passage that holds an answer", task.name, *counts)
     if not known:
@@ -204,55 +251,73 @@ def examples_with_positives(task: Task, params: Params, embed: Embed, questions:
             f"no passage that holds an answer is known for any of {len(questions)} training questions: neither their "
             f"gold passages nor the first {DEPTH} that are retrieved have one; check questions and passages"
         )
-    asked, positives = [questions[place] for place in known], [rows[place] for place in known]
+    questions, positives = [questions[number] for number in known], [rows[number] for number in known]
     sources, qa = run.sources, run.config.qa
-    examples = positive_examples(asked, positives, sources.passages, sources.tokenizer, run.lengths, qa.titles)
-    return with_search(run, examples, asked, qa.depth(run.context.rows), qa.search == "hybrid")
+    examples = positive_examples(questions, positives, sources.passages, sources.tokenizer, run.lengths, qa.titles)
+    return with_search(run, examples, questions, qa.depth(run.context.rows), qa.search == "hybrid")
 
 
 def find_positives(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> list[int]:
-    """A row for each question, NONE where none holds an answer: of its gold document, else the first retrieved."""
-    run: Run = task.run
+    """Return the positive passage of each question: one of its gold document, else the first retrieved with an answer.
+
+    Args:
+        task: which trains on the questions.
+        params: what it starts from.
+        embed: embeds the corpus by these, [rows, width].
+        questions: with answers as strings.
+
+    Returns:
+        A row for each question; NO_ROW if none has an answer.
+    """
+    run = task.run
     tokenizer, store, lengths = run.sources.tokenizer, run.sources.passages, run.lengths
     rows = [gold_row(store, question, tokenizer, lengths) for question in questions]
-    missing = [place for place, row in enumerate(rows) if row == NO_ROW]
+    missing = [number for number, row in enumerate(rows) if row == NO_ROW]
     if missing:
-        asked = [questions[place] for place in missing]
-        retrieved = retrieved_at_start(task, params, embed, asked, DEPTH)
-        for place, found in zip(missing, retrieved.tolist(), strict=True):
-            rows[place] = first_row_with_answer(store, questions[place], found, tokenizer, lengths)
+        retrieved = retrieved_at_start(task, params, embed, [questions[number] for number in missing], DEPTH)
+        for number, candidates in zip(missing, retrieved.tolist(), strict=True):
+            rows[number] = first_row_with_answer(store, questions[number], candidates, tokenizer, lengths)
     return rows
 
 
 def gold_row(store: PassageStore, question: Question, tokenizer: Tokenizer, lengths: Lengths) -> int:
-    """The row of a question's gold documents that holds an answer; NONE where none does or there is no gold document.
+    """Return the row of a question's gold documents that holds an answer.
 
-    Of several the one with the most pieces of the question, then the first.
+    Of several the one with the most tokens of the question, then the first.
+
+    Args:
+        store: the corpus.
+        question: with answers as strings.
+        tokenizer: of the corpus.
+        lengths: how much of a passage is read.
+
+    Returns:
+        The row; NO_ROW if none has an answer, or there is no gold document.
     """
     if not question.gold:
         return NO_ROW
-    answers = answer_pieces(question, tokenizer, lengths)
+    answers = answer_ids(question, tokenizer, lengths)
     gold = chain.from_iterable(store.rows_of(name) for name in question.gold)
     rows = [row for row in gold if row_has_answer(store, row, answers, lengths)]
-    asked = set(tokenizer.encode(question.question).ids)
-    shared = [len(asked.intersection(store.body_tokens(row).tolist())) for row in rows]
+    question_ids = set(tokenizer.encode(question.question).ids)
+    shared = [len(question_ids.intersection(store.body_tokens(row).tolist())) for row in rows]
     return rows[int(np.argmax(shared))] if rows else NO_ROW
 
 
 def first_row_with_answer(
     store: PassageStore, question: Question, rows: Sequence[int], tokenizer: Tokenizer, lengths: Lengths
 ) -> int:
-    """The first of some rows that holds an answer; NONE where none does."""
-    answers = answer_pieces(question, tokenizer, lengths)
+    """Return the first of `rows` that holds an answer of a question; NO_ROW if none does."""
+    answers = answer_ids(question, tokenizer, lengths)
     return next((row for row in rows if row >= 0 and row_has_answer(store, row, answers, lengths)), NO_ROW)
 
 
-def answer_pieces(question: Question, tokenizer: Tokenizer, lengths: Lengths) -> list[NDArray]:
-    """The answers that can be spans, as the reader is trained with them."""
+def answer_ids(question: Question, tokenizer: Tokenizer, lengths: Lengths) -> list[NDArray]:
+    """Return the tokens of the answers that can be spans, as the reader is trained with them."""
     arrays = question_arrays([], question.answers, tokenizer, lengths)
     return [
-        pieces[:size].astype(tokenizer.dtype)
-        for pieces, size in zip(arrays["answers"], arrays["answer_lengths"], strict=True)
+        token_ids[:size].astype(tokenizer.dtype)
+        for token_ids, size in zip(arrays["answers"], arrays["answer_lengths"], strict=True)
         if size
     ]
 
@@ -265,28 +330,36 @@ def positive_examples(
     lengths: Lengths,
     titles: bool,
 ) -> Examples:
-    """Questions with their answers, and each joined with its passage; batched by the length of that.
+    """Make questions with their answers, each joined with its passage, and batched by the length of that.
 
-    rows: the passage of each. Arrays: those of `question_arrays`, and `joint` [query + document − 1 or 2], its
-    places in use `joint_length`, and `body_start`; the layout is that of `realm_jax.models.inputs.reader_inputs`.
+    Arrays are those of `question_arrays`, and `joint` [query + document − 1 or 2], its tokens `joint_length`, and
+    `body_start`; the layout is that of `models/inputs.py: reader_inputs`.
+
+    Args:
+        questions: with answers as strings.
+        rows: the passage of each.
+        store: the corpus.
+        tokenizer: of the corpus.
+        lengths: sizes of the arrays.
+        titles: True if passages are read with their titles.
     """
     encoded = [encoding.ids for encoding in tokenizer.encode_batch([question.question for question in questions])]
-    places = lengths.query + lengths.document - (1 if titles else DOCUMENT_SPECIALS)
+    padded_length = lengths.query + lengths.document - (1 if titles else DOCUMENT_SPECIALS)
 
-    def used(number: int) -> int:
-        row = rows[number]
+    joint_lengths = np.zeros(len(questions), np.int64)
+    for number, row in enumerate(rows):
         title = len(truncated_title(store, row, lengths)) + 1 if titles else 0
         query = min(len(encoded[number]), lengths.query - 2) + 2
-        return query + title + len(truncated_body(store, row, lengths)) + 1
+        joint_lengths[number] = query + title + len(truncated_body(store, row, lengths)) + 1
 
     def make(number: int, rng: np.random.Generator) -> Example:
         title, body = truncated_title(store, rows[number], lengths), truncated_body(store, rows[number], lengths)
-        special, most = tokenizer.special, lengths.query - 2
-        laid = layouts.joint(encoded[number], body, places, special, most, title if titles else None)
+        special, max_tokens = tokenizer.special, lengths.query - 2
+        layout = layouts.joint(encoded[number], body, padded_length, special, max_tokens, title if titles else None)
         return question_arrays(encoded[number], questions[number].answers, tokenizer, lengths) | {
-            "joint": laid.ids.astype(tokenizer.dtype),
-            "joint_length": np.int32(laid.used),
-            "body_start": np.int32(laid.used - len(body) - 1),
+            "joint": layout.ids.astype(tokenizer.dtype),
+            "joint_length": np.int32(layout.used),
+            "body_start": np.int32(layout.used - len(body) - 1),
         }
 
-    return Examples(len(questions), make, np.array([used(number) for number in range(len(questions))], np.int64))
+    return Examples(len(questions), make, joint_lengths)

@@ -1,4 +1,4 @@
-"""Reranker: a cross-encoder that orders the first retrieved passages anew, taught by the reader.
+"""Reranker: a cross-encoder that orders the first retrieved passages again, taught by the reader.
 
 It reads the question beside a passage and adds to the passage's score. What it learns is the trained reader's posterior
 p(z|x,y) over the first passages: which of them the answer is read from, which a retriever's inner product cannot see.
@@ -7,20 +7,17 @@ checkpoints: `realm weights export` writes towers and reader. Read `rerank_loss`
 """
 
 import dataclasses
-from functools import partial
 from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from realm_jax.config import Config, QaConfig, joint_length
+from realm_jax.config import QaConfig, RerankConfig
 from realm_jax.data.examples import Examples
-from realm_jax.flops import embedding_flops, reader_of, score_flops
 from realm_jax.forward import (
     Batch,
     Index,
-    Rerank,
     StaticContext,
     bm25_list_length,
     falling_scores,
@@ -31,9 +28,9 @@ from realm_jax.models.bert import Bert, apply
 from realm_jax.models.inputs import PassageBatch, ReaderInput, flatten_passages, reader_inputs
 from realm_jax.models.layers import BertConfig, Dropout, Params, dense
 from realm_jax.models.losses import WeightedSum, log_sum_selected
-from realm_jax.models.networks import Network, Realm
+from realm_jax.models.networks import Network
 from realm_jax.run import Run
-from realm_jax.tasks.base import Embed, Metrics, Shapes, Task, batch_mean, question_shapes
+from realm_jax.tasks.base import Embed, ExampleSpec, Metrics, Task, batch_mean, question_spec
 from realm_jax.tasks.qa_examples import retrieved_examples, training_questions
 
 Array = jax.Array
@@ -46,76 +43,63 @@ class RerankTask(Task):
 
     name = "rerank"
     stream = 8
-    title = "Reranker"
+    settings: RerankConfig
     retrieves = True
-    learns_to_answer = True
-    selects_by = "answer_recall@1"
     trained = (NAME,)
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        qa, rows = run.config.qa, run.context.rows
-        self.candidates = min(CANDIDATES, rows)
-        self.eval_search = qa.search
-        self.bm25_depth = bm25_list_length(qa.search, self.candidates, rows)
-
-    @classmethod
-    def supervision(cls, config: Config) -> str:
-        return "Questions with answer strings, and what the trained reader makes of each passage."
-
-    @classmethod
-    def networks(cls, model: Realm) -> tuple[Network, ...]:
-        return (CrossEncoder(model.reader.bert),)
-
-    @classmethod
-    def reranks(cls, config: Config) -> Rerank:
-        return Rerank(config.rerank.passages, NAME, added)
+        self.candidates = min(CANDIDATES, run.context.rows)
 
     def start(self, params: Params) -> Params:
-        """Its BERT begins as that of the reader."""
+        """Start its BERT from that of the reader."""
         return params | {NAME: params[NAME] | {"bert": jax.tree.map(jnp.copy, params["reader"]["bert"])}}
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         return retrieved_examples(self.run, training_questions(self, params, embed), self.candidates)
 
-    def array_shapes(self) -> Shapes:
-        return question_shapes(self.run, self.bm25_depth)
+    def example_spec(self) -> ExampleSpec:
+        search = self.run.config.qa.search
+        return question_spec(self.run, bm25_list_length(search, self.candidates, self.run.context.rows))
 
     def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Metrics:
         qa = dataclasses.replace(self.run.config.qa, passages=self.candidates)
-        return rerank_loss(qa, self.context, params, batch, index, key)
-
-    def example_flops(self) -> dict[str, float]:
-        config, count = self.run.config, self.candidates
-        reader, length = reader_of(config), joint_length(config)
-        read, scored = reader.forward(length), reader.forward(length, 1) + 2 * reader.width**2
-        parts = {"reader": count * read, "reranker": 3 * count * scored}
-        if not config.qa.uses_bm25_only:
-            queries = embedding_flops(config, config.data.query_length)
-            parts |= {"search": self.context.rows * score_flops(self.run), "queries": queries}
-        return parts
+        return rerank_loss(qa, self.run.context, params, batch, index, key)
 
 
 def rerank_loss(
     qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
 ) -> Metrics:
-    """Return the cross-entropy between p(z|x,y) of the reader and the softmax of the new scores, over the first
-    `qa.passages`; mean over the questions of which one holds an answer."""
+    """Return the cross-entropy between p(z|x,y) of the reader and the softmax of the new scores.
+
+    Args:
+        qa: settings of fine-tuning, with as many passages as are ordered.
+        context: what is compiled into the step.
+        params: all parameters.
+        batch: arrays of `question_examples`, [batch, …].
+        index: the corpus.
+        key: for dropout of the cross-encoder; None: none.
+
+    Returns:
+        loss: what is minimized, a mean over the questions that have an answer in these passages.
+        agreement: those whose passage of largest p(z|x,y) has the largest score.
+        answer_in_passages: share of the questions that have an answer in these passages.
+    """
     read = read_question(qa, context, params, batch, index, None, qa.passages)
-    likelihood = log_sum_selected(read.spans, read.correct, (2, 3))  # log p(y|z,x)
-    posterior = jax.lax.stop_gradient(jax.nn.softmax(read.prior + likelihood, axis=1))
-    scores = falling_scores(read.beam.scores) + scores_of(context, params, read.reader_input, key)
-    terms = -(posterior * jax.nn.log_softmax(scores, axis=1)).sum(axis=1)
-    answered = read.correct.any(axis=(1, 2, 3)).astype(jnp.float32)
-    agrees = scores.argmax(axis=1) == posterior.argmax(axis=1)
+    log_likelihood = log_sum_selected(read.spans, read.correct, (2, 3))  # log p(y|z,x), [batch, k]
+    posterior = jax.lax.stop_gradient(jax.nn.softmax(read.prior + log_likelihood, axis=1))  # [batch, k]
+    scores = falling_scores(read.beam.scores) + scores_of(context, params, read.reader_input, key)  # [batch, k]
+    terms = -(posterior * jax.nn.log_softmax(scores, axis=1)).sum(axis=1)  # [batch]
+    has_answer = read.correct.any(axis=(1, 2, 3)).astype(jnp.float32)  # [batch]
+    agrees = scores.argmax(axis=1) == posterior.argmax(axis=1)  # [batch]
     return {
-        "loss": WeightedSum((terms * answered).sum(), answered.sum()),
-        "agreement": WeightedSum((agrees * answered).sum(), answered.sum()),
-        "answer_in_passages": batch_mean(answered),
+        "loss": WeightedSum((terms * has_answer).sum(), has_answer.sum()),
+        "agreement": WeightedSum((agrees * has_answer).sum(), has_answer.sum()),
+        "answer_in_passages": batch_mean(has_answer),
     }
 
 
-# --- the network ------------------------------------------------------------------------------------------------------
+# --- The network ------------------------------------------------------------------------------------------------------
 
 
 class CrossEncoderNetwork(nn.Module):
@@ -125,11 +109,21 @@ class CrossEncoderNetwork(nn.Module):
 
     @nn.compact
     def __call__(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:
-        """ids, segments [batch, length] int, mask [batch, length] bool → [batch] float32; 0 of fresh parameters."""
+        """Score reader inputs; 0 with fresh parameters.
+
+        Args:
+            ids: int [batch, length].
+            segments: int [batch, length].
+            mask: True for tokens that are no padding, bool [batch, length].
+            deterministic: False turns dropout on.
+
+        Returns:
+            float32 [batch].
+        """
         c = self.config
         cls = jnp.zeros((ids.shape[0], 1), jnp.int32)
         hidden = Bert(c, name="bert")(ids, segments, mask, positions=cls, deterministic=deterministic)[:, 0]
-        pooled = jnp.tanh(dense(c.width, ("embed", "embed_out"), c, "pooler")(hidden))
+        pooled = jnp.tanh(dense(c.width, ("embed", "embed_out"), c, "pooler")(hidden))  # [batch, width]
         pooled = Dropout(c.dropout)(pooled, deterministic=deterministic)
         return dense(1, ("embed", None), c, "score", nn.initializers.zeros_init(), jnp.float32)(pooled)[..., 0]
 
@@ -146,28 +140,27 @@ class CrossEncoder(Network):
         return params
 
     def scores(self, params: Params, joint: ReaderInput, key: Array | None = None) -> Array:
-        """joint arrays [batch, length] → [batch] float32; `key` turns dropout on."""
-        found: Array = apply(
+        """Score reader inputs, arrays [batch, length]: float32 [batch]. A key turns dropout on."""
+        scores: Array = apply(
             CrossEncoderNetwork(self.bert), params[NAME], (joint.ids, joint.segments, joint.mask), "__call__", key
         )
-        return found
+        return scores
 
 
 def scores_of(context: StaticContext, params: Params, joint: ReaderInput, key: Array | None = None) -> Array:
-    """Of joint arrays [batch, k, length]: [batch, k]."""
+    """Score reader inputs, arrays [batch, k, length], with the cross-encoder of a run: float32 [batch, k]."""
     network: Any = next(network for network in context.model.networks if network.name == NAME)
     return network.scores(params, flatten_passages(joint), key).reshape(joint.ids.shape[:2])
 
 
 def added(qa: QaConfig, context: StaticContext, params: Params, batch: Batch, documents: PassageBatch) -> Array:
-    """See `Rerank`. The passages of a place in the list are read at a time, however long the list is."""
-    score = partial(_added_in_place, qa, context, params, batch)
+    """Return what is added to the scores of passages, as `Rerank` has it.
+
+    The passages of one rank are read at a time, however long the list is.
+    """
+
+    def score(passages: PassageBatch) -> Array:  # ids [batch, d] → [batch]
+        candidates = PassageBatch(*(part[:, None] for part in passages))  # ids [batch, 1, d]
+        return scores_of(context, params, reader_inputs(*reader_query(batch), candidates, qa.titles))[:, 0]
+
     return jax.lax.map(score, PassageBatch(*(part.swapaxes(0, 1) for part in documents))).T
-
-
-def _added_in_place(
-    qa: QaConfig, context: StaticContext, params: Params, batch: Batch, documents: PassageBatch
-) -> Array:
-    """documents.ids [batch, d] → [batch]."""
-    alone = PassageBatch(*(part[:, None] for part in documents))
-    return scores_of(context, params, reader_inputs(*reader_query(batch), alone, qa.titles))[:, 0]

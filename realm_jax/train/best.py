@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from realm_jax.config import Config
 from realm_jax.models.layers import Params
 from realm_jax.tasks.base import Task
 from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
@@ -16,32 +17,47 @@ from realm_jax.train.step import State
 
 logger = logging.getLogger(__name__)
 
+# Measures that the best parameters of a task are selected by; of the other tasks it is recall.
+SELECTION_METRICS = {"qa": "exact_match", "closed_book": "exact_match", "rerank": "answer_recall@1"}
+
 
 class BestParameters:
-    """Of a task in the folder `place`, by the largest value of `selection_metric` in what is measured.
+    """Keeps the parameters of a task with the largest value of its selection metric.
 
-    What is measured depends on the step alone, so a run that is resumed from an earlier checkpoint finds the same.
+    What is measured depends on the step alone, so a run that is resumed from an earlier checkpoint keeps the same.
     """
 
-    def __init__(self, task: Task, place: Path, keep: bool) -> None:
-        """keep: whether parameters are kept at all."""
-        self._task, self._folder, self._keep = task, place / "best", keep
+    def __init__(self, task: Task, folder: Path, keep: bool) -> None:
+        """Open what is kept.
 
-    def selection_metric(self, found: dict[str, Any]) -> str | None:
-        """The measure by which parameters are kept, None if none are."""
-        return selection_metric(self._task.selects_by, found) if self._keep else None
+        Args:
+            task: whose parameters these are.
+            folder: the task's.
+            keep: False to keep none.
+        """
+        self._task, self._folder, self._keep = task, folder / "best", keep
 
-    def update(self, step: int, state: State, found: dict[str, Any]) -> None:
-        """Keep what the task trained, at a step, if it measured better than all before; of equals the first stay."""
-        if not (name := self.selection_metric(found)):
+    def selection_metric(self, measures: dict[str, Any]) -> str | None:
+        """Return the measure by which parameters are kept, None if none are."""
+        return selection_metric(self._task.name, measures) if self._keep else None
+
+    def update(self, step: int, state: State, measures: dict[str, Any]) -> None:
+        """Keep what the task trained if it measured better than at all earlier steps; of equals the first stay.
+
+        Args:
+            step: of the parameters.
+            state: their training state.
+            measures: what was measured.
+        """
+        if not (name := self.selection_metric(measures)):
             return
         saved = SavedCheckpoint.newest_on_process_0(self._folder)
-        if saved is None or found[name] > saved.record["value"]:
+        if saved is None or measures[name] > saved.record["value"]:
             with Checkpoints(self._folder, keep=1) as checkpoints:
-                checkpoints.save(step, {"trained": state.trained}, {}, {"value": found[name]}, wait=True)
+                checkpoints.save(step, {"trained": state.trained}, {}, {"value": measures[name]}, wait=True)
 
     def parameters_other_than(self, step: int) -> tuple[int, Params] | None:
-        """The step that was best and what the task had trained then; None if it is `step`."""
+        """Return the step that was best and what the task had trained then; None if it is `step`."""
         saved = SavedCheckpoint.newest_on_process_0(self._folder) if self._keep else None
         if saved is None or saved.step == step:
             return None
@@ -50,8 +66,12 @@ class BestParameters:
         return saved.step, saved.params(self._task.trained, self._task.run.param_shardings)
 
 
-def selection_metric(selects_by: str, found: dict[str, Any]) -> str:
-    """The measure by which a task keeps its best parameters, its `selects_by` or recall; '' where that was not
-    measured."""
-    name = selects_by or primary_metric(found)
-    return name if name in found else ""
+def selection_metric(task: str, measures: dict[str, Any]) -> str:
+    """Return the measure by which a task keeps its best parameters; '' if that was not measured."""
+    name = SELECTION_METRICS.get(task) or primary_metric(measures)
+    return name if name in measures else ""
+
+
+def keeps_best(task: str, config: Config) -> bool:
+    """Return True if a task hands on the parameters that measured best."""
+    return bool(config.evaluation.keep_best or (task == "qa" and config.evaluation.every > 0))

@@ -44,8 +44,8 @@ class Feed:
         """source: host batches of this process's `rows` of each global batch of a task. in_flight: rows in a
         checkpoint, [n, batch, k]."""
         self._task, self._source, self._rows = task, source, rows
-        self._searches_ahead = task.host_search and task.run.scann_config is not None
-        self._depth = search_depth(task.run.config.realm, task.context.rows)  # rows that hosts search
+        self._searches_ahead = task.name == "realm" and task.run.scann_config is not None
+        self._depth = search_depth(task.run.config.realm, task.run.context.rows)  # rows that hosts search
         self._pool = ThreadPoolExecutor(1)
         self._queue: deque[PendingBatch] = deque()
         for rows in [] if in_flight is None else in_flight:
@@ -65,7 +65,7 @@ class Feed:
         if not self._searches_ahead:
             return self._put()
         assert index is not None and index.searcher is not None, "where hosts search, an index has a searcher"
-        context, mesh = self._task.context, self._task.run.mesh
+        context, mesh = self._task.run.context, self._task.run.mesh
         while len(self._queue) <= self._task.run.config.scann.ahead:
             try:
                 batch = self._put()

@@ -63,7 +63,7 @@ from realm_jax.models.weights import (
 from realm_jax.processes import run_on_process_0
 from realm_jax.run import Run, abstract_params
 from realm_jax.storage import digest, make_folder, read_json, read_settings, write_json_atomic
-from realm_jax.tasks import TASKS
+from realm_jax.tasks.answering import trains_qa_reader
 from realm_jax.train.exported_model import ExportedModel, exported_model
 from realm_jax.train.workdir import START, begins_with_reader, has_checkpoint, recorded_config, with_absolute_paths
 
@@ -151,7 +151,7 @@ class RunSource(_Named):
 
     def has_trained_reader(self, model: Realm) -> bool:
         """True if its reader was trained with questions."""
-        return any(TASKS[name].teaches_reading() for name in task_names(self.config)) or begins_with_reader(self.folder)
+        return any(map(trains_qa_reader, task_names(self.config))) or begins_with_reader(self.folder)
 
     def _exported(self) -> ExportedModel:
         """The model that its last task exported."""

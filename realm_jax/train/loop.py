@@ -29,12 +29,15 @@ from realm_jax.models.layers import Params
 from realm_jax.processes import any_process, broadcast_from_process_0
 from realm_jax.run import Run, local_rows
 from realm_jax.tasks import make_task
-from realm_jax.tasks.base import Measure, Task
-from realm_jax.train.best import BestParameters
+from realm_jax.tasks.base import Task
+from realm_jax.tasks.step_flops import step_flops
+from realm_jax.train.best import BestParameters, keeps_best
 from realm_jax.train.checkpoints import Checkpoints, SavedCheckpoint
 from realm_jax.train.feed import Feed
 from realm_jax.train.guards import CompileGuard, Profiler, Watchdog
+from realm_jax.train.measure import Measure
 from realm_jax.train.metrics import MetricLogger, StepCost
+from realm_jax.train.monitors import task_monitors
 from realm_jax.train.records import describe_regression, stage_summary
 from realm_jax.train.restore import restore, start_vectors
 from realm_jax.train.step import make_step, start_state
@@ -71,8 +74,8 @@ def train_task(
         name: the task.
         params: all parameters that a fresh task starts from; their arrays are donated. If there is a checkpoint, their
             shapes are enough.
-        measure: called with parameters, an index (None without one), and True every `task.evaluate_every` steps and at
-            the end, False at a new index. None: nothing is evaluated.
+        measure: called with parameters, an index (None without one), and True every `evaluation.every` steps of
+            fine-tuning and at the end, False at a new index. None: nothing is evaluated.
         status: the trainer's status file, if an index builder may make this task's index.
 
     Returns:
@@ -125,16 +128,17 @@ def train_task(
         rows = local_rows(run.mesh, task.settings.batch_size)  # of each global batch, int64 [local batch]
         stream = batches(examples, config.seed, task.stream, task.settings.batch_size, start_step, total_steps, rows)
         trackers = open_trackers(config.log.to, TaskRun(folder, start_step, flatten(config.to_dict())))
-        cost = StepCost(sum(task.flops().values()), run.mesh.size, peak(run.mesh.devices.flat[0].device_kind))
+        cost = StepCost(sum(step_flops(task).values()), run.mesh.size, peak(run.mesh.devices.flat[0].device_kind))
         metrics = MetricLogger(
             folder, name, start_step, total_steps, cost, {} if restored is None else restored.record,
-            lambda: checkpoints.latest, task.monitors(), trackers,
+            lambda: checkpoints.latest, task_monitors(name), trackers,
         )  # fmt: skip
         feed = Feed(task, stream, rows, None if restored is None else restored.in_flight)
         profiler = Profiler(folder / "profile")
-        best = BestParameters(task, folder, measure is not None and task.keeps_best)
+        best = BestParameters(task, folder, measure is not None and keeps_best(name, config))
         # A run that starts from a reader measures it as it will measure the end, to hand on the better of the two.
         measures_reader_at_start = measure is not None and starts_with_reader(task)
+        evaluate_every = config.evaluation.every if name == "qa" else 0
         for part in (watchdog, metrics, index_provider, feed, profiler):
             stack.enter_context(part)
 
@@ -206,7 +210,8 @@ def train_task(
             if restored is not None and task.retrieves:
                 index = index_provider.resume(start_step, restored.record, restored.vectors, restored.tower)
             del restored  # so that its vectors go once the index is replaced
-            if measure is not None and task.evaluates_start and step == 0 and not task.retrieves:
+            starts_pretrained = step == 0 and config.init_from and name in ("ict", "evidence_contrast")
+            if measure is not None and starts_pretrained and not task.retrieves:
                 adopt_fresh_index()
                 index = None  # it was measured with one; its steps use none
 
@@ -227,7 +232,7 @@ def train_task(
 
                     if task.retrieves:
                         adopt_fresh_index()
-                    if measure is not None and task.evaluate_every and step and step % task.evaluate_every == 0:
+                    if measure is not None and evaluate_every and step and step % evaluate_every == 0:
                         with metrics.waiting("measurement"):
                             measures = measure(
                                 state.params, index_provider.index_for_eval(step, state.params, index), True
@@ -296,7 +301,7 @@ def make_index_provider(
         on_progress: called again and again while the corpus is embedded.
     """
     config = task.run.config
-    if not task.follows_builder or status is None or config.refresh.mode == "inline":
+    if task.name != "realm" or status is None or config.refresh.mode == "inline":
         return InlineIndexProvider(task, on_progress, start_vectors)
     return AsyncIndexProvider(
         task, start_step, checkpoints.generations(), config.checkpoint.keep, status, should_stop, on_progress
@@ -312,5 +317,5 @@ def starts_with_reader(task: Task) -> bool:
 
 def release_builders(task: Task, status: StatusWriter | None) -> None:
     """Tell index builders that a task needs no further index."""
-    if task.follows_builder and status is not None:
+    if task.name == "realm" and status is not None:
         status.update(index_done=True, step=task.settings.steps)

@@ -2,7 +2,7 @@
 
 Metrics come one step late, so that the host reads those of step s while the devices work on step s + 1. A resumed run
 cuts its records back to the step that it resumes from, so that a file never holds a step twice.
-Read next: `tasks/collapse.py`, which watches the values; `trackers.py`, where else they go.
+Read next: `monitors.py`, which watches the values; `trackers.py`, where else they go.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from realm_jax.console import StageProgress
 from realm_jax.errors import UserError
 from realm_jax.processes import is_process_0
 from realm_jax.storage import write_atomic
-from realm_jax.tasks.base import Monitor
+from realm_jax.train.monitors import Monitor
 from realm_jax.train.records import read_lines
 from realm_jax.train.trackers import CompositeTracker
 

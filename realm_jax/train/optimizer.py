@@ -16,6 +16,10 @@ BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-6
 WEIGHT_DECAY = 0.01  # decoupled, of matrices alone; this and the next are BERT's (google-research/bert)
 CLIP = 1.0  # norm of all gradients together that they are clipped to
 FRESH_HEADS = 5.0  # learning rate of heads that pretrained weights leave fresh, as a multiple of a task's
+# optimizer.preset=short, by task: steps of warm-up (20), and the learning rate of the embedders as a multiple of the
+# task's (1). Measured on two cores (`docs/results/real_text.md`).
+SHORT_WARMUP = {"qa": 40, "closed_book": 40}
+SHORT_RETRIEVER = {"realm": 1e-5 / 5e-5, "qa": 2e-5 / 1.5e-4}
 READER, HEADS = "reader", ("span_", "mlm_")  # its key in the parameters, and what its heads' keys begin with
 
 

@@ -17,9 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from realm_jax.assemble import make_run
-from realm_jax.config import Config, task_names, validate, with_values
+from realm_jax.config import Config, check, task_names, validate, with_values
 from realm_jax.console import console, printable
-from realm_jax.data.questions import Question
+from realm_jax.data.held_out import held_out_share, trained_rows
+from realm_jax.data.questions import Question, answered
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
@@ -31,8 +32,11 @@ from realm_jax.processes import is_process_0
 from realm_jax.retrieval.scann import load_scann
 from realm_jax.run import Run
 from realm_jax.storage import exclusive_lock, make_folder
-from realm_jax.tasks import TASKS, make_task
-from realm_jax.tasks.base import Task, dev_questions
+from realm_jax.tasks import make_task
+from realm_jax.tasks.answering import ANSWERING_TASKS, question_search, reads_passages
+from realm_jax.tasks.base import Task
+from realm_jax.tasks.closed_book import check_closed_book
+from realm_jax.tasks.evidence_contrast import GROUP
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.exported_model import export_task
 from realm_jax.train.init_from import (
@@ -42,6 +46,7 @@ from realm_jax.train.init_from import (
     record_start,
 )
 from realm_jax.train.loop import train_task
+from realm_jax.train.measure import dev_questions, evaluation_questions, make_measure
 from realm_jax.train.results import measure_baselines, save_bm25_index, write_results
 from realm_jax.train.trackers import check_installed
 from realm_jax.train.trained_run import reader_is_trained
@@ -77,15 +82,14 @@ def checked_run(config: Config | ConfigDict, workdir: Path) -> Run:
     config = _with_possible_tasks(config, sources)
     check_sources(config, workdir, sources.tokenizer)
     run = make_run(config, workdir, sources)
-    for name in task_names(config):
-        make_task(name, run).check_data()
+    check_data(run)
     return run
 
 
 def _with_possible_tasks(config: Config, sources: Sources) -> Config:
     """The config with the tasks that its data allow. Raises UserError if none is left."""
     names = task_names(config)
-    lacking = {name: what for name in names if (what := TASKS[name].missing(config, sources))}
+    lacking = {name: what for name in names if (what := missing_data(name, config, sources))}
     left = [name for name in names if name not in lacking]
     if not left:
         raise UserError(
@@ -95,6 +99,42 @@ def _with_possible_tasks(config: Config, sources: Sources) -> Config:
     for name, what in lacking.items():
         logger.info("%s has no %s: %s left out of the recipe", config.data.path, what, name)
     return with_values(config, {"tasks": ",".join(left)}) if lacking else config
+
+
+def missing_data(task: str, config: Config | ConfigDict, sources: Sources) -> str:
+    """Say what the data lack for a task, which is then left out of the recipe; '' for nothing."""
+    if task in ANSWERING_TASKS:
+        return "" if sources.answered("train") else "training questions with answers"
+    if task != "ict":
+        return ""
+    share = held_out_share(config.evaluation.held_out, sources.questions)
+    has_several, training_rows = sources.passages.counts("sentences") > 1, trained_rows(sources.passages, share)
+    if not has_several.any():
+        return "passage of two or more sentences"
+    if training_rows is None or (has_several & training_rows).any():
+        return ""
+    return f"passage of two or more sentences that config.evaluation.held_out={share} leaves to learn from"
+
+
+def check_data(run: Run) -> None:
+    """Raise UserError if config and data do not allow to train a task of the recipe."""
+    config, sources = run.config, run.sources
+    for name in task_names(config):
+        if name == "realm" and config.realm.masking == "evidence" and not sources.pretraining_is_corpus:
+            raise UserError(
+                "config.realm.masking: 'evidence' looks for it among the passages that sentences stand in, but "
+                f"{config.data.path} has other pre-training text; set config.data.text=passages"
+            )
+        if name == "qa" and config.evaluation.every and not answered(evaluation_questions(sources)):
+            raise UserError(
+                "config.evaluation.every: goes by exact match, but no development question that is measured has "
+                f"answers in {config.data.path}; set it to 0"
+            )
+        if name == "closed_book":
+            check_closed_book(sources.answered("train"), run.lengths)
+        if name == "evidence_contrast":
+            in_groups = f"passages come in groups of {GROUP}; set a multiple of it"
+            check(config[name].batch_size % GROUP == 0, f"{name}.batch_size", in_groups)
 
 
 def _warn_of_cut_passages(run: Run) -> None:
@@ -119,18 +159,21 @@ def run_recipe(run: Run, command: str) -> int:
     all then. 75 after SIGTERM, once the state is saved.
     """
     questions = dev_questions(run)
-    tasks = recipe_tasks(run)
+    names = task_names(run.config)
+    searches = {question_search(name, run.config) for name in names}
+    if "realm" in names:
+        searches.add(run.config.realm.search)
     try:
         with (
             exclusive_lock(run.workdir) if is_process_0() else nullcontext(),
             report_status(run) as status,
             preemptible(),
         ):
-            if set().union(*(task.searches for task in tasks)) - {"vectors"}:
+            if searches - {"vectors"}:
                 run.words()  # raises before anything is trained
                 save_bm25_index(run)
             warn_if_few_sentences(run, questions)
-            if not questions or not all(task.reads_passages for task in tasks):
+            if not questions or not all(map(reads_passages, names)):
                 train(run, status)
                 return 0
             status.update(stage="baselines")
@@ -168,8 +211,8 @@ def recipe_tasks(run: Run) -> list[Task]:
 
 def report_status(run: Run) -> AbstractContextManager[StatusWriter]:
     """The trainer's status until the block ends; see `trainer_status`."""
-    waiting = [task for task in recipe_tasks(run) if task.follows_builder and not is_trained(task)]
-    needs_index = run.config.refresh.mode == "async" and bool(waiting)
+    waits = "realm" in task_names(run.config) and not is_trained(make_task("realm", run))
+    needs_index = run.config.refresh.mode == "async" and waits
     return trainer_status(shared_folder(run), run.workdir, needs_index)
 
 
@@ -205,7 +248,7 @@ def train(run: Run, status: StatusWriter | None = None) -> Params:
     for task in recipe_tasks(run):
         if status is not None:
             status.update(stage=task.name)
-        params = train_task(run, task.name, params, task.measure(), status=status)
+        params = train_task(run, task.name, params, make_measure(task), status=status)
         export_task(run, task.name, params, reader_is_trained(run.workdir, task.name))
     return params
 

@@ -20,7 +20,7 @@ from realm_jax.models.layers import Params
 from realm_jax.processes import allgather_flags
 from realm_jax.run import Run
 from realm_jax.storage import read_json
-from realm_jax.tasks import make_task
+from realm_jax.tasks.answering import needs_vectors
 from realm_jax.tasks.base import Task
 from realm_jax.train.checkpoints import CheckpointRemoved, DamagedCheckpoint, SavedCheckpoint
 from realm_jax.train.step import State, start_state, state_shardings
@@ -75,11 +75,7 @@ def restore_params(run: Run, task: str, saved: SavedCheckpoint | None = None) ->
 
 def saved_index(run: Run, name: str, saved: SavedCheckpoint) -> Index | None:
     """The index in a checkpoint of a task; None when the parameters there would give another one."""
-    return (
-        saved_index_with_vectors(run, name, saved)
-        if make_task(name, run).needs_vectors()
-        else run.index_without_vectors
-    )
+    return saved_index_with_vectors(run, name, saved) if needs_vectors(name, run.config) else run.index_without_vectors
 
 
 def saved_index_with_vectors(run: Run, name: str, saved: SavedCheckpoint) -> Index | None:

@@ -29,8 +29,8 @@ from realm_jax.processes import broadcast_from_process_0, is_process_0
 from realm_jax.retrieval.bm25 import load_or_build, save_index
 from realm_jax.run import Run
 from realm_jax.storage import read_json, write_json_atomic
-from realm_jax.tasks import TASKS, make_task
-from realm_jax.train.best import selection_metric
+from realm_jax.tasks.answering import ANSWERING_TASKS, evaluation_search, question_search, reranker, trains_qa_reader
+from realm_jax.train.best import keeps_best, selection_metric
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.records import (
     adoptions,
@@ -50,6 +50,38 @@ logger = logging.getLogger(__name__)
 BY_WORDS = "recall@5_by_replaced_words"
 LARGEST = 1_000_000  # passages that BM25 is measured on beside a run
 SHOWN_QUESTIONS = 6
+# Title of each task in the report, and what it learns from.
+STAGES = {
+    "mlm": (
+        "Warm-up: masked words",
+        "Names and dates hidden in a sentence, read beside other sentences of the same passage in which they occur "
+        "again, beside a random passage, or beside nothing. No questions, no labels.",
+    ),
+    "ict": (
+        "Inverse cloze task",
+        "Which passage was this sentence taken from? Passages only; no questions, no labels.",
+    ),
+    "realm": (
+        "REALM",
+        "Names and dates hidden in the pre-training text. Nobody says which passage helps: the retriever learns from "
+        "how well the reader fills the gap.",
+    ),
+    "qa": ("Fine-tuning", "Questions with answer strings. Nobody says which passage holds the answer."),
+    "closed_book": (
+        "Without passages",
+        "Questions with answer strings, and names and dates hidden in a sentence; no passages.",
+    ),
+    "rerank": ("Reranker", "Questions with answer strings, and what the trained reader makes of each passage."),
+    "evidence_contrast": (
+        "Evidence contrast",
+        "Sentences without a name, their own passages, and passages that share the name and rare words with them. "
+        "Passages only; no questions, no labels.",
+    ),
+}
+POSITIVE_QUESTIONS = (  # of fine-tuning with qa.objective=positive
+    "Questions with answer strings, each read beside one passage that holds an answer: of its gold document where that "
+    "is known, else the first that was retrieved."
+)
 
 
 def majority_exact_match(train: Sequence[Question], dev: Sequence[Question], by: str = "relation") -> float:
@@ -107,25 +139,26 @@ def bm25_question_rows(run: Run, evaluator: Evaluator) -> NDArray[np.int64]:
 def write_results(run: Run, params: Params, questions: Sequence[Question], command: str) -> dict[str, Any]:
     """Write `results.json` and `report.html`; returns the results, in the first process alone."""
     # --- what the last task did not evaluate: recall by hybrid search, exact match of a reader that came with the run
-    last = make_task(task_names(run.config)[-1], run)
-    search, saved = last.question_search, SavedCheckpoint.newest_on_process_0(run.workdir / last.name / "checkpoints")
-    index = None if saved is None else saved_index(run, last.name, saved)
+    names, last = task_names(run.config), task_names(run.config)[-1]
+    search, rerank = question_search(last, run.config), reranker(last, run.config)
+    saved = SavedCheckpoint.newest_on_process_0(run.workdir / last / "checkpoints")
+    index = None if saved is None else saved_index(run, last, saved)
     index = run.index(run.embed(params)) if index is None else index
     came_with_reader = broadcast_from_process_0(begins_with_reader(run.workdir))
     measured = dict[str, Any]()
-    if search != last.eval_search:
-        measured |= Evaluator(run, questions, search, last.rerank).recall(params, index)
-    if came_with_reader and not last.learns_to_answer and (asked := answered(questions)):
-        evaluator = Evaluator(run, asked, search, last.rerank)
+    if search != evaluation_search(last, run.config):
+        measured |= Evaluator(run, questions, search, rerank).recall(params, index)
+    if came_with_reader and last not in ANSWERING_TASKS and (with_answers := answered(questions)):
+        evaluator = Evaluator(run, with_answers, search, rerank)
         measured["exact_match"] = evaluator.exact_match(evaluator.predict(params, index))
 
     # --- examples; all processes have to take part up to here
     shown = evenly_spaced(questions, SHOWN_QUESTIONS)
-    predictions = Evaluator(run, shown, search, last.rerank).predict(params, index)
+    predictions = Evaluator(run, shown, search, rerank).predict(params, index)
     if not is_process_0():
         return {}
     store = run.sources.passages
-    reads = came_with_reader or any(TASKS[name].teaches_reading() for name in task_names(run.config))
+    reads = came_with_reader or any(map(trains_qa_reader, names))
     examples = []
     for question, prediction in zip(shown, predictions, strict=True):
         candidates = [
@@ -149,11 +182,13 @@ def write_results(run: Run, params: Params, questions: Sequence[Question], comma
     results = collect_results(run, questions, measured)
     write_json_atomic(run.workdir / "results.json", results)
     stages = []
-    for name in task_names(run.config):
+    for name in names:
         if metrics := read_lines(run.workdir / name / "metrics.jsonl"):
-            task, stage = TASKS[name], {"name": name, "seconds": results["seconds"].get(name), "metrics": metrics}
-            stage |= {"title": task.title, "supervision": task.supervision(run.config)}
-            stages.append(stage | {"steps": run.config[name].steps})
+            title, supervision = STAGES[name]
+            if name == "qa" and run.config.qa.objective == "positive":
+                supervision = POSITIVE_QUESTIONS
+            stage = {"name": name, "title": title, "supervision": supervision, "steps": run.config[name].steps}
+            stages.append(stage | {"seconds": results["seconds"].get(name), "metrics": metrics})
     evaluations = records(run, "evaluations")
     report = {
         "title": "REALM",
@@ -190,23 +225,23 @@ def collect_results(run: Run, questions: Sequence[Question], by_question_search:
     by_question_search: what the last task did not evaluate; its recall is given by the name of the search.
     """
     measured = {UNTRAINED: {}, "bm25": {}} | read_json(run.workdir / "baselines.json")
-    tasks = [make_task(name, run) for name in task_names(run.config)]
+    names = task_names(run.config)
     metrics, evaluations = records(run, "metrics"), records(run, "evaluations")
     seconds = {"baselines": measured.pop("seconds", 0.0)}
     stages = {}
-    for task in tasks:
-        name, lines = task.name, evaluations[task.name]
+    for name in names:
+        lines = evaluations[name]
         if metrics[name]:
             seconds[name] = seconds_spent(metrics[name], lines)
         if lines and any("recall@" in key for key in lines[-1]):
             measured[name] = lines[-1]
         # How the task ended against its own start, with a warning if it ended below.
         if stage := stage_summary(run.workdir / name):
-            measure = selection_metric(task.selects_by, lines[-1]) if task.keeps_best else None
+            measure = selection_metric(name, lines[-1]) if keeps_best(name, run.config) else None
             warning = describe_regression(name, stage, measure)
             stages[name] = stage | ({"warning": warning} if warning else {})
     if primary_metric(by_question_search):
-        measured[tasks[-1].question_search] = by_question_search
+        measured[question_search(names[-1], run.config)] = by_question_search
 
     keys = sorted({key for values in measured.values() for key in values if is_retrieval_measure(key)})
     results: dict[str, Any] = {
@@ -215,15 +250,15 @@ def collect_results(run: Run, questions: Sequence[Question], by_question_search:
     if by_words := {name: values[BY_WORDS] for name, values in measured.items() if BY_WORDS in values}:
         results[BY_WORDS] = by_words
     exact = results["exact_match"] = dict[str, float]()
-    for values in (*(measured.get(task.name, {}) for task in tasks), by_question_search):
+    for values in (*(measured.get(name, {}) for name in names), by_question_search):
         if "exact_match" in values:
             exact["retrieval"] = values["exact_match"]
     if answered(questions):
         exact["chance"] = majority_exact_match(run.sources.questions.get("train", []), questions)
     # The methods that say what the retriever learned from masked words.
-    if (after := next((number for number, task in enumerate(tasks) if task.inspects_sentences), None)) is not None:
-        before = [task.name for task in tasks[:after] if task.name in measured]
-        results["comparison"] = {"before": before[-1] if before else UNTRAINED, "after": tasks[after].name}
+    if "realm" in names:
+        before = [name for name in names[: names.index("realm")] if name in measured]
+        results["comparison"] = {"before": before[-1] if before else UNTRAINED, "after": "realm"}
     dev = bool(run.sources.questions.get("dev"))
     results["measured_on"] = "development questions" if dev else "masked sentences of held-out documents"
     results["stages"] = stages

@@ -15,12 +15,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from realm_jax.config import RealmConfig
 from realm_jax.forward import Index
 from realm_jax.index.control import reduce_control
 from realm_jax.mesh import replicated
 from realm_jax.models.layers import Params
 from realm_jax.tasks.base import LOG_PERPLEXITY, Batch, Metrics, Task
-from realm_jax.train.optimizer import FRESH_HEADS, RateScales, make_optimizer, zero_frozen_gradients
+from realm_jax.train.optimizer import (
+    FRESH_HEADS,
+    SHORT_RETRIEVER,
+    SHORT_WARMUP,
+    RateScales,
+    make_optimizer,
+    zero_frozen_gradients,
+)
 
 Array = jax.Array
 
@@ -41,9 +49,9 @@ class State(NamedTuple):
 def task_optimizer(task: Task) -> Any:
     """The optimiser of a task, from its section of the config."""
     config, settings, short = task.run.config, task.settings, is_short(task)
-    warmup = config.optimizer.warmup or (task.short.warmup if short else 0)
-    peak, steps = settings.learning_rate, settings.steps
-    return make_optimizer(peak, steps, warmup, task.retriever_delay, task_rates(task), short)
+    warmup = config.optimizer.warmup or (SHORT_WARMUP.get(task.name, 20) if short else 0)
+    retriever_start = settings.retriever_start if isinstance(settings, RealmConfig) else 0
+    return make_optimizer(settings.learning_rate, settings.steps, warmup, retriever_start, task_rates(task), short)
 
 
 def is_short(task: Task) -> bool:
@@ -55,7 +63,7 @@ def task_rates(task: Task) -> RateScales:
     """The rates of the parts of the model, as multiples of the task's learning rate."""
     if not is_short(task):
         return RateScales()
-    return RateScales(task.short.retriever, heads=FRESH_HEADS, words=False)
+    return RateScales(SHORT_RETRIEVER.get(task.name, 1.0), heads=FRESH_HEADS, words=False)
 
 
 def start_state(task: Task, params: Params) -> State:
@@ -110,7 +118,7 @@ def make_step(task: Task) -> Step:
     def step(state: State, batch: Any, index: Index | None, control: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), task.stream), state.step) if dropout else None
 
-        grads, metrics = gradients(task, state.trained, state.frozen, batch, index, key, task.parts)
+        grads, metrics = gradients(task, state.trained, state.frozen, batch, index, key, task.num_microbatches)
         grads = zero_frozen_gradients(grads, rates)
         updates, moments = optimizer.update(grads, state.optimizer, state.trained)
         trained = optax.apply_updates(state.trained, updates)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.cache import cache_programs
-from realm_jax.config import default, flatten, task_names, training_keys, with_overrides
+from realm_jax.config import TASK_SECTIONS, default, flatten, task_names, training_keys, with_overrides
 from realm_jax.data.questions import Question, read_questions
 from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.errors import UserError
@@ -39,7 +39,15 @@ from realm_jax.mesh import replicated
 from realm_jax.models.layers import Params
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, read_json
-from realm_jax.tasks import TASKS, make_task
+from realm_jax.tasks.answering import (
+    ANSWERING_TASKS,
+    needs_vectors,
+    question_search,
+    reads_passages,
+    reranker,
+    trains_cloze_reader,
+    trains_qa_reader,
+)
 from realm_jax.train.exported_model import ExportedModel, exported_model
 from realm_jax.train.records import RECALLS, primary_metric, read_lines
 from realm_jax.train.workdir import begins_with_reader, check_data, load_run, recorded_config
@@ -147,7 +155,7 @@ def open_run_for_inference(workdir: Path, changes: dict[str, Any] | None = None,
     # Trained on one machine and asked on another: every device takes a share of the passages and all parameters. Batch
     # sizes of training must suit the devices, but nothing is trained here.
     here: dict[str, Any] = {"mesh.fsdp": 1, "mesh.model": 1, "optimizer.microbatches": 1}
-    for name in TASKS:
+    for name in TASK_SECTIONS:
         here[f"{name}.batch_size"] = jax.device_count()
     run = load_run(workdir, here | changes, questions)
     check_data(run, run.sources.passages.versions, questions)
@@ -165,17 +173,17 @@ def _check_prepared(folder: str, workdir: Path) -> None:
 def reader_is_trained(workdir: Path, task: str) -> bool:
     """Whether the reader at the end of a task of a run learnt to answer from passages: in fine-tuning there, or in the
     run or weights that it started from."""
-    return TASKS[task].teaches_reading() or begins_with_reader(workdir)
+    return trains_qa_reader(task) or begins_with_reader(workdir)
 
 
 def points_at_blanks(run: Run, task: str) -> bool:
     """Whether the reader at the end of a task of a run learnt from blanks alone."""
-    return TASKS[task].teaches_pointing(run.config) and not reader_is_trained(run.workdir, task)
+    return trains_cloze_reader(task, run.config) and not reader_is_trained(run.workdir, task)
 
 
 def check_reads_passages(trained: TrainedRun) -> None:
     """Raise UserError for a reader without passages: there is nothing to show beside its answers."""
-    if not TASKS[trained.task].reads_passages:
+    if not reads_passages(trained.task):
         raise UserError(
             f"{trained.run.workdir}: {trained.task} was trained there, which answers without passages; use `realm "
             "predict`"
@@ -200,19 +208,18 @@ def restore(
         UserError: if the recipe has no such task, and if there is no exported model, or a damaged one.
     """
     exported = find_task(run, task)
-    settings = make_task(exported.task, run)
-    method = search or settings.question_search
-    needs_vectors = settings.needs_vectors(method)
-    vectors = exported.vectors(run.sources.passages.fingerprint) if needs_vectors else None  # [passages, width]
+    method, rerank = search or question_search(exported.task, run.config), reranker(exported.task, run.config)
+    takes_vectors = needs_vectors(exported.task, run.config, method)
+    vectors = exported.vectors(run.sources.passages.fingerprint) if takes_vectors else None  # [passages, width]
 
     # The passage encoder is needed only to embed passages, which vectors make unnecessary.
     query, *others = run.model.embedder_names
-    embeds = (needs_vectors and vectors is None) or not for_answers or run.config.qa.trains_passages
+    embeds = (takes_vectors and vectors is None) or not for_answers or run.config.qa.trains_passages
     names = [query, "reader", *(others if embeds else ())]
-    names += [] if settings.rerank is None else [settings.rerank.network]
+    names += [] if rerank is None else [rerank.network]
     params = jax.device_put(exported.params(run.model, names), replicated(run.mesh))
 
-    if not needs_vectors:
+    if not takes_vectors:
         index = run.index_without_vectors
     elif vectors is not None:
         index = run.index(vectors)
@@ -220,14 +227,14 @@ def restore(
         published = published_index(run, params) if is_edited(run) else None
         index = published or run.index(embed_with_cache(run, params, bar=True))
 
-    learned = settings.learns_to_answer or reader_is_trained(run.workdir, exported.task)
+    learned = exported.task in ANSWERING_TASKS or reader_is_trained(run.workdir, exported.task)
     if not learned and not points_at_blanks(run, exported.task) and for_answers and warn:
         logger.warning(
             "these are the parameters of task %s: answers come from a span head that was not fine-tuned", exported.task
         )
     if method != "vectors" and for_answers:
         run.words()  # raises where there are none
-    return TrainedRun(run, exported.task, exported.step, params, index, method, settings.rerank, exported)
+    return TrainedRun(run, exported.task, exported.step, params, index, method, rerank, exported)
 
 
 def find_task(run: Run, task: str | None) -> ExportedModel:
@@ -284,7 +291,7 @@ def recorded_metrics(run: Run, task: str) -> RecordedMetrics | None:
     results.json has what the run ended with, evaluations.jsonl of the task what was measured on the way.
     """
     results = _results(run.workdir / "results.json")
-    methods = (make_task(task, run).question_search, task)
+    methods = (question_search(task, run.config), task)
     by = next((by for by in methods if any(by in results.get(name, {}) for name in RECALLS)), task)
     ended = {name: one[by] for name in RECALLS if by in (one := results.get(name, {}))}
     last = task == task_names(run.config)[-1]  # results are of the parameters at the end

@@ -1,13 +1,14 @@
-"""Early warning of retriever collapse.
+"""Warnings from what a task logs while it trains: retriever collapse, and tokens that packing drops.
 
-REALM's known failure: the candidates help too rarely, so the reader learns to ignore its passages, the null document
-takes the whole prior, and retrieval never recovers. It shows first in the nats that the best candidate gains over the
-null document, then in p(null), last in recall. `CollapseMonitor` compares the mean gain of a window of steps with the
-best window's so far.
+Collapse is REALM's known failure: the candidates help too rarely, so the reader learns to ignore its passages, the null
+document takes the whole prior, and retrieval never recovers. It shows first in the nats that the best candidate gains
+over the null document, then in p(null), last in recall. `CollapseMonitor` compares the mean gain of a window of steps
+with that of the best window so far.
 """
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,44 @@ NULL_LIMIT = 0.8  # p(null) above which almost no gradient reaches the retriever
 LEAST_GAIN = 0.1  # nats: a best window below it is noise, not help (`useful_candidates` counts from there too)
 GAIN_DROP = 0.5  # share of the best window's gain below which the reader is ceasing to use its passages
 RECALL_DROP = 0.7  # share of the best recall below which the retriever is getting worse
+MANY = 0.01  # share of a batch's tokens that packing drops, from which on we warn
+Monitor = Callable[[dict[str, Any]], str | None]  # is given every record, in order; returns a warning, or None
+
+
+def task_monitors(task: str) -> list[Monitor]:
+    """Return what looks at the records of a task, by its name."""
+    if task == "realm":
+        return [CollapseMonitor().masked, TruncationMonitor()]
+    if task == "qa":
+        return [CollapseMonitor().questions, TruncationMonitor()]
+    return [TruncationMonitor()] if task in ("mlm", "closed_book") else []
+
+
+class TruncationMonitor:
+    """Warns once if packing has dropped more than a few tokens."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def __call__(self, record: dict[str, Any]) -> str | None:
+        """Look at a record."""
+        dropped = record.get("unplaced", 0.0)
+        if self._warned or dropped <= MANY:
+            return None
+        self._warned = True
+        return (
+            f"step {record['step']}: packing had no place for {dropped:.1%} of the pieces, so the longest sequences "
+            "lost their last ones; texts or passages of batches are longer than those of the data (tasks/packed.py)"
+        )
 
 
 @dataclasses.dataclass
 class CollapseMonitor:
-    """Feed it every logged record and every measured recall; each returns a warning in one line, or None."""
+    """Looks at every logged record and every measured recall; returns a warning in one line, or None.
+
+    Attributes:
+        window: records that are averaged.
+    """
 
     window: int = WINDOW
 
@@ -31,21 +65,27 @@ class CollapseMonitor:
         self._answered: deque[float] = deque(maxlen=self.window)
         self._best_gain = 0.0
         self._best_recall = 0.0
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def masked(self, record: dict[str, Any]) -> str | None:
-        """Of a record of REALM's metrics or measurements."""
+        """Look at a record of REALM's metrics or measurements."""
         if "null_probability" in record:
             return self.step(record["step"], record["null_probability"], record["best_candidate_gain"])
         return self.recall(record["step"], record["recall@5"]) if "recall@5" in record else None
 
     def questions(self, record: dict[str, Any]) -> str | None:
-        """Of a record of fine-tuning."""
-        found = record.get("answer_in_passages")
-        return None if found is None else self.answers(record["step"], found)
+        """Look at a record of fine-tuning."""
+        share = record.get("answer_in_passages")
+        return None if share is None else self.answers(record["step"], share)
 
     def step(self, step: int, null_probability: float, candidate_gain: float) -> str | None:
-        """null_probability: mean p(null|x). candidate_gain: mean of log p(y|best candidate, x) − log p(y|null, x)."""
+        """Look at a step of REALM.
+
+        Args:
+            step: its number.
+            null_probability: mean p(null|x).
+            candidate_gain: mean of log p(y|best candidate, x) − log p(y|null, x), in nats.
+        """
         self._null.append(null_probability)
         self._gain.append(candidate_gain)
         if len(self._null) < self.window:
@@ -75,7 +115,12 @@ class CollapseMonitor:
         return None
 
     def answers(self, step: int, answer_in_passages: float) -> str | None:
-        """answer_in_passages: share of a batch's questions for which a passage that was read holds an answer."""
+        """Look at a step of fine-tuning.
+
+        Args:
+            step: its number.
+            answer_in_passages: share of its questions for which a passage that was read has an answer.
+        """
         self._answered.append(answer_in_passages)
         if len(self._answered) < self.window or any(self._answered):
             return None
@@ -87,7 +132,7 @@ class CollapseMonitor:
         )
 
     def recall(self, step: int, recall: float) -> str | None:
-        """recall: of the gold passage or of the answer, measured with a fresh index."""
+        """Look at recall of the gold passage or of the answer, measured with a fresh index."""
         best, self._best_recall = self._best_recall, max(self._best_recall, recall)
         if recall < RECALL_DROP * best:
             return self._once(
@@ -98,7 +143,7 @@ class CollapseMonitor:
         return None
 
     def _once(self, kind: str, message: str) -> str | None:
-        if kind in self._said:
+        if kind in self._reported:
             return None
-        self._said.add(kind)
+        self._reported.add(kind)
         return message

@@ -1,0 +1,60 @@
+"""How questions are answered with the parameters of a task: by the task's name, because few tasks differ.
+
+Evaluation, inference and the index ask here what searches, what reads and what orders passages.
+"""
+
+from realm_jax.config import Config, task_names
+from realm_jax.forward import Rerank
+from realm_jax.tasks.rerank import NAME, added
+
+# Tasks that learn from questions with answers, and end with answers to them.
+ANSWERING_TASKS = ("qa", "closed_book", "rerank")
+
+
+def reads_passages(task: str) -> bool:
+    """Return True if answers are read in passages."""
+    return task != "closed_book"
+
+
+def trains_qa_reader(task: str) -> bool:
+    """Return True if the reader has learned from questions to answer from passages."""
+    return task in ANSWERING_TASKS and reads_passages(task)
+
+
+def trains_cloze_reader(task: str, config: Config) -> bool:
+    """Return True if the reader has learned, without questions, to point at what stands in a blank."""
+    return task == "realm" and config.realm.uses_span_marginal
+
+
+def question_search(task: str, config: Config) -> str:
+    """Return what finds the passages of questions unless they say how, one of `sections.SEARCHES`."""
+    return config.qa.search if reads_passages(task) else "vectors"
+
+
+def evaluation_search(task: str, config: Config) -> str:
+    """Return what finds passages while a task is measured: its own search, so that of vectors before fine-tuning."""
+    return config.qa.search if trains_qa_reader(task) else "vectors"
+
+
+def needs_vectors(task: str, config: Config, search: str | None = None) -> bool:
+    """Return True if answering needs the passages' vectors: to search them, or for p(z|x).
+
+    A reader that was trained on BM25's scores goes on with those.
+
+    Args:
+        task: its name.
+        config: of the run.
+        search: what finds passages; None: what does while the task is measured.
+    """
+    if not reads_passages(task):
+        return False
+    search = search or evaluation_search(task, config)
+    return not (search == "bm25" and trains_qa_reader(task) and config.qa.uses_bm25_only)
+
+
+def reranker(task: str, config: Config) -> Rerank | None:
+    """Return what orders passages again before they are read: a reranker that the recipe has trained by then."""
+    names = task_names(config)
+    if task not in names or "rerank" not in names[: names.index(task) + 1]:
+        return None
+    return Rerank(config.rerank.passages, NAME, added)

@@ -1,0 +1,73 @@
+"""What parameters are measured by while a task trains: recall, exact match, and on which questions."""
+
+from collections.abc import Callable
+from typing import Any
+
+from realm_jax.data.held_out import held_out_share, masked_sentences
+from realm_jax.data.questions import Question, answered
+from realm_jax.data.sources import Sources
+from realm_jax.eval.answer_matching import exact_match
+from realm_jax.eval.prediction import Evaluator
+from realm_jax.forward import Index
+from realm_jax.models.layers import Params
+from realm_jax.run import Run
+from realm_jax.tasks.answering import evaluation_search, reads_passages, reranker, trains_qa_reader
+from realm_jax.tasks.base import Task
+from realm_jax.tasks.closed_book import predict_closed_book
+
+Measure = Callable[[Params, Index | None, bool], dict[str, Any]]
+MEASURED = 2000  # development questions at most: ± .02 of a share, and soon done; `realm evaluate` takes all
+
+
+def make_measure(task: Task) -> Measure | None:
+    """Return what measures parameters of a task on the development questions.
+
+    Returns:
+        A function of parameters, an index (None without one), and True if they are measured halfway or for the last
+        time rather than for a new index. It measures recall, and then exact match of the questions with answers if the
+        reader has learned to answer: at a new index nothing may have taught it which words answer a question. None if
+        there are no questions, and for the warm-up, which trains no retriever.
+    """
+    run, name = task.run, task.name
+    if name == "mlm":
+        return None
+    questions = dev_questions(run)
+    with_answers = answered(questions)
+    if not reads_passages(name):
+
+        def measure_closed_book(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
+            answers = [answer.text for batch in predict_closed_book(run, with_answers, params) for answer in batch]
+            correct = [exact_match(a, q.answers, q.is_regex) for a, q in zip(answers, with_answers, strict=True)]
+            return {"exact_match": sum(correct) / len(correct)}
+
+        return measure_closed_book if with_answers else None
+    if not questions:
+        return None
+    evaluator = Evaluator(run, questions, evaluation_search(name, run.config), reranker(name, run.config))
+
+    def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
+        if index is None:
+            return {}
+        measures = evaluator.recall(params, index)
+        if final and trains_qa_reader(name) and with_answers:
+            measures["exact_match"] = evaluator.exact_match(evaluator.predict(params, index))
+        return measures
+
+    return measure
+
+
+def dev_questions(run: Run) -> list[Question]:
+    """Return what a run is measured on: its development questions, else masked sentences of held-out documents.
+
+    Empty if the prepared folder has no such questions and `evaluation.held_out` holds out nothing.
+    """
+    sources = run.sources
+    if questions := evaluation_questions(sources):
+        return questions
+    share = held_out_share(run.config.evaluation.held_out, sources.questions)
+    return masked_sentences(sources.passages, sources.tokenizer, run.lengths.query, share, MEASURED) if share else []
+
+
+def evaluation_questions(sources: Sources) -> list[Question]:
+    """Return the development questions that are measured, `MEASURED` at most."""
+    return sources.questions.get("dev", [])[:MEASURED]
