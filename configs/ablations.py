@@ -6,7 +6,7 @@
 row whose parameters it begins with ("" for the start of the base); `reader`, the row that its reader is from instead;
 `changes` of the base, as on the command line; `paper`, exact match and recall@5 there, or nothing. Add one of your own:
 
-    config = load_config("ablations").unlock()
+    config = ablations()  # from realm_jax.configs.ablations import get_config as ablations
     config.rows.wider = dict(
         title="32 candidates", tasks="realm,qa", start="start", reader="", paper=(),
         changes=("realm.candidates=32",),

@@ -923,7 +923,7 @@ def with_overrides(config: ConfigDict, overrides: Sequence[str], kind: str = "co
             if inside := next((other for other in known if other.startswith(f"{name}.")), ""):
                 raise UserError(f"{flag}: {name} is a section; set its keys, such as --{kind}.{inside}")
             raise UserError(f"{flag}: there is no such key in the {kind}; {suggest(name, known)}")
-        declared = KEYS.get(name) if kind == "config" else None
+        declared = KEYS.get(name.removeprefix("base.")) if kind == "config" else None  # base: of an ablation config
         if declared and declared.optional and text == "model":
             values[name] = None
             continue

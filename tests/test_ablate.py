@@ -13,7 +13,8 @@ from tiny_run import tiny_config
 from realm_jax.assemble import make_run
 from realm_jax.cli import ablate
 from realm_jax.cli import main as cli
-from realm_jax.config import default, flatten, load_config
+from realm_jax.config import default, flatten
+from realm_jax.configs.ablations import get_config as ablations
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval.ablations import HEADS, Row, SeedResult, cells, html, markdown, paired_difference
@@ -23,7 +24,7 @@ from realm_jax.train.restore import restore_params
 
 def tiny_ablations(data: Path) -> ConfigDict:
     """Two towers of one layer: what others start from, REALM, a mixture, the baseline, and two of the controls."""
-    config = load_config("ablations")
+    config = ablations()
     config.rows.no_retriever_gradient.changes = ("realm.retriever_start=2",)
     config.table = ("realm", "realm_retriever", "baseline", "no_retriever_gradient", "closed_book")
     config.base = tiny_config(data)
@@ -120,7 +121,7 @@ def test_what_is_done_is_not_trained_again(ablated, capsys):
 
 
 def test_rows_bring_those_that_they_start_from():
-    config = load_config("ablations")
+    config = ablations()
     assert ablate.rows_to_train(config, "realm_encoder") == ["start", "pretrained", "realm_encoder"]
     assert ablate.rows_to_train(config, "no_ict") == ["no_ict"]
     assert sorted(ablate.rows_to_train(config, None)) == sorted(config.rows)
@@ -129,7 +130,7 @@ def test_rows_bring_those_that_they_start_from():
 
 
 def test_the_shipped_rows_hold_together_and_differ():
-    config = load_config("ablations")
+    config = ablations()
     ablate.check(config)
     made = [ablate.row_config(config, name, 0, Path("x")).to_json() for name in config.rows]
     assert len({*made}) == len(made)
@@ -161,7 +162,7 @@ def test_the_shipped_rows_hold_together_and_differ():
     ],
 )
 def test_a_config_that_cannot_be_trained_is_refused(key, value, told):
-    shipped = load_config("ablations").to_dict()
+    shipped = ablations().to_dict()
     if key in shipped:
         shipped[key] = value
     else:
@@ -202,7 +203,7 @@ def test_zero_shot_recall_is_the_first_and_exact_match_the_last_of_a_run(tmp_pat
 
 
 def test_what_was_trained_with_another_config_is_left_out_and_named(tmp_path, caplog):
-    config = load_config("ablations")
+    config = ablations()
     for seed, steps in ((0, 300), (1, 2), (2, 300)):
         place = tmp_path / f"seed-{seed}"
         now = ablate.row_config(config, "baseline", seed, place)

@@ -22,6 +22,7 @@ from realm_jax.run import Run
 from realm_jax.storage import Damaged, PosixFolder, StorageError, exclusive_lock
 from realm_jax.train.recipe import open_run
 from realm_jax.train.trained_run import is_edited, open_run_for_inference, restore
+from realm_jax.train.workdir import recorded_config
 
 
 @pytest.fixture
@@ -170,10 +171,7 @@ def test_a_removed_gold_passage_is_a_miss_beside_one_that_stays(workdir, capsys)
 def test_a_run_stays_with_the_corpus_it_began_with(workdir):
     before = passages(workdir)
     assert corpus(workdir, "remove", "p9") == 0
-    config = open_run_for_inference(workdir).config
-    for task in ("mlm", "ict", "realm", "qa"):
-        config[task].batch_size = {"ict": 4, "qa": 4}.get(task, config[task].batch_size)
-    config.update(json.loads((workdir / "config.json").read_text()))
+    config = recorded_config(workdir)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("realm_jax.mesh.jax.devices", lambda: jax.local_devices()[:1])
         run = open_run(config, workdir)

@@ -212,7 +212,7 @@ def test_the_wait_for_the_devices_is_part_of_a_step(people, tmp_path, monkeypatc
 # --- The run folder
 
 
-def test_a_science_key_stays_and_an_operations_key_may_change(people, tmp_path):
+def test_a_training_key_stays_and_a_runtime_key_may_change(people, tmp_path):
     """A key that the recorded config does not have yet had its default."""
     open_inline(people, tmp_path)
     recorded = read_json(tmp_path / "config.json")
