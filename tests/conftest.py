@@ -37,6 +37,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("NPROC", "16")
 
 
+COMPILING = ("cli", "index", "models", "serving", "tasks", "train")  # folders of tests that compile networks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest: a worker that began one at the end would leave the others idle."""
+    items.sort(key=lambda item: item.path.parent.name not in COMPILING)
+
+
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -62,8 +70,9 @@ def shared_lines(shared_data):
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_tests(tmp_path_factory):
     """Nothing is kept in the home folder. Vectors are not kept at all, unless a test allows it (REALM_CACHE_BYTES):
-    tests that embed for themselves shall embed."""
+    tests that embed for themselves shall embed. Nothing waits for the disk: no test turns the power off."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setenv("REALM_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("REALM_CACHE_BYTES", "0")
         yield
@@ -131,6 +140,21 @@ def questions(tmp_path) -> Path:
     from capitals import QUESTIONS, write_lines
 
     return write_lines(tmp_path / "questions.jsonl", QUESTIONS)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """Commands of this module open runs on one of the emulated devices: it takes less time, and what is tested does not
+    depend on their number."""
+    from functools import partial
+
+    from realm_jax.assemble import make_run
+    from realm_jax.train import recipe, workdir
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (recipe, workdir):
+            patch.setattr(module, "make_run", partial(make_run, devices=jax.devices()[:1]))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -44,22 +44,26 @@ from realm_jax.train.records import read_lines
 from realm_jax.train.restore import restore_params
 from realm_jax.train.step import make_step
 
-STEPS = 6  # of a run that makes its index itself
-EVERY = 2  # steps between two exports of one that does not
+STEPS = 8  # of every run, so that all have the same program: the schedule of the learning rate knows their number
+EVERY = 2  # steps between two exports of a run that does not make its index itself
 OPTIMISED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}  # of a process that runs long; see conftest.py
 PATIENCE = 300.0  # seconds that trainer and builder wait for each other, on a machine that does much else
 
 # --- Opened and trained -----------------------------------------------------------------------------------------------
 
 
+_STEPS: dict[Any, Any] = {}  # compiled steps by all that they depend on
+
+
 @contextmanager
 def shared_steps() -> Iterator[None]:
-    """Runs of one test after another share their compiled step."""
-    steps: dict[Any, Any] = {}
+    """Runs of one test after another share their compiled step, and so do the files of a worker."""
 
     def make(task: Task) -> Any:
-        key = task.name, task.context, task.settings, qa_config(task.run.config), task.run.config.refresh.every == 0
-        return steps.setdefault(key, make_step(task))
+        config = task.run.config
+        refresh, optimizer = (config.refresh.mode, config.refresh.every == 0), config.optimizer.to_json()
+        key = task.name, task.context, task.settings, qa_config(config), refresh, optimizer, config.seed
+        return _STEPS.setdefault(key, make_step(task))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "make_step", make)
@@ -67,7 +71,7 @@ def shared_steps() -> Iterator[None]:
 
 
 def inline_config(people: Path, **changes: Any) -> ConfigDict:
-    """Six steps of the task 'realm', a refresh and a checkpoint every second one.
+    """Eight steps of the task 'realm', a refresh and a checkpoint every second one.
 
     changes: dotted config keys, with two underscores for the dot.
     """
@@ -84,7 +88,7 @@ def open_inline(people: Path, workdir: Path, devices: int = 1, **changes: Any) -
     return open_config(inline_config(people, **changes), workdir, devices)
 
 
-def open_tiny(data, workdir, steps=8, retrieval=None, task="realm", ahead=1, **refresh):
+def open_tiny(data, workdir, steps=STEPS, retrieval=None, task="realm", ahead=1, **refresh):
     """Eight steps of a task whose index a builder makes: an export every second one, adopted a step later.
 
     retrieval, refresh: keys of these sections; ahead: of searches by the hosts.

@@ -64,11 +64,10 @@ def test_first_and_later_spans_of_sentences_are_hidden(sources):
 
 
 @pytest.fixture(scope="module")
-def measured(people, tmp_path_factory):
+def measured(people, one_device, tmp_path_factory):
     """A run of `ict` that holds documents out, and what it recorded."""
     config = tiny_config(people)
     config.tasks, config.evaluation.held_out = "ict", SHARE
-    config.ict.update(steps=1, batch_size=8)
     run = open_run(config, tmp_path_factory.mktemp("held") / "run")
     assert run_recipe(run, "realm train") == 0
     return run, read_json(run.workdir / "results.json")

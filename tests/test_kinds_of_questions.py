@@ -1,14 +1,11 @@
 """Runs over questions of every kind: with answers, with a gold passage alone, or without any; asked from anywhere."""
 
 import json
-from functools import partial
 
-import jax
 import pytest
 from ml_collections import ConfigDict
 from tiny_run import PEOPLE, prepare_people, question, tiny_config, write_lines
 
-from realm_jax.assemble import make_run
 from realm_jax.cli import main as cli
 from realm_jax.cli.prepare import prepare
 from realm_jax.config import default
@@ -16,22 +13,12 @@ from realm_jax.errors import UserError
 from realm_jax.storage import read_json
 from realm_jax.tasks import base
 from realm_jax.tasks.qa import Qa
-from realm_jax.train import recipe, workdir
 from realm_jax.train.recipe import open_run, run_recipe
 from realm_jax.train.records import read_lines
 from realm_jax.train.results import majority_exact_match
 from realm_jax.train.trained_run import RecordedMetrics
 
 pytestmark = pytest.mark.usefixtures("one_device")
-
-
-@pytest.fixture(scope="module")
-def one_device():
-    """Runs are opened on one of the emulated devices: what is tested does not depend on their number."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (recipe, workdir):
-            patch.setattr(module, "make_run", partial(make_run, devices=jax.devices()[:1]))
-        yield
 
 
 def gold_only(number: int, split: str) -> dict:
@@ -42,8 +29,7 @@ def gold_only(number: int, split: str) -> dict:
 def small(data, **changes) -> ConfigDict:
     config = tiny_config(data)
     config.update(changes)
-    for task in ("ict", "qa", "closed_book"):
-        config[task].update(batch_size=4, steps=1)
+    config.closed_book.update(batch_size=4, steps=2)
     return config
 
 

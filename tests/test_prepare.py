@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from capitals import QUESTIONS, TEXTS, digests, write_lines
-from made_news import make_news
+from made_news import MadeRecord, make_news
 
 from realm_jax.cli import main as cli
 from realm_jax.cli.prepare import prepare
@@ -438,7 +438,7 @@ def test_what_was_begun_with_other_inputs_is_removed(tmp_path, passages, monkeyp
 @pytest.mark.parametrize("killed", ["articles/passages/00000.jsonl", "articles/passages/00003.packed.json"])
 def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(tmp_path, killed):
     """Ctrl-C while articles are read, and while shards are packed; then the same command."""
-    records = [{"id": f"a{n}", "title": f"Article {n}", "text": " ".join(TEXTS.values())} for n in range(3000)]
+    records = [{"id": f"a{n}", "title": f"Article {n}", "text": " ".join(TEXTS.values())} for n in range(2000)]
     passages = write_lines(tmp_path / "p.jsonl", records)
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nparis\n")
     flags = f"--passages {passages} --vocab {tmp_path}/vocab.txt --shards 8 --workers 1"
@@ -462,15 +462,14 @@ def test_a_preparation_that_is_killed_goes_on_to_the_same_bytes(tmp_path, killed
     assert digests(tmp_path / "data") == digests(tmp_path / "straight")
 
 
-@pytest.mark.parametrize("shards", [1, 4])
-def test_beam_s_workers_write_what_processes_write(tmp_path, questions, shards):
+def test_beam_s_workers_write_what_processes_write(tmp_path, questions):
     """DirectRunner with two workers; bundles come in any order."""
     pytest.importorskip("apache_beam")
     records = [{"id": key, "title": key.title(), "text": text} for key, text in TEXTS.items()]
     records += [{"id": f"a{n}", "title": f"Article {n}", "text": " ".join(TEXTS.values())} for n in range(300)]
     records += [{"id": "long", "title": "word " * 400, "text": "and so on " * 400}]  # both are cut, which is counted
     passages = write_lines(tmp_path / "p.jsonl", records)
-    options = {"questions": [questions], "vocabulary_size": 300, "shards": shards}
+    options = {"questions": [questions], "vocabulary_size": 300, "shards": 4}
     prepare(passages, tmp_path / "processes", **options)
     beam = "--runner=DirectRunner --direct_num_workers=2 --direct_running_mode=multi_threading"
     prepare(passages, tmp_path / "beam", **options, beam=beam)
@@ -488,15 +487,17 @@ def test_beam_knows_every_option_that_the_document_names():
         _parser().parse_args(shlex.split(command))
 
 
-@pytest.mark.parametrize("beam", [None, "--runner=DirectRunner --direct_num_workers=2"])
-def test_news_is_filtered_and_every_record_is_accounted_for(tmp_path, passages, beam, capsys):
-    """Near-duplicates, other languages, stubs and damage among 200 records, with their reasons counted."""
-    if beam:
-        pytest.importorskip("apache_beam")
+@pytest.fixture
+def news(tmp_path) -> tuple[str, list[MadeRecord]]:
+    """Near-duplicates, other languages, stubs and damage among 200 records, and these records."""
     made = make_news(200)
     (tmp_path / "news.jsonl").write_bytes(b"".join(record.line + b"\n" for record in made))
-    news = f"news:{tmp_path}/news.jsonl"
-    options = {"pretraining": news, "vocabulary_size": 400, "shards": 3, "beam": beam}
+    return f"news:{tmp_path}/news.jsonl", made
+
+
+def test_news_is_filtered_and_every_record_is_accounted_for(tmp_path, passages, news, capsys):
+    source, made = news
+    options = {"pretraining": source, "vocabulary_size": 400, "shards": 3}
     with pytest.raises(UserError, match="news.jsonl: .*first at .*; correct it, or give --skip-damage"):
         prepare(passages, tmp_path / "strict", **options)
     prepare(passages, tmp_path / "data", **options, skip_damage=True)
@@ -514,9 +515,14 @@ def test_news_is_filtered_and_every_record_is_accounted_for(tmp_path, passages, 
     assert Counter(counts["dropped"]) + Counter(counts["damaged"]) == reasons
     store = PassageStore.open(tmp_path / "data" / "pretraining")
     assert store.documents == stay
-    if beam:
-        prepare(passages, tmp_path / "processes", **options | {"beam": None}, skip_damage=True)
-        assert digests(tmp_path / "processes") == digests(tmp_path / "data")
+
+
+def test_beam_filters_news_as_processes_do(tmp_path, passages, news):
+    pytest.importorskip("apache_beam")
+    options = {"pretraining": news[0], "vocabulary_size": 400, "shards": 3, "skip_damage": True}
+    prepare(passages, tmp_path / "processes", **options)
+    prepare(passages, tmp_path / "beam", **options, beam="--runner=DirectRunner --direct_num_workers=2")
+    assert digests(tmp_path / "processes") == digests(tmp_path / "beam")
 
 
 def dump_parts(folder: Path) -> list[str]:
@@ -556,21 +562,18 @@ def test_a_bucket_with_other_things_in_it_is_left_alone(tmp_path, passages):
     assert digests(bucket) == before
 
 
-@pytest.mark.parametrize("beam", [None, "--runner=DirectRunner"])
-def test_a_broken_line_of_ones_own_is_named_or_counted(tmp_path, passages, beam):
-    if beam:
-        pytest.importorskip("apache_beam")
+def test_a_broken_line_of_ones_own_is_named_or_counted(tmp_path, passages):
     lines = passages.read_text().splitlines()
     broken = tmp_path / "broken.jsonl"
     broken.write_text("\n".join([lines[0], lines[1][:-5], lines[2], '{"id": "x"}']))
     with pytest.raises(UserError, match=r"broken.jsonl:2: not JSON \(.*\); correct it, or give --skip-damage$"):
-        prepare(broken, tmp_path / "data", vocabulary_size=100, beam=beam)
-    prepare(broken, tmp_path / "left out", vocabulary_size=100, skip_damage=True, beam=beam)
+        prepare(broken, tmp_path / "data", vocabulary_size=100)
+    prepare(broken, tmp_path / "left out", vocabulary_size=100, skip_damage=True)
     counts = json.loads((tmp_path / "left out" / "PREPARED.json").read_text())["counts"]["passages"]
     assert counts["articles"] == 2 and counts["damaged"] == {"not JSON": 1, NO_FIELD: 1}
     assert counts["samples"]["not JSON"][0][2].startswith(f"{broken}:2: not JSON (")
     broken.write_text("\n".join(lines))  # corrected: read anew
-    prepare(broken, tmp_path / "data", vocabulary_size=100, skip_damage=True, beam=beam)
+    prepare(broken, tmp_path / "data", vocabulary_size=100, skip_damage=True)
     assert PassageStore.open(tmp_path / "data" / "passages").documents == 3
 
 
