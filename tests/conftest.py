@@ -4,6 +4,7 @@ The device count and XLA's flags must be set before any JAX backend starts, so t
 """
 
 import dataclasses
+import fcntl
 import gc
 import gzip
 import json
@@ -78,12 +79,18 @@ def cache_of_tests(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session")
+def session_folder(tmp_path_factory) -> Path:
+    """A folder that all workers share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture(scope="session", autouse=True)
-def compiled(request, tmp_path_factory):
+def compiled(request, session_folder):
     """The folder of all compiled programs, shared by workers and the processes that tests start. Programs are compiled
     without optimisations, which a few tiny steps do not repay, but for `-m slow` and `-m nightly`."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    folder = session_folder / "compiled"
     settings = {
         "jax_disable_most_optimizations": request.config.option.markexpr not in OPTIMISED,
         "jax_compilation_cache_dir": str(folder),
@@ -98,11 +105,18 @@ def compiled(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def trained_run(tmp_path_factory):
-    """A tiny run (see `tiny_run.py`), trained once for all tests; they read it and leave it as it is."""
-    from tiny_run import train_tiny_run
+def trained_run(session_folder):
+    """A tiny run (see `tiny_run.py`), trained once for the tests of all workers; they read it and leave it as it is."""
+    from tiny_run import open_tiny_run, train_tiny_run
 
-    return train_tiny_run(tmp_path_factory.mktemp("tiny"))
+    folder, is_trained = session_folder / "tiny", session_folder / "tiny.trained"
+    with open(session_folder / "tiny.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_trained.exists():
+            return open_tiny_run(folder)
+        run = train_tiny_run(folder)
+        is_trained.touch()
+        return run
 
 
 @pytest.fixture

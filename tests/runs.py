@@ -52,18 +52,14 @@ PATIENCE = 300.0  # seconds that trainer and builder wait for each other, on a m
 # --- Opened and trained -----------------------------------------------------------------------------------------------
 
 
-_STEPS: dict[Any, Any] = {}  # compiled steps by all that they depend on
-
-
 @contextmanager
 def shared_steps() -> Iterator[None]:
-    """Runs of one test after another share their compiled step, and so do the files of a worker."""
+    """Runs of one test after another share their compiled step."""
+    steps: dict[Any, Any] = {}
 
     def make(task: Task) -> Any:
-        config = task.run.config
-        refresh, optimizer = (config.refresh.mode, config.refresh.every == 0), config.optimizer.to_json()
-        key = task.name, task.context, task.settings, qa_config(config), refresh, optimizer, config.seed
-        return _STEPS.setdefault(key, make_step(task))
+        key = task.name, task.context, task.settings, qa_config(task.run.config), task.run.config.refresh.every == 0
+        return steps.setdefault(key, make_step(task))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "make_step", make)

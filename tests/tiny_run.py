@@ -67,6 +67,12 @@ def train_tiny_run(folder: Path) -> Run:
     return run
 
 
+def open_tiny_run(folder: Path) -> Run:
+    """That run, once it is trained."""
+    data = folder / "data"
+    return make_run(tiny_config(data), folder / "run", open_sources(data), jax.devices()[:1])
+
+
 def open_config(config: ConfigDict, workdir: Path, devices: int = 1) -> Run:
     """The run of a config in a folder that is new or its own."""
     sources = open_sources(config.data.path)
