@@ -4,6 +4,7 @@ The device count and XLA's flags must be set before any JAX backend starts, so t
 """
 
 import dataclasses
+import fcntl
 import gc
 import gzip
 import json
@@ -37,6 +38,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("NPROC", "16")
 
 
+COMPILING = ("cli", "index", "models", "serving", "tasks", "train")  # folders of tests that compile networks
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest: a worker that began one at the end would leave the others idle."""
+    items.sort(key=lambda item: item.path.parent.name not in COMPILING)
+
+
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -62,19 +71,26 @@ def shared_lines(shared_data):
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_tests(tmp_path_factory):
     """Nothing is kept in the home folder. Vectors are not kept at all, unless a test allows it (REALM_CACHE_BYTES):
-    tests that embed for themselves shall embed."""
+    tests that embed for themselves shall embed. Nothing waits for the disk: no test turns the power off."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setenv("REALM_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("REALM_CACHE_BYTES", "0")
         yield
 
 
+@pytest.fixture(scope="session")
+def session_folder(tmp_path_factory) -> Path:
+    """A folder that all workers share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture(scope="session", autouse=True)
-def compiled(request, tmp_path_factory):
+def compiled(request, session_folder):
     """The folder of all compiled programs, shared by workers and the processes that tests start. Programs are compiled
     without optimisations, which a few tiny steps do not repay, but for `-m slow` and `-m nightly`."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    folder = session_folder / "compiled"
     settings = {
         "jax_disable_most_optimizations": request.config.option.markexpr not in OPTIMISED,
         "jax_compilation_cache_dir": str(folder),
@@ -89,11 +105,18 @@ def compiled(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def trained_run(tmp_path_factory):
-    """A tiny run (see `tiny_run.py`), trained once for all tests; they read it and leave it as it is."""
-    from tiny_run import train_tiny_run
+def trained_run(session_folder):
+    """A tiny run (see `tiny_run.py`), trained once for the tests of all workers; they read it and leave it as it is."""
+    from tiny_run import open_tiny_run, train_tiny_run
 
-    return train_tiny_run(tmp_path_factory.mktemp("tiny"))
+    folder, is_trained = session_folder / "tiny", session_folder / "tiny.trained"
+    with open(session_folder / "tiny.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_trained.exists():
+            return open_tiny_run(folder)
+        run = train_tiny_run(folder)
+        is_trained.touch()
+        return run
 
 
 @pytest.fixture
@@ -131,6 +154,21 @@ def questions(tmp_path) -> Path:
     from capitals import QUESTIONS, write_lines
 
     return write_lines(tmp_path / "questions.jsonl", QUESTIONS)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """Commands of this module open runs on one of the emulated devices: it takes less time, and what is tested does not
+    depend on their number."""
+    from functools import partial
+
+    from realm_jax.assemble import make_run
+    from realm_jax.train import recipe, workdir
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (recipe, workdir):
+            patch.setattr(module, "make_run", partial(make_run, devices=jax.devices()[:1]))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -44,8 +44,8 @@ from realm_jax.train.records import read_lines
 from realm_jax.train.restore import restore_params
 from realm_jax.train.step import make_step
 
-STEPS = 6  # of a run that makes its index itself
-EVERY = 2  # steps between two exports of one that does not
+STEPS = 8  # of every run, so that all have the same program: the schedule of the learning rate knows their number
+EVERY = 2  # steps between two exports of a run that does not make its index itself
 OPTIMISED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}  # of a process that runs long; see conftest.py
 PATIENCE = 300.0  # seconds that trainer and builder wait for each other, on a machine that does much else
 
@@ -75,7 +75,7 @@ def shared_steps() -> Iterator[None]:
 
 
 def inline_config(people: Path, **changes: Any) -> ConfigDict:
-    """Six steps of the task 'realm', a refresh and a checkpoint every second one.
+    """Eight steps of the task 'realm', a refresh and a checkpoint every second one.
 
     changes: dotted config keys, with two underscores for the dot.
     """
@@ -92,7 +92,7 @@ def open_inline(people: Path, workdir: Path, devices: int = 1, **changes: Any) -
     return open_config(inline_config(people, **changes), workdir, devices)
 
 
-def open_tiny(data, workdir, steps=8, retrieval=None, task="realm", ahead=1, **refresh):
+def open_tiny(data, workdir, steps=STEPS, retrieval=None, task="realm", ahead=1, **refresh):
     """Eight steps of a task whose index a builder makes: an export every second one, adopted a step later.
 
     retrieval, refresh: keys of these sections; ahead: of searches by the hosts.

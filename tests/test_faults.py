@@ -269,7 +269,7 @@ def test_a_run_that_is_done_is_not_extended_and_its_builder_ends(people, sturdy,
 # --- Files that are not what they should be ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["truncated", "flipped", "nan", "manifest"])
+@pytest.mark.parametrize("fault", [slow("truncated"), "flipped", slow("nan"), "manifest"])
 def test_a_generation_is_damaged(run, ends_the_same, monkeypatch, log, fault):
     """Between publication and the trainer's look; the trainer adopts the second attempt in time."""
     build, look, damaged, gate = build_job.Builder.build, IndexWatcher._look, [], threading.Lock()

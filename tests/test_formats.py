@@ -220,7 +220,7 @@ pieces = st.lists(st.binary(max_size=8) | st.sampled_from(PIECES), max_size=12).
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=pieces, packed=st.booleans())
 def test_any_bytes_are_read_or_refused_in_one_line(tmp_path, name, content, packed):
     path = tmp_path / name

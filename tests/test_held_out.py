@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from tiny_run import prepare_people, tiny_config
 
-from realm_jax.cli.prepare import prepare
 from realm_jax.data import held_out
 from realm_jax.data.evidence import Evidence, EvidenceSpans
 from realm_jax.data.held_out import held_out_sentences, is_held_out, masked_sentences, trained_rows
@@ -20,10 +19,7 @@ SHARE = 0.3
 @pytest.fixture(scope="module")
 def people(tmp_path_factory):
     """The people's passages without any question."""
-    folder = tmp_path_factory.mktemp("people")
-    prepare_people(folder)
-    prepare(folder / "passages.jsonl", folder / "plain", vocabulary_size=300, workers=1)
-    return folder / "plain"
+    return prepare_people(tmp_path_factory.mktemp("people"), asked=[])
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +64,10 @@ def test_first_and_later_spans_of_sentences_are_hidden(sources):
 
 
 @pytest.fixture(scope="module")
-def measured(people, tmp_path_factory):
+def measured(people, one_device, tmp_path_factory):
     """A run of `ict` that holds documents out, and what it recorded."""
     config = tiny_config(people)
     config.tasks, config.evaluation.held_out = "ict", SHARE
-    config.ict.update(steps=1, batch_size=8)
     run = open_run(config, tmp_path_factory.mktemp("held") / "run")
     assert run_recipe(run, "realm train") == 0
     return run, read_json(run.workdir / "results.json")

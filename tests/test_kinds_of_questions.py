@@ -1,21 +1,18 @@
 """Runs over questions of every kind: with answers, with a gold passage alone, or without any; asked from anywhere."""
 
 import json
-from functools import partial
 
-import jax
 import pytest
 from ml_collections import ConfigDict
-from tiny_run import prepare_people, question, tiny_config, write_lines
+from tiny_run import PEOPLE, prepare_people, question, tiny_config, write_lines
 
-from realm_jax.assemble import make_run
 from realm_jax.cli import main as cli
 from realm_jax.cli.prepare import prepare
 from realm_jax.config import default
 from realm_jax.errors import UserError
 from realm_jax.storage import read_json
 from realm_jax.tasks.qa import Qa
-from realm_jax.train import measure, recipe, workdir
+from realm_jax.train import measure
 from realm_jax.train.recipe import open_run, run_recipe
 from realm_jax.train.records import read_lines
 from realm_jax.train.results import majority_exact_match
@@ -24,38 +21,15 @@ from realm_jax.train.trained_run import RecordedMetrics
 pytestmark = pytest.mark.usefixtures("one_device")
 
 
-@pytest.fixture(scope="module")
-def one_device():
-    """Runs are opened on one of the emulated devices: what is tested does not depend on their number."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (recipe, workdir):
-            patch.setattr(module, "make_run", partial(make_run, devices=jax.devices()[:1]))
-        yield
-
-
 def gold_only(number: int, split: str) -> dict:
     """A question about a person that is measured by the passage alone."""
     return {"question": question(number)["question"], "gold_passage_id": f"p{number}", "split": split}
 
 
-def prepared(folder, asked: list[dict]):
-    """The people's passages with other questions."""
-    prepare_people(folder)
-    return prepared_again(folder, asked, "other")
-
-
-def prepared_again(folder, asked: list[dict], name: str = "again"):
-    """The same passages once more."""
-    questions = [str(write_lines(folder / "asked.jsonl", asked))] if asked else []
-    prepare(folder / "passages.jsonl", folder / name, questions=questions, vocabulary_size=300, workers=1)
-    return folder / name
-
-
 def small(data, **changes) -> ConfigDict:
     config = tiny_config(data)
     config.update(changes)
-    for task in ("ict", "qa", "closed_book"):
-        config[task].update(batch_size=4, steps=1)
+    config.closed_book.update(batch_size=4, steps=2)
     return config
 
 
@@ -70,10 +44,12 @@ def mixed(one_device, tmp_path_factory):
     """A run whose questions have answers, or a gold passage, or both; trained with paths that are relative."""
     folder = tmp_path_factory.mktemp("mixed")
     with_answers = [question(n, gold_passage_id=f"p{n}", split=split) for n in range(4) for split in ("train", "dev")]
-    prepared(folder, with_answers + [gold_only(n, split) for n in range(4, 8) for split in ("train", "dev")])
+    prepare_people(
+        folder, asked=with_answers + [gold_only(n, split) for n in range(4, 8) for split in ("train", "dev")]
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        results = trained(small("other"), folder / "run")
+        results = trained(small("data"), folder / "run")
     return folder, results
 
 
@@ -111,7 +87,7 @@ def test_for_questions_without_answers_next_to_nothing_is_read(mixed, tmp_path, 
 def test_a_run_is_asked_from_any_folder_and_says_how_far_to_trust_it(mixed, tmp_path, monkeypatch, capsys):
     folder, results = mixed
     recorded = read_json(folder / "run" / "config.json")
-    assert recorded["data"]["path"] == str(folder / "other") and recorded["init_from"] == ""
+    assert recorded["data"]["path"] == str(folder / "data") and recorded["init_from"] == ""
     monkeypatch.chdir(tmp_path)
     assert cli.main(["ask", f"--workdir={folder}/run", "--json", question(3)["question"]]) == 0
     out, err = capsys.readouterr()
@@ -124,14 +100,14 @@ def test_a_run_is_asked_from_any_folder_and_says_how_far_to_trust_it(mixed, tmp_
 def test_a_run_goes_on_when_its_data_are_named_by_another_path(mixed, monkeypatch):
     folder, _ = mixed
     monkeypatch.chdir(folder.parent)
-    open_run(small(f"{folder.name}/other"), folder / "run")
-    assert read_json(folder / "run" / "config.json")["data"]["path"] == str(folder / "other")
+    open_run(small(f"{folder.name}/data"), folder / "run")
+    assert read_json(folder / "run" / "config.json")["data"]["path"] == str(folder / "data")
 
 
 @pytest.mark.slow
 def test_without_answers_fine_tuning_is_left_out_and_retrieval_is_measured(tmp_path, caplog, capsys):
     caplog.set_level("INFO")
-    data = prepared(tmp_path, [gold_only(n, split) for n in range(8) for split in ("train", "dev")])
+    data = prepare_people(tmp_path, asked=[gold_only(n, split) for n in range(8) for split in ("train", "dev")])
     results = trained(small(data, qa={"search": "hybrid"}), tmp_path / "run")
     assert f"{data} has no training questions with answers: qa left out of the recipe" in caplog.text
     assert results["exact_match"] == {} and {*results["recall@5"]} == {"bm25", "untrained", "ict", "hybrid"}
@@ -148,7 +124,7 @@ def test_without_answers_fine_tuning_is_left_out_and_retrieval_is_measured(tmp_p
 
 def test_without_any_questions_the_recipe_is_what_needs_none(tmp_path, caplog, capsys):
     caplog.set_level("INFO")
-    data = prepared(tmp_path, [])
+    data = prepare_people(tmp_path, asked=[])
     assert trained(small(data, qa={"search": "hybrid"}), tmp_path / "run") == {}
     assert "qa left out of the recipe" in caplog.text
     assert (
@@ -164,18 +140,19 @@ def test_without_any_questions_the_recipe_is_what_needs_none(tmp_path, caplog, c
 def test_a_reader_that_nothing_measures_is_handed_on_as_it_was_trained(tmp_path):
     """Recall says nothing of a reader: of equal recall the fresh one that fine-tuning began with would stay."""
     asked = [question(n, gold_passage_id=f"p{n}", split="train") for n in range(8)]
-    data = prepared(tmp_path, asked + [gold_only(n, "dev") for n in range(8)])
+    data = prepare_people(tmp_path, asked=asked + [gold_only(n, "dev") for n in range(8)])
     trained(small(data, tasks="qa", evaluation={"keep_best": True}), tmp_path / "run")
     assert not (tmp_path / "run" / "qa" / "best").exists()
     assert "best_step" not in read_lines(tmp_path / "run" / "qa" / "evaluations.jsonl")[-1]
+    unmeasured = prepare_people(tmp_path / "other", asked=asked)
     with pytest.raises(UserError, match=r"^config\.evaluation\.every: goes by exact match, but no development"):
-        open_run(small(prepared_again(tmp_path, asked), evaluation={"every": 1}), tmp_path / "other-run")
+        open_run(small(unmeasured, evaluation={"every": 1}), tmp_path / "other-run")
 
 
 def test_exact_match_is_asked_for_of_the_questions_that_are_measured(tmp_path, monkeypatch):
     """Answers beyond the first `MEASURED` questions are never looked at."""
     asked = [question(n, split="train") for n in range(4)]
-    data = prepared(tmp_path, [*asked, gold_only(0, "dev"), question(1, split="dev")])
+    data = prepare_people(tmp_path, asked=[*asked, gold_only(0, "dev"), question(1, split="dev")])
     config = small(data, evaluation={"every": 1})
     monkeypatch.setattr(measure, "MEASURED", 2)
     assert open_run(config, tmp_path / "both").config.evaluation
@@ -186,12 +163,10 @@ def test_exact_match_is_asked_for_of_the_questions_that_are_measured(tmp_path, m
 
 def test_a_corpus_of_single_sentences_leaves_the_inverse_cloze_task_out(tmp_path, caplog):
     caplog.set_level("INFO")
-    prepare_people(tmp_path)
-    lines = (tmp_path / "passages.jsonl").read_text().splitlines()
-    short = [one | {"text": one["text"].split(". ")[0] + "."} for one in map(json.loads, lines)]
-    passages, questions = write_lines(tmp_path / "short.jsonl", short), [question(n) for n in range(4)]
-    asked = write_lines(tmp_path / "asked.jsonl", [one | {"split": "train"} for one in questions])
-    prepare(passages, tmp_path / "short", questions=[str(asked)], vocabulary_size=300, workers=1)
+    passages = [{"id": f"p{n}", "text": f"{name} was born in {1800 + n}."} for n, name in enumerate(PEOPLE)]
+    asked = [question(n, split="train") for n in range(4)]
+    files = write_lines(tmp_path / "passages.jsonl", passages), write_lines(tmp_path / "questions.jsonl", asked)
+    prepare(files[0], tmp_path / "short", questions=[files[1]], vocabulary_size=300, workers=1)
     run = open_run(small(tmp_path / "short"), tmp_path / "run")
     assert run.config.tasks == "qa"
     assert "has no passage of two or more sentences: ict left out of the recipe" in caplog.text
@@ -208,7 +183,7 @@ def test_a_corpus_of_single_sentences_leaves_the_inverse_cloze_task_out(tmp_path
     ],
 )
 def test_a_recipe_of_which_nothing_is_left_is_refused(tmp_path, tasks, message):
-    data = prepared(tmp_path, [])
+    data = prepare_people(tmp_path, asked=[])
     with pytest.raises(UserError, match=message):
         open_run(small(data, tasks=tasks, evaluation={"held_out": 1.0}), tmp_path / "run")
     assert not (tmp_path / "run").exists()

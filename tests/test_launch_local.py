@@ -248,10 +248,6 @@ while True:
     assert supervisor.run() == 75 and time.monotonic() - began < 30
 
 
-def test_a_mistake_counts_before_a_crash_and_a_crash_before_a_preemption():
-    assert [local._overall_exit_code(codes) for codes in ((-6, 2), (75, None, 1), (75, 0, None))] == [2, 1, 75]
-
-
 def test_what_a_dead_process_started_is_ended_with_it(scripted, tmp_path):
     supervisor = scripted(
         """

@@ -1,6 +1,6 @@
 """The train loop on a tiny REALM run: cut off and repeated, on other devices, with other configs, and diverging.
 
-`straight` runs six steps with an index refreshed and a checkpoint saved every second step; every test compares with it.
+`straight` runs eight steps, and every second one refreshes the index and saves; every test compares with it.
 """
 
 import os

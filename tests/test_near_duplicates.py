@@ -3,12 +3,13 @@
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Sequence
+from functools import cache
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_news import without_copies
 
 from realm_jax.corpora.articles import Article
 from realm_jax.corpora.near_duplicates import (
@@ -19,7 +20,15 @@ from realm_jax.corpora.near_duplicates import (
     fingerprint_shard,
 )
 
+fingerprint_of = cache(fingerprint)  # the same articles are looked at in several orders
 WORDS = [f"word{number}" for number in range(500)]
+
+
+def without_copies(articles: Sequence[Article]) -> tuple[list[Article], Counter[str]]:
+    """Those that are no near-duplicates, in their order, and how many are, by reason."""
+    codes = find_near_duplicates([fingerprint_of(article) for article in articles])
+    staying = [article for article, code in zip(articles, codes, strict=True) if not code]
+    return staying, Counter(REASONS[code] for code in codes if code)
 
 
 def text(rng: Random, length: int = 200) -> str:

@@ -350,17 +350,6 @@ def test_real_sets_have_the_published_sizes(shared_data, name, folder, caplog):
         assert split_of(question.question) == "dev"
 
 
-def test_real_development_questions_of_nq_open_are_the_test_split(shared_data, tmp_path):
-    folder = nq_open(tmp_path / "manual")
-    real = shared_data / "nq_open" / "NQ-open.dev.jsonl"
-    (folder / real.name).write_bytes(real.read_bytes())
-    source = build("nq_open", folder).as_data_source("test")
-    assert len(source) == SETS["nq_open"].sizes["test"]
-    expected = [json.loads(line) for line in real.read_text(encoding="utf-8").splitlines()]
-    assert [record["question"].decode() for record in source] == [line["question"] for line in expected]
-    assert source[17]["answers"] == [answer.encode() for answer in expected[17]["answer"]]
-
-
 def test_checksums_are_those_of_the_real_files(shared_data):
     folders, infos = {"nq_open": "nq_open", "web_questions": "webquestions", "curated_trec": "curatedtrec"}, {}
     for name, published in SETS.items():

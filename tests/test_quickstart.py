@@ -1,21 +1,19 @@
 """`realm quickstart` in small: from nothing to results and report, again, and after an interruption."""
 
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
-from realm_jax.assemble import make_run
 from realm_jax.cli import main as cli
 from realm_jax.cli import quickstart as job
 from realm_jax.data import encyclopedia
 from realm_jax.errors import UserError
 from realm_jax.storage import read_json
-from realm_jax.train import recipe, workdir
 from realm_jax.train.records import read_lines
+
+pytestmark = pytest.mark.usefixtures("one_device")
 
 SIZES = {
     "encoder": {"projection": 8},
@@ -29,14 +27,6 @@ SIZES = {
     "realm": {"steps": 4, "batch_size": 4, "candidates": 3},
     "qa": {"steps": 2, "batch_size": 4, "passages": 3, "beam": 4},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_device():
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (recipe, workdir):
-            patch.setattr(module, "make_run", partial(make_run, devices=jax.devices()[:1]))
-        yield
 
 
 def quickstart(workdir: Path, *arguments: str, entities: int = 40) -> int:

@@ -106,7 +106,7 @@ texts = st.lists(words | scripts | oddities | st.text(max_size=5), min_size=1, m
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(text=texts, limit=st.integers(16, 64), title=st.sampled_from(["", "Порт §", "बंदरगाह §"]))
 def test_passages_hold_every_character_of_any_text_once(name, text, limit, title):
     rows = passages(name, text, limit, title)

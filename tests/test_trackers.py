@@ -208,6 +208,7 @@ def test_one_that_does_not_open_is_named(stand_in, tmp_path, monkeypatch):
 # ---- a training run, and the packages themselves
 
 
+@pytest.mark.usefixtures("quick_steps")
 def test_a_run_sends_what_it_records(people, stand_in, tmp_path):
     train_measured(open_inline(people, tmp_path / "run", log__to="wandb,tensorboard"))
     import wandb

@@ -34,15 +34,18 @@ def prepare_people(folder: Path, people: list[str] = PEOPLE, house: str = "in {:
     """A prepared folder with a passage for each person, and questions about eight of them in both splits.
 
     house: where a person's house stands; with the whole name there is something that the warm-up can mask.
+    asked: other questions; an empty list for none.
     """
     folder.mkdir(parents=True, exist_ok=True)
     passages = [
         {"id": f"p{n}", "title": name, "text": f"{name} was born in {1800 + n}. The house {house.format(name)} stands."}
         for n, name in enumerate(people)
     ]
-    asked = asked or [question(n, gold_passage_id=f"p{n}", split=split) for n in range(8) for split in ("train", "dev")]
-    files = write_lines(folder / "passages.jsonl", passages), write_lines(folder / "questions.jsonl", asked)
-    prepare(files[0], folder / "data", questions=[files[1]], vocabulary_size=300, workers=1)
+    if asked is None:
+        asked = [question(n, gold_passage_id=f"p{n}", split=split) for n in range(8) for split in ("train", "dev")]
+    passages_file = write_lines(folder / "passages.jsonl", passages)
+    questions = [write_lines(folder / "questions.jsonl", asked)] if asked else []
+    prepare(passages_file, folder / "data", questions=questions, vocabulary_size=300, workers=1)
     return folder / "data"
 
 
@@ -69,6 +72,12 @@ def go_back_to(workdir: Path, task: str) -> None:
     """Make the exported model of a run that of an earlier task, as it was when that task ended."""
     shutil.rmtree(workdir / "model")
     shutil.copytree(workdir / task / "model", workdir / "model")
+
+
+def open_tiny_run(folder: Path) -> Run:
+    """That run, once it is trained."""
+    data = folder / "data"
+    return make_run(tiny_config(data), folder / "run", open_sources(data), jax.devices()[:1])
 
 
 def open_config(config: ConfigDict, workdir: Path, devices: int = 1) -> Run:
