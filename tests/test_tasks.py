@@ -287,7 +287,7 @@ def test_passages_that_hold_the_span_are_read_first(params, index, candidates, m
     batch = MASKED | {"weights": np.eye(1, PREDICTIONS).repeat(BATCH, axis=0)}
     last = documents.title_lengths[:, -1:] + 2 + np.arange(PREDICTIONS)
     batch["targets"] = np.take_along_axis(documents.ids[:, -1], last, axis=1)
-    monkeypatch.setattr(forward, "POINTED", 1)
+    monkeypatch.setattr(forward, "MAX_POINTED", 1)
     log_p = jax.jit(functools.partial(point_at_targets, context()))(params, batch, documents).log_p
     read = np.asarray(log_p[:, 1:, 0]) != LOG_P_UNSEEN_SPAN
     assert (read.sum(axis=1) == 1).all() and read[:, -1].any()
