@@ -207,7 +207,7 @@ def test_a_record_of_an_index_with_another_number_is_not_believed(tmp_path, kept
 
 
 def test_of_a_large_index_a_question_compares_sizes_and_the_trainer_everything(tmp_path, kept, caplog, monkeypatch):
-    monkeypatch.setattr(bm25, "COMPARED", 0)
+    monkeypatch.setattr(bm25, "MAX_CHECKED_BYTES", 0)
     flip_a_bit(kept / "data.csc.index.npy")
     load_or_build(SHELF, "en", tmp_path)
     assert "is damaged" not in caplog.text
