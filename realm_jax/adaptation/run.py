@@ -59,7 +59,7 @@ from realm_jax.models.weights import read_bert_settings
 from realm_jax.retrieval.vector_files import FILES as VECTOR_FILES
 from realm_jax.retrieval.vector_files import write_vectors
 from realm_jax.storage import exclusive_lock, open_folder, read_json, write_atomic
-from realm_jax.train.exported_model import MODEL, write_exported_model
+from realm_jax.train.exported_model import MODEL, find_exported_model, write_exported_model
 from realm_jax.train.init_from import recorded_start
 from realm_jax.train.loop import train_task
 from realm_jax.train.recipe import open_run, preemptible, recipe_tasks, starting_params
@@ -188,32 +188,33 @@ def adapt(request: AdaptRequest) -> AdaptResult:
         decision = record.measured.decision
 
         # --- Promote: the run answers with the encoders that were chosen ----------------------------------------------
-        last_task, saved = last_checkpoint(run)
-        weight = decision.weight if decision.promoted else 0.0
-        params = interpolate_encoders(run, restore_params(run, last_task, saved), recorded_start(run, workdir), weight)
+        if record.export is None or find_exported_model(workdir / MODEL) is None:
+            last_task, saved = last_checkpoint(run)
+            base = recorded_start(run, workdir)
+            weight = decision.weight if decision.promoted else 0.0
+            params = interpolate_encoders(run, restore_params(run, last_task, saved), base, weight)
 
-        # --- What was forgotten on a second corpus, which decides nothing ---------------------------------------------
-        if request.forgetting and record.forgetting is None:
-            with record.stage("forgetting"):
-                other_run, sentences = open_other_corpus(request, run.config)
-                logger.info("measuring on %s what was forgotten", request.forgetting)
-                evaluator = AdaptEvaluator(other_run, sentences)
-                base = recorded_start(other_run, workdir)
-                rows = {
-                    BASELINE: evaluator.metrics(base, embed_with_cache(other_run, base, bar=True), "vectors"),
-                    "adapted": evaluator.metrics(params, embed_with_cache(other_run, params, bar=True), "vectors"),
-                }
-                table = compare_with_baseline(rows, evaluator.document_numbers)
-                store = other_run.sources.passages
-                record.forgetting = Forgetting(table, store.documents, len(store))
+            # What was forgotten on a second corpus; it decides nothing.
+            if request.forgetting and record.forgetting is None:
+                with record.stage("forgetting"):
+                    other_run, sentences = open_other_corpus(request, run.config)
+                    logger.info("measuring on %s what was forgotten", request.forgetting)
+                    evaluator = AdaptEvaluator(other_run, sentences)
+                    rows = {
+                        BASELINE: evaluator.metrics(base, embed_with_cache(other_run, base, bar=True), "vectors"),
+                        "adapted": evaluator.metrics(params, embed_with_cache(other_run, params, bar=True), "vectors"),
+                    }
+                    table = compare_with_baseline(rows, evaluator.document_numbers)
+                    store = other_run.sources.passages
+                    record.forgetting = Forgetting(table, store.documents, len(store))
 
-        # --- Export and report ----------------------------------------------------------------------------------------
-        if record.export is None:
             with record.stage("export"):
                 vectors = passage_vectors(run, params, weight)  # [passages, width]
                 write_exported_model(workdir / MODEL, run, last_task, saved.step, params, vectors, trained_reader=False)
                 (workdir / MODEL / README).write_text(model_card(record, run.config), "utf-8")
                 record.export = [MODEL, *write_vectors(workdir, run.sources.passages, vectors)]
+
+        # --- Report ---------------------------------------------------------------------------------------------------
         write_atomic(workdir / REPORT, render_report(record))
     return AdaptResult(decision, workdir / MODEL, workdir / REPORT)
 

@@ -229,7 +229,8 @@ def _plain(wikitext: str, page: Page, notes: Notes) -> str:
     """The words of wikitext: paragraphs apart by blank lines, items of lists on lines of their own."""
     import mwparserfromhell  # here, since it is in the extra `documents`
 
-    # The parser's time grows with the square of the brackets that nothing closes.
+    # The parser's time grows with the square of the brackets that nothing closes, and no signal interrupts it. A time
+    # limit would make the text depend on the machine, so we limit the brackets.
     if max(abs(wikitext.count(left) - wikitext.count(right)) for left, right in ("{}", "[]", "<>")) > _MOST_OPEN:
         notes[TOO_MANY_OPEN, page.title] += 1
         wikitext = re.sub(r"[{}\[\]<>]+", " ", wikitext)

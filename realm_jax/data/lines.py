@@ -330,7 +330,10 @@ def check_characters(record: dict[str, Any]) -> None:
 
 
 class _Array:
-    """A JSON array that is read piece by piece: the piece, how far it was understood, and the line of that place."""
+    """A JSON array that is read piece by piece: the piece, how far it was understood, and the line of that place.
+
+    Not by ijson, which turns half of a surrogate pair into "?" without a message.
+    """
 
     def __init__(self, stream: IO[bytes], path: Path_, line: int):
         self.stream, self.path, self.line = stream, path, line
