@@ -169,10 +169,10 @@ def read(file: DocumentFile) -> Iterator[Outcome]:
         yield from FORMATS[file.ending].read(file)
     except (StorageError, MemoryError):
         raise
-    except BadRecord as fault:
-        yield Skipped(fault.reason, f"{file.name}: {fault.message}")
-    except Exception as fault:  # libraries have errors of their own
-        message = " ".join(str(fault).split()) or type(fault).__name__
+    except BadRecord as error:
+        yield Skipped(error.reason, f"{file.name}: {error.message}")
+    except Exception as error:  # libraries have errors of their own
+        message = " ".join(str(error).split()) or type(error).__name__
         if FORMATS[file.ending].of_records:
             located = re.fullmatch(rf"({re.escape(file.path)}(?::\d+)?):? (.*)", message)
             where, message = located.groups() if located else (file.path, message)

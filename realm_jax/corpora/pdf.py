@@ -58,9 +58,9 @@ def pdf_document(data: bytes, notes: Notes) -> Plain:
         document = pypdfium2.PdfDocument(data)
         pages = [page.get_textpage().get_text_range() for page in document]
         named = document.get_metadata_dict().get("Title", "")
-    except pypdfium2.PdfiumError as fault:
-        reason = "encrypted" if getattr(fault, "err_code", 0) == _PASSWORD else "damaged .pdf files"
-        raise BadRecord(str(fault), "open it in a PDF viewer and save a copy without a password", reason) from None
+    except pypdfium2.PdfiumError as error:
+        reason = "encrypted" if getattr(error, "err_code", 0) == _PASSWORD else "damaged .pdf files"
+        raise BadRecord(str(error), "open it in a PDF viewer and save a copy without a password", reason) from None
     text = "\n\n".join(paragraphs([_lines(page) for page in pages], notes))
     if not text:
         raise BadRecord(f"{len(pages)} pages without a text layer", "run OCR on it", "PDF files without text")

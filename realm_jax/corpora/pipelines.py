@@ -32,8 +32,8 @@ try:
     from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
     from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
     from apache_beam.runners.runner import create_runner
-except ImportError as fault:
-    raise UserError(f"--beam: {fault}; pip install 'realm_jax[beam]'") from None
+except ImportError as error:
+    raise UserError(f"--beam: {error}; pip install 'realm_jax[beam]'") from None
 
 FAULT = "FAULT.json"  # what a worker cannot work on
 _Line = tuple[int, int, bytes]  # with its place: part and number
@@ -54,8 +54,8 @@ class Beam(NamedTuple):
             runner = create_runner(options.view_as(StandardOptions).runner or "DirectRunner")
             faults = [f"there is no option {word}" for word in unknown]
             faults += PipelineOptionsValidator(options, runner).validate()
-        except (ValueError, ImportError, SystemExit) as fault:
-            faults = [str(fault) or "not understood"]
+        except (ValueError, ImportError, SystemExit) as error:
+            faults = [str(error) or "not understood"]
         if faults:
             raise UserError(f"--beam={text!r}: {faults[0]}; give options as Beam's runners know them")
         return cls(options)
@@ -128,8 +128,8 @@ def _recorded_fault(folder: str) -> Iterator[None]:
         yield
     except StorageError:
         raise
-    except UserError as fault:
-        open_folder(folder).write_json(FAULT, {"fault": str(fault)})
+    except UserError as error:
+        open_folder(folder).write_json(FAULT, {"fault": str(error)})
 
 
 def _read(source: ArticleSource, folder: str, part: int) -> Iterator[LocatedRecord]:

@@ -97,8 +97,8 @@ def article(record: Any, where: str, otherwise: str = "") -> Outcome:
         text = _text(record, TEXT, "text")
         title = _text(record, _TITLE, "title") or ""
         identity = _text(record, _ID, "id") or otherwise or _text(record, _ADDRESS, "id")
-    except BadRecord as fault:
-        return Skipped(fault.reason, sample(record), where)
+    except BadRecord as error:
+        return Skipped(error.reason, sample(record), where)
     if text is None:
         known = any(name in record for name in TEXT)
         return Skipped(NULL_TEXT if known else NO_FIELD, sample(record), where)
@@ -112,20 +112,20 @@ def _text(record: dict[str, Any], names: tuple[str, ...], kind: str) -> str | No
     """The string under the first of `names` that holds something; None if all are absent or null. Raises BadRecord."""
     values = [record[name] for name in names if record.get(name) is not None]
     value = next((value for value in values if value != ""), values[0] if values else None)
-    fault = ""
+    problem = ""
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8")
         except UnicodeDecodeError:
-            fault = "is not UTF-8"
+            problem = "is not UTF-8"
     elif kind == "id" and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     elif value is not None and not isinstance(value, str):
-        fault = "is not a string"
+        problem = "is not a string"
     elif value is not None and _SURROGATE.search(value):
-        fault = "has half of a surrogate pair"
-    if fault:
-        raise BadRecord(f"the {kind} {fault}", "correct it")
+        problem = "has half of a surrogate pair"
+    if problem:
+        raise BadRecord(f"the {kind} {problem}", "correct it")
     return value
 
 
@@ -190,8 +190,8 @@ def _tfds_builder(name: str) -> Any:
 def _imported(module: str, source: str, remedy: str) -> Any:
     try:
         return import_module(module)
-    except ImportError as fault:
-        raise UserError(f"{source} needs {module} ({fault}); {remedy}") from None
+    except ImportError as error:
+        raise UserError(f"{source} needs {module} ({error}); {remedy}") from None
 
 
 @contextmanager
@@ -201,6 +201,6 @@ def _hub_errors(kind: str, name: str, split: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as fault:
-        reason = " ".join(str(fault).split())[:100] or type(fault).__name__
+    except Exception as error:
+        reason = " ".join(str(error).split())[:100] or type(error).__name__
         raise UserError(f"{kind}:{name}@{split} cannot be read ({reason}); {_ADVICE[kind]}") from None

@@ -343,8 +343,8 @@ def staged_output(output: str, inputs: dict[str, Any], anywhere: bool, claim: st
     root = final.absolute().parent / f".{final.name}.partial"
     try:
         root.mkdir(parents=True, exist_ok=True)
-    except OSError as fault:
-        raise UserError(f"cannot write into {root.parent} ({fault.strerror}); choose another --output") from None
+    except OSError as error:
+        raise UserError(f"cannot write into {root.parent} ({error.strerror}); choose another --output") from None
     with exclusive_lock(root):
         _resume_or_reset(open_folder(root), inputs, claim)
         try:
@@ -354,11 +354,11 @@ def staged_output(output: str, inputs: dict[str, Any], anywhere: bool, claim: st
         except UserError:
             shutil.rmtree(root, ignore_errors=True)
             raise
-        except OSError as fault:
-            if not (full := full_disk(fault)):
+        except OSError as error:
+            if not (full := full_disk(error)):
                 raise
-            place = Path(fault.filename or root).parent
-            raise UserError(f"{place}: {full}; make room there, then run the command again to resume") from fault
+            place = Path(error.filename or root).parent
+            raise UserError(f"{place}: {full}; make room there, then run the command again to resume") from error
         done = root.with_name(f".{final.name}.articles")
         shutil.rmtree(done, ignore_errors=True)
         (root / ARTICLES).rename(done)

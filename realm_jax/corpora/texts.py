@@ -73,8 +73,8 @@ def identity(path: Path_) -> dict[str, Any]:
         )
     try:
         return {"file": Path(path).name, "sha256": file_digest(path)}
-    except OSError as fault:
-        raise UserError(f"cannot read {path} ({fault.strerror}); check the path and its permissions") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}); check the path and its permissions") from None
 
 
 def _identity(path: str) -> dict[str, Any]:

@@ -97,8 +97,8 @@ def read_pages(path: str) -> Iterator[Page | Skipped]:
                     yield _page(element, f"{path}, page {number:,}")
                     root.clear()
         # LookupError, ValueError: of an encoding that the dump declares and nobody knows
-        except (ElementTree.ParseError, LookupError, ValueError, *UNPACKING_FAULTS) as fault:
-            yield Skipped(UNREADABLE_DUMP, " ".join(str(fault).split()), f"{path}, after page {number:,}")
+        except (ElementTree.ParseError, LookupError, ValueError, *UNPACKING_FAULTS) as error:
+            yield Skipped(UNREADABLE_DUMP, " ".join(str(error).split()), f"{path}, after page {number:,}")
 
 
 def _name(element: Any) -> str:

@@ -75,8 +75,8 @@ def applied(
             continue
         try:
             result = function(record)
-        except BadRecord as fault:
-            yield line, fault
+        except BadRecord as error:
+            yield line, error
         else:
             yield line, result
 
@@ -129,8 +129,8 @@ def text_lines(path: Path_, encoding: str = "utf-8") -> Iterator[tuple[int, str]
             with open_unpacked(path) as stream:
                 texts = TextIOWrapper(stream, encoding, "replace")
                 yield from enumerate((line.removesuffix("\n") for line in texts), 1)
-        except UNPACKING_FAULTS as fault:
-            raise _damaged(path, fault) from None
+        except UNPACKING_FAULTS as error:
+            raise _damaged(path, error) from None
         return
     lines = ((line.number, line.data) for line in read_lines(path))
     for number, text in strictly(path, applied(_text, lines)):
@@ -149,8 +149,8 @@ def _lines(stream: IO[bytes], start: int = 0, stop: int | None = None, first: in
             yield Line(number, byte, _too_long(data) if is_cut else data)
             byte += len(data) + (_rest_of_line(stream) if is_cut else 0)
             number += 1
-    except UNPACKING_FAULTS as fault:
-        bad = BadRecord(f"{TRUNCATED} ({fault})", "fetch or make it again", TRUNCATED, sample(str(fault)))
+    except UNPACKING_FAULTS as error:
+        bad = BadRecord(f"{TRUNCATED} ({error})", "fetch or make it again", TRUNCATED, sample(str(error)))
         yield Line(number, byte, bad)
 
 
@@ -164,8 +164,8 @@ def _rest_of_line(stream: IO[bytes]) -> int:
     return passed
 
 
-def _damaged(path: Path_, fault: Exception) -> UserError:
-    return UserError(f"{path} is truncated or damaged ({' '.join(str(fault).split())}); fetch or make it again")
+def _damaged(path: Path_, error: Exception) -> UserError:
+    return UserError(f"{path} is truncated or damaged ({' '.join(str(error).split())}); fetch or make it again")
 
 
 def _too_long(data: bytes) -> BadRecord:
@@ -177,8 +177,8 @@ def _text(raw: bytes) -> str:
     """The text of a line."""
     try:
         return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as fault:
-        message = f"byte {fault.start + 1} of the line is not UTF-8"
+    except UnicodeDecodeError as error:
+        message = f"byte {error.start + 1} of the line is not UTF-8"
         raise BadRecord(message, "save the file as UTF-8", "not UTF-8", sample(raw)) from None
 
 
@@ -207,8 +207,8 @@ def table_rows(path: Path_, delimiter: str = "\t", encoding: str = "utf-8") -> I
         number, text = ahead[0]
         try:
             row, used = _row(texts, text, delimiter, width) if _SPECIAL.search(text) else (text.split(delimiter), 1)
-        except csv.Error as fault:
-            raise UserError(f"{path}:{number}: no row of columns ({fault}): look at its quotes and line ends") from None
+        except csv.Error as error:
+            raise UserError(f"{path}:{number}: no row of columns ({error}): look at its quotes and line ends") from None
         for _ in range(used):
             ahead.popleft()
         if text and row:
@@ -256,8 +256,8 @@ def json_records(path: Path_) -> Records:
             if is_array:
                 yield from _Array(stream, path, skipped + 1).objects()
                 return
-        except UNPACKING_FAULTS as fault:
-            raise _damaged(path, fault) from None
+        except UNPACKING_FAULTS as error:
+            raise _damaged(path, error) from None
         lines = ((line.number, line.data) for line in _lines(stream, first=skipped + 1))
         yield from applied(_object, (line for line in lines if isinstance(line[1], BadRecord) or line[1].strip()))
 
@@ -273,8 +273,8 @@ def parquet_records(path: Path_) -> Records:
             batches = parquet.ParquetFile(stream).iter_batches(BATCH_ROWS)
             rows = chain.from_iterable(batch.to_pylist() for batch in batches)
             yield from enumerate(map(_plain_row, rows), 1)
-        except (ArrowException, ValueError, OverflowError, LookupError, *UNPACKING_FAULTS) as fault:
-            raise _damaged(path, fault) from None
+        except (ArrowException, ValueError, OverflowError, LookupError, *UNPACKING_FAULTS) as error:
+            raise _damaged(path, error) from None
 
 
 def _plain_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -292,10 +292,10 @@ def parse_json(raw: bytes) -> Any:
     text = _text(raw).rstrip()
     try:
         return json.loads(text)
-    except json.JSONDecodeError as fault:
-        message = f"not JSON ({fault.msg.removesuffix(' at')} at column {fault.colno})"
-    except (ValueError, RecursionError) as fault:
-        message = f"not readable as JSON ({fault})"
+    except json.JSONDecodeError as error:
+        message = f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
+    except (ValueError, RecursionError) as error:
+        message = f"not readable as JSON ({error})"
     raise BadRecord(message, "correct or remove the line", "not JSON", sample(raw))
 
 
@@ -364,18 +364,18 @@ class _Array:
             try:
                 record, end = _DECODER.raw_decode(self.text, self.at)
                 break
-            except json.JSONDecodeError as fault:
+            except json.JSONDecodeError as error:
                 # What is merely cut off fails at its end, or in an open string.
-                is_cut = fault.msg.startswith("Unterminated string") or fault.pos > len(self.text) - len("-Infinity")
+                is_cut = error.msg.startswith("Unterminated string") or error.pos > len(self.text) - len("-Infinity")
                 if not is_cut or not self._more():
-                    raise self._fault(fault.msg, fault.pos) from None
-            except (ValueError, RecursionError) as fault:
-                raise self._fault(str(fault), self.at) from None
+                    raise self._fault(error.msg, error.pos) from None
+            except (ValueError, RecursionError) as error:
+                raise self._fault(str(error), self.at) from None
         if _SURROGATE.search(self.text, self.at, end):
             try:
                 check_characters(record)
-            except BadRecord as fault:
-                raise UserError(f"{self.path}:{self.line}: {fault}") from None
+            except BadRecord as error:
+                raise UserError(f"{self.path}:{self.line}: {error}") from None
         self._advance(end)
         return record
 
@@ -405,8 +405,8 @@ class _Array:
         self.ended = not raw
         try:
             new = self.decoder.decode(raw, final=self.ended)
-        except UnicodeDecodeError as fault:
-            line = self.line + rest.count("\n") + fault.object[: fault.start].count(b"\n")
+        except UnicodeDecodeError as error:
+            line = self.line + rest.count("\n") + error.object[: error.start].count(b"\n")
             raise UserError(f"{self.path}:{line}: a byte of the line is not UTF-8; save the file as UTF-8") from None
         self.text, self.at = rest + new, 0
         return bool(new) or not self.ended

@@ -65,17 +65,25 @@ _STRINGS = re.compile(rf"\s*\[\s*(?:(?:{_STRING})\s*(?:,\s*(?:{_STRING})\s*)*+,?
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with its correct answers; one without answers has gold passages, or is only asked."""
+    """A question with its correct answers; one without answers has gold passages, or is only asked.
+
+    Attributes:
+        question: its text.
+        answers: regular expressions if `is_regex`, else strings.
+        gold: grades from 1, by passage id.
+        fields: all other fields of the record.
+        line: of its file, from 1; the number of the record in formats without lines.
+    """
 
     question: str
-    answers: list[str]  # regular expressions if `is_regex`
-    gold: dict[str, int] = field(default_factory=dict)  # grades from 1, by passage id
-    fields: dict[str, Any] = field(default_factory=dict)  # all other fields of the record
-    line: int = 0  # of its file, from 1; the number of the record in formats without lines
+    answers: list[str]
+    gold: dict[str, int] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+    line: int = 0
 
     @property
     def is_regex(self) -> bool:
-        """True if the answers are regular expressions."""
+        """Return True if the answers are regular expressions."""
         return self.fields.get("match") == "regex"
 
 
@@ -253,12 +261,12 @@ def _squad_records(path: Path_) -> Records:
             is_question = "question" in article  # as in files of Hugging Face
             questions += [article] if is_question else [qa for part in article["paragraphs"] for qa in part["qas"]]
         return applied(_squad_question, enumerate(questions, start=1))
-    except UNPACKING_FAULTS as fault:
-        reason = f"truncated or damaged ({fault})"
-    except (ValueError, RecursionError) as fault:
-        reason = f"not readable as JSON ({fault})"
-    except (KeyError, TypeError) as fault:
-        reason = f"not data[].paragraphs[].qas[], as SQuAD's are ({fault!r})"
+    except UNPACKING_FAULTS as error:
+        reason = f"truncated or damaged ({error})"
+    except (ValueError, RecursionError) as error:
+        reason = f"not readable as JSON ({error})"
+    except (KeyError, TypeError) as error:
+        reason = f"not data[].paragraphs[].qas[], as SQuAD's are ({error!r})"
     raise UserError(f"{path}: {reason}; fetch or make it again")
 
 
@@ -274,8 +282,8 @@ def _squad_question(record: Any) -> dict[str, Any]:
     """Convert a question of SQuAD. Raises Unanswerable if it is marked as impossible, or flat and without answers."""
     try:
         check_characters(record)
-        given = record.get("answers") or ()
-        texts = given["text"] if isinstance(given, dict) else [answer["text"] for answer in given]
+        entries = record.get("answers") or ()
+        texts = entries["text"] if isinstance(entries, dict) else [answer["text"] for answer in entries]
         if not isinstance(texts, list):
             raise TypeError
         answers = [*dict.fromkeys(texts)]
@@ -311,7 +319,7 @@ def _json_question(record: dict[str, Any]) -> dict[str, Any]:
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
-# What a file looks like, and its records `{"question", "answers", …}` with their lines; the first match counts.
+# A test of a file, and its records `{"question", "answers", …}` with their lines; the first match counts.
 FORMATS: tuple[tuple[Callable[[Path_], bool], Callable[[Path_], Records]], ...] = (
     (has_judgments, _judged_records),
     (_is_table, _table_records),
@@ -347,6 +355,11 @@ def parse_questions(
 def read_questions(path: Path_, need_right: bool = True, dropped: Counter[str] | None = None) -> list[Question]:
     """Return the questions of `parse_questions` as a list.
 
+    Args:
+        path: the file.
+        need_right: refuse questions with neither answers nor gold passages.
+        dropped: counts, by reason, the questions that have no answer according to their own data set.
+
     Raises:
         UserError: a record is bad, with file and line; or there are no questions.
     """
@@ -364,8 +377,8 @@ def checked_questions(records: Iterable[Mapping[str, Any]]) -> list[Question]:
             raise UserError(f'question {number}: is no record; give {{"question": …, "answers": […]}}')
         try:
             questions.append(_checked(dict(record)))
-        except BadRecord as fault:
-            raise UserError(f"question {number}: {fault}") from None
+        except BadRecord as error:
+            raise UserError(f"question {number}: {error}") from None
     if not questions:
         raise UserError("there are no questions; give one at least")
     return questions
@@ -395,8 +408,8 @@ def _checked(record: dict[str, Any], need_right: bool = True) -> Question:
     gold = gold_of(record)
     if need_right and not answers and not gold:
         raise BadRecord('the question has no answers and no "gold_passage_id"', "add one or remove the line")
-    if answers and (fault := match_fault(record.get("match"))) is not None:
-        raise fault
+    if answers and (error := match_error(record.get("match"))) is not None:
+        raise error
     normal = ("question", "answers", key, "gold_passage_id", "gold_passages")
     checked = Question(question, list(answers), gold, {name: record[name] for name in record if name not in normal})
     for answer in answers if checked.is_regex else []:
@@ -416,8 +429,8 @@ def _checked_text(value: Any, key: str) -> str:
     return value
 
 
-def match_fault(kind: Any) -> BadRecord | None:
-    """Return what is wrong with the field `match` of a record with answers; None if it is one of MATCHES."""
+def match_error(kind: Any) -> BadRecord | None:
+    """Return the error in the field `match` of a record with answers; None if it is one of MATCHES."""
     if isinstance(kind, str | None) and kind in MATCHES:
         return None
     names = ", ".join(f'"{name}"' for name in MATCHES if name not in (None, "regex"))
@@ -458,6 +471,7 @@ def gold_record(gold: dict[str, int]) -> dict[str, Any]:
 def question_lines(questions: Iterable[Question]) -> bytes:
     """Return the bytes of a question file that `read_questions` gives back: the normal form, one object a line."""
     records = (
-        {"question": one.question, "answers": one.answers} | gold_record(one.gold) | one.fields for one in questions
+        {"question": question.question, "answers": question.answers} | gold_record(question.gold) | question.fields
+        for question in questions
     )
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode("utf-8")

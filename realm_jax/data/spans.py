@@ -79,8 +79,8 @@ class SpanFinder:
             return find()
         except UserError:
             raise
-        except Exception as fault:
-            raise UserError(f"span finder {self._name!r} fails: {_reason(fault)}; on {text[:40]!r}") from fault
+        except Exception as error:
+            raise UserError(f"span finder {self._name!r} fails: {_reason(error)}; on {text[:40]!r}") from error
 
     def _check(self, text: str, spans: list[Span]) -> list[Span]:
         reached = 0
@@ -112,15 +112,15 @@ def finder(name: str) -> SpanFinder:
     module, function = ("realm_jax.models.tagger", "hugging_face") if first == "hf" else (first, rest)
     try:  # by name, because the tagger imports JAX
         find = getattr(importlib.import_module(module), function)
-    except Exception as fault:  # whatever a module does when it is imported
-        raise UserError(f"span finder {name!r}: {_reason(fault)}; {CHOICES}") from None
+    except Exception as error:  # whatever a module does when it is imported
+        raise UserError(f"span finder {name!r}: {_reason(error)}; {CHOICES}") from None
     if not callable(find):
         raise UserError(f"span finder {name!r}: {function} is not a function; {CHOICES}")
     return SpanFinder(name, find(rest) if first == "hf" else find)
 
 
-def _reason(fault: Exception) -> str:
-    return f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}"
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def spacy_model(name: str) -> Callable[[str], list[Span]]:
@@ -131,12 +131,12 @@ def spacy_model(name: str) -> Callable[[str], list[Span]]:
     title = f"span finder 'spacy:{name}'"
     try:
         spacy = importlib.import_module("spacy")
-    except ImportError as fault:
-        raise UserError(f"{title}: needs spacy, which is not there ({fault}); pip install 'realm_jax[spacy]'") from None
+    except ImportError as error:
+        raise UserError(f"{title}: needs spacy, which is not there ({error}); pip install 'realm_jax[spacy]'") from None
     try:
         nlp = spacy.load(name)
-    except Exception as fault:
-        raise UserError(f"{title}: {_reason(fault)}; python -m spacy download {name}") from None
+    except Exception as error:
+        raise UserError(f"{title}: {_reason(error)}; python -m spacy download {name}") from None
     if "ner" not in nlp.pipe_names:
         raise UserError(f"{title}: the pipeline has no named entities; choose one with `ner`")
 

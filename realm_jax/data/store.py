@@ -106,8 +106,8 @@ class Segment:
             return np.memmap(path, np.uint8, mode="r").view(np.ndarray) if written_bytes else np.zeros(0, np.uint8)
         try:
             array = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
-        except ValueError as fault:
-            raise UserError(f"{path} is damaged ({fault}); prepare the data again") from None
+        except ValueError as error:
+            raise UserError(f"{path} is damaged ({error}); prepare the data again") from None
         dtype, shape = file_type(name, self.dtype)
         items = self.rows if name in FIXED else self.rows + 1 if name.endswith(".offsets") else len(array)
         if array.dtype != dtype or array.shape != (items, *shape):
@@ -131,9 +131,9 @@ class Segment:
         """Return the text of one row of a UTF-8 column. Raises UserError that names the file if it is damaged."""
         try:
             return self.values(name, row).tobytes().decode("utf-8")
-        except UnicodeDecodeError as fault:
+        except UnicodeDecodeError as error:
             raise UserError(
-                f"{self.path(name)} is damaged (row {row}: {fault.reason}); prepare the data again"
+                f"{self.path(name)} is damaged (row {row}: {error.reason}); prepare the data again"
             ) from None
 
     def with_store_kinds(self, spans: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -260,10 +260,10 @@ class PassageStore:
         manifest = read_manifest(folder)
         try:
             return cls(folder, manifest, vocabulary_size, version)
-        except (KeyError, TypeError) as fault:
-            raise UserError(f"{folder / MANIFEST} is damaged (at {fault}); prepare the data again") from None
-        except OSError as fault:
-            if fault.errno != errno.EMFILE:
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{folder / MANIFEST} is damaged (at {error}); prepare the data again") from None
+        except OSError as error:
+            if error.errno != errno.EMFILE:
                 raise
             raise UserError(
                 f"{folder}: too many open files; it has {len(manifest['segments']):,} segment(s) with "
@@ -526,7 +526,7 @@ class SegmentWriter:
         keys = [_document_key(passage.document_id) for passage in passages]
         self.sinks["document_keys"].write(np.array(keys, np.uint64))
 
-    def __exit__(self, kind: type[BaseException] | None, *fault: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Check the written segment, add the derived columns and describe it.
 
         Raises UserError for a document that was written twice and for a span outside of all sentences.

@@ -73,8 +73,8 @@ class Tokenizer:
         try:
             tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
             settings = json.loads(content)
-        except Exception as fault:  # the library has no kind of its own
-            reason = " ".join(str(fault).split())[:200]
+        except Exception as error:  # the library has no kind of its own
+            reason = " ".join(str(error).split())[:200]
             raise UserError(f"{source}: not a tokenizer that can be read ({reason}); fetch it again") from None
         tokenizer.no_padding()
         tokenizer.no_truncation()
