@@ -32,7 +32,14 @@ SPACY_CHARACTERS = 50_000  # that spaCy gets at a time; it refuses a million, an
 
 
 class Span(NamedTuple):
-    """A half-open range of characters; `kind` is "date" or "name" (a plug-in may use others), `score` 0 to 1."""
+    """A salient span of a text.
+
+    Attributes:
+        start: its first character.
+        end: character behind its last one.
+        kind: "date" or "name"; a plug-in may use others.
+        score: how sure the finder is, 0 to 1.
+    """
 
     start: int
     end: int
@@ -56,8 +63,10 @@ class SpanFinder:
     def __init__(self, name: str, find: Any) -> None:
         """Wrap a function from a text to its spans.
 
-        find: the function. Optional attributes are `identity` and `uses_devices` as above, and `find_many`, which takes
-        texts and returns the spans of each, for a model that reads batches.
+        Args:
+            name: of the finder, for messages.
+            find: the function. Optional attributes are `identity` and `uses_devices` as above, and `find_many`, which
+                takes texts and returns the spans of each, for a model that reads batches.
         """
         self._name, self._find = name, find
         self.identity: str | None = getattr(find, "identity", None)
@@ -162,6 +171,10 @@ def without_overlaps(text: str, names: Sequence[Span]) -> list[Span]:
     """Return a model's names in order, without white space at their ends and without the kinds in `NO_NAMES`.
 
     Of two names that overlap the first stays.
+
+    Args:
+        text: the text.
+        names: spans that a model found in it, in any order.
     """
     distinct: list[Span] = []
     for name in sorted(names):
@@ -196,15 +209,25 @@ def to_token_spans(
     spans: Sequence[Span], ids: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.int64],
     sentences: NDArray[np.integer], unknown: int,
 ) -> list[tuple[int, int, str]]:  # fmt: skip
-    """Spans of characters as they are stored: (first piece, piece behind the last, kind), in order.
+    """Convert spans of characters to spans of tokens.
 
-    ids, starts, ends: pieces and their ranges of characters; sentences: ranges of pieces [sentences, 2]; unknown: the
-    id of [UNK]. A span counts if its ends are ends of pieces, it lies in one sentence and no piece of it is [UNK],
-    which nobody can predict.
+    A span stays if its ends are ends of tokens, it is within one sentence and none of its tokens is [UNK], which no
+    model can predict.
+
+    Args:
+        spans: spans of characters.
+        ids: tokens of the text [tokens].
+        starts: first character of each token [tokens].
+        ends: character behind each token [tokens].
+        sentences: ranges of tokens [sentences, 2].
+        unknown: id of [UNK].
+
+    Returns:
+        (first token, token behind the last one, kind) of each span, in order.
     """
-    firsts = np.searchsorted(ends, [span.start for span in spans], "right").tolist()
-    lasts = np.searchsorted(starts, [span.end for span in spans], "left").tolist()
-    owners = (np.searchsorted(sentences[:, 0], firsts, "right") - 1).tolist()
+    firsts = np.searchsorted(ends, [span.start for span in spans], "right").tolist()  # [spans]
+    lasts = np.searchsorted(starts, [span.end for span in spans], "left").tolist()  # [spans]
+    owners = (np.searchsorted(sentences[:, 0], firsts, "right") - 1).tolist()  # [spans]: sentence of each
     token_spans = set()
     for span, first, last, owner in zip(spans, firsts, lasts, owners, strict=True):
         is_aligned = first < last and starts[first] >= span.start and ends[last - 1] <= span.end
@@ -214,14 +237,19 @@ def to_token_spans(
 
 
 def find_dates(text: str) -> list[Span]:
-    """The dates that the rules find, a month alone among them."""
+    """Return the dates that the rules find; a month without a day or year is one of them."""
     return [span for span in find_by_rules(text) if span.kind == DATE]
 
 
 def with_dates(text: str, names: Sequence[Span], dates: Sequence[Span]) -> list[Span]:
-    """Names and dates in order; dates win: of a name around one stays what is written like a name on either side.
+    """Merge names and dates in order; a date splits a name around it into its capitalized parts on either side.
 
     "1998 FIFA World Cup" is a date and "FIFA World Cup", and "the Summer of 1969" is "Summer" and a date.
+
+    Args:
+        text: the text.
+        names: names, which do not overlap each other.
+        dates: dates, which do not overlap each other.
     """
     spans = [*dates]
     for name in names:
@@ -312,7 +340,7 @@ _FUNCTION_WORDS = OPENERS | frozenset(
 
 
 class _Run(NamedTuple):
-    """Capitalised words that follow each other; `opens`: here even a common word would have a capital."""
+    """Capitalised words that follow each other; `opens`: even a common word would have a capital here."""
 
     start: int
     end: int
