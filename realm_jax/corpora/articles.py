@@ -75,6 +75,7 @@ class Skipped:
 
     @property
     def is_damage(self) -> bool:
+        """Return True if the record cannot be read."""
         return bool(self.where)
 
 
@@ -139,6 +140,7 @@ class Counts:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Counts":
+        """Read the counts of `to_json`."""
         notes = Counter({(kind, name): times for kind, name, times in value["notes"]})
         samples = {reason: [(p, n, text) for p, n, text in rows] for reason, rows in value["samples"].items()}
         counters = {name: Counter(value[name]) for name in ("dropped", "damaged")}

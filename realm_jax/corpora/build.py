@@ -74,6 +74,7 @@ class PackingSummary:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
+        """Read the counts of `to_json`."""
         return cls(**value | {"notes": Counter(value["notes"])})
 
 

@@ -120,9 +120,11 @@ def _named(source: str) -> Iterator[DocumentFile]:
     if is_folder(source):
         names = files_below(source)
         corpus = [name for name in names if _CORPUS.fullmatch(name)]
+        # A folder of BEIR has queries and judgments next to the corpus.
         is_beir = corpus and any(_BESIDE_CORPUS.match(name) for name in names)
         yield from (_file(f"{source.rstrip('/')}/{name}", name) for name in (corpus if is_beir else names))
     elif glob.has_magic(source) and not os.path.exists(source):
+        # Names begin below the last folder without a wildcard.
         base = re.split(r"[*?\[]", source)[0].rpartition("/")[0]
         yield from (_file(path, path.removeprefix(base).lstrip("/")) for path in matching(source))
     else:
@@ -133,6 +135,7 @@ def _named(source: str) -> Iterator[DocumentFile]:
 def _without_links(files: list[DocumentFile]) -> list[DocumentFile]:
     """Leave out links to nothing, and all names of a file but the first that is no link."""
     is_here = {file.path: file.ending and "://" not in file.path for file in files}
+    # Files come before links, so that a file keeps its own name.
     names: dict[str, str] = {}  # by real path
     for file in sorted(files, key=lambda file: os.path.islink(file.path)):
         if is_here[file.path] and os.path.exists(file.path):
@@ -160,11 +163,6 @@ def _file(path: str, name: str) -> DocumentFile:
     return file if readable == name else _left_out(DocumentFile(readable, readable, "", readable), UNNAMED)
 
 
-def is_small(file: DocumentFile) -> bool:
-    """Return True if a worker can read the file as one task."""
-    return not file.ending or not FORMATS[file.ending].any_size or size_of(file.path) <= SMALL
-
-
 def read(file: DocumentFile) -> Iterator[Outcome]:
     """Yield the articles of a file, and `Skipped` for unreadable ones. Raises only StorageError and MemoryError."""
     if file.why_not is not None:
@@ -182,6 +180,7 @@ def read(file: DocumentFile) -> Iterator[Outcome]:
     except Exception as error:  # each library has its own kinds
         message = " ".join(str(error).split()) or type(error).__name__
         if FORMATS[file.ending].of_records:
+            # Messages of our own readers begin with file and line, which belong into `where`.
             located = re.fullmatch(rf"({re.escape(file.path)}(?::\d+)?):? (.*)", message)
             where, message = located.groups() if located else (file.path, message)
             yield Skipped(UNFINISHED, message, where)
@@ -247,6 +246,7 @@ def _document(file: DocumentFile, plain: markup.Plain, notes: Notes, number: str
 def _article(file: DocumentFile, number: int, where: str, record: dict[str, Any], record_id: str = "") -> Outcome:
     """Return the article of a row or an object, with our field names or those of Atlas, BEIR or Pyserini."""
     fields = {str(name).strip().lower(): value for name, value in record.items()}
+    # Pyserini writes the title into the first line of the text, in quotes.
     contents = fields.get("contents")
     if isinstance(contents, str) and (match := _QUOTED_TITLE.match(contents)) and not fields.get("title"):
         fields |= {"title": match[1], "contents": contents[match.end() :]}
@@ -277,6 +277,7 @@ def _json_objects(file: DocumentFile) -> Iterator[Outcome]:
 
 def _json(file: DocumentFile) -> Iterator[Outcome]:
     """Yield the articles of a single object, which may have records in "data" as SQuAD's does, or of several."""
+    # A file that begins with an array has several objects, so it streams.
     with open_unpacked(file.path) as stream:
         head = stream.read(LARGEST) if stream.peek(1)[:1] != b"[" else b""
     try:
@@ -328,6 +329,7 @@ def _table(file: DocumentFile) -> Iterator[Outcome]:
     for line, row in rows:
         where = f"{file.path}:{line}"
         if len(row) == len(names):
+            # The first article carries the notes on the file's encoding.
             outcome = _article(file, line, where, dict(zip(names, row, strict=True)))
             if isinstance(outcome, Article) and notes:
                 outcome, notes = replace(outcome, notes=notes), Notes()

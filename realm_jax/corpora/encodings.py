@@ -96,8 +96,10 @@ def find_encoding(chunks: Iterable[bytes], is_page: bool = False) -> Encoding:
             if head.startswith(mark):
                 return Encoding(name)
         size, nuls = size + len(chunk), nuls + chunk.count(b"\0")
+        # Most chunks of most files are ASCII, which needs no decoding.
         if chunk.isascii() and not line and _ESCAPE not in chunk:
             continue
+        # Invalid bytes become half surrogate pairs, which we can count.
         text = decoder.decode(chunk)
         stray = len(re.findall("[\udc80-\udcff]", text))
         invalid += stray

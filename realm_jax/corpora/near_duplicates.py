@@ -37,6 +37,7 @@ def fingerprint(article: Article) -> NDArray[np.void]:
     """Return the FINGERPRINT of an article [1]: hexadecimal hashes, and the minima of its runs of words."""
     from datasketch import MinHash
 
+    # A text with fewer words than a shingle is one shingle.
     words = _WORD.findall(article.text.lower())
     starts = range(max(1, len(words) - SHINGLE + 1))
     minhash = MinHash(HASHES, scheme="affine32")  # named, since the default changes with versions of the library

@@ -29,7 +29,7 @@ _PAGE_NUMBER_STYLES = {
 }
 _TENS = ("", "x", "xx", "xxx", "xl", "l", "lx", "lxx", "lxxx", "xc")
 _ONES = ("", "i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix")
-_ROMAN = {ten + one: 10 * tens + ones for tens, ten in enumerate(_TENS) for ones, one in enumerate(_ONES)}
+_ROMAN = {ten + unit: 10 * tens + units for tens, ten in enumerate(_TENS) for units, unit in enumerate(_ONES)}
 _BULLET = re.compile(r"[•▪●■►◦‣–*\ue000-\uf8ff-]\s|\(?[0-9a-zA-Z]{1,2}[.)]\s")
 _HEADING = re.compile(
     r"(?:\d+\.?)+\s+[A-Z]\S*(?:\s\S+){0,8}|(?:CHAPTER|APPENDIX|Chapter|Appendix|Part|PART)\s+\w+.{0,60}"
@@ -130,7 +130,7 @@ def _without_furniture(pages: list[list[str]], notes: Notes) -> Iterator[list[st
             run_pages = Counter(run for heads in heads_by_run.values() for run in heads)
             runs = {run for run, count in run_pages.items() if count >= _REPEATS}
             styles = {(style, is_roman) for style, is_roman, _ in runs}
-            # "Step 3" may be text. A number is certain if it stands alone, or on some pages left, on others right.
+            # "Step 3" may be text. Page numbers are certain if they have a line of their own, or change sides.
             is_certain = len(styles) > 1 or any(style == "alone" for style, _ in styles)
             if not is_certain or 2 * sum(not runs.isdisjoint(heads) for heads in heads_by_run.values()) <= len(pages):
                 runs = set()

@@ -207,6 +207,7 @@ class Encyclopedia:
             entity = self.entity(self._known_entity(position))
             rng = self._random("news plan", entity.number)
             used = {phrasing for _, phrasing in self._article_plan(entity.number)}
+            # Each fact is stated in phrasings that the entity's article does not use.
             plan: list[tuple[int, str]] = []  # relation and phrasing of every sentence
             for relation, repeats in enumerate(_counts(rng, NEWS_SENTENCES)):
                 phrasings = _shuffled(rng, PHRASINGS[RELATIONS[relation]].statement)
@@ -247,6 +248,7 @@ class Encyclopedia:
             yield self._question("dev", index, entity, relation, 0, index)
 
     def entity(self, index: int) -> Entity:
+        """Make an entity from its number."""
         # A Feistel network is a bijection of the pairs, so no two entities share a name and no table is needed.
         first, second = divmod(index, len(self.firsts))
         for table in self.rounds:

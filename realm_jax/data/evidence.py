@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from realm_jax.data.store import PassageStore, Segment
 
 if TYPE_CHECKING:
-    from scipy import sparse  # in functions otherwise: what only answers needs no evidence, and starts sooner
+    from scipy import sparse  # otherwise in functions, so that answering starts sooner: it needs no evidence
 
 LEAST, MOST = 0.35, 0.9  # of a sentence's words in another passage; above, it is nearly the same sentence again
 LEAST_WEIGHT = 8.0  # nats: a sentence with fewer rare words says too little
@@ -92,7 +92,7 @@ class Evidence(NamedTuple):
         return Evidence(EvidenceSpans(*(column[supported] for column in self.spans)), numbers, self.rows[pairs])
 
 
-@lru_cache(maxsize=2)  # 20 s for 49,000 passages, and tasks and what measures them ask for the same
+@lru_cache(maxsize=2)  # 20 s for 49,000 passages, and both tasks and their evaluation call it
 def find_evidence(store: PassageStore, room: int, longest: int) -> Evidence:
     """Find the spans for which some other passage is evidence, and these passages.
 
@@ -133,7 +133,7 @@ def find_evidence(store: PassageStore, room: int, longest: int) -> Evidence:
     is_candidate = (holders > 1) & (holders <= HOLDERS)
     rows, owners, starts, ends, names = (part[is_candidate] for part in (rows, owners, starts, ends, names))
 
-    # --- Words of passages, titles too, and of sentences, and what they weigh -----------------------------------------
+    # --- Words of passages with titles, words of sentences, and their weights -----------------------------------------
     vocabulary = 1 + max(int(part.max(initial=0)) for part in (tokens, *titles))
     in_bodies = np.repeat(np.arange(len(store)), np.diff(bounds))
     in_titles = np.repeat(np.arange(len(store)), [len(title) for title in titles])

@@ -25,7 +25,7 @@ from realm_jax.data.tokenizer import NO_TOKEN, Tokenizer
 from realm_jax.errors import UserError
 
 if TYPE_CHECKING:
-    import grain  # in functions otherwise: what only answers needs no order of examples, and starts sooner
+    import grain  # otherwise in functions, so that answering starts sooner: it needs no order of examples
 
 Example = dict[str, Any]  # arrays of one example; scalars are NumPy scalars
 Maker = Callable[[int, np.random.Generator], Example]
@@ -409,6 +409,7 @@ def dataset(
     process_rows = np.arange(batch_size) if rows is None else rows
     lengths = examples.lengths
 
+    # Order and seed follow from the position, so that a run can resume at any step.
     def make(position: int) -> Example:
         group, member = divmod(position, examples.group)
         epoch, example = position // examples.total, int(order[group]) * examples.group + member
@@ -422,6 +423,7 @@ def dataset(
 
         return grain.MapDataset.range(ENDLESS * len(process_rows)).map(make_in_order).batch(len(process_rows))
 
+    # With the cache, the steps of a window sort it only once.
     @lru_cache(4)
     def window_positions(window: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the batches of a window of steps: examples are sorted by length, batches in random order.

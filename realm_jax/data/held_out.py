@@ -185,6 +185,7 @@ def held_out_sentences(
     _, inverse, counts = np.unique(np.array(hashes, np.uint64), return_inverse=True, return_counts=True)
     is_unique = counts[inverse] == 1  # [sentences]
     first_sentences = np.concatenate([[0], np.cumsum(store.counts("sentences"))])  # [rows + 1]
+    # With evidence, with another span to hide, and without a span.
     kinds: tuple[list[HeldOutSentence], ...] = ([], [], [])
     for row in range(len(store)):
         if not is_held_out(store.document_id(row), share):

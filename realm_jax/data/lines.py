@@ -244,6 +244,7 @@ def table_rows(path: Path_, delimiter: str = "\t", encoding: str = "utf-8") -> I
             ahead.append(line)
             yield line[1]
 
+    # Most rows have no quotes, so they need no parser.
     while ahead or next(texts(), None) is not None:
         number, text = ahead[0]
         try:
@@ -446,6 +447,7 @@ class _Array:
         rest = self.text[self.at :]
         if len(rest) > LONGEST_LINE:
             raise self._fault(f"an object is longer than {LONGEST_LINE:,} characters", self.at)
+        # An element that needs more text at the end of the file is incomplete.
         if self.ended:
             return False
         raw = self.stream.read(max(_CHUNK, len(rest)))

@@ -82,6 +82,7 @@ def mask(
         hidden = _random_spans(length, _budget(length, max_predictions), rng)
     if not len(hidden):
         return None
+    # A long salient span is hidden completely, so that no part of the answer is visible.
     positions = hidden[:max_predictions].astype(np.int32)
     targets = row[positions]
     row[hidden] = _bert_replacements(targets, rng, vocabulary) if kind == "uniform" else vocabulary.mask_id

@@ -57,6 +57,7 @@ class QuestionSet:
 
     @property
     def names(self) -> list[str]:
+        """Return the names of all files."""
         return [name for part in self.files.values() for name in part]
 
 
@@ -206,6 +207,7 @@ def read(name: str, split: str | None = None) -> list[Question]:
     if split not in (None, *SPLITS):
         raise UserError(f"{name} has no split {split}; choose one of {', '.join(SPLITS)}")
     questions = []
+    # TFDS prints and logs a lot; we report progress and errors in one line each.
     try:
         builder = OpenQa(config=config, data_dir=os.environ.get("TFDS_DATA_DIR"))  # TFDS itself looks when imported
         if not builder.data_path.exists():

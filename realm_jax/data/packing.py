@@ -99,6 +99,7 @@ def sentence_parts(text: str, tokens: Tokens, sentences: Sequence[tuple[int, int
     starts = np.searchsorted(tokens.starts, begins)  # [sentences]: first token of each
     starts[:1] = 0  # some tokenizers make tokens of the white space before the first sentence
     borders = zip(pairwise([*begins, len(text)]), pairwise([*starts.tolist(), len(tokens.ids)]), strict=True)
+    # Most sentences are short, so only long ones pay for the search of cuts.
     parts = []
     for (begin, end), (start, stop) in borders:
         if stop - start <= room:

@@ -50,7 +50,7 @@ LARGEST_GRADE = 1_000  # of a gold passage; nDCG needs memory in proportion to t
 GRADES = f"each grade a whole number of at most {LARGEST_GRADE:,}"
 IMPOSSIBLE, UNJUDGED = "that no passage answers (is_impossible)", "without a passage of a grade above 0"
 
-# Judgments: the file endings that may hold them, BEIR's header, and TREC's second column, which has no meaning.
+# Judgments: their possible file endings, BEIR's header, and TREC's second column, which has no meaning.
 JUDGMENT_ENDINGS = (".tsv", ".csv", ".txt", ".trec", ".qrels", ".qrel")
 JUDGMENT_COLUMNS = ["query-id", "corpus-id", "score"]
 ITERATIONS = ("0", "Q0", "q0")
@@ -108,6 +108,7 @@ def has_judgments(path: Path_) -> bool:
     """
     if ending_of(path) not in JUDGMENT_ENDINGS:
         return False
+    # Read on while a row may be a judgment of TREC or a question of CuratedTREC.
     unclear_line = width = 0
     for line, text in text_lines(path):
         row, has_tabs = _columns(text), "\t" in text
@@ -141,6 +142,7 @@ def has_judgments(path: Path_) -> bool:
 
 def _judged_records(path: Path_) -> Records:
     """Yield a record for each query of a judgment file, with the line of its first judgment."""
+    # --- The judgments of each query
     golds: dict[str, dict[str, int]] = {}
     lines: dict[str, int] = {}
     may_be_ranking = True
@@ -163,6 +165,7 @@ def _judged_records(path: Path_) -> Records:
             f"{path}: may be a ranking (query, document, rank), as the numbers of each query are 1, 2, 3 …; "
             f"put {'<tab>'.join(JUDGMENT_COLUMNS)} into the first line of judgments, or name the file of qrels"
         )
+    # --- The texts of these queries
     queries = queries_file(path)
     if not os.path.isfile(queries):
         raise UserError(f"{queries} is not there; put queries.jsonl of the judgments there")
@@ -289,6 +292,7 @@ def _squad_question(record: Any) -> dict[str, Any]:
         answers = [*dict.fromkeys(texts)]
     except (AttributeError, KeyError, TypeError):
         raise BadRecord('no "question" with "answers" of a "text" each', "correct or remove it") from None
+    # SQuAD 2 marks impossible questions; Hugging Face gives them no answers.
     is_impossible = record.get("is_impossible")
     if is_impossible or (is_impossible is None and not answers and is_flat_squad(record)):
         raise Unanswerable(IMPOSSIBLE, "remove it")
@@ -392,12 +396,14 @@ def _checked(record: dict[str, Any], need_right: bool = True) -> Question:
     if len(question) > LONGEST_QUESTION:
         message = f"the question has {len(question):,} characters, more than {LONGEST_QUESTION:,}"
         raise BadRecord(message, "shorten it or remove the line")
+    # --- Answers
     key = "answer" if record.get("answers") is None and "answer" in record else "answers"  # NQ-open, DrQA, ORQA
     answers = [] if record.get(key) is None else record[key]
     if not isinstance(answers, list):
         raise BadRecord(f'"{key}" must be a list of strings', "correct it or remove the line")
     for answer in answers:
         _checked_text(answer, key)
+    # --- Gold passages
     single, several = record.get("gold_passage_id"), record.get("gold_passages")
     if single is not None and several is not None:
         raise BadRecord('the question has "gold_passage_id" and "gold_passages"', "leave one out")
@@ -408,6 +414,7 @@ def _checked(record: dict[str, Any], need_right: bool = True) -> Question:
     gold = gold_of(record)
     if need_right and not answers and not gold:
         raise BadRecord('the question has no answers and no "gold_passage_id"', "add one or remove the line")
+    # --- Regular expressions
     if answers and (error := match_error(record.get("match"))) is not None:
         raise error
     normal = ("question", "answers", key, "gold_passage_id", "gold_passages")

@@ -105,9 +105,11 @@ def open_sources(
         raise UserError(f"{folder}/PREPARED.json: unknown format version; prepare the folder again with this release")
     if not isinstance(manifest.get("questions"), dict):
         raise UserError(f"{folder}/PREPARED.json is damaged (no counts of questions); prepare the folder again")
+    # --- Tokenizer and stores, which must match
     tokenizer = open_tokenizer(folder / "tokenizer")
     passages = _open_store(folder / "passages", tokenizer, version)
     pretraining = _open_store(folder / "pretraining", tokenizer) if manifest.get("pretraining") else passages
+    # --- Questions
     by_split = {}
     for split, count in manifest["questions"].items() if questions else ():
         path = folder / "questions" / f"{split}.jsonl"
@@ -166,6 +168,7 @@ def staged(url: str, flag: str = "config.data.path=") -> Path:
         manifest = folder.read_json(PREPARED)
         names = [name for name in ("passages", "pretraining") if manifest.get(name)]
         stores = {name: folder.read(f"{name}/{STORE}") for name in names}
+        # The copy is current if its records are those of the bucket.
         records = {PREPARED: prepared} | {f"{name}/{STORE}": data for name, data in stores.items()}
         if not all((copy / name).is_file() and (copy / name).read_bytes() == data for name, data in records.items()):
             (copy / PREPARED).unlink(missing_ok=True)
@@ -176,6 +179,7 @@ def staged(url: str, flag: str = "config.data.path=") -> Path:
 
 def _copy(folder: Folder, copy: Path, manifest: dict[str, Any], stores: dict[str, bytes]) -> None:
     """Copy the missing files of a prepared folder, and verify its stores. Raises StorageError for a full disk."""
+    # Small files may have changed, so we always copy them; files of segments never change once they are written.
     small = [f"tokenizer/{name}" for name in folder.names("tokenizer")]
     small += [f"questions/{split}.jsonl" for split in manifest["questions"]]
     large = {
@@ -199,6 +203,7 @@ def _copy(folder: Folder, copy: Path, manifest: dict[str, Any], stores: dict[str
         write_atomic(copy / name, folder.read(name))
 
     side_by_side(fetch, [*small, *missing])
+    # STORE.json makes a store complete, so it comes after the files of its segments.
     for name, record in stores.items():
         write_atomic(copy / name / STORE, record)
         try:

@@ -150,7 +150,8 @@ def spacy_model(name: str) -> Callable[[str], list[Span]]:
         raise UserError(f"{title}: the pipeline has no named entities; choose one with `ner`")
 
     def find(text: str) -> list[Span]:
-        parts: list[list[int]] = []  # ranges of whole sentences
+        # spaCy needs the context of a sentence, so we cut between sentences.
+        parts: list[list[int]] = []  # ranges of sentences
         for start, end in split(text):
             if parts and end - parts[-1][0] <= SPACY_CHARACTERS:
                 parts[-1][1] = end
@@ -313,7 +314,7 @@ def _is_date(match: re.Match[str]) -> bool:
 
 # Names
 
-_HIDDEN = "\0"  # stands for a date where names are looked for
+_HIDDEN = "\0"  # replaces a date while we look for names
 _OPENING_QUOTES = ("`", "“", "‘", "«")
 _UPPER = "".join(chr(code) for code in range(0x1F00) if chr(code).isupper())  # Latin, Greek, Cyrillic, Armenian
 _INITIALS = rf"(?:[{_UPPER}]\.)+(?:-?[{_UPPER}]\.)*"
@@ -348,6 +349,7 @@ class _Run(NamedTuple):
 
 
 def _names(text: str) -> list[Span]:
+    # --- Runs of capitalised words, and whether their first word has a capital in any case
     runs = []
     for start, end in split(text):
         is_first = True
@@ -358,6 +360,7 @@ def _names(text: str) -> list[Span]:
             is_after_quote |= text[max(0, first - 1) : first] == '"'
             is_first = False
             runs.append(_Run(first, match.end(), opens or is_after_quote))
+    # --- Names: a word at the beginning of a sentence is one if it has a capital elsewhere too
     sure = {word for run in runs for word in _WORD.findall(text, run.start, run.end)[run.opens :]}
     names = []
     for run in runs:

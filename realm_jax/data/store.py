@@ -107,6 +107,7 @@ class Segment:
         if file_bytes != written_bytes:
             state = "is missing" if file_bytes is None else f"has {file_bytes:,} bytes, not {written_bytes:,}"
             raise UserError(f"{path} {state}; the store is incomplete: copy or prepare it again")
+        # NumPy cannot map an empty file.
         if path.suffix == ".utf8":
             return np.memmap(path, np.uint8, mode="r").view(np.ndarray) if written_bytes else np.zeros(0, np.uint8)
         try:
@@ -253,6 +254,7 @@ class PassageStore:
         self.visible_rows: slice | NDArray[np.int64] = slice(None)
         self.stored_to_row: NDArray[np.int32] | None = None
         self._rows = self.stored_rows
+        # A version that leaves out rows needs the maps between its rows and stored ones.
         if self.removed:
             is_visible = np.ones(self.stored_rows, bool)  # [stored rows]
             for first, last in self.removed:
@@ -583,6 +585,7 @@ class SegmentWriter:
             files = {sink.path.name: sink.close() for sink in self.sinks.values()}
             if kind is not None:
                 return
+            # --- The entry of the segment, whose fingerprint covers the written columns
             kinds = list(self.span_kinds)
             digests = {name: file["sha256"] for name, file in sorted(files.items())}
             content = json.dumps({"tokenizer": self._tokenizer, "span_kinds": kinds, "files": digests}, sort_keys=True)
@@ -594,6 +597,7 @@ class SegmentWriter:
                 **({} if self._dtype == TOKEN_DTYPE else {"dtype": self._dtype.name}),
                 "files": files,
             }
+            # --- Check the rows as readers will see them
             segment = Segment(self.folder, entry)
             keys, starts, _ = segment.documents_by_key
             if len(repeated := starts[1:][keys[1:] == keys[:-1]]):
@@ -603,6 +607,7 @@ class SegmentWriter:
             if len(outside := span_rows[span_rows != sentences_of_spans(segment)[0]]):
                 document = segment.string("document_ids", int(outside[0]))
                 raise UserError(f"document {document!r} has a salient span outside of its sentences; leave it out")
+            # --- The derived column
             sink = Sink(self.folder, "salient_reach", self._dtype)
             sink.write(salient_reach(segment))
             self.entry = entry | {"files": files | {sink.path.name: sink.close()}, "documents": len(keys)}
@@ -709,6 +714,7 @@ def append_segment(
     try:
         with SegmentWriter(segment_folder(folder, number), tokenizer.fingerprint, tokenizer.dtype) as writer:
             yield writer
+        # A document may be in a version only once.
         removed: list[list[int]] = []
         if earlier is not None:
             segment = Segment(writer.folder, writer.entry)

@@ -158,12 +158,14 @@ class Tokenizer:
         We encode each line by itself, so that it has the same tokens in every text, and because the library takes up to
         twice as long for many lines in one text.
         """
+        # --- Encode all lines of all texts at once
         lines = [text.split("\n") for text in texts]
         encodings = self._tokenizer.encode_batch([*chain.from_iterable(lines)], add_special_tokens=False)
         counts = np.array([len(encoding.ids) for encoding in encodings], np.int64)  # [lines]: tokens of each
         ids = np.fromiter(chain.from_iterable(encoding.ids for encoding in encodings), self.dtype, counts.sum())
         offsets = chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings))
         ranges = np.fromiter(offsets, np.int64, 2 * len(ids)).reshape(-1, 2)  # [tokens, 2], in characters of the line
+        # --- Ranges in characters of the texts: add where each line begins
         begins = np.fromiter(
             chain.from_iterable(accumulate((len(line) + 1 for line in part[:-1]), initial=0) for part in lines),
             np.int64,
@@ -171,6 +173,7 @@ class Tokenizer:
         starts, ends = (ranges + np.repeat(begins, counts)[:, None]).T.copy()  # [tokens] each
         bounds = np.concatenate([[0], np.cumsum(counts)])[np.cumsum([0, *map(len, lines)])]  # [texts + 1], in tokens
         starts = self._without_space(texts, starts, ends, np.diff(bounds))
+        # --- Divide the tokens by text
         if self.unk_id != NO_TOKEN:  # a model may find its special tokens in a text
             ids[np.isin(ids, [*self.special])] = self.unk_id
         flat = Tokens(ids, starts, ends)
@@ -180,6 +183,7 @@ class Tokenizer:
         self, texts: Sequence[str], starts: NDArray[np.int64], ends: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> NDArray[np.int64]:
         """Move starts of tokens behind white space, which many models count to the word after it, [tokens]."""
+        # For each character the next one that is no white space, from the end to the beginning.
         codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
         base = np.repeat(np.cumsum([0, *map(len, texts)])[:-1], counts)
         behind = np.where(np.isin(codes, _SPACES), len(codes), np.arange(len(codes)))
@@ -286,6 +290,7 @@ def _special_tokens(tokenizer: tokenizers.Tokenizer, source: str) -> SpecialToke
         token.content.strip("[]<>|").lower(): number
         for number, token in sorted(tokenizer.get_added_tokens_decoder().items(), reverse=True)
     }
+    # The names of the first and last token differ between models, those of padding and mask only in their brackets.
     ids = {
         "cls": framed[0] if start < len(framed) else None,
         "sep": framed[-1] if start + len(plain) < len(framed) else None,

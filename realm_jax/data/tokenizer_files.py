@@ -1,4 +1,4 @@
-"""Where a tokenizer is read from: the folder of a pretrained encoder, or that of prepared data.
+"""Read a tokenizer from the folder of a pretrained encoder, or from that of prepared data.
 
     vocab.txt               BERT's word pieces, one a line
     tokenizer.json          of the library tokenizers: any tokenizer, and how text is normalised
@@ -12,7 +12,7 @@ Next to read: `tokenizer.py`.
 
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from realm_jax.storage import read_settings
 logger = logging.getLogger(__name__)
 
 MODEL_CONFIG = "config.json"
-# Keys of tokenizer_config.json, and what they are in a BertNormalizer.
+# Keys of tokenizer_config.json, and their names in a BertNormalizer.
 NORMALIZER_KEYS = {
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",
@@ -181,24 +181,22 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(read_bytes(path), str(path)) if path.is_file() else WordPiece.load(folder)
 
 
-def are_complete(names: Collection[str]) -> bool:
-    """Return True if files of these names are all that `Tokenizer.save` writes."""
-    return TOKENIZER_FILE in names or {VOCABULARY_FILE, SETTINGS_FILE} <= {*names}
-
-
-def tokenizer_of(files: Mapping[str, bytes], folder: str) -> Tokenizer:
+def tokenizer_of(files: Mapping[str, bytes], folder: str) -> Tokenizer | None:
     """Make the tokenizer of `Tokenizer.files`.
 
     Args:
         files: name → content.
         folder: where they were read, for messages.
 
+    Returns:
+        The tokenizer; None if not all of its files are there.
+
     Raises:
-        UserError: a file is missing or damaged.
+        UserError: a file is damaged.
     """
     if TOKENIZER_FILE in files:
         return Tokenizer(files[TOKENIZER_FILE], f"{folder}/{TOKENIZER_FILE}")
-    return WordPiece.from_files(files, folder)
+    return WordPiece.from_files(files, folder) if {VOCABULARY_FILE, SETTINGS_FILE} <= {*files} else None
 
 
 def _stated_normalizer(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:

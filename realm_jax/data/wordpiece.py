@@ -261,6 +261,7 @@ def _pieces(raw: bytes, path: Path) -> list[str]:
 
 
 def read_bytes(path: Path) -> bytes:
+    """Read a tokenizer's file. Raises UserError."""
     try:
         return path.read_bytes()
     except OSError as error:
