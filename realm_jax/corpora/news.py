@@ -51,7 +51,7 @@ def clean(article: Article, rules: dict[str, Any] = RULES) -> Outcome:
 
 _LINE_END = re.compile("\r\n?|[\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
 # Control characters, marks of direction and of possible breaks, and halves of surrogate pairs. The two joiners stay:
-# some scripts are spelt with them.
+# some scripts are spelled with them.
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0e-\x1b\x1f\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )

@@ -1,10 +1,10 @@
 """Masked sentences of documents that no task learns from: a run without questions is measured with them.
 
-A sentence without its hidden span asks for its own document, as in the inverse cloze task, but with the sentence left
-in its passage. Recall on such sentences does not say how well questions are answered; it does say whether a task made
-the retriever worse on documents that it did not learn from. Passages of such documents are no candidates of a masked
-sentence and no evidence for it. Otherwise they stay in the corpus: a task may draw them as unrelated passages, or read
-them for a training question.
+A sentence without its hidden span asks for its own document, as in the inverse cloze task, but its passage still has
+the sentence. Recall on such sentences does not say how well a model answers questions, but it does say whether a task
+made the retriever worse on documents that it did not learn from. Passages of such documents are no candidates of a
+masked sentence and no evidence for it. Otherwise they stay in the corpus: a task may draw them as unrelated passages,
+or read them for a training question.
 """
 
 from collections.abc import Mapping, Sequence

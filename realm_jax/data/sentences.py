@@ -1,9 +1,9 @@
-"""Split a text into sentences, by small rules for English prose and for tokenised text.
+"""Split a text into sentences, by small rules for English prose and for tokenized text.
 
-Rules rather than a library: of those measured, the fast ones read the lone quote of tokenised text ("world 's") as an
-open quotation and swallow the sentences behind it, and the careful ones take minutes where these rules take seconds.
-Not a linguist's segmenter: a passage is packed from sentences and a query is one of them, so what matters is that
-nothing is lost, that names with full stops stay whole, and that the same text always splits the same way.
+We measured libraries: the fast ones read the single quote of tokenized text ("world 's") as an open quotation and join
+the sentences after it, and the careful ones take minutes for text that these rules split in seconds. This is not a
+linguist's segmenter. Passages consist of sentences, and a query is one, so no text may be lost, names with full stops
+must not be split, and the same text must always be split in the same way.
 Next to read: `packing.py`.
 """
 
@@ -152,7 +152,7 @@ def _ends_sentence(text: str, sentence: int, match: re.Match[str], boundary: int
     if "…" in stop or stop.count(".") > 2 or ".." in stop:
         return first.isupper()
     if first.islower():
-        # "the earth . tRNA does": only tokenised text is sure enough of its full stops.
+        # "the earth . tRNA does": only tokenized text is sure enough of its full stops.
         return apart and boundary == last + 1 and word == following and not _is_title(before)
     if stop[-1] != ".":
         # "Airplane ! ( 1980 )" is a title and its year; "014 ! 14" is a sort key of a table.

@@ -1,9 +1,9 @@
 """Salient spans: the dates and names of a text, which masked queries hide and the retriever must find again.
 
-REALM tagged entities with a trained model and dates with a regular expression (Guu et al. 2020, section 3.4). The rules
-here need no model: dates in their usual forms, and runs of capitalised words. A better tagger is plugged in by name: a
-BERT for token classification (`realm_jax/models/tagger.py`), a pipeline of spaCy, or a function of your own that takes
-a text and returns `Span`s. Names then come from the model, and dates from the rules, as in REALM.
+REALM tagged entities with a trained model and dates with a regular expression (Guu et al. 2020, section 3.4). Our rules
+need no model: they find dates in their usual forms, and runs of capitalized words. You can choose a better tagger by
+name: a BERT for token classification (`realm_jax/models/tagger.py`), a pipeline of spaCy, or your own function from a
+text to `Span`s. Names then come from the model, and dates from the rules, as in REALM.
 Next to read: `masking.py`.
 """
 
@@ -24,7 +24,7 @@ DATE, NAME = "date", "name"
 CHOICES = (
     "choose rules, hf:NAME or hf:FOLDER of a BERT for token classification, spacy:NAME, or package.module:function"
 )
-MAX_NAME_WORDS = 8  # longer runs of capitalised words are rows of tables
+MAX_NAME_WORDS = 8  # longer runs of capitalized words are rows of tables
 MAX_CAPITALS_WORDS = 5  # longer runs in capital letters are headings
 # OntoNotes' kinds of dates and numbers: "two", "last year", "40 %" are nothing that a passage is found by.
 NO_NAMES = frozenset("DATE TIME CARDINAL ORDINAL QUANTITY PERCENT MONEY".split())
@@ -318,9 +318,9 @@ _HIDDEN = "\0"  # replaces a date while we look for names
 _OPENING_QUOTES = ("`", "“", "‘", "«")
 _UPPER = "".join(chr(code) for code in range(0x1F00) if chr(code).isupper())  # Latin, Greek, Cyrillic, Armenian
 _INITIALS = rf"(?:[{_UPPER}]\.)+(?:-?[{_UPPER}]\.)*"
-_CAPITALISED = rf"[{_UPPER}]\w*(?:['’](?!s\b)\w+)*"
+_CAPITALIZED = rf"[{_UPPER}]\w*(?:['’](?!s\b)\w+)*"
 _TITLES = ("Mr.", "Mrs.", "Ms.", "Dr.", "Prof.", "St.", "Gen.", "Col.", "Capt.", "Sgt.", "Lt.", "Rev.", "Sen.", "Gov.")
-_NAME_WORD = rf"(?:{'|'.join(map(re.escape, _TITLES))}|{_INITIALS}|{_CAPITALISED})"
+_NAME_WORD = rf"(?:{'|'.join(map(re.escape, _TITLES))}|{_INITIALS}|{_CAPITALIZED})"
 _JOINING = (
     r"(?:of\sthe|of|de\sla|de\slos|de\slas|de|la|le|du|des|della|delle|del|degli|dei|di|da|dos|das|do|van\sder|van\sden"
     r"|van\sde|van|von\sder|von|zu|zum|zur|der|den|ter|ten|ibn|bin|bint|al|el|y|upon|&)"
@@ -341,7 +341,7 @@ _FUNCTION_WORDS = OPENERS | frozenset(
 
 
 class _Run(NamedTuple):
-    """Capitalised words that follow each other; `opens`: even a common word would have a capital here."""
+    """Capitalized words that follow each other; `opens`: even a common word would have a capital here."""
 
     start: int
     end: int
@@ -349,7 +349,7 @@ class _Run(NamedTuple):
 
 
 def _names(text: str) -> list[Span]:
-    # --- Runs of capitalised words, and whether their first word has a capital in any case
+    # --- Runs of capitalized words, and whether their first word has a capital in any case
     runs = []
     for start, end in split(text):
         is_first = True

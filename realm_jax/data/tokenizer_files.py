@@ -1,8 +1,8 @@
 """Read a tokenizer from the folder of a pretrained encoder, or from that of prepared data.
 
     vocab.txt               BERT's word pieces, one a line
-    tokenizer.json          of the library tokenizers: any tokenizer, and how text is normalised
-    tokenizer_config.json   of transformers: how text is normalised, if the tokenizer is of a class like BertTokenizer
+    tokenizer.json          of the library tokenizers: any tokenizer, and how text is normalized
+    tokenizer_config.json   of transformers: how text is normalized, if the tokenizer is of a class like BertTokenizer
     settings.json           ours: whether text is put in lower case, in prepared data that have a vocab.txt
 
 Word pieces with the defaults of BERT become a `WordPiece`; every other tokenizer becomes a `Tokenizer`, which keeps the
