@@ -60,7 +60,7 @@ def find_near_duplicates(fingerprints: Sequence[NDArray[np.void]]) -> NDArray[np
     """
     from datasketch import MinHash, MinHashLSH
 
-    articles = np.concatenate([np.zeros(0, FINGERPRINT), *fingerprints])
+    articles = np.concatenate([np.zeros(0, FINGERPRINT), *fingerprints])  # [articles]
     reasons = np.zeros(len(articles), np.uint8)  # [articles]
     texts, ids, similar = set[bytes](), set[bytes](), MinHashLSH(THRESHOLD, HASHES)
     for row in np.argsort(articles["key"], kind="stable").tolist():

@@ -125,8 +125,8 @@ def find_evidence(store: PassageStore, room: int, longest: int) -> Evidence:
     lengths, first_tokens = ends - starts, bounds[rows] + starts
     hashes = lengths.astype(np.uint64)
     for offset in range(int(lengths.max(initial=0))):
-        step = tokens[np.minimum(first_tokens + offset, len(tokens) - 1)].astype(np.uint64)
-        hashes = np.where(offset < lengths, (hashes ^ (step + np.uint64(1))) * HASH_BASE, hashes)
+        step = tokens[np.minimum(first_tokens + offset, len(tokens) - 1)].astype(np.uint64)  # [spans]
+        hashes = np.where(offset < lengths, (hashes ^ (step + np.uint64(1))) * HASH_BASE, hashes)  # [spans]
     names = np.unique(hashes, return_inverse=True)[1].astype(np.int64)  # [spans]: equal for equal tokens
     held = np.unique(np.stack([names, rows]), axis=1)  # [2, n]; a passage that has a name twice counts once
     holders = np.bincount(held[0], minlength=names.max(initial=-1) + 1)[names]  # [spans]: passages of the same name
@@ -135,8 +135,8 @@ def find_evidence(store: PassageStore, room: int, longest: int) -> Evidence:
 
     # --- Words of passages with titles, words of sentences, and their weights -----------------------------------------
     vocabulary = 1 + max(int(part.max(initial=0)) for part in (tokens, *titles))
-    in_bodies = np.repeat(np.arange(len(store)), np.diff(bounds))
-    in_titles = np.repeat(np.arange(len(store)), [len(title) for title in titles])
+    in_bodies = np.repeat(np.arange(len(store)), np.diff(bounds))  # [tokens]: passage of each
+    in_titles = np.repeat(np.arange(len(store)), [len(title) for title in titles])  # [title tokens]
     of_passages = np.concatenate([in_bodies, in_titles]), np.concatenate([tokens, *titles])
     passage_words = _incidence(*of_passages, (len(store), vocabulary))
     del bodies, titles, in_bodies, in_titles, of_passages  # about 24 bytes a token, not needed by the loop below
@@ -153,13 +153,13 @@ def find_evidence(store: PassageStore, room: int, longest: int) -> Evidence:
     held = np.unique(np.stack([names, rows]), axis=1)  # [2, n]
     first_holders = np.searchsorted(held[0], names)  # [spans]
     counts = np.searchsorted(held[0], names, side="right") - first_holders  # [spans]
-    pairs = [np.zeros((0, 2), np.int64)]
+    pairs = [np.zeros((0, 2), np.int64)]  # span and row of each pair
     for part in np.array_split(np.arange(len(counts)), -(-int(counts.sum()) // PAIRS) or 1):
         numbers, positions = _ranges(first_holders[part], counts[part])
         spans, passages = part[numbers], held[1, positions]
         spans, passages = (values[passages != rows[spans]] for values in (spans, passages))  # [pairs] each
         shared = np.asarray(sentence_words[owners[spans]].multiply(passage_words[passages]).sum(axis=1))[:, 0]
-        share = (shared - span_weights[spans]) / np.maximum(totals[spans], LEAST_WEIGHT)
+        share = (shared - span_weights[spans]) / np.maximum(totals[spans], LEAST_WEIGHT)  # [pairs]
         is_evidence = (share >= LEAST) & (share < MOST) & (totals[spans] >= LEAST_WEIGHT)
         pairs.append(np.stack([spans[is_evidence], passages[is_evidence]], axis=1))
     all_pairs = np.concatenate(pairs)  # [pairs, 2]: span and row
@@ -219,17 +219,17 @@ def _recurring_in_segment(segment: Segment, max_tokens: int) -> NDArray[np.int64
     starts = body_starts[span_rows] + spans[:, 0]  # [spans], in `tokens`
     lengths = spans[:, 1] - spans[:, 0]
     owners = np.searchsorted(sentence_starts, starts, "right") - 1  # [spans]: sentence of each span
-    in_reach = np.flatnonzero(starts + lengths - sentence_starts[owners] <= max_tokens)
+    in_reach = np.flatnonzero(starts + lengths - sentence_starts[owners] <= max_tokens)  # [n], of spans
     others = np.full(len(spans), -1)  # [spans]: first other sentence with the same tokens
     # Runs of two passages have different hashes, because a hash begins with the row.
     hashes = segment.value_rows("tokens").astype(np.uint64) * HASH_BASE
     for length in range(1, _HASHED + 1):
         hashes = (hashes[: len(tokens) - length + 1] + tokens[length - 1 :]) * HASH_BASE  # [tokens - length + 1]
-        pending = in_reach[np.minimum(lengths[in_reach], _HASHED) == length]
+        pending = in_reach[np.minimum(lengths[in_reach], _HASHED) == length]  # [n], of spans
         # A small table of the spans' hashes proposes positions; most positions of a corpus are none.
-        is_wanted = np.zeros(1 << _BITS, bool)
+        is_wanted = np.zeros(1 << _BITS, bool)  # [1 << _BITS]
         is_wanted[hashes[starts[pending]] >> np.uint64(64 - _BITS)] = True
-        proposed = np.flatnonzero(is_wanted[hashes >> np.uint64(64 - _BITS)])
+        proposed = np.flatnonzero(is_wanted[hashes >> np.uint64(64 - _BITS)])  # [n], in `tokens`
         # Sorted by hash, and by position where hashes are equal: both in one number, which sorts five times faster.
         low = np.uint64((1 << len(proposed).bit_length()) - 1)
         keys = np.sort(hashes[proposed] & ~low | np.arange(len(proposed), dtype=np.uint64))
@@ -237,7 +237,7 @@ def _recurring_in_segment(segment: Segment, max_tokens: int) -> NDArray[np.int64
         span_keys = hashes[starts[pending]] & ~low
         position, stop = np.searchsorted(keys, span_keys), np.searchsorted(keys, span_keys | low, "right")
         # Every pending span compares its next proposed position, until one has its tokens or no position remains.
-        open_spans = np.arange(len(pending))
+        open_spans = np.arange(len(pending))  # [n], of pending
         while len(open_spans := open_spans[position[open_spans] < stop[open_spans]]):
             candidate, span = proposed[position[open_spans]], pending[open_spans]  # [open_spans] each
             other = np.searchsorted(sentence_starts, candidate, "right") - 1
@@ -249,7 +249,7 @@ def _recurring_in_segment(segment: Segment, max_tokens: int) -> NDArray[np.int64
             others[span[is_match]] = other[is_match]
             position[open_spans] += 1
             open_spans = open_spans[~is_match]
-    recurring = np.flatnonzero(others >= 0)
+    recurring = np.flatnonzero(others >= 0)  # [n], of spans
     rows = span_rows[recurring]
     first_sentences, first_spans = segment.offsets["sentences"][rows], segment.offsets["spans"][rows]
     sentences, other_sentences = owners[recurring] - first_sentences, others[recurring] - first_sentences

@@ -143,7 +143,7 @@ def masked_arrays(
     """
     masked = mask(kind, sentence, spans, rng, tokenizer, lengths.predictions, room=lengths.query - 2)
     positions, targets = np.zeros((2, lengths.predictions), np.int32)  # [predictions] both
-    weights = np.zeros(lengths.predictions, np.float32)
+    weights = np.zeros(lengths.predictions, np.float32)  # [predictions]
     if masked is not None:
         count = len(masked.positions)
         positions[:count] = masked.positions + 1
@@ -406,7 +406,7 @@ def dataset(
     source = (seed, stream)
     shuffle_seed = int(np.random.SeedSequence(source).generate_state(1)[0])
     order = grain.MapDataset.range(examples.total // examples.group).shuffle(seed=shuffle_seed).repeat()
-    process_rows = np.arange(batch_size) if rows is None else rows
+    process_rows = np.arange(batch_size) if rows is None else rows  # [rows]
     lengths = examples.lengths
 
     # Order and seed follow from the position, so that a run can resume at any step.

@@ -207,7 +207,7 @@ def _held_out_sentence(
     """Hide a span for which there is evidence, or else any span within `max_tokens` tokens."""
     token_ids, spans = spans_of(store, row, number)
     first, last = np.searchsorted(evidence.spans.rows, [row, row + 1])
-    supported = first + np.flatnonzero(evidence.spans.sentences[first:last] == number)
+    supported = first + np.flatnonzero(evidence.spans.sentences[first:last] == number)  # [n], of spans with evidence
     rows: tuple[int, ...] = ()
     if len(supported):
         span = supported[_chosen_index(len(supported), token_ids)]

@@ -100,7 +100,7 @@ def _join_sequences(sequences: list[ArrayLike], length: int, special: SpecialTok
     ids[0] = special.cls
     used = 1
     for number, sequence in enumerate(sequences):
-        sequence_ids = np.asarray(sequence, np.int32)[:max_tokens]
+        sequence_ids = np.asarray(sequence, np.int32)[:max_tokens]  # [n]
         max_tokens -= len(sequence_ids)
         end = used + len(sequence_ids)
         ids[used:end] = sequence_ids

@@ -66,7 +66,7 @@ def mask(
     Returns:
         The masked sentence, or None if there is nothing to mask: no span that fits, or no token.
     """
-    row = np.array(ids, dtype=np.int32)
+    row = np.array(ids, dtype=np.int32)  # [tokens]
     length = len(row) if room is None else min(room, len(row))
     if kind in OF_SPANS:
         token_ids, special = row[:length].tolist(), vocabulary.special_ids

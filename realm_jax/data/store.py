@@ -171,7 +171,7 @@ class Segment:
         """Keys of the documents in ascending order, their first rows and the rows after their last, [documents]."""
         row_keys = self.columns["document_keys"]
         starts = np.flatnonzero(np.concatenate([np.ones(min(1, self.rows), bool), row_keys[1:] != row_keys[:-1]]))
-        order = np.argsort(row_keys[starts], kind="stable")
+        order = np.argsort(row_keys[starts], kind="stable")  # [documents]
         return row_keys[starts][order], starts[order], np.append(starts[1:], self.rows)[order]
 
 
@@ -185,7 +185,7 @@ def sentences_of_spans(segment: Segment) -> tuple[NDArray[np.int64], NDArray[np.
     sentences, spans = segment.columns["sentences"], segment.columns["spans"]
     sentence_keys = (segment.value_rows("sentences") << 32) + sentences[:, 0]  # [sentences], ascending
     span_keys = (segment.value_rows("spans") << 32) + spans[:, 0]  # [spans]
-    numbers = np.searchsorted(sentence_keys, span_keys, "right") - 1
+    numbers = np.searchsorted(sentence_keys, span_keys, "right") - 1  # [spans]: sentence of each
     ends = spans[:, 1] - sentences[numbers, 0] if len(sentences) else spans[:, 1]
     return np.searchsorted(segment.offsets["sentences"], numbers, "right") - 1, numbers, ends
 

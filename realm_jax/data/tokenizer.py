@@ -185,9 +185,9 @@ class Tokenizer:
         """Move starts of tokens behind white space, which many models count to the word after it, [tokens]."""
         # For each character the next one that is no white space, from the end to the beginning.
         codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
-        base = np.repeat(np.cumsum([0, *map(len, texts)])[:-1], counts)
-        behind = np.where(np.isin(codes, _SPACES), len(codes), np.arange(len(codes)))
-        following = np.append(np.minimum.accumulate(behind[::-1])[::-1], len(codes))
+        base = np.repeat(np.cumsum([0, *map(len, texts)])[:-1], counts)  # [tokens]: first character of their text
+        behind = np.where(np.isin(codes, _SPACES), len(codes), np.arange(len(codes)))  # [characters]
+        following = np.append(np.minimum.accumulate(behind[::-1])[::-1], len(codes))  # [characters + 1]
         return np.minimum(following[starts + base] - base, ends)
 
     def _after(self, before: str, text: str) -> Tokens | None:
