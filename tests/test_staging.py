@@ -11,7 +11,7 @@ from tiny_run import PEOPLE, prepare_people
 
 from realm_jax.cli import main as cli
 from realm_jax.cli.prepare import prepare
-from realm_jax.data import sources as staging
+from realm_jax.data import staging
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.storage import StorageError, open_folder

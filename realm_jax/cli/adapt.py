@@ -17,7 +17,7 @@ from realm_jax.cli.prepare import prepare
 from realm_jax.config_flags import add_config_argument, load_config
 from realm_jax.corpora.run import PreparedOtherwise
 from realm_jax.corpora.texts import open_texts
-from realm_jax.data.sources import PREPARED
+from realm_jax.data.staging import PREPARED
 from realm_jax.errors import UserError
 from realm_jax.models.folders import resolve_model_path
 from realm_jax.recipes import adapt as recipe

@@ -21,7 +21,8 @@ from realm_jax.cli.output import print_json
 from realm_jax.corpora.build import build_store
 from realm_jax.corpora.texts import read_passages
 from realm_jax.data import spans
-from realm_jax.data.sources import PREPARED, is_remote, open_sources
+from realm_jax.data.sources import open_sources
+from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.data.store import PassageStore, remove_documents
 from realm_jax.data.tokenizer_files import open_tokenizer
 from realm_jax.errors import UserError

@@ -37,7 +37,8 @@ from realm_jax.data import spans as span_finders
 from realm_jax.data.lines import Path_
 from realm_jax.data.packing import DEFAULT_LIMIT
 from realm_jax.data.questions import has_judgments, queries_file, question_lines
-from realm_jax.data.sources import FORMAT_VERSION, PREPARED
+from realm_jax.data.sources import FORMAT_VERSION
+from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.data.store import new_version
 from realm_jax.data.tokenizer_files import FoundTokenizer, lower_case_of, tokenizer_file, tokenizer_of

@@ -244,8 +244,7 @@ def _plain(wikitext: str, page: Page, notes: Notes) -> str:
     import mwparserfromhell  # here, since it is in the extra `documents`
 
     # The parser's time grows with the square of the brackets that nothing closes.
-    brackets = (("{", "}"), ("[", "]"), ("<", ">"))
-    if max(abs(wikitext.count(opening) - wikitext.count(closing)) for opening, closing in brackets) > _MOST_OPEN:
+    if max(abs(wikitext.count(left) - wikitext.count(right)) for left, right in ("{}", "[]", "<>")) > _MOST_OPEN:
         notes[TOO_MANY_OPEN, page.title] += 1
         wikitext = re.sub(r"[{}\[\]<>]+", " ", wikitext)
     wikitext = _QUOTES.sub(lambda run: "'" * max(len(run[0]) - 5, len(run[0]) == 4), wikitext)

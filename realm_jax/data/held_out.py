@@ -60,12 +60,7 @@ def trained_rows(store: PassageStore, share: float) -> NDArray[np.bool_] | None:
 
 
 def held_out_share(config: ConfigDict, questions: Mapping[str, Sequence[Question]]) -> float:
-    """Return the share of documents that is kept out of training, to measure with if there are no questions for that.
-
-    Args:
-        config: has the share.
-        questions: by split; with development questions, nothing is held out.
-    """
+    """The share of documents that is kept out of training, to measure with where there are no questions for that."""
     return 0.0 if questions.get("dev") else float(config.evaluation.held_out)
 
 

@@ -375,7 +375,7 @@ def check_characters(record: dict[str, Any]) -> None:
 
 
 class _Array:
-    """A JSON array that is read in chunks: the current text, the position in it, and the line of that position."""
+    """A JSON array that is read piece by piece: the piece, how far it was understood, and the line of that place."""
 
     def __init__(self, stream: IO[bytes], path: Path_, line: int):
         self.stream, self.path, self.line = stream, path, line

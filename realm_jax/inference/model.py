@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from realm_jax.data.examples import document_arrays, query_arrays
 from realm_jax.data.questions import checked_questions
-from realm_jax.data.sources import is_remote
+from realm_jax.data.staging import is_remote
 from realm_jax.errors import UserError
 from realm_jax.inference.answers import NEAREST, Answer, Nearest, answers, nearest
 from realm_jax.inference.inspection import (

@@ -26,7 +26,8 @@ from rich.table import Table
 from realm_jax.assemble import abstract_run
 from realm_jax.config import default, task_names, validate
 from realm_jax.config_flags import load_config
-from realm_jax.data.sources import PREPARED, open_sources
+from realm_jax.data.sources import open_sources
+from realm_jax.data.staging import PREPARED
 from realm_jax.data.tokenizer import id_dtype
 from realm_jax.errors import LESS_MEMORY, UserError
 from realm_jax.flops import Chip, chip, embedding_flops

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from realm_jax.data.sources import PREPARED, is_remote
+from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.errors import UserError
 from realm_jax.index.files import generation_names

@@ -22,7 +22,8 @@ from realm_jax.assemble import make_run
 from realm_jax.data.evidence import Evidence
 from realm_jax.data.examples import salient_sentences
 from realm_jax.data.held_out import HeldOutSentence, trained_rows
-from realm_jax.data.sources import PREPARED, open_sources
+from realm_jax.data.sources import open_sources
+from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.eval import adaptation as judge

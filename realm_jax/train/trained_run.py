@@ -19,7 +19,7 @@ from realm_jax.cache import cache_programs
 from realm_jax.config import default, science
 from realm_jax.config_flags import with_overrides
 from realm_jax.data.questions import Question, read_questions
-from realm_jax.data.sources import PREPARED, is_remote
+from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import Index, Rerank
