@@ -86,7 +86,7 @@ Outcome = Article | Skipped
 class Counts:
     """Counts of the records of a source by outcome.
 
-    Copies and articles without a word are left out, and counted, later (`near_duplicates.py`, `build.py`).
+    Copies and articles without a word are left out, and counted, later (`near_duplicates.py`, `PassagePacker`).
 
     Attributes:
         records: records that were read.

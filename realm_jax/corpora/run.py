@@ -8,7 +8,7 @@
 
 We write into a hidden folder next to the output, and rename it at the very end; in a bucket PREPARED.json comes last
 instead. So nobody takes interrupted output for complete, and the same command resumes it. `texts.py` opens sources,
-`build.py` makes passages of articles. Processes of this machine (`Processes` in `articles.py`) or Apache Beam
+and `PassagePacker` makes passages of articles. Processes of this machine (`Processes` in `articles.py`) or Apache Beam
 (`pipelines.py`) do the work.
 """
 

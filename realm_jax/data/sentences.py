@@ -3,8 +3,8 @@
 We measured libraries: the fast ones read the single quote of tokenized text ("world 's") as an open quotation and join
 the sentences after it, and the careful ones take minutes for text that these rules split in seconds. This is not a
 linguist's segmenter. Passages consist of sentences, and a query is one, so no text may be lost, names with full stops
-must not be split, and the same text must always be split in the same way.
-Next to read: `packing.py`.
+must not be split, and the same text must always be split in the same way. The packing of sentences into passages is
+next to read.
 """
 
 import re
