@@ -42,8 +42,13 @@ SAMPLES = 3  # kept of each reason: the first ones, in the order of the source
 class Article:
     """A text to pack into passages.
 
-    line: its line in `file`, the name of what it came from (0: from no file). notes: what was left out of it or
-    replaced, by kind and name, for the counts of its source.
+    Attributes:
+        id: unique in its source.
+        title: may be empty.
+        text: plain paragraphs.
+        line: its line in `file`; 0 if it is not from a file.
+        file: name of its file.
+        notes: omissions and replacements in the text, by kind and name, for the counts of its source.
     """
 
     id: str
@@ -58,7 +63,10 @@ class Article:
 class Skipped:
     """A record that gives no article: a rule leaves it out, or it cannot be read, which is damage.
 
-    reason: a short phrase that is the same for all such records. where: file and line, byte or page of damage.
+    Attributes:
+        reason: a short phrase that is the same for all such records.
+        sample: the beginning of the record.
+        where: file and line, byte or page of damage; empty if a rule leaves the record out.
     """
 
     reason: str
@@ -67,6 +75,7 @@ class Skipped:
 
     @property
     def is_damage(self) -> bool:
+        """Return True if the record cannot be read."""
         return bool(self.where)
 
 
@@ -75,11 +84,19 @@ Outcome = Article | Skipped
 
 @dataclass(slots=True)
 class Counts:
-    """What became of the records of a source.
+    """Counts of the records of a source by outcome.
 
-    samples: for each reason the first few records, each with its place (part and number in it), which decides what
-    "first" means whatever the order in which workers came. notes: what was left out of articles that stay, by kind and
-    name. Copies and articles without a word are left out, and counted, later (`near_duplicates.py`, `packer.py`).
+    Copies and articles without a word are left out, and counted, later (`near_duplicates.py`, `PassagePacker`).
+
+    Attributes:
+        records: records that were read.
+        articles: records that became articles.
+        characters: of these articles.
+        dropped: records that a rule left out, by reason.
+        damaged: records that cannot be read, by reason.
+        notes: omissions in articles that stay, by kind and name.
+        samples: the first few records of each reason, as part, number in the part, and text; part and number decide
+            which come first, in whatever order workers send them.
     """
 
     records: int = 0
@@ -103,27 +120,34 @@ class Counts:
         return self
 
     def count_skipped(self, record: Skipped, part: int, number: int) -> None:
-        """Count a record that gives no article."""
+        """Count a record that gives no article.
+
+        Args:
+            record: the record.
+            part: of the source.
+            number: of the record in the part.
+        """
         (self.damaged if record.is_damage else self.dropped)[record.reason] += 1
         sample = f"{record.where}: {record.sample}" if record.is_damage else record.sample
         samples = [*self.samples.get(record.reason, []), (part, number, sample)]
         self.samples[record.reason] = sorted(samples)[:SAMPLES]
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object that does not depend on the order in which records were counted."""
-        value: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        """Return a JSON object that does not depend on the order in which records were counted."""
+        value: dict[str, Any] = {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
         value |= {name: dict(sorted(value[name].items())) for name in ("dropped", "damaged", "samples")}
         return value | {"notes": [[*note, times] for note, times in sorted(self.notes.items())]}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Counts":
+        """Read the counts of `to_json`."""
         notes = Counter({(kind, name): times for kind, name, times in value["notes"]})
-        samples = {reason: [(p, n, text) for p, n, text in found] for reason, found in value["samples"].items()}
+        samples = {reason: [(p, n, text) for p, n, text in rows] for reason, rows in value["samples"].items()}
         counters = {name: Counter(value[name]) for name in ("dropped", "damaged")}
         return cls(**value | counters | {"notes": notes, "samples": samples})
 
     def common_notes(self) -> dict[str, dict[str, Any]]:
-        """For each kind of note how many there are, and the most common names with their numbers."""
+        """Return for each kind of note their number, and the most common names with their numbers."""
         kinds: dict[str, dict[str, int]] = {}
         for (kind, name), times in sorted(self.notes.items(), key=lambda note: (note[0][0], -note[1], note[0][1])):
             kinds.setdefault(kind, {})[name] = times
@@ -138,15 +162,18 @@ class Counts:
 
 @dataclass(frozen=True)
 class ArticleSource:
-    """Where articles come from. Everything can be sent to another process.
+    """A source of articles, which can be sent to another process.
 
-    name: what the user called it. parts: descriptions of what can be read independently, in order. read: the records
-    of a part, raw ones if there is `clean`, and `Skipped` for what cannot be read. clean: a pure function of a raw
-    record, which counts what it leaves out of an article, by kind and name. identity: what tells the source from
-    another one (names, SHA-256 of files, settings). shards: how many it gets unless the user says so; it follows from
-    nothing but the source, so that a corpus is the same everywhere. small_parts: whether the articles of a part fit
-    into memory many times over, so that a process can take a whole one. without_copies: whether articles that say
-    nearly the same as another one are left out.
+    Attributes:
+        name: as the user wrote it.
+        parts: picklable descriptions of parts that can be read independently, in order.
+        read: yields the records of a part, raw ones if there is `clean`, and `Skipped` for unreadable ones.
+        clean: pure function that makes the outcome of a raw record, and counts omissions by kind and name.
+        identity: distinguishes the source from others: names, SHA-256 of files, settings.
+        shards: their number unless the user sets it; it depends only on the source, so that a corpus is the same on
+            all machines.
+        small_parts: True if the articles of a part fit into memory many times over, so that a process can take one.
+        without_copies: True if we leave out articles that say nearly the same as another one.
     """
 
     name: str
@@ -160,7 +187,13 @@ class ArticleSource:
 
 
 class LocatedRecord(NamedTuple):
-    """A record and its place: the number of its part, and its number in the part. Places order a source."""
+    """A record with its position, which orders a source.
+
+    Attributes:
+        part: number of its part.
+        number: of the record in the part.
+        record: the record.
+    """
 
     part: int
     number: int
@@ -171,7 +204,13 @@ Work = int | Sequence[LocatedRecord]  # the number of a part, or some records of
 
 
 class Extracted(NamedTuple):
-    """Lines for each shard, and what became of the records of `part` that they are made of."""
+    """Lines of shards from some records of a part.
+
+    Attributes:
+        part: number of the part.
+        lines: of the articles, by shard.
+        counts: of the records.
+    """
 
     part: int
     lines: dict[int, bytes]
@@ -179,18 +218,34 @@ class Extracted(NamedTuple):
 
 
 def shard_file(shard: int, kind: str) -> str:
-    """The name of a file of a shard. Its articles are "jsonl"."""
+    """Return the name of a file of a shard.
+
+    Args:
+        shard: its number.
+        kind: ending of the name; "jsonl" for the articles.
+    """
     return f"{shard:05d}.{kind}"
 
 
 def read_part(source: ArticleSource, part: int) -> Iterator[LocatedRecord]:
-    """The records of a part with their places."""
+    """Yield the records of a part with their positions.
+
+    Args:
+        source: the source.
+        part: number of the part.
+    """
     for number, record in enumerate(source.read(source.parts[part])):
         yield LocatedRecord(part, number, record)
 
 
 def extract(source: ArticleSource, shards: int, work: Work) -> Extracted:
-    """Turn records into lines of shards. A pure function."""
+    """Turn records into lines of shards. A pure function.
+
+    Args:
+        source: the source.
+        shards: number of shards.
+        work: a part by its number, or some of its records.
+    """
     counts = Counts()
     shard_lines: defaultdict[int, bytearray] = defaultdict(bytearray)
     for part, number, record in read_part(source, work) if isinstance(work, int) else work:
@@ -213,14 +268,32 @@ def extract(source: ArticleSource, shards: int, work: Work) -> Extracted:
 
 
 def check_damage(source: ArticleSource, counts: Counts, skip_damage: bool) -> None:
-    """Raise Resumable for damage unless it is skipped."""
+    """Check that no record is damaged.
+
+    Args:
+        source: the source.
+        counts: of its records.
+        skip_damage: accept damage.
+
+    Raises:
+        Resumable: a record is damaged.
+    """
     for reason, times in [] if skip_damage else sorted(counts.damaged.items()):
         sample = counts.samples[reason][0][2]
         raise Resumable(f"{source.name}: {reason} ({times:,}×), first at {sample}; correct it, or give --skip-damage")
 
 
 def check_counts(source: ArticleSource, counts: Counts, skip_damage: bool) -> None:
-    """Raise UserError for damage that is not to be skipped, and if no article is left."""
+    """Check that there are articles and no damage.
+
+    Args:
+        source: the source.
+        counts: of all its records.
+        skip_damage: accept damage.
+
+    Raises:
+        UserError: a record is damaged, or there is no article.
+    """
     check_damage(source, counts, skip_damage)
     if not counts.articles:
         reasons = ", ".join(f"{times:,} {reason}" for reason, times in (counts.dropped + counts.damaged).most_common())
@@ -231,28 +304,44 @@ def check_counts(source: ArticleSource, counts: Counts, skip_damage: bool) -> No
 
 
 def read_lines(folder: Folder, shard: int) -> Iterator[tuple[str, Article]]:
-    """All articles of a shard, each with its place in the source in words."""
+    """Yield all articles of a shard.
+
+    Args:
+        folder: of the shards.
+        shard: its number.
+
+    Yields:
+        The location of the article in the source, in words, and the article.
+    """
     for raw in folder.read(shard_file(shard, "jsonl")).splitlines():
         part, number, *article_fields = json.loads(raw)
         article = Article(*article_fields)
         is_located = article.line and article.file
-        place = f"line {article.line} of {article.file}" if is_located else f"record {number + 1} of part {part + 1}"
-        yield place, article
+        line_of_file = f"line {article.line} of {article.file}"
+        yield line_of_file if is_located else f"record {number + 1} of part {part + 1}", article
 
 
 def read_shard(folder: Folder, shard: int) -> Iterator[Article]:
-    """The articles of a shard, without copies. Raises UserError, naming both places, for an id that occurs twice."""
+    """Yield the articles of a shard, without copies.
+
+    Args:
+        folder: of the shards.
+        shard: its number.
+
+    Raises:
+        UserError: an id occurs twice; the message names both locations.
+    """
     located = read_lines(folder, shard)
     if (copies := shard_file(shard, "copies")) in folder.names():
         located = compress(located, (not is_copy for is_copy in folder.read(copies)))
-    places: dict[str, str] = {}
-    for place, article in located:
-        if article.id in places:
+    locations: dict[str, str] = {}  # by id
+    for location, article in located:
+        if article.id in locations:
             raise UserError(
-                f"id {article.id!r} was already given on {places[article.id]}, and again on {place} "
+                f"id {article.id!r} was already given on {locations[article.id]}, and again on {location} "
                 f"({article.title!r}); ids must be unique"
             )
-        places[article.id] = place
+        locations[article.id] = location
         yield article
 
 
@@ -261,18 +350,29 @@ def read_shard(folder: Folder, shard: int) -> Iterator[Article]:
 
 @dataclass(frozen=True)
 class Processes:
-    """What does the work: so many processes of this machine. `pipelines.Beam` has the same methods."""
+    """Processes of this machine that do the work. `pipelines.Beam` has the same methods."""
 
     workers: int
 
     def extract(
         self, source: ArticleSource, folder: str, shards: int, skip_damage: bool, progress: Callable[[int], None]
     ) -> Counts:
-        """Write the shards of a source, and return what became of its records.
+        """Write the shards of a source.
 
-        What an interrupted call finished stays; a part that was not finished is read again from its start. progress:
-        called with the number of records read. Raises UserError for damage unless `skip_damage`, and when no article is
-        left.
+        Parts that an interrupted call finished stay; we read the unfinished part again from its start.
+
+        Args:
+            source: the source.
+            folder: of the shards.
+            shards: their number.
+            skip_damage: accept damage.
+            progress: called with the number of records so far.
+
+        Returns:
+            Counts of the records.
+
+        Raises:
+            UserError: a record is damaged, or there is no article.
         """
         root = Path(folder)
         if (root / COUNTS).exists():
@@ -311,11 +411,18 @@ class Processes:
         return counts
 
     def each(
-        self, act: Callable[[str, int], int], folder: str, shards: Sequence[int], progress: Callable[[int], None]
+        self, process: Callable[[str, int], int], folder: str, shards: Sequence[int], progress: Callable[[int], None]
     ) -> None:
-        """Do `act(folder, shard)` for each shard; it returns the number of its articles, and progress gets the sum."""
+        """Process shards of a folder.
+
+        Args:
+            process: takes the folder and the number of a shard, and returns the number of its articles.
+            folder: of the shards.
+            shards: their numbers.
+            progress: called with the number of articles so far.
+        """
         done = 0
-        for articles in ordered_parallel_map(partial(act, folder), shards, self.workers, few=2):
+        for articles in ordered_parallel_map(partial(process, folder), shards, self.workers, few=2):
             done += articles
             progress(done)
 

@@ -2,15 +2,15 @@
 
 | ending | articles |
 |---|---|
-| `.txt` | the file; of a large one as many as it has pieces of `PIECE` characters |
+| `.txt` | the file; if it is large, each part of `PIECE` characters |
 | `.md` `.rst` `.html` `.docx` `.pdf` and like endings | the file, as plain paragraphs (`markup.py`, `pdf.py`) |
 | `.json` `.jsonl` | each object; of SQuAD's each context |
 | `.csv` `.tsv` `.parquet` `.arrow` | each row, by the names of the columns |
 
-Any may be packed (`.gz`, `.xz`, `.bz2`, `.zst`). An article is called by the path of its file in the folder, with `#n`
-for the n-th of a file (its line, where it has lines), unless it has an id of its own. A document that cannot be read is
-left out for a reason, since folders of people hold such files; a broken record of a file of records is damage. Read
-`find` and `read` next.
+Any file may be packed (`.gz`, `.xz`, `.bz2`, `.zst`). The id of an article is the path of its file in the folder, with
+`#n` for the n-th article of a file (its line, if it has lines), unless the article has its own id. We leave out a
+document that cannot be read, and count the reason, because people's folders have such files; a broken record in a file
+of records is damage. Read `find` and `read` next.
 """
 
 import glob
@@ -46,7 +46,7 @@ from realm_jax.errors import UserError
 from realm_jax.storage import StorageError
 
 PIECE = 1 << 20  # characters of a large text file that make an article: about a book
-LARGEST = 1 << 27  # bytes of a document that is read as a whole; a text file and files of records may be of any size
+LARGEST = 1 << 27  # bytes of a document that is read at once; text files and files of records may have any size
 SMALL = 1 << 24  # bytes of a file of records, as it is stored, whose articles fit into memory many times over
 UNKNOWN = "of an unknown format"
 BESIDE_ROWS = "metadata of a Hugging Face data set"
@@ -55,16 +55,20 @@ UNNAMED = "with a name that is no text"
 EMPTY, WORDLESS, TOO_LARGE = "empty", "without text", "too large"
 UNFINISHED = "a file that cannot be read to its end"
 _CORPUS, _BESIDE_CORPUS = re.compile(r"corpus\.jsonl(\.\w+)?"), re.compile(r"queries\.jsonl|qrels/")  # of BEIR
-# What `datasets` writes beside the rows of a data set.
+# Files that `datasets` writes next to the rows of a data set.
 _BESIDE_ROWS = re.compile(r"(.*/)?(dataset_info\.json|dataset_dict\.json|state\.json|cache-[^/]*\.arrow)")
 _QUOTED_TITLE = re.compile(r'"(.*)"\n')
 
 
 class DocumentFile(NamedTuple):
-    """A file of documents. path: or URL; name: in the folder that was named, with `/`.
+    """A file of documents.
 
-    ending: that tells the format, or nothing; title: what the name says, for documents that have no title themselves;
-    why_not: what is said of a file that is not read although it may end as one that is; it has no ending here.
+    Attributes:
+        path: path or URL.
+        name: path in the source's folder, with `/`.
+        ending: tells the format; empty if the file is not read.
+        title: words of the name, for documents without a title.
+        why_not: why a file is not read, although its name may have a known ending.
     """
 
     path: str
@@ -75,10 +79,13 @@ class DocumentFile(NamedTuple):
 
 
 class Format(NamedTuple):
-    """How files of an ending are read, and the modules of the extra `documents` that it takes.
+    """Reader of the files of an ending.
 
-    of_records: whether they hold records, which may be broken one by one. any_size: whether memory does not grow with
-    the file.
+    Attributes:
+        read: yields the articles of a file.
+        needs: modules of the extra `documents`.
+        of_records: True if the files have records, which may be damaged one by one.
+        any_size: True if memory does not grow with the file.
     """
 
     read: Callable[[DocumentFile], Iterator[Outcome]]
@@ -90,8 +97,8 @@ class Format(NamedTuple):
 def find(source: str) -> list[DocumentFile]:
     """Return the document files of a source, sorted by name, without hidden files.
 
-    A file that is named itself and has no known ending holds JSON objects. Raises UserError where no file is known, and
-    where a library is missing.
+    A single file without a known ending is read as JSON objects. Raises UserError if no file has a known ending, or if
+    a library is missing.
     """
     files = _without_links(list(_named(source)))
     known = {file.ending for file in files if file.ending}
@@ -102,9 +109,10 @@ def find(source: str) -> list[DocumentFile]:
         )
     if zstd is None and any(file.name.lower().endswith(".zst") for file in files):
         raise UserError(f"{source}: .zst needs backports.zstd; run `pip install 'realm_jax[documents]'`")
-    missing = [(one, needed) for one in sorted(known) for needed in FORMATS[one].needs if find_spec(needed) is None]
-    if missing:
-        raise UserError(f"{source}: {missing[0][0]} needs {missing[0][1]}; run `pip install 'realm_jax[documents]'`")
+    for ending in sorted(known):
+        for module in FORMATS[ending].needs:
+            if find_spec(module) is None:
+                raise UserError(f"{source}: {ending} needs {module}; run `pip install 'realm_jax[documents]'`")
     return files
 
 
@@ -112,36 +120,39 @@ def _named(source: str) -> Iterator[DocumentFile]:
     if is_folder(source):
         names = files_below(source)
         corpus = [name for name in names if _CORPUS.fullmatch(name)]
+        # A folder of BEIR has queries and judgments next to the corpus.
         is_beir = corpus and any(_BESIDE_CORPUS.match(name) for name in names)
         yield from (_file(f"{source.rstrip('/')}/{name}", name) for name in (corpus if is_beir else names))
     elif glob.has_magic(source) and not os.path.exists(source):
+        # Names begin below the last folder without a wildcard.
         base = re.split(r"[*?\[]", source)[0].rpartition("/")[0]
         yield from (_file(path, path.removeprefix(base).lstrip("/")) for path in matching(source))
     else:
-        one = _file(source, source.rpartition("/")[2])
-        yield one if one.ending else one._replace(ending=".jsonl")
+        file = _file(source, source.rpartition("/")[2])
+        yield file if file.ending else file._replace(ending=".jsonl")
 
 
 def _without_links(files: list[DocumentFile]) -> list[DocumentFile]:
-    """Leave out links to nothing, and of the names of one file all but the first that is no link."""
+    """Leave out links to nothing, and all names of a file but the first that is no link."""
     is_here = {file.path: file.ending and "://" not in file.path for file in files}
+    # Files come before links, so that a file keeps its own name.
     names: dict[str, str] = {}  # by real path
     for file in sorted(files, key=lambda file: os.path.islink(file.path)):
         if is_here[file.path] and os.path.exists(file.path):
             names.setdefault(os.path.realpath(file.path), file.name)
-    kept = []
+    unique_files = []
     for file in files:
         name = names.get(os.path.realpath(file.path)) if is_here[file.path] else file.name
         if os.path.islink(file.path) and not os.path.exists(file.path):
             file = _left_out(file, DANGLING)
         elif name not in (None, file.name):
             file = _left_out(file, LINKED, f" → {name}")
-        kept.append(file)
-    return kept
+        unique_files.append(file)
+    return unique_files
 
 
-def _left_out(file: DocumentFile, reason: str, further: str = "") -> DocumentFile:
-    return file._replace(ending="", why_not=Skipped(reason, f"{file.name}{further}"))
+def _left_out(file: DocumentFile, reason: str, target: str = "") -> DocumentFile:
+    return file._replace(ending="", why_not=Skipped(reason, f"{file.name}{target}"))
 
 
 def _file(path: str, name: str) -> DocumentFile:
@@ -152,13 +163,8 @@ def _file(path: str, name: str) -> DocumentFile:
     return file if readable == name else _left_out(DocumentFile(readable, readable, "", readable), UNNAMED)
 
 
-def is_small(file: DocumentFile) -> bool:
-    """Return True if a worker can read the file as one task."""
-    return not file.ending or not FORMATS[file.ending].any_size or size_of(file.path) <= SMALL
-
-
 def read(file: DocumentFile) -> Iterator[Outcome]:
-    """The articles of a file, and what cannot be read. Raises StorageError and MemoryError alone."""
+    """Yield the articles of a file, and `Skipped` for unreadable ones. Raises only StorageError and MemoryError."""
     if file.why_not is not None:
         yield file.why_not
         return
@@ -169,11 +175,12 @@ def read(file: DocumentFile) -> Iterator[Outcome]:
         yield from FORMATS[file.ending].read(file)
     except (StorageError, MemoryError):
         raise
-    except BadRecord as fault:
-        yield Skipped(fault.reason, f"{file.name}: {fault.message}")
-    except Exception as fault:  # libraries have errors of their own
-        message = " ".join(str(fault).split()) or type(fault).__name__
+    except BadRecord as error:
+        yield Skipped(error.reason, f"{file.name}: {error.message}")
+    except Exception as error:  # each library has its own kinds
+        message = " ".join(str(error).split()) or type(error).__name__
         if FORMATS[file.ending].of_records:
+            # Messages of our own readers begin with file and line, which belong into `where`.
             located = re.fullmatch(rf"({re.escape(file.path)}(?::\d+)?):? (.*)", message)
             where, message = located.groups() if located else (file.path, message)
             yield Skipped(UNFINISHED, message, where)
@@ -185,14 +192,14 @@ def read(file: DocumentFile) -> Iterator[Outcome]:
 
 
 def _plain_text(file: DocumentFile) -> Iterator[Outcome]:
-    """A text file as one article, or a large one as several."""
+    """Yield a text file as one article, or as several if it is large."""
     with open_unpacked(file.path) as stream:
         encoding, notes = find_encoding(iter(partial(stream.read, PIECE), b"")), Notes()
         note_encoding(encoding, notes)
         stream.seek(0)
-        pieces = filter(str.strip, _pieces(io.TextIOWrapper(stream, encoding.name, "replace")))
-        head = list(islice(pieces, 2))
-        for number, text in enumerate(chain(head, pieces), 1):
+        texts = filter(str.strip, _pieces(io.TextIOWrapper(stream, encoding.name, "replace")))
+        head = list(islice(texts, 2))  # which tell whether there are several
+        for number, text in enumerate(chain(head, texts), 1):
             plain = markup.Plain("", without_nuls(text, notes))
             yield _document(file, plain, notes, f"#{number}" if len(head) > 1 else "")
             notes = Notes()
@@ -201,20 +208,20 @@ def _plain_text(file: DocumentFile) -> Iterator[Outcome]:
 
 
 def _pieces(lines: io.TextIOWrapper) -> Iterator[str]:
-    """Text cut at blank lines into pieces of at least `PIECE` characters, and at any place into those of twice that."""
-    piece, length = list[str](), 0
+    """Cut text at the first blank line after `PIECE` characters, or anywhere after twice as many."""
+    piece_lines, length = list[str](), 0
     while line := lines.readline(PIECE):
-        piece.append(line)
+        piece_lines.append(line)
         length += len(line)
         if length >= 2 * PIECE or (length >= PIECE and not line.strip()):
-            yield "".join(piece)
-            piece, length = [], 0
-    if piece:
-        yield "".join(piece)
+            yield "".join(piece_lines)
+            piece_lines, length = [], 0
+    if piece_lines:
+        yield "".join(piece_lines)
 
 
-def _whole(convert: Callable[[bytes, Notes], markup.Plain], file: DocumentFile) -> Iterator[Outcome]:
-    """A document that a function of its bytes makes plain."""
+def _converted(convert: Callable[[bytes, Notes], markup.Plain], file: DocumentFile) -> Iterator[Outcome]:
+    """Yield the article that a function makes from the bytes of a file."""
     with open_unpacked(file.path) as stream:
         data = stream.read(LARGEST + 1)
     if len(data) > LARGEST:
@@ -237,14 +244,15 @@ def _document(file: DocumentFile, plain: markup.Plain, notes: Notes, number: str
 
 
 def _article(file: DocumentFile, number: int, where: str, record: dict[str, Any], record_id: str = "") -> Outcome:
-    """The article of a record: of a row, or of an object with the names of ours, Atlas's, BEIR's or Pyserini's."""
+    """Return the article of a row or an object, with our field names or those of Atlas, BEIR or Pyserini."""
     fields = {str(name).strip().lower(): value for name, value in record.items()}
+    # Pyserini writes the title into the first line of the text, in quotes.
     contents = fields.get("contents")
     if isinstance(contents, str) and (match := _QUOTED_TITLE.match(contents)) and not fields.get("title"):
         fields |= {"title": match[1], "contents": contents[match.end() :]}
     title, section = fields.get("title"), fields.get("section")
     if isinstance(title, str) and isinstance(section, str) and title.strip() and section.strip():
-        fields["title"] = f"{title}: {section}"  # of Atlas, where sections of one article share the title
+        fields["title"] = f"{title}: {section}"  # of Atlas, because sections of one article have the same title
     fields |= {name: "" for name in raw_records.TEXT if name in fields and fields[name] is None}
     outcome = raw_records.article(fields, where, record_id or f"{file.name}#{number}")
     if isinstance(outcome, Skipped):
@@ -255,7 +263,7 @@ def _article(file: DocumentFile, number: int, where: str, record: dict[str, Any]
 
 
 def _json_objects(file: DocumentFile) -> Iterator[Outcome]:
-    """Objects that stand one a line or in one array."""
+    """Yield the articles of objects, one a line or in one array."""
     number = 0
     for number, record in json_records(file.path):
         where = f"{file.path}:{number}"
@@ -268,30 +276,31 @@ def _json_objects(file: DocumentFile) -> Iterator[Outcome]:
 
 
 def _json(file: DocumentFile) -> Iterator[Outcome]:
-    """A single object, which may stretch over lines and hold the records of its "data" as SQuAD's does; or several."""
+    """Yield the articles of a single object, which may have records in "data" as SQuAD's does, or of several."""
+    # A file that begins with an array has several objects, so it streams.
     with open_unpacked(file.path) as stream:
         head = stream.read(LARGEST) if stream.peek(1)[:1] != b"[" else b""
     try:
-        whole = json.loads(head)
+        document = json.loads(head)
     except (ValueError, RecursionError):
-        whole = None
-    if not isinstance(whole, dict):
+        document = None
+    if not isinstance(document, dict):
         yield from _json_objects(file)
         return
-    data = whole.get("data")
-    if isinstance(data, list) and data and all(isinstance(one, dict) for one in data):
+    data = document.get("data")
+    if isinstance(data, list) and data and all(isinstance(entry, dict) for entry in data):
         for number, record in enumerate(_contexts(data), 1):
             yield _article(file, number, f"{file.path}, record {number:,}", record)
         return
-    outcome = _article(file, 1, file.path, whole, file.name)
+    outcome = _article(file, 1, file.path, document, file.name)
     is_other = isinstance(outcome, Skipped) and outcome.is_damage  # settings of a program, for example
-    yield Skipped(raw_records.NO_FIELD, f"{file.name}: {sample(whole)}") if is_other else outcome
+    yield Skipped(raw_records.NO_FIELD, f"{file.name}: {sample(document)}") if is_other else outcome
 
 
 def _contexts(data: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """SQuAD's contexts as records with the titles of their articles; records of other shapes as they are.
+    """Yield SQuAD's contexts as records with the titles of their articles, and other records unchanged.
 
-    Where a record is a question with its context, as Hugging Face has it, those of one context follow one another.
+    If a record is a question with its context, as on Hugging Face, the questions of one context follow one another.
     """
     before = None
     for entry in data:
@@ -306,7 +315,7 @@ def _contexts(data: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _table(file: DocumentFile) -> Iterator[Outcome]:
-    """Rows of a table whose first line names its columns; it shows what stands between these, too."""
+    """Yield the articles of a table; its first line names the columns, and shows the delimiter."""
     with open_unpacked(file.path) as stream:
         encoding, notes = find_encoding(_readable_chunks(stream)), Notes()
     note_encoding(encoding, notes)
@@ -320,6 +329,7 @@ def _table(file: DocumentFile) -> Iterator[Outcome]:
     for line, row in rows:
         where = f"{file.path}:{line}"
         if len(row) == len(names):
+            # The first article carries the notes on the file's encoding.
             outcome = _article(file, line, where, dict(zip(names, row, strict=True)))
             if isinstance(outcome, Article) and notes:
                 outcome, notes = replace(outcome, notes=notes), Notes()
@@ -330,14 +340,14 @@ def _table(file: DocumentFile) -> Iterator[Outcome]:
 
 
 def _readable_chunks(stream: IO[bytes]) -> Iterator[bytes]:
-    """The bytes before a fault of unpacking, if there is one."""
+    """Yield the bytes before an error of unpacking, if there is one."""
     with suppress(*UNPACKING_FAULTS):
         while chunk := stream.read(PIECE):
             yield chunk
 
 
 def _arrow(file: DocumentFile) -> Iterator[Outcome]:
-    """Rows of a Parquet file, or of a file of a Hugging Face data set, which is a stream of Arrow's."""
+    """Yield the articles of a Parquet file, or of a file of a Hugging Face data set, which is an Arrow stream."""
     from pyarrow import ipc, parquet
 
     with open_unpacked(file.path) as stream:
@@ -354,7 +364,7 @@ def _arrow(file: DocumentFile) -> Iterator[Outcome]:
 
 
 def _check_columns(names: list[str]) -> list[str]:
-    """The columns that an article is made of. Raises BadRecord where none of them holds text."""
+    """Return the columns that are fields of an article. Raises BadRecord if none of them has text."""
     known = [name for name in names if name.strip().lower() in raw_records.FIELDS]
     if not any(name.strip().lower() in raw_records.TEXT for name in known):
         raise BadRecord(
@@ -363,19 +373,19 @@ def _check_columns(names: list[str]) -> list[str]:
     return known
 
 
-_PAGE = Format(partial(_whole, markup.web_page), ("lxml",))
-_MARKDOWN = Format(partial(_whole, markup.markdown), ("markdown_it", "lxml"))
+_PAGE = Format(partial(_converted, markup.web_page), ("lxml",))
+_MARKDOWN = Format(partial(_converted, markup.markdown), ("markdown_it", "lxml"))
 _TABLE = Format(_table, (), of_records=True, any_size=True)
 FORMATS = {
     ".txt": Format(_plain_text, any_size=True),
     ".md": _MARKDOWN,
     ".markdown": _MARKDOWN,
-    ".rst": Format(partial(_whole, markup.restructured_text), ("docutils", "lxml")),
+    ".rst": Format(partial(_converted, markup.restructured_text), ("docutils", "lxml")),
     ".html": _PAGE,
     ".htm": _PAGE,
     ".xhtml": _PAGE,
-    ".docx": Format(partial(_whole, markup.word_document), ("mammoth", "lxml")),
-    ".pdf": Format(partial(_whole, pdf.pdf_document), ("pypdfium2",)),
+    ".docx": Format(partial(_converted, markup.word_document), ("mammoth", "lxml")),
+    ".pdf": Format(partial(_converted, pdf.pdf_document), ("pypdfium2",)),
     ".json": Format(_json, (), of_records=True, any_size=True),
     ".jsonl": Format(_json_objects, (), of_records=True, any_size=True),
     ".csv": _TABLE,

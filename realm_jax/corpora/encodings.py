@@ -21,10 +21,10 @@ OTHER_ENCODINGS = "documents in another encoding than UTF-8"  # kinds of notes
 REPLACED = "undecodable bytes (replaced by U+FFFD)"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-SAMPLE_BYTES = 1 << 20  # of the lines that are not ASCII, for the detector
+SAMPLE_BYTES = 1 << 20  # of lines that are not ASCII, for the detector
 _OTHER_SHARE, _LEAST_CONFIDENCE = 0.3, 0.1  # texts in Greek, Thai or Chinese are found with 0.15 to 1
-_MOSTLY = 4  # times as many valid characters of UTF-8 as invalid bytes say more than what a page declares
-_FEW, _UNSURE = 3, 0.05  # so few accents say nothing; browsers take them for Western European
+_MOSTLY = 4  # with so many times more valid characters than invalid bytes, UTF-8 beats the declared encoding
+_FEW, _UNSURE = 3, 0.05  # too few accents to detect an encoding; browsers take them for Western European
 _NULS = 1_000  # a text has fewer than one NUL in so many bytes; text in UTF-16 has hundreds
 _MARKS = {  # UTF-32 comes first, because its mark begins with that of UTF-16
     codecs.BOM_UTF32_LE: "utf-32",
@@ -33,7 +33,7 @@ _MARKS = {  # UTF-32 comes first, because its mark begins with that of UTF-16
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-# What browsers read when a page names the encoding on the left, by Python's names (WHATWG, Encoding Standard).
+# Encodings that browsers use if a page declares the one on the left, by Python's names (WHATWG, Encoding Standard).
 _BROWSERS_READ = {
     "ascii": "cp1252",
     "iso8859-1": "cp1252",
@@ -59,7 +59,12 @@ _OTHER_WORD = regex.compile(r"\w*[^\x00-\x7f]\w*")
 
 
 class Encoding(NamedTuple):
-    """An encoding by Python's name, and how sure it is: 1 unless it was detected."""
+    """An encoding of text.
+
+    Attributes:
+        name: Python's name of it.
+        confidence: how sure it is, 1 unless it was detected.
+    """
 
     name: str
     confidence: float = 1.0
@@ -69,11 +74,18 @@ UTF_8 = Encoding("utf-8")
 
 
 def find_encoding(chunks: Iterable[bytes], is_page: bool = False) -> Encoding:
-    """Find the encoding of a text from all its bytes, in order. Raises BadRecord if they are no text, or none fits.
+    """Find the encoding of a text.
 
-    A byte order mark decides. Bytes are UTF-8 if they are valid, or if at least as many characters are valid as bytes
-    are not: a stray byte does not change how the rest is decoded. Otherwise a web page (`is_page`) may declare its
-    encoding, and of other texts it is detected.
+    A byte order mark decides. Otherwise the text is UTF-8 if at least as many characters are valid as bytes are
+    invalid, because a few stray bytes should not change how the rest is decoded. Otherwise a web page may declare its
+    encoding; that of other texts is detected.
+
+    Args:
+        chunks: all bytes, in order.
+        is_page: whether the text is a web page.
+
+    Raises:
+        BadRecord: the bytes are no text, or no known encoding fits.
     """
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     size = nuls = valid = invalid = sampled = 0
@@ -84,8 +96,10 @@ def find_encoding(chunks: Iterable[bytes], is_page: bool = False) -> Encoding:
             if head.startswith(mark):
                 return Encoding(name)
         size, nuls = size + len(chunk), nuls + chunk.count(b"\0")
+        # Most chunks of most files are ASCII, which needs no decoding.
         if chunk.isascii() and not line and _ESCAPE not in chunk:
             continue
+        # Invalid bytes become half surrogate pairs, which we can count.
         text = decoder.decode(chunk)
         stray = len(re.findall("[\udc80-\udcff]", text))
         invalid += stray
@@ -109,9 +123,9 @@ def find_encoding(chunks: Iterable[bytes], is_page: bool = False) -> Encoding:
 
 
 def _neighborhood(line: bytes) -> bytes:
-    """The words of a line that are not ASCII, with four words on either side.
+    """Return the words of a line that are not ASCII, with four words on either side.
 
-    A name or a sentence in another language should not drown in English.
+    Otherwise the detector would see too much English around a name or a sentence in another language.
     """
     words = line.split()
     near = {
@@ -124,7 +138,7 @@ def _neighborhood(line: bytes) -> bytes:
 
 
 def _declared(head: bytes) -> str | None:
-    """The encoding that a page declares in its first bytes, as browsers read it."""
+    """Return the encoding that a page declares in its first bytes, as browsers read it."""
     declared = _DECLARED.search(head)
     try:
         name = codecs.lookup(declared[1].decode()).name if declared else None
@@ -135,7 +149,7 @@ def _declared(head: bytes) -> str | None:
 
 
 def _detected(data: bytes) -> Encoding:
-    """The most probable encoding. Raises BadRecord if none fits.
+    """Return the most probable encoding. Raises BadRecord if none fits.
 
     The detector takes some short Latin texts for Hebrew or Russian. An encoding is less probable if it mixes alphabets
     within words: "café" is not "cafי".
@@ -166,9 +180,15 @@ def _detected(data: bytes) -> Encoding:
 
 
 def decode(data: bytes, notes: Notes, is_page: bool = False) -> str:
-    """Decode a document by `find_encoding`; U+FFFD stands for what is no text.
+    """Decode a document by `find_encoding`, with U+FFFD for bytes that are no text.
 
-    `notes` counts the encoding if it is not UTF-8, and the bytes that were replaced.
+    Args:
+        data: the document.
+        notes: counts the encoding if it is not UTF-8, and replaced bytes.
+        is_page: whether it is a web page.
+
+    Raises:
+        BadRecord: the bytes are no text, or no known encoding fits.
     """
     encoding = find_encoding([data], is_page)
     note_encoding(encoding, notes)
@@ -176,13 +196,23 @@ def decode(data: bytes, notes: Notes, is_page: bool = False) -> str:
 
 
 def note_encoding(encoding: Encoding, notes: Notes) -> None:
-    """Count a document that is not in UTF-8."""
+    """Count a document that is not in UTF-8.
+
+    Args:
+        encoding: of the document.
+        notes: the counts.
+    """
     if not encoding.name.startswith("utf-8"):
         notes[OTHER_ENCODINGS, f"{encoding.name} (confidence {encoding.confidence:.2f})"] += 1
 
 
 def without_nuls(text: str, notes: Notes) -> str:
-    """Replace NULs in a decoded text, and count these and the bytes that were replaced before."""
+    """Replace NULs in a decoded text by U+FFFD, and count all replacements.
+
+    Args:
+        text: the text.
+        notes: the counts.
+    """
     text = text.replace("\0", REPLACEMENT)
     if replaced := text.count(REPLACEMENT):
         notes[REPLACED, ""] += replaced

@@ -1,11 +1,11 @@
 """Convert documents with markup to titles and plain paragraphs: web pages, Markdown, reStructuredText, Word.
 
-A converter takes the bytes of a document and gives its title and text; `notes` counts what is left out, and BadRecord
-says that the bytes are no text, or an empty page. Markdown, reStructuredText and Word become HTML first, through
-libraries of the extra `documents`, which are imported where they are needed. One function takes the words out of HTML:
-a blank line stands between paragraphs, headings, list items and rows of tables. Text is left out only if the page
-itself says that it is not content (a script, a navigation bar), and these words are counted. Not for files: read
-`realm_jax.corpora.documents` next. Not for PDF: see `pdf.py`.
+A converter takes the bytes of a document and returns its title and text. `notes` counts omissions; BadRecord says that
+the bytes are no text, or an empty page. Libraries of the extra `documents`, which we import only when they are needed,
+convert Markdown, reStructuredText and Word to HTML. One function takes the words out of HTML, with a blank line between
+paragraphs, headings, list items and rows of tables. We leave out text only if the page itself marks it as no content (a
+script, a navigation bar), and count its words. Not for files: read `realm_jax.corpora.documents` next. Not for PDF: see
+`pdf.py`.
 """
 
 import io
@@ -23,7 +23,12 @@ from realm_jax.data.lines import BadRecord
 
 
 class Plain(NamedTuple):
-    """The title of a document, empty if it names none, and its text."""
+    """A document without markup.
+
+    Attributes:
+        title: empty if the document has none.
+        text: paragraphs with blank lines between them.
+    """
 
     title: str
     text: str
@@ -43,8 +48,8 @@ _NOT_SHOWN_WITHIN = (
     "//svg//title | //svg//desc | //svg//metadata | //math//annotation | //math//*[name()='annotation-xml']"
     " | //*[contains(@class, 'katex')]/*[contains(@class, 'katex-html')]"
 )
-# What a page marks as furniture: https://www.w3.org/TR/html-aam-1.0/ says that a footer is that of the page unless it
-# stands within one of these.
+# Elements that a page marks as furniture: https://www.w3.org/TR/html-aam-1.0/ says that a footer is that of the page
+# unless it is within one of these.
 _SECTIONS = ("article", "aside", "blockquote", "details", "dialog", "fieldset", "figure", "li", "main", "section", "td")
 _IS_OF_PAGE = f"not({' or '.join(f'ancestor::{name}' for name in _SECTIONS)})"
 _HAS_NO_CONTENT = "not(.//main or .//article or .//h1)"
@@ -53,7 +58,7 @@ _FURNITURE = {
     "footers": f"(//footer[{_IS_OF_PAGE}] | //*[@role='contentinfo'])[{_HAS_NO_CONTENT}]",
     "choices of forms": "//select | //datalist",
 }
-# A list of links whose id or class is one of these is navigation, too, if it holds nothing but links.
+# A list whose id or class is one of these is navigation, too, if it has only links.
 _NAVIGATION_NAMES = frozenset("breadcrumb breadcrumbs nav navbar navigation pagination".split())
 _MAIN = "//main | //*[@role='main']"
 _BLOCKS = frozenset(
@@ -79,19 +84,26 @@ _SPACE, _SPACE_IN_LINE, _BLANK_LINE = re.compile(r"\s+"), re.compile(r"[^\S\n]+"
 def web_page(data: bytes, notes: Notes) -> Plain:
     """Take the text of a web page, without navigation and footer, which the page itself marks as such.
 
-    If the page marks its main part, and that has most of the words that are no links, the rest is left out as well.
+    If the page marks its main part, and that has most of the words that are no links, we leave out the rest, too.
+
+    Args:
+        data: the page.
+        notes: counts replaced bytes and words that are left out.
+
+    Raises:
+        BadRecord: the bytes are no text, or the page is empty.
     """
     text = decode(data, notes, is_page=True)
     page, left_out = _tree(text), Notes()
-    whole = _words(page)
+    page_words = _words(page)
     for kind, path in _FURNITURE.items():
         _remove(page, page.xpath(path), kind, left_out)
     _remove(page, filter(_is_named_navigation, page.xpath("//div | //ul | //ol | //p")), "navigation", left_out)
-    if not _words(page) and whole:  # the page marks all of itself, so the marks mean nothing
+    if not _words(page) and page_words:  # the page marks all of itself, so the marks mean nothing
         page, left_out = _tree(text), Notes()
     main = _outermost(page.xpath(_MAIN))
     if sum(map(_unlinked_words, main)) * 2 > _unlinked_words(page):
-        # The heading of a page often stands before its main part, with a first paragraph.
+        # The heading of a page is often before its main part, with a first paragraph.
         headings = [] if any(part.xpath(".//h1") for part in main) else page.xpath("//h1")
         around_main = {ancestor for part in main for ancestor in part.iterancestors()}
         heads = [h1 if h1.getparent() in around_main else h1.getparent() for h1 in headings]
@@ -118,7 +130,7 @@ def _is_named_navigation(element: Any) -> bool:
 
 
 def _outermost(elements: list[Any]) -> list[Any]:
-    """The elements that are not within others of the list."""
+    """Return the elements that are not within others of the list."""
     listed = set(elements)
     return [element for element in elements if listed.isdisjoint(element.iterancestors())]
 
@@ -132,13 +144,11 @@ def _remove(page: Any, elements: Iterable[Any], kind: str, left_out: Notes) -> N
 
 
 def _tree(text: str) -> Any:
-    """Parse a page. Elements that are not shown are gone. Raises BadRecord if nothing is on it.
-
-    An XML declaration may name an encoding, which decoded text has no more.
-    """
+    """Parse a page, without elements that are not shown. Raises BadRecord if nothing is on it."""
     from lxml import etree, html
 
     parser = html.HTMLParser(huge_tree=True)  # otherwise the parser stops at 256 levels
+    # An XML declaration may name an encoding, which is wrong for decoded text.
     text = re.sub(r"^\s*<\?xml[^>]*>", "", _CONTROL.sub(" ", text))
     text = _END_OF_PAGE.sub("", _CHARACTER_DATA.sub(lambda data: escape(data[1]), text))
     try:
@@ -159,7 +169,7 @@ def _tree(text: str) -> Any:
 
 
 def _plain(parts: list[Any], page: Any) -> Plain:
-    """The words of some parts of a page. Its title is their first heading, otherwise what the head of the page says."""
+    """Return the words of some parts of a page. The title is their first heading, or else that of the page's head."""
     headings = [heading for part in parts for heading in part.xpath(".//h1")]
     headings += [*page.xpath("//head/title"), *page.xpath("//h1 | //h2")]
     titles = (" ".join(element.text_content().split()) for element in headings)
@@ -171,7 +181,7 @@ def _plain(parts: list[Any], page: Any) -> Plain:
 
 
 def _pieces(root: Any) -> Iterator[str]:
-    """The text of an element. Line ends come from its structure, and from the text within `pre`."""
+    """Yield the text of an element. Line ends come from its structure, and from the text within `pre`."""
     from lxml import etree
 
     depth = 0  # of elements whose line ends count
@@ -188,7 +198,7 @@ def _pieces(root: Any) -> Iterator[str]:
             yield "\n"
         elif is_start and tag == "img" and len(_PROSE_WORD.findall(element.get("alt", ""))) >= 3:
             yield f" {element.get('alt')} "
-        elif tag == "rt":  # how the characters before it are read
+        elif tag == "rt":  # pronunciation of the characters before it
             yield "(" if is_start else ")"
         elif isinstance(tag, str) and "-" in tag:  # an element of the page's own, perhaps a block
             yield " "
@@ -203,18 +213,18 @@ def _pieces(root: Any) -> Iterator[str]:
 
 
 def _item_number(item: Any) -> str:
-    """The number of an item of a list that does not begin with 1, or with letters: it may be a year or an initial."""
+    """Return the number of an item, which may be a year or an initial, if its list has letters or begins after 1."""
     parent = item.getparent()
     if parent is None or parent.tag != "ol":
         return ""
-    start, place = parent.get("start", "1"), len([other for other in item.itersiblings("li", preceding=True)])
+    start, index = parent.get("start", "1"), len([*item.itersiblings("li", preceding=True)])
     style = parent.get("class", "")
-    if "alpha" in style and start.isdecimal() and int(start) + place <= 26:
-        letter = chr(ord("a") - 1 + int(start) + place)
+    if "alpha" in style and start.isdecimal() and int(start) + index <= 26:
+        letter = chr(ord("a") - 1 + int(start) + index)
         return f"{letter.upper() if 'upper' in style else letter}."
-    if "upperroman" in style and place == 0 and len(parent) == 1:
+    if "upperroman" in style and index == 0 and len(parent) == 1:
         return "I."
-    return f"{int(start) + place}." if start.isdecimal() and int(start) > 1 else ""
+    return f"{int(start) + index}." if start.isdecimal() and int(start) > 1 else ""
 
 
 # --- Markdown ---------------------------------------------------------------------------------------------------------
@@ -225,7 +235,7 @@ _FRONT_MATTER = re.compile(
 )
 _ALERT = re.compile(r"^(>\s*)\[!\w+\]", re.MULTILINE)  # GitHub's notes: > [!TIP]
 
-# What is markup in HTML within Markdown; other text in angle brackets is words: <placeholder>, a<b and c>d.
+# Markup of HTML within Markdown; other text in angle brackets is words: <placeholder>, a<b and c>d.
 _HTML = re.compile(
     r"""(?P<gone><!--.*?-->                                            # a comment
       |  <(?P<code>script|style)\b[^<>]*>(?:[^\S\n]*\n.*?)?\s*</(?P=code)\s*>   # whose first line holds nothing else
@@ -257,13 +267,22 @@ _ENDS = ("", r"</(?:script|style|pre|textarea)>", "-->", r"\?>", r"\]\]>", ">")
 
 
 def markdown(data: bytes, notes: Notes) -> Plain:
-    """Take the text of a Markdown document. Its title is that of the front matter, otherwise the first heading."""
+    """Take the text of a Markdown document. Its title is that of the front matter, otherwise the first heading.
+
+    Args:
+        data: the document.
+        notes: counts replaced bytes and keys of front matter that are left out.
+
+    Raises:
+        BadRecord: the bytes are no text.
+    """
     text = decode(data, notes).replace("\r\n", "\n")
     front = _FRONT_MATTER.match(text)
     keys = _front_matter(front["mark"], front["keys"]) if front else None
     if front and keys is not None:
         text = text[front.end() :]
     plain = _of_html(_markdown_to_html(_ALERT.sub(r"\1", text)))
+    # Front matter may have sentences that the document does not repeat.
     title, prose = "", list[str]()
     for key, value in (keys or {}).items():
         strings = _strings(value)
@@ -277,7 +296,7 @@ def markdown(data: bytes, notes: Notes) -> Plain:
 
 
 def _strings(value: Any) -> list[str]:
-    """All strings in a value of front matter."""
+    """Return all strings in a value of front matter."""
     if isinstance(value, dict | list):
         return [text for part in (value.values() if isinstance(value, dict) else value) for text in _strings(part)]
     # YAML may spell a character as two halves, as JSON does.
@@ -285,7 +304,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _front_matter(mark: str, text: str) -> dict[Any, Any] | None:
-    """The keys of front matter; None if it is text: a rule, a line of prose, a rule."""
+    """Return the keys of front matter; None if it is text: a rule, a line of prose, a rule."""
     import yaml
 
     try:
@@ -297,15 +316,15 @@ def _front_matter(mark: str, text: str) -> dict[Any, Any] | None:
 
 
 def _markdown_to_html(text: str) -> str:
-    """HTML of Markdown, in which tags are markup only if they are meant so."""
+    """Convert Markdown to HTML, in which only real tags are markup. The inner functions are rules of the parser."""
     from markdown_it import MarkdownIt
     from markdown_it.rules_block import html_block, reference, table
     from markdown_it.rules_block.table import escapedSplit
 
     ended = {name.lower() for name in re.findall(r"</([A-Za-z][A-Za-z0-9]*)\s*>", text)}
 
-    def tags(self: Any, tokens: Any, index: int, *_: Any) -> str:
-        """HTML in which all tags that are words are escaped."""
+    def render_html(self: Any, tokens: Any, index: int, *_: Any) -> str:
+        # Escape the tags that are words.
         html: str = tokens[index].content
         is_block, parts, end = tokens[index].type == "html_block", list[str](), 0
         for tag in _HTML.finditer(html):
@@ -326,8 +345,8 @@ def _markdown_to_html(text: str) -> str:
             return True
         return name in ended and name in _WITH_END | _BLOCK_MARKUP
 
-    def block(state: Any, line: int, end_line: int, silent: bool) -> bool:
-        """A block of HTML, unless it would go to the end of the document because nothing ends it."""
+    def closed_block(state: Any, line: int, end_line: int, silent: bool) -> bool:
+        # Parse a block of HTML, unless it would go to the end of the document because nothing ends it.
         begin = state.bMarks[line] + state.tShift[line]
         if (opening := _BEGIN.match(state.src, begin)) and not re.compile(_ENDS[opening.lastindex or 0], re.I).search(
             state.src, begin, state.eMarks[end_line - 1]
@@ -335,8 +354,8 @@ def _markdown_to_html(text: str) -> str:
             return False
         return html_block(state, line, end_line, silent)
 
-    def wide_table(state: Any, line: int, end_line: int, silent: bool) -> bool:
-        """A table, unless a row has more cells than the first one: the parser would drop them."""
+    def full_table(state: Any, line: int, end_line: int, silent: bool) -> bool:
+        # Parse a table, unless a row has more cells than the first one, because the parser would drop them.
         rows = []
         delimiters = state.getLines(line + 1, line + 2, 0, False) if line + 1 < end_line else ""
         if not _DELIMITER_ROW.fullmatch(delimiters.strip("> \t\n")):
@@ -348,7 +367,7 @@ def _markdown_to_html(text: str) -> str:
         return max(rows, default=0) <= rows[0] and table(state, line, end_line, silent) if rows else False
 
     def link_target(state: Any, line: int, end_line: int, silent: bool) -> bool:
-        """The target of a link such as `[1]: https://x.org`, unless it is words: `[Status]: done/released`."""
+        # Parse the target of a link such as `[1]: https://x.org`, unless it is words: `[Status]: done/released`.
         target = _LINK_TARGET.match(state.src, state.bMarks[line] + state.tShift[line])
         is_used = target is not None and text.lower().count(target[1].lower()) > 1
         if target is None or not (is_used or _ADDRESS.match(target[2])):
@@ -356,16 +375,16 @@ def _markdown_to_html(text: str) -> str:
         return reference(state, line, end_line, silent)
 
     parser = MarkdownIt("commonmark", {"maxNesting": 200}).enable("table").enable("strikethrough")
-    parser.block.ruler.at("html_block", block, {"alt": ["paragraph", "reference", "blockquote"]})
-    parser.block.ruler.at("table", wide_table, {"alt": ["paragraph", "reference"]})
+    parser.block.ruler.at("html_block", closed_block, {"alt": ["paragraph", "reference", "blockquote"]})
+    parser.block.ruler.at("table", full_table, {"alt": ["paragraph", "reference"]})
     parser.block.ruler.at("reference", link_target)
-    parser.add_render_rule("html_block", tags)
-    parser.add_render_rule("html_inline", tags)
+    parser.add_render_rule("html_block", render_html)
+    parser.add_render_rule("html_inline", render_html)
     return str(parser.render(text))
 
 
 def _escaped(html: str) -> str:
-    """Text between tags, in which `<` is a character and entities stay."""
+    """Escape text between tags, in which `<` is a character and entities stay."""
     return html.replace("<", "&lt;").replace(">", "&gt;")
 
 
@@ -400,20 +419,28 @@ _SETTING_OPTIONS = frozenset(
     "width".split()
 )
 _OWN_DIRECTIVES = _CODE | _SETTINGS | {"class", "index"}  # docutils knows some of them as something else
-_ERROR = 3  # docutils' level of what it cannot read; what it reads in spite of a fault has a lower one
+_ERROR = 3  # docutils' level of text that it cannot read; text that it reads in spite of an error has a lower one
 
 
 def restructured_text(data: bytes, notes: Notes) -> Plain:
     """Take the text of a reStructuredText document.
 
-    Of directives and roles that docutils does not know, such as those of Sphinx, all words are text. What docutils
-    cannot read, such as a malformed table, stays as it is written.
+    All words of directives and roles that docutils does not know, such as those of Sphinx, are text. Markup that
+    docutils cannot read, such as a malformed table, stays as it is written.
+
+    Args:
+        data: the document.
+        notes: counts replaced bytes.
+
+    Raises:
+        BadRecord: the bytes are no text.
     """
     from docutils import nodes
     from docutils.core import publish_doctree, publish_from_doctree
 
     text = _SLIPS.sub(lambda slip: f"{slip[1]} " if slip[1] else f"{slip[2]}:", decode(data, notes))
     _know_names_in(text)
+    # A document must not read other files, and a user's configuration must not change the corpus.
     settings = dict[str, Any](report_level=1, halt_level=5, warning_stream=False, _disable_config=True)
     settings |= {"file_insertion_enabled": False, "raw_enabled": True, "math_output": "LaTeX"}
     settings |= {"line_length_limit": len(text) + 1}  # docutils would read no line of a document with a longer one
@@ -423,6 +450,7 @@ def restructured_text(data: bytes, notes: Notes) -> Plain:
     for section in document.findall(nodes.section):
         if "system-messages" in section["classes"]:
             section.pop(0)  # its title
+    # Replace each error message by the source text that docutils could not read.
     for message in list(document.findall(nodes.system_message)):
         unread = list(message.findall(nodes.literal_block)) if message["level"] >= _ERROR else []
         message.parent.replace(message, unread)
@@ -437,7 +465,7 @@ def _know_names_in(text: str) -> None:
     from docutils import nodes
     from docutils.parsers.rst import directives, languages, roles
 
-    def words(role: str, raw: str, shown: str, *_: Any, **__: Any) -> tuple[list[Any], list[Any]]:
+    def words_of_role(role: str, raw: str, shown: str, *_: Any, **__: Any) -> tuple[list[Any], list[Any]]:
         is_reference = role.rpartition(":")[2] in _REFERENCES and not role.startswith(("c:", "cpp:"))
         return [nodes.inline(raw, _TARGET.sub("", shown).lstrip("~!") if is_reference else shown)], []
 
@@ -445,11 +473,11 @@ def _know_names_in(text: str) -> None:
     for name in {name.lower() for name in _DIRECTIVE.findall(text)} - {*known.directives} | _OWN_DIRECTIVES:
         directives.register_directive(name, _any_directive())
     for name in {name.lower() for name in _ROLE.findall(text)} - {*known.roles}:
-        roles.register_local_role(name, words)
+        roles.register_local_role(name, words_of_role)
 
 
 def _any_directive() -> Any:
-    """A directive of any name, whose words are text: on its line, below it, and in options that a reader sees."""
+    """Make a directive of any name whose words are text: on its line, below it, and in options that a reader sees."""
     from docutils import nodes
     from docutils.parsers.rst import Directive
 
@@ -461,6 +489,7 @@ def _any_directive() -> Any:
                 return []
             has_line = bool(self.block_text.split("\n")[0].partition("::")[2].strip())
             lines, body = ([self.content[0]], self.content[1:]) if has_line else ([], self.content)
+            # Options are lines `:name: value`, and their values may continue on indented lines.
             options = 0  # lines of them
             while options < len(body) and (option := _OPTION.match(body[options])):
                 value = [option[2] or ""]
@@ -501,9 +530,18 @@ _WRAPPERS = tuple(f"{_WORD}{name}" for name in ("fldSimple", "customXml", "dir",
 
 
 def word_document(data: bytes, notes: Notes) -> Plain:
-    """Take the text of a Word file (.docx). Its title is a heading, otherwise that of the file's properties."""
+    """Take the text of a Word file (.docx). Its title is a heading, otherwise that of the file's properties.
+
+    Args:
+        data: the file.
+        notes: counts elements that are left out.
+
+    Raises:
+        BadRecord: the file is too large.
+    """
     import mammoth
 
+    # Word files are zip archives; check the size before we unpack one.
     with zipfile.ZipFile(io.BytesIO(data)) as packed:
         if sum(entry.file_size for entry in packed.infolist()) > LARGEST_UNPACKED:
             raise BadRecord(f"it unpacks to more than {LARGEST_UNPACKED:,} bytes", "split it", "too large")
@@ -511,6 +549,7 @@ def word_document(data: bytes, notes: Notes) -> Plain:
     with zipfile.ZipFile(target := io.BytesIO(), "w") as packed:
         for name, content in parts.items():
             packed.writestr(name, _readable(content) if _WITH_TEXT.fullmatch(name) else content)
+    # Pictures have no text; a paragraph in the style "Title" is the first heading.
     style = "p[style-name='Title'] => h1:fresh"
     no_images = mammoth.images.img_element(lambda _: {})
     result = mammoth.convert_to_html(target, style_map=style, convert_image=no_images)
@@ -520,12 +559,12 @@ def word_document(data: bytes, notes: Notes) -> Plain:
     plain, properties = _of_html(result.value), parts.get("docProps/core.xml")
     if plain.title or properties is None:
         return plain
-    named = ElementTree.fromstring(properties).findtext("{http://purl.org/dc/elements/1.1/}title") or ""
-    return plain._replace(title=" ".join(named.split()))
+    title = ElementTree.fromstring(properties).findtext("{http://purl.org/dc/elements/1.1/}title") or ""
+    return plain._replace(title=" ".join(title.split()))
 
 
 def _readable(xml: bytes) -> bytes:
-    """Part of a Word file in which formulas are text, and nothing is within elements that mammoth passes over."""
+    """Rewrite a part of a Word file so that mammoth reads formulas, text boxes and text in elements that it ignores."""
     from lxml import etree
 
     root = etree.fromstring(xml, etree.XMLParser(resolve_entities=False, huge_tree=True))
@@ -538,20 +577,20 @@ def _readable(xml: bytes) -> bytes:
         # mammoth reads text boxes of old versions of Word, which newer ones write as well, as a fallback.
         around = [ancestor.tag for ancestor in box.iterancestors()]
         alternatives = box.iterancestors(f"{_COMPATIBILITY}AlternateContent")
-        has_fallback = any(one.find(f"{_COMPATIBILITY}Fallback") is not None for one in alternatives)
+        has_fallback = any(choice.find(f"{_COMPATIBILITY}Fallback") is not None for choice in alternatives)
         if not has_fallback and f"{_WORD}pict" not in around:
             for paragraph in islice(box.iterancestors(f"{_WORD}p"), 1):
                 for content in reversed(box):
                     paragraph.addnext(content)
     for line_break in root.iter(f"{_WORD}cr"):
         line_break.tag = f"{_WORD}br"
-    etree.strip_elements(root, f"{_WORD}rt", with_tail=False)  # how the characters of a ruby are read
+    etree.strip_elements(root, f"{_WORD}rt", with_tail=False)  # pronunciation of the characters of a ruby
     etree.strip_tags(root, *_WRAPPERS, f"{_MATH}oMathPara")
     return bytes(etree.tostring(root))
 
 
 def _formula(element: Any) -> str:
-    """A formula of Word as one line, such as (x+1)/(y+2)."""
+    """Write a formula of Word as one line, such as (x+1)/(y+2)."""
     name = element.tag.rpartition("}")[2] if isinstance(element.tag, str) else ""
     if name == "t":
         return element.text or ""
@@ -561,6 +600,7 @@ def _formula(element: Any) -> str:
     for child in element:
         part.setdefault(str(child.tag).rpartition("}")[2], []).append(_formula(child))
     e, sub, sup = ("".join(part.get(key, ())) for key in ("e", "sub", "sup"))
+    # Elements: e is the base, sub and sup are the indices, num and den the parts of a fraction.
     limits = (f"_{_grouped(sub)}" if sub else "") + (f"^{_grouped(sup)}" if sup else "")
 
     def character(key: str, default: str) -> str:
@@ -597,7 +637,7 @@ def _grouped(text: str) -> str:
 
 
 def _of_html(text: str) -> Plain:
-    """The title and text of HTML that a converter made, in which nothing is furniture."""
+    """Take title and text of HTML that a converter made, in which nothing is furniture."""
     if not text.strip():
         return Plain("", "")
     page = _tree(text)

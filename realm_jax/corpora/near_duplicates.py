@@ -37,6 +37,7 @@ def fingerprint(article: Article) -> NDArray[np.void]:
     """Return the FINGERPRINT of an article [1]: hexadecimal hashes, and the minima of its runs of words."""
     from datasketch import MinHash
 
+    # A text with fewer words than a shingle is one shingle.
     words = _WORD.findall(article.text.lower())
     starts = range(max(1, len(words) - SHINGLE + 1))
     minhash = MinHash(HASHES, scheme="affine32")  # named, since the default changes with versions of the library
@@ -44,12 +45,11 @@ def fingerprint(article: Article) -> NDArray[np.void]:
         [" ".join(words[start : start + SHINGLE]).encode("utf-8", "surrogatepass") for start in starts]
     )
     content = "\0".join((article.id, article.title, article.text))
-    hashes = (_digest(content, 16), _digest(article.id, 8), _digest(article.text, 8))
+    hashes = [
+        hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=size).hexdigest().encode()
+        for text, size in ((content, 16), (article.id, 8), (article.text, 8))
+    ]
     return np.array([(*hashes, minhash.hashvalues)], FINGERPRINT)
-
-
-def _digest(text: str, size: int) -> bytes:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=size).hexdigest().encode()
 
 
 def find_near_duplicates(fingerprints: Sequence[NDArray[np.void]]) -> NDArray[np.uint8]:
@@ -60,8 +60,8 @@ def find_near_duplicates(fingerprints: Sequence[NDArray[np.void]]) -> NDArray[np
     """
     from datasketch import MinHash, MinHashLSH
 
-    articles = np.concatenate([np.zeros(0, FINGERPRINT), *fingerprints])
-    reasons = np.zeros(len(articles), np.uint8)
+    articles = np.concatenate([np.zeros(0, FINGERPRINT), *fingerprints])  # [articles]
+    reasons = np.zeros(len(articles), np.uint8)  # [articles]
     texts, ids, similar = set[bytes](), set[bytes](), MinHashLSH(THRESHOLD, HASHES)
     for row in np.argsort(articles["key"], kind="stable").tolist():
         article = articles[row]
@@ -83,7 +83,15 @@ def find_near_duplicates(fingerprints: Sequence[NDArray[np.void]]) -> NDArray[np
 
 
 def fingerprint_shard(url: str, shard: int) -> int:
-    """Write the fingerprints of a shard of the folder `url`, unless they are there, and return their number."""
+    """Write the fingerprints of a shard, unless they exist.
+
+    Args:
+        url: of the folder of the shards.
+        shard: its number.
+
+    Returns:
+        Number of fingerprints that were written.
+    """
     folder, name = open_folder(url), shard_file(shard, "fingerprints")
     if name in folder.names():
         return 0
@@ -93,15 +101,23 @@ def fingerprint_shard(url: str, shard: int) -> int:
 
 
 def drop_near_duplicates(url: str, shards: int) -> Counter[str]:
-    """Decide which articles are copies, once all shards have fingerprints, and return their number by reason."""
+    """Decide which articles are copies, once all shards have fingerprints.
+
+    Args:
+        url: of the folder of the shards.
+        shards: their number.
+
+    Returns:
+        Number of copies by reason.
+    """
     folder = open_folder(url)
     if COPIES not in folder.names():
         names = [shard_file(shard, "fingerprints") for shard in range(shards)]
         fingerprints = [np.frombuffer(folder.read(name), FINGERPRINT) for name in names]
         reasons = find_near_duplicates(fingerprints)
-        ends = np.cumsum([len(of_shard) for of_shard in fingerprints])
-        for shard, of_shard in enumerate(np.split(reasons, ends[:-1])):
-            folder.write(shard_file(shard, "copies"), of_shard.tobytes())
+        ends = np.cumsum([len(shard_fingerprints) for shard_fingerprints in fingerprints])  # [shards]
+        for shard, shard_reasons in enumerate(np.split(reasons, ends[:-1])):
+            folder.write(shard_file(shard, "copies"), shard_reasons.tobytes())
         counts = {reason: int((reasons == code).sum()) for code, reason in enumerate(REASONS) if code}
         folder.write_json(COPIES, {reason: times for reason, times in counts.items() if times})
         for name in names:

@@ -1,10 +1,10 @@
-"""News as text to pre-train on: what an extracted article loses, and which articles are left out.
+"""Clean news articles for pre-training, and choose which ones stay.
 
-`clean` is a pure function of one article. Lines that are not prose (share buttons, copyright notices, headings) go,
-every line that is left becomes a paragraph, and the article stays if it is prose of a usual length in a wanted
-language. The rules are few and for English. Were each of 286,000 sentences of Wikipedia a line, 21 would be taken for
-part of the page; headings go besides. Not for copies of one article, which news is full of: see `near_duplicates.py`.
-Not for files: see `raw_records.py`.
+`clean` is a pure function of one article. It removes lines that are not prose (share buttons, copyright notices,
+headings), makes a paragraph of every other line, and keeps the article if it is prose of a usual length in a wanted
+language. The rules are few and for English. If each of 286,000 sentences of Wikipedia were a line, the rules would
+remove 21. Not for copies of one article, which are common in news: see `near_duplicates.py`. Not for files: see
+`raw_records.py`.
 """
 
 import re
@@ -16,9 +16,9 @@ from realm_jax.data import sentences
 from realm_jax.data.languages import language
 from realm_jax.data.lines import sample
 
-# Which articles stay; PREPARED.json records these. Ranges hold both ends and count what is left after cleaning: shorter
-# than the lower ends are stubs, galleries and failed extractions; longer than the upper ends are lists, transcripts and
-# pages glued together. Languages are ISO 639-1 codes, none for all. An article needs no title.
+# Rules for articles to stay; PREPARED.json records these. Ranges include both ends and count the cleaned text: shorter
+# texts are stubs, galleries and failed extractions; longer ones are lists, transcripts and several pages in one.
+# Languages are ISO 639-1 codes, none for all. An article needs no title.
 RULES: dict[str, Any] = {
     "languages": ["en"],
     "characters": [200, 100_000],
@@ -29,7 +29,12 @@ RULES: dict[str, Any] = {
 
 
 def clean(article: Article, rules: dict[str, Any] = RULES) -> Outcome:
-    """The article with a title of one line and with paragraphs apart by blank lines, or why it is left out."""
+    """Return an article with a title of one line and blank lines between paragraphs, or why it is left out.
+
+    Args:
+        article: as it was extracted from a page.
+        rules: like `RULES`.
+    """
     title = " ".join(_lines(article.title))
     text = "\n\n".join(_paragraphs(_lines(article.text)))
     for name, parts in (("characters", str), ("words", str.split), ("sentences", sentences.split)):
@@ -46,13 +51,13 @@ def clean(article: Article, rules: dict[str, Any] = RULES) -> Outcome:
 
 _LINE_END = re.compile("\r\n?|[\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
 # Control characters, marks of direction and of possible breaks, and halves of surrogate pairs. The two joiners stay:
-# some scripts are spelt with them.
+# some scripts are spelled with them.
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0e-\x1b\x1f\x7f-\x84\x86-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
 _MARKUP_LEFT = re.compile(r"^(?:[•·▪●■►–*-]\s+)+")
 
-# A line that opens like this is none of the article's prose, unless it is as long as a paragraph.
+# A line that begins like this is not part of the article, unless it is as long as a paragraph.
 _BOILERPLATE = re.compile(
     r"""(?ix) \W*(?:
         copyright\b .{0,60} \b(?:19|20)\d\d | (?:©|\(c\)) .{0,40} \b(?:19|20)\d\d | all\ rights\ reserved\b
@@ -89,13 +94,13 @@ _GLUED = re.compile(
 
 
 def _lines(text: str) -> list[str]:
-    """Lines with something in them, without control characters, and with single spaces."""
+    """Return the lines that are not blank, without control characters, and with single spaces."""
     text = _INVISIBLE.sub("", _LINE_END.sub("\n", text))
     return [line for line in (" ".join(line.split()) for line in text.split("\n")) if line]
 
 
 def _paragraphs(lines: Sequence[str]) -> list[str]:
-    """The lines that are prose. One that goes on with a small letter belongs to the sentence left open before it."""
+    """Return the lines that are prose. A line that begins with a small letter may continue the one before."""
     paragraphs: list[str] = []
     for line in lines:
         line = _GLUED.sub(" ", _MARKUP_LEFT.sub("", line))
@@ -109,5 +114,5 @@ def _paragraphs(lines: Sequence[str]) -> list[str]:
 
 
 def _is_boilerplate(line: str) -> bool:
-    """Whether a line belongs to the page around an article."""
+    """Return True if a line belongs to the page around an article."""
     return not line or (line.count(" ") < _LONGEST_BOILERPLATE and _BOILERPLATE.match(line) is not None)

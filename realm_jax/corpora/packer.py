@@ -1,10 +1,10 @@
 """Articles to passages: sentences, tokens, greedy packing, salient spans; written as a passage store.
 
-Each passage is a run of whole sentences of one article that fits the limit together with the title and three special
-pieces; a sentence that is too long by itself is split between words where it can be. The passages of an article hold
-every character of its text, those without tokens too, but for white space at the ends of passages. A shard of articles
-is packed by one worker, on this machine or another; the store is the same, byte for byte, whatever their number. Not
-for reading files: see `realm_jax.corpora.texts`. Read `pack_shard` next, then `PassagePacker`.
+Each passage is a run of complete sentences of one article that fits the limit together with the title and three special
+tokens; we split a sentence that is too long, between words if possible. The passages of an article contain every
+character of its text, even those without tokens, except white space at the ends of passages. One worker packs a shard
+of articles, on this machine or another; the store is the same, byte for byte, for any number of workers. Not for
+reading files: see `realm_jax.corpora.texts`. Read `pack_shard` next, then `PassagePacker`.
 """
 
 import os
@@ -25,17 +25,24 @@ from realm_jax.data.tokenizer import Tokenizer, Tokens
 from realm_jax.errors import UserError
 from realm_jax.storage import open_folder
 
-PACKED = "packed.json"  # a file beside a shard that became a segment
-SMALLEST_LIMIT = 16  # below this a title leaves no room worth packing into
+PACKED = "packed.json"  # a file next to a shard that became a segment
+SMALLEST_LIMIT = 16  # below this a title leaves no room for text
 _BATCH_ARTICLES = 512
 _BATCH_CHARACTERS = 1_000_000  # about a second of work and tens of MB of tokens with their offsets
 
 
 @dataclass(slots=True)
 class PackingSummary:
-    """Counts of articles by outcome. wordless: ids of those skipped for having no words; notes: other changes.
+    """Counts of articles by outcome.
 
-    tokens, unknown: tokens of the texts, and how many of them are [UNK].
+    Attributes:
+        articles: articles that were read.
+        documents: articles with passages.
+        passages: of these documents.
+        tokens: of the texts.
+        unknown: tokens that are [UNK].
+        wordless: ids of articles that were skipped because they have no words.
+        notes: counts of other changes.
     """
 
     articles: int = 0
@@ -58,15 +65,16 @@ class PackingSummary:
 
     @property
     def unknown_share(self) -> float:
-        """The share of tokens that are [UNK]."""
+        """Return the share of tokens that are [UNK]."""
         return self.unknown / max(1, self.tokens)
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object, which a Counter is too."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        """Return the counts as a JSON object; a Counter becomes one by itself."""
+        return {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
+        """Read the counts of `to_json`."""
         return cls(**value | {"notes": Counter(value["notes"])})
 
 
@@ -80,9 +88,16 @@ def build_store(
 ) -> PackingSummary:
     """Pack articles into the passage store `folder` (a new one, or one more segment of an existing one).
 
-    `limit` counts the pieces of title and body and the three special ones of the document layout. `finder` names a
-    salient-span finder. `replaces`: ids of documents of an existing store that the new segment takes the place of.
-    Raises UserError when no article has words; the folder is then as before.
+    Args:
+        articles: the articles.
+        tokenizer: makes the tokens.
+        folder: the store's folder.
+        limit: most tokens of a passage, title and three special tokens included.
+        finder: name of a salient-span finder.
+        replaces: ids of documents of an existing store that the new segment replaces.
+
+    Raises:
+        UserError: no article has words; the folder is then as before.
     """
     packer = PassagePacker(tokenizer, limit, finder)
     with append_segment(folder, tokenizer, limit, replaces) as writer:
@@ -93,19 +108,28 @@ def build_store(
 
 
 def _write(writer: SegmentWriter, packer: "PassagePacker", articles: Iterable[Article]) -> PackingSummary:
-    """Add the passages of articles; what became of these."""
+    """Write the passages of articles."""
     summary = PackingSummary()
     for batch in _batches(articles):
-        passages, of_batch = packer(batch)
+        passages, batch_summary = packer(batch)
         writer.write(passages)
-        summary.add(of_batch)
+        summary.add(batch_summary)
     return summary
 
 
 def pack_shard(packer: "PassagePacker", store: str, articles: str, shard: int) -> int:
-    """Make a shard of articles a segment of `store`, and write beside the shard what became of it.
+    """Make a segment of a store from a shard of articles, and write its summary next to the shard.
 
-    articles, store: paths or URLs. Into a bucket a segment is carried file by file. Returns the number of articles.
+    A segment in a bucket is first written to this machine's disk, and then copied file by file.
+
+    Args:
+        packer: makes passages.
+        store: path or URL of the store's folder.
+        articles: path or URL of the folder of the shards.
+        shard: its number.
+
+    Returns:
+        Number of articles.
     """
     source = open_folder(articles)
     with tempfile.TemporaryDirectory() as scratch:
@@ -140,14 +164,20 @@ class PassagePacker:
         return (PassagePacker, (self.tokenizer, self.limit, self._finder_name))
 
     def __call__(self, articles: list[Article]) -> tuple[list[Passage], PackingSummary]:
-        """Rows of a batch of articles, in order, and what became of them."""
+        """Return the rows of a batch of articles, in order, and their counts."""
         summary = PackingSummary(articles=len(articles))
-        texts = [_without_title_line(article) for article in articles]
+        texts = []
+        for article in articles:  # without a first line that repeats the title, as old versions of WikiExtractor write
+            first, _, rest = article.text.lstrip().partition("\n")
+            repeats_title = rest.strip() and first.strip() == article.title.strip()
+            texts.append(rest if repeats_title else article.text)
         titles, bodies = self.tokenizer.tokens([article.title for article in articles]), self.tokenizer.tokens(texts)
         spans_of_texts = self._find.find_many(texts)
         passages: list[Passage] = []
-        for article, text, title, tokens, found in zip(articles, texts, titles, bodies, spans_of_texts, strict=True):
-            rows = self._passages(article, text, title, tokens, found, summary)
+        for article, text, title, tokens, spans_of_text in zip(
+            articles, texts, titles, bodies, spans_of_texts, strict=True
+        ):
+            rows = self._passages(article, text, title, tokens, spans_of_text, summary)
             if rows:
                 summary.documents += 1
             else:
@@ -162,28 +192,27 @@ class PassagePacker:
         self, article: Article, text: str, title: Tokens, tokens: Tokens, spans_of_text: list[spans.Span],
         summary: PackingSummary,
     ) -> list[Passage]:  # fmt: skip
-        """All passages of one article."""
+        """Return the passages of one article, and count in `summary`."""
         title_tokens = title.ids[: passage_packing.max_title(self.limit)]
         summary.notes["long titles shortened"] += len(title.ids) > len(title_tokens)
-        room = passage_packing.body_room(len(title_tokens), self.limit)
-        of_sentences = passage_packing.sentence_parts(text, tokens, sentences.split(text), room)
-        summary.notes["long sentences split"] += sum(len(parts) > 1 for parts in of_sentences)
-        parts = [*chain.from_iterable(of_sentences)]
+        max_tokens = passage_packing.body_room(len(title_tokens), self.limit)
+        parts_of_sentences = passage_packing.sentence_parts(text, tokens, sentences.split(text), max_tokens)
+        summary.notes["long sentences split"] += sum(len(parts) > 1 for parts in parts_of_sentences)
+        parts = [*chain.from_iterable(parts_of_sentences)]
         if not parts:
             return []
-        borders = np.array([(part.start, part.stop) for part in parts])
-        columns = *tokens, borders, self.tokenizer.unk_id
-        found = spans.to_token_spans(spans_of_text, *columns)
+        borders = np.array([(part.start, part.stop) for part in parts])  # [parts, 2], in tokens
+        token_spans = spans.to_token_spans(spans_of_text, *tokens, borders, self.tokenizer.unk_id)
         rows = passage_packing.pack([part.stop - part.start for part in parts], len(title_tokens), self.limit)
         begins = [*(parts[first].start for first, _ in rows), len(tokens.ids)]
-        bounds = np.searchsorted([start for start, _, _ in found], begins).tolist()
-        # Passages divide the whole text: what has no tokens, such as a mark alone, belongs to the passage before it.
+        bounds = np.searchsorted([start for start, _, _ in token_spans], begins).tolist()  # [rows + 1], in token_spans
+        # Passages divide the text: characters without tokens, such as a single mark, belong to the passage before them.
         cuts = [0, *(parts[first].begin for first, _ in rows[1:]), len(text)]
         passages = []
         for (begin, end), (first, last), inside in zip(pairwise(cuts), rows, pairwise(bounds), strict=True):
             if not text[begin:end].strip():  # a token of white space, or the rest of a letter of many tokens
                 continue
-            base = parts[first].start  # sentences and spans count pieces from the first one of the row
+            base = parts[first].start  # sentences and spans count tokens from the first one of the row
             passages.append(
                 Passage(
                     document_id=article.id,
@@ -191,21 +220,15 @@ class PassagePacker:
                     text=text[begin:end].strip(),
                     title_tokens=title_tokens,
                     body_tokens=tokens.ids[base : parts[last - 1].stop],
-                    sentences=np.array([(one.start - base, one.stop - base) for one in parts[first:last]], np.int32),
-                    spans=[(start - base, stop - base, kind) for start, stop, kind in found[slice(*inside)]],
+                    sentences=np.array([(part.start - base, part.stop - base) for part in parts[first:last]], np.int32),
+                    spans=[(start - base, stop - base, kind) for start, stop, kind in token_spans[slice(*inside)]],
                 )
             )
         return passages
 
 
-def _without_title_line(article: Article) -> str:
-    """The text without a first line that repeats the title, as older versions of WikiExtractor write it."""
-    first, _, rest = article.text.lstrip().partition("\n")
-    return rest if rest.strip() and first.strip() == article.title.strip() else article.text
-
-
 def _batches(articles: Iterable[Article]) -> Iterator[list[Article]]:
-    """Cut the stream of articles by number and by characters; the last batch of all may be empty."""
+    """Cut the stream of articles by number and by characters; the last batch may be empty."""
     batch: list[Article] = []
     characters = 0
     for article in articles:

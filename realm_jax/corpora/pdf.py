@@ -1,9 +1,9 @@
 """Titles and paragraphs of PDF files, whose pages hold nothing but lines.
 
-Lines become paragraphs again, across pages too, and words that were broken at line ends are joined. Only two things are
-left out: page numbers, and a running head or foot after its first page. Nothing else that repeats or looks like
-furniture is certain: a table of contents looks like a price list, and "Chapter 3" looks like "Turn valve 3". A scan
-without a layer of text has none: nothing here recognizes letters. Read `pdf_document` next.
+Lines become paragraphs again, across pages too, and we join words that were broken at line ends. We leave out only two
+things: page numbers, and a running head or foot after its first page. Other repeated lines are uncertain: a table of
+contents looks like a price list, and "Chapter 3" looks like "Turn valve 3". A scan without a text layer has no text,
+because we do no OCR. Read `pdf_document` next.
 """
 
 import re
@@ -29,7 +29,7 @@ _PAGE_NUMBER_STYLES = {
 }
 _TENS = ("", "x", "xx", "xxx", "xl", "l", "lx", "lxx", "lxxx", "xc")
 _ONES = ("", "i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix")
-_ROMAN = {ten + one: 10 * tens + ones for tens, ten in enumerate(_TENS) for ones, one in enumerate(_ONES)}
+_ROMAN = {ten + unit: 10 * tens + units for tens, ten in enumerate(_TENS) for units, unit in enumerate(_ONES)}
 _BULLET = re.compile(r"[•▪●■►◦‣–*\ue000-\uf8ff-]\s|\(?[0-9a-zA-Z]{1,2}[.)]\s")
 _HEADING = re.compile(
     r"(?:\d+\.?)+\s+[A-Z]\S*(?:\s\S+){0,8}|(?:CHAPTER|APPENDIX|Chapter|Appendix|Part|PART)\s+\w+.{0,60}"
@@ -50,48 +50,53 @@ _LIGATURES = str.maketrans({"ﬀ": "ff", "ﬁ": "fi", "ﬂ": "fl", "ﬃ": "ffi",
 def pdf_document(data: bytes, notes: Notes) -> Plain:
     """Take the text of a PDF file. Its title is that of the file's properties if the first pages show it.
 
-    `notes` counts the lines that are left out. Raises BadRecord if the file is encrypted or damaged, or has no text.
+    Args:
+        data: the file.
+        notes: counts the lines that are left out.
+
+    Raises:
+        BadRecord: the file is encrypted or damaged, or has no text.
     """
     import pypdfium2
 
     try:
         document = pypdfium2.PdfDocument(data)
         pages = [page.get_textpage().get_text_range() for page in document]
-        named = document.get_metadata_dict().get("Title", "")
-    except pypdfium2.PdfiumError as fault:
-        reason = "encrypted" if getattr(fault, "err_code", 0) == _PASSWORD else "damaged .pdf files"
-        raise BadRecord(str(fault), "open it in a PDF viewer and save a copy without a password", reason) from None
-    text = "\n\n".join(paragraphs([_lines(page) for page in pages], notes))
+        title = document.get_metadata_dict().get("Title", "")
+    except pypdfium2.PdfiumError as error:
+        reason = "encrypted" if getattr(error, "err_code", 0) == _PASSWORD else "damaged .pdf files"
+        raise BadRecord(str(error), "open it in a PDF viewer and save a copy without a password", reason) from None
+    page_lines = []  # of each page, without blank ones
+    for page in pages:
+        visible = _INVISIBLE.sub("", _PDFIUM_BREAK.sub(f"{_BREAK}\n", page).translate(_LIGATURES))
+        page_lines.append([words for line in visible.splitlines() if (words := " ".join(line.split()))])
+    text = "\n\n".join(paragraphs(page_lines, notes))
     if not text:
         raise BadRecord(f"{len(pages)} pages without a text layer", "run OCR on it", "PDF files without text")
-    return Plain(_sensible_title(named, "".join(pages[:2])), text)
-
-
-def _lines(page: str) -> list[str]:
-    """The lines of a page that hold something."""
-    text = _INVISIBLE.sub("", _PDFIUM_BREAK.sub(f"{_BREAK}\n", page).translate(_LIGATURES))
-    return [words for line in text.splitlines() if (words := " ".join(line.split()))]
-
-
-def _sensible_title(named: str, beginning: str) -> str:
-    """The title that the file gives itself if the document shows it: others are names of programs and templates."""
-    words, shown = (" ".join(re.findall(r"\w+", text.lower())) for text in (named, beginning))
-    return " ".join(named.split()) if words and f" {words} " in f" {shown} " else ""
+    # Titles that the document does not show are names of programs and templates.
+    title_words, shown_words = (" ".join(re.findall(r"\w+", part.lower())) for part in (title, "".join(pages[:2])))
+    is_shown = title_words and f" {title_words} " in f" {shown_words} "
+    return Plain(" ".join(title.split()) if is_shown else "", text)
 
 
 def paragraphs(pages: list[list[str]], notes: Notes) -> Iterator[str]:
-    """Yield the paragraphs of the lines of all pages, without page numbers and repeated heads, which are counted."""
+    """Yield the paragraphs of a document, without page numbers and repeated heads.
+
+    Args:
+        pages: lines of each page.
+        notes: counts the lines that are left out.
+    """
     text = "\n".join("\n".join(lines) for lines in pages).lower()
     words, compounds = set(re.findall(_LETTERS, text)), set(_COMPOUND.findall(text))
 
-    def mended(broken_word: re.Match[str]) -> str:
-        # A hyphen at the end of a line may be part of the word: it goes only if the document has the word without it.
-        left, right = broken_word[1].lower(), broken_word[2].lower()
-        is_hyphenation = left + right in words and f"{left}-{right}" not in compounds
+    def join_word(broken_word: re.Match[str]) -> str:
+        # A hyphen at the end of a line may be part of the word: remove it only if the document has the word without it.
+        start, end = broken_word[1].lower(), broken_word[2].lower()
+        is_hyphenation = start + end in words and f"{start}-{end}" not in compounds
         return broken_word[1] + ("" if is_hyphenation else "-")
 
-    def joined(paragraph: list[str]) -> str:
-        lines = _HYPHEN_AT_LINE_END.sub("-", _BROKEN_WORD.sub(mended, "\n".join(paragraph)))
+    def join_lines(paragraph: list[str]) -> str:
+        lines = _HYPHEN_AT_LINE_END.sub("-", _BROKEN_WORD.sub(join_word, "\n".join(paragraph)))
         return _CJK_LINE_END.sub("", lines).replace("\n", " ").replace(_BREAK, "-")
 
     paragraph: list[str] = []
@@ -102,12 +107,12 @@ def paragraphs(pages: list[list[str]], notes: Notes) -> Iterator[str]:
         for line, width in zip(lines, widths, strict=True):
             begins = is_ended and not line[0].islower() or _BULLET.match(line) or _HEADING.fullmatch(line)
             if begins and paragraph and not paragraph[-1].endswith(_BREAK):
-                yield joined(paragraph)
+                yield join_lines(paragraph)
                 paragraph = []
             paragraph.append(line)
             is_ended = width < full_width or _HEADING.fullmatch(line) is not None
     if paragraph:
-        yield joined(paragraph)
+        yield join_lines(paragraph)
 
 
 def _without_furniture(pages: list[list[str]], notes: Notes) -> Iterator[list[str]]:
@@ -125,7 +130,7 @@ def _without_furniture(pages: list[list[str]], notes: Notes) -> Iterator[list[st
             run_pages = Counter(run for heads in heads_by_run.values() for run in heads)
             runs = {run for run, count in run_pages.items() if count >= _REPEATS}
             styles = {(style, is_roman) for style, is_roman, _ in runs}
-            # "Step 3" may be text. A number is certain if it stands alone, or on some pages left, on others right.
+            # "Step 3" may be text. Page numbers are certain if they have a line of their own, or change sides.
             is_certain = len(styles) > 1 or any(style == "alone" for style, _ in styles)
             if not is_certain or 2 * sum(not runs.isdisjoint(heads) for heads in heads_by_run.values()) <= len(pages):
                 runs = set()

@@ -1,7 +1,7 @@
 """The two halves of `realm prepare` as Apache Beam pipelines: for a cluster (Dataflow, Flink), or DirectRunner.
 
-They write what local processes write (`articles.Processes`), byte for byte: they call the same functions of records and
-shards, and places order what workers send in any order. An interrupted command resumes after the extraction of a
+They write the same bytes as local processes (`articles.Processes`), because they call the same functions of records and
+shards, and sort results by their position in the source. An interrupted command resumes after the extraction of a
 source, and after a shard that is packed. Needs `pip install 'realm_jax[beam]'`.
 """
 
@@ -32,21 +32,21 @@ try:
     from apache_beam.options.pipeline_options import PipelineOptions, StandardOptions
     from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
     from apache_beam.runners.runner import create_runner
-except ImportError as fault:
-    raise UserError(f"--beam: {fault}; pip install 'realm_jax[beam]'") from None
+except ImportError as error:
+    raise UserError(f"--beam: {error}; pip install 'realm_jax[beam]'") from None
 
-FAULT = "FAULT.json"  # what a worker cannot work on
-_Line = tuple[int, int, bytes]  # with its place: part and number
+FAULT = "FAULT.json"  # error of a worker
+_Line = tuple[int, int, bytes]  # with its position: part and number
 
 
 class Beam(NamedTuple):
-    """What does the work: a runner of Beam, which reports progress itself. Its methods are those of `Processes`."""
+    """A runner of Beam that does the work and reports progress itself. Its methods are those of `Processes`."""
 
     options: Any
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """By options as they stand on a command line: "--runner=DataflowRunner --project=…". Raises UserError."""
+        """Parse options of a command line: "--runner=DataflowRunner --project=…". Raises UserError."""
         try:
             words = shlex.split(text)
             unknown = _parser().parse_known_args(words)[1]
@@ -54,8 +54,8 @@ class Beam(NamedTuple):
             runner = create_runner(options.view_as(StandardOptions).runner or "DirectRunner")
             faults = [f"there is no option {word}" for word in unknown]
             faults += PipelineOptionsValidator(options, runner).validate()
-        except (ValueError, ImportError, SystemExit) as fault:
-            faults = [str(fault) or "not understood"]
+        except (ValueError, ImportError, SystemExit) as error:
+            faults = [str(error) or "not understood"]
         if faults:
             raise UserError(f"--beam={text!r}: {faults[0]}; give options as Beam's runners know them")
         return cls(options)
@@ -63,9 +63,25 @@ class Beam(NamedTuple):
     def extract(
         self, source: ArticleSource, folder: str, shards: int, skip_damage: bool, progress: Callable[[int], None]
     ) -> Counts:
+        """Write the shards of a source, unless an earlier call did.
+
+        Args:
+            source: the source.
+            folder: URL of the shards.
+            shards: their number.
+            skip_damage: accept damage.
+            progress: not called.
+
+        Returns:
+            Counts of the records.
+
+        Raises:
+            UserError: a record is damaged, or there is no article.
+        """
         target = open_folder(folder)
         if COUNTS not in target.names():
             with self._pipeline(folder) as pipeline:
+                # Reshuffle stops Beam from fusing two steps, so that all workers get parts, and then records.
                 extracted = (
                     pipeline
                     | "parts" >> beam.Create(range(len(source.parts)))
@@ -75,6 +91,7 @@ class Beam(NamedTuple):
                     | "extract" >> beam.Map(partial(_extract, source, shards))
                 )
                 lines = extracted | "lines" >> beam.FlatMap(_lines)
+                # A shard without articles must be written too.
                 every = pipeline | "shards" >> beam.Create([(shard, None) for shard in range(shards)])
                 written = (
                     (lines, every)
@@ -88,16 +105,27 @@ class Beam(NamedTuple):
         try:
             check_counts(source, counts, skip_damage)
         except UserError:
-            target.remove(COUNTS)  # the fault may be fixed, and the source read again
+            target.remove(COUNTS)  # the user may correct the source, and we read it again
             raise
         return counts
 
     def each(
-        self, act: Callable[[str, int], int], folder: str, shards: Sequence[int], progress: Callable[[int], None]
+        self, process: Callable[[str, int], int], folder: str, shards: Sequence[int], progress: Callable[[int], None]
     ) -> None:
+        """Process shards of a folder.
+
+        Args:
+            process: takes the folder and the number of a shard, and returns the number of its articles.
+            folder: URL of the shards.
+            shards: their numbers.
+            progress: not called.
+
+        Raises:
+            UserError: of a worker.
+        """
         with self._pipeline(folder) as pipeline:
             numbers = pipeline | "shards" >> beam.Create(shards) | "spread shards" >> beam.Reshuffle()
-            _ = numbers | "each" >> beam.Map(partial(_act, act, folder))
+            _ = numbers | "each" >> beam.Map(partial(_process_shard, process, folder))
 
     @contextmanager
     def _pipeline(self, folder: str) -> Iterator[Any]:
@@ -112,7 +140,7 @@ class Beam(NamedTuple):
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Every option that some runner of Beam knows: Beam itself passes over those that nobody does."""
+    """Return a parser of the options that any runner of Beam knows, because Beam itself ignores unknown ones."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     for kind in vars(pipeline_options).values():
         if isinstance(kind, type) and issubclass(kind, PipelineOptions) and "_add_argparse_args" in vars(kind):
@@ -122,14 +150,16 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def _recorded_fault(folder: str) -> Iterator[None]:
-    """Record a UserError in a file: a runner would wrap it in its own exception. One of storage may pass, so it is the
-    runner's, which tries again."""
+    """Record a UserError in a file, because a runner would wrap it in its own exception.
+
+    An error of storage may pass, so the runner gets it and tries again.
+    """
     try:
         yield
     except StorageError:
         raise
-    except UserError as fault:
-        open_folder(folder).write_json(FAULT, {"fault": str(fault)})
+    except UserError as error:
+        open_folder(folder).write_json(FAULT, {"fault": str(error)})
 
 
 def _read(source: ArticleSource, folder: str, part: int) -> Iterator[LocatedRecord]:
@@ -138,7 +168,7 @@ def _read(source: ArticleSource, folder: str, part: int) -> Iterator[LocatedReco
 
 
 def _extract(source: ArticleSource, shards: int, record: Any) -> tuple[int, Extracted]:
-    """What `extract` gives for one record, after its number."""
+    """Return the number of a record, and its `extract`."""
     located = LocatedRecord(*record)
     return located.number, extract(source, shards, [located])
 
@@ -163,11 +193,11 @@ def _write_shard(folder: str, shard: int, lines: Iterable[_Line | None]) -> int:
 
 
 def _write_counts(counts: dict[str, Any], folder: str, _: list[int]) -> None:
-    """After all shards, which are an argument so that they come first; not if some records were not read."""
+    """Write the counts unless some records were not read. The last argument makes Beam write the shards first."""
     if FAULT not in open_folder(folder).names():
         open_folder(folder).write_json(COUNTS, counts)
 
 
-def _act(act: Callable[[str, int], int], folder: str, shard: int) -> None:
+def _process_shard(process: Callable[[str, int], int], folder: str, shard: int) -> None:
     with _recorded_fault(folder):
-        act(folder, shard)
+        process(folder, shard)

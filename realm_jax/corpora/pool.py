@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from realm_jax.errors import Resumable, UserError
 
-SENDING_SECONDS = 10  # that a worker has to finish sending its result once it is asked to stop
+SENDING_SECONDS = 10  # for a worker to finish sending its result once it is asked to stop
 NO_WORKER = (
     'worker processes ended as they started; a script needs `if __name__ == "__main__":` around what it does, or '
     "workers=1 here"
@@ -29,10 +29,22 @@ _R = TypeVar("_R")
 def ordered_parallel_map(
     function: Callable[[_T], _R], batches: Iterable[_T], workers: int, few: int = _BATCHES_WORTH_A_POOL
 ) -> Iterator[_R]:
-    """`map`, by so many processes; in this one when the batches are fewer than `few`.
+    """Apply a function to batches in several processes.
 
-    A script that uses more than one process needs the usual `if __name__ == "__main__":` guard. Raises UserError where
-    no worker could start, as without it, and Resumable when the system kills one.
+    A script that uses more than one process needs the usual `if __name__ == "__main__":` guard.
+
+    Args:
+        function: of a batch.
+        batches: the batches.
+        workers: number of processes.
+        few: fewer batches are done in this process.
+
+    Yields:
+        Results in the order of the batches.
+
+    Raises:
+        UserError: no worker could start, for example because the guard is missing.
+        Resumable: the system killed a worker.
     """
     batches = iter(batches)
     first = list(islice(batches, few))
@@ -59,19 +71,19 @@ def ordered_parallel_map(
         raise Resumable("a worker process was killed, probably for lack of memory; use fewer workers") from None
     except BaseException:
         for process in set(multiprocessing.active_children()) - others:
-            process.terminate()  # its batch may have minutes to go; a result that is on its way is sent first
+            process.terminate()  # its batch may take minutes; the worker finishes sending a result first
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 _function: Callable[[Any], Any]
-_working = False  # whether this worker is at a batch; else it sends a result or waits for a batch
-_ending = False  # whether it was asked to stop
+_working = False  # True during a batch; otherwise the worker sends a result or waits for a batch
+_ending = False  # True once it was asked to stop
 
 
 def _can_start() -> None:
-    """The first that a worker does: a process that imports a script without its guard ends before."""
+    """Do nothing: the first task of a worker, which fails if the process imports a script without its guard."""
 
 
 def _start_worker(function: Callable[[Any], Any]) -> None:
@@ -85,8 +97,11 @@ def _start_worker(function: Callable[[Any], Any]) -> None:
 
 
 def _end(_: int, frame: FrameType | None) -> None:
-    """End at once in the middle of a batch or where none comes, and else before the next one: half a result in its pipe
-    would make the parent wait for the other half for ever. SIGALRM ends a worker whose parent reads no more."""
+    """End at once during a batch or while waiting for one, otherwise before the next batch.
+
+    Half a result in its pipe would make the parent wait for the other half forever. SIGALRM ends a worker whose parent
+    does not read any more.
+    """
     global _ending
     if _working or _waits(frame):
         os._exit(1)
@@ -95,7 +110,7 @@ def _end(_: int, frame: FrameType | None) -> None:
 
 
 def _waits(frame: FrameType | None) -> bool:
-    """Whether a worker that is here waits for a batch: `Queue.get` of multiprocessing, by ProcessPoolExecutor."""
+    """Return True if a frame waits for a batch: in `Queue.get` of multiprocessing, called by ProcessPoolExecutor."""
     while frame is not None and frame.f_code is not Queue.get.__code__:
         frame = frame.f_back
     return frame is not None

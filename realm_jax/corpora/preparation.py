@@ -1,15 +1,15 @@
 """Turn documents and questions into a prepared folder, which every other job reads. Read `prepare` from top to bottom.
 
     OUTPUT/passages/segment-00007/        a shard of the passages; STORE.json lists the shards
-    OUTPUT/pretraining/…                  the same of the texts to pre-train on, if they are others
+    OUTPUT/pretraining/…                  the same for the texts to pre-train on, if they are others
     OUTPUT/tokenizer/, questions/*.jsonl
-    OUTPUT/PREPARED.json                  written last: inputs, settings, and what became of every record
+    OUTPUT/PREPARED.json                  written last: inputs, settings, and counts of all records
     OUTPUT/articles/…                     while the work is not done: the articles of each shard, and where to resume
 
-Everything is written into a hidden folder next to the output, which takes the output's name at the very end; in a
-bucket PREPARED.json comes last instead. Interrupted output is never taken for complete, and the same command resumes
-it. Where texts come from: `texts.py`. How articles are cut into passages: `packer.py`. What does the work: processes of
-this machine (`Processes` in `articles.py`) or Apache Beam (`pipelines.py`).
+We write into a hidden folder next to the output, and rename it at the very end; in a bucket PREPARED.json comes last
+instead. So nobody takes interrupted output for complete, and the same command resumes it. `texts.py` opens sources,
+and `PassagePacker` makes passages of articles. Processes of this machine (`Processes` in `articles.py`) or Apache Beam
+(`pipelines.py`) do the work.
 """
 
 import json
@@ -41,7 +41,7 @@ from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.data.store import new_version
-from realm_jax.data.tokenizer_files import FoundTokenizer, are_complete, lower_case_of, tokenizer_file, tokenizer_of
+from realm_jax.data.tokenizer_files import FoundTokenizer, lower_case_of, tokenizer_file, tokenizer_of
 from realm_jax.data.wordpiece import WordPiece, check_size
 from realm_jax.errors import Resumable, UserError, full_disk
 from realm_jax.storage import Folder, StorageError, exclusive_lock, open_folder, publish_folder
@@ -50,9 +50,9 @@ logger = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer"
 ARTICLES = "articles"  # while the work is not done
-INPUTS, CLAIM = "INPUTS.json", "CLAIM.json"  # in it: what is prepared, and by which command
-PARTIAL_ENTRIES = (ARTICLES, TOKENIZER, "passages", "pretraining", "questions")  # what an interrupted command may leave
-OTHER_FILES = 100  # that a process has open besides the shards
+INPUTS, CLAIM = "INPUTS.json", "CLAIM.json"  # in it: inputs of the command, and its random name
+PARTIAL_ENTRIES = (ARTICLES, TOKENIZER, "passages", "pretraining", "questions")  # that an interrupted command may leave
+OTHER_FILES = 100  # that a process may have open in addition to the shards
 DEFAULT_VOCABULARY_SIZE = 30_522  # the size of bert-base-uncased's vocabulary
 LEARN_FROM = 100_000_000  # characters of text to learn a vocabulary from: about a minute and a half
 UNKNOWN_SHARE = 0.05  # more [UNK] than this says that the vocabulary is for another language
@@ -60,7 +60,10 @@ UNKNOWN_SHARE = 0.05  # more [UNK] than this says that the vocabulary is for ano
 
 @dataclass(frozen=True)
 class Options:
-    """What to prepare and how: the flags of `realm prepare`, whose --help explains them."""
+    """Inputs and settings of a preparation.
+
+    Attributes are the flags of `realm prepare`, whose --help explains them.
+    """
 
     passages: Path_
     output: Path_
@@ -79,13 +82,21 @@ class Options:
     beam: str | None = None
 
 
-# Options that decide what is prepared, not how fast; PREPARED.json keeps them.
+# Options that change the output, not only the speed; PREPARED.json records them.
 _SETTINGS = ("vocabulary_size", "limit", "spans", "question_sources", "max_answer_words", "ignore_gold")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What was made. counts, summaries: what became of the records and articles of each source, by its name."""
+    """Result of a preparation.
+
+    Attributes:
+        manifest: PREPARED.json.
+        counts: of the records of each source, by its name.
+        summaries: of the articles of each source, by its name.
+        questions: counts of the records of questions.
+        vocabulary: number of tokens.
+    """
 
     manifest: dict[str, Any]
     counts: dict[str, Counts]
@@ -98,11 +109,11 @@ def prepare(options: Options) -> Prepared | None:
     """Write the prepared folder `options.output`.
 
     Returns:
-        What was made; None if the folder was prepared from the same inputs with the same settings.
+        The result; None if the folder was prepared from the same inputs with the same settings.
 
     Raises:
-        UserError: a fault in the options or inputs, or `output` holds something else. Partial output is removed.
-        Resumable: the work ended early; the same call goes on.
+        UserError: the options or inputs are wrong, or `output` is another folder. Partial output is removed.
+        Resumable: the work ended early; the same call resumes it.
     """
     # --- Check the options, before anything is read -------------------------------------------------------------------
     if not os.fspath(options.output):
@@ -143,7 +154,7 @@ def prepare(options: Options) -> Prepared | None:
         settings["spans_identity"] = finder_identity
     inputs["questions"] = [{"split": file.split} | _question_identity(file) for file in question_inputs]
     inputs["settings"] = settings
-    inputs = json.loads(json.dumps(inputs))  # as it will be read again, for comparing
+    inputs = json.loads(json.dumps(inputs))  # to compare with inputs that were read from JSON
     output = os.fspath(options.output)
     if is_prepared(output, inputs, options.skip_damage):
         return None
@@ -177,9 +188,9 @@ def prepare(options: Options) -> Prepared | None:
             questions.check_golds(ids, sources["passages"].name, options.skip_damage)
 
         # --- The tokenizer: one that an interrupted command left, the given one, or one that is learned ---------------
-        if are_complete(names := folder.names(TOKENIZER)):
-            tokenizer = tokenizer_of({name: folder.read(f"{TOKENIZER}/{name}") for name in names}, TOKENIZER)
-        else:
+        tokenizer_files = {name: folder.read(f"{TOKENIZER}/{name}") for name in folder.names(TOKENIZER)}
+        tokenizer = tokenizer_of(tokenizer_files, TOKENIZER)
+        if tokenizer is None:
             every_article = chain.from_iterable(_articles(article_folders[name], shards[name]) for name in sources)
             # From all articles, or from every n-th if they have too many characters.
             step = 1 + sum(count.characters for count in counts.values()) // LEARN_FROM
@@ -226,13 +237,13 @@ def prepare(options: Options) -> Prepared | None:
 
         # --- Questions, without those whose gold passage has no words -------------------------------------------------
         splits = questions.with_stored_golds(summaries["passages"].wordless)
-        for split, of_split in splits.items():
-            folder.write(f"questions/{split}.jsonl", question_lines(of_split))
+        for split, split_questions in splits.items():
+            folder.write(f"questions/{split}.jsonl", question_lines(split_questions))
 
         # --- PREPARED.json, last --------------------------------------------------------------------------------------
         manifest: dict[str, Any] = {"format_version": FORMAT_VERSION, "tokenizer": tokenizer.fingerprint}
         manifest |= {"passages": None, "pretraining": None} | stores
-        manifest["questions"] = {split: len(of_split) for split, of_split in splits.items()}
+        manifest["questions"] = {split: len(split_questions) for split, split_questions in splits.items()}
         manifest |= {"limit": options.limit, "inputs": inputs}
         manifest["counts"] = {
             name: count.to_json()
@@ -241,21 +252,21 @@ def prepare(options: Options) -> Prepared | None:
         }
         if question_inputs:
             counted = questions.counts.to_json()
-            kept = {key: counted[key] for key in ("records", "dropped", "damaged", "samples")}
+            question_counts = {key: counted[key] for key in ("records", "dropped", "damaged", "samples")}
             notes = questions.counts.common_notes()
-            manifest["counts"]["questions"] = kept | ({"notes": notes} if notes else {})
+            manifest["counts"]["questions"] = question_counts | ({"notes": notes} if notes else {})
         check_owner(root, claim)
         folder.write_json(PREPARED, manifest)
     return Prepared(manifest, counts, summaries, questions.counts, tokenizer.size)
 
 
 def _articles(folder: str, shards: int) -> Iterator[Article]:
-    """The articles of a source, shard after shard, once they are extracted."""
+    """Yield the extracted articles of a source, shard after shard."""
     return chain.from_iterable(read_shard(open_folder(folder), shard) for shard in range(shards))
 
 
 def _question_identity(file: QuestionFile) -> dict[str, Any]:
-    """What tells questions from others; judgments have their texts in a file of their own."""
+    """Return the identity of questions, including the file with the texts of judged queries."""
     if (questions := published_questions(file)) is not None:
         from realm_jax.data import open_qa  # here, because TFDS takes a second to import
 
@@ -277,13 +288,13 @@ def vocabulary_file(name: str) -> FoundTokenizer:
         path = resolve_model_path(name, "--vocab")
         if path.is_dir():
             folder = tokenizer_folder(path)
-            if (found := tokenizer_file(folder)) is None:
+            if (file := tokenizer_file(folder)) is None:
                 raise UserError(
                     f"--vocab={name}: {folder} has no vocab.txt and no tokenizer.json; name an encoder with one"
                 )
-            path = found
-    said = lower_case_of(path.parent)
-    return FoundTokenizer(path, said is None or said.value)
+            path = file
+    stated_case = lower_case_of(path.parent)
+    return FoundTokenizer(path, stated_case is None or stated_case.value)
 
 
 # --- The output folder while it is being written ----------------------------------------------------------------------
@@ -294,7 +305,16 @@ class PreparedOtherwise(UserError):
 
 
 def is_prepared(output: str, inputs: dict[str, Any], skip_damage: bool) -> bool:
-    """Whether `output` is already what would be made. Raises UserError when it is anything else."""
+    """Return True if the output exists and was made from the same inputs.
+
+    Args:
+        output: folder or URL.
+        inputs: of the command, as PREPARED.json records them.
+        skip_damage: accept output with damage.
+
+    Raises:
+        UserError: the output exists and is something else.
+    """
     folder = open_folder(output)
     names = folder.names()
     if not (names or os.path.lexists(output)):
@@ -328,9 +348,18 @@ def is_prepared(output: str, inputs: dict[str, Any], skip_damage: bool) -> bool:
 
 @contextmanager
 def staged_output(output: str, inputs: dict[str, Any], anywhere: bool, claim: str) -> Iterator[str]:
-    """Where to work: a hidden folder beside `output`, which takes its name at the end, or the bucket itself.
+    """Give the folder to work in: a hidden one next to `output`, which is renamed at the end, or the bucket itself.
 
-    Partial output of the same inputs is resumed. After a UserError nothing stays, unless it can be resumed.
+    We resume partial output of the same inputs. After a UserError nothing stays, unless the work can be resumed.
+
+    Args:
+        output: folder or URL.
+        inputs: of the command, as PREPARED.json will record them.
+        anywhere: whether workers can write into a bucket.
+        claim: random name of the command.
+
+    Raises:
+        UserError: the output is in a bucket and workers cannot write there, or its parent folder cannot be written.
     """
     if "://" in output:
         if not anywhere:
@@ -339,12 +368,13 @@ def staged_output(output: str, inputs: dict[str, Any], anywhere: bool, claim: st
         yield output
         open_folder(output).remove(ARTICLES)
         return
+    # A name that begins with a dot and is on the same file system, so that renaming is atomic.
     final = Path(output)
     root = final.absolute().parent / f".{final.name}.partial"
     try:
         root.mkdir(parents=True, exist_ok=True)
-    except OSError as fault:
-        raise UserError(f"cannot write into {root.parent} ({fault.strerror}); choose another --output") from None
+    except OSError as error:
+        raise UserError(f"cannot write into {root.parent} ({error.strerror}); choose another --output") from None
     with exclusive_lock(root):
         _resume_or_reset(open_folder(root), inputs, claim)
         try:
@@ -354,11 +384,12 @@ def staged_output(output: str, inputs: dict[str, Any], anywhere: bool, claim: st
         except UserError:
             shutil.rmtree(root, ignore_errors=True)
             raise
-        except OSError as fault:
-            if not (full := full_disk(fault)):
+        except OSError as error:
+            if not (full := full_disk(error)):
                 raise
-            place = Path(fault.filename or root).parent
-            raise UserError(f"{place}: {full}; make room there, then run the command again to resume") from fault
+            full_folder = Path(error.filename or root).parent
+            raise UserError(f"{full_folder}: {full}; make room there, then run the command again to resume") from error
+        # Articles are not part of the output; we remove them last, since that may take a while.
         done = root.with_name(f".{final.name}.articles")
         shutil.rmtree(done, ignore_errors=True)
         (root / ARTICLES).rename(done)
@@ -368,12 +399,12 @@ def staged_output(output: str, inputs: dict[str, Any], anywhere: bool, claim: st
 
 
 def _resume_or_reset(folder: Folder, inputs: dict[str, Any], claim: str) -> None:
-    """Resume what an earlier command with the same inputs left; remove partial output of other inputs."""
-    record, found = f"{ARTICLES}/{INPUTS}", None
+    """Resume partial output of the same inputs; remove partial output of other inputs."""
+    record, earlier_inputs = f"{ARTICLES}/{INPUTS}", None
     if INPUTS in folder.names(ARTICLES):
         with suppress(UserError):
-            found = folder.read_json(record)
-    if found == inputs:
+            earlier_inputs = folder.read_json(record)
+    if earlier_inputs == inputs:
         logger.info("%s: resuming", folder.url)
     else:
         begun = sorted({*folder.names()} & {*PARTIAL_ENTRIES})
@@ -386,7 +417,15 @@ def _resume_or_reset(folder: Folder, inputs: dict[str, Any], claim: str) -> None
 
 
 def check_owner(root: str, claim: str) -> None:
-    """Raise UserError if another command has taken over the folder: a bucket has no locks."""
+    """Check that no other command writes into the folder, because a bucket has no locks.
+
+    Args:
+        root: folder or URL.
+        claim: random name of this command.
+
+    Raises:
+        UserError: another command writes there.
+    """
     folder = open_folder(root)
     if CLAIM not in folder.names(ARTICLES) or folder.read_json(f"{ARTICLES}/{CLAIM}") != {"command": claim}:
         raise UserError(f"{root}: another command is writing there; wait for it, or stop it and repeat this one")

@@ -20,14 +20,25 @@ ABSENT = "gold passage that is not there, of questions that have others"
 
 
 class QuestionFile(NamedTuple):
-    """A file of questions and the split that they are for; None if each question names its own."""
+    """A file of questions.
+
+    Attributes:
+        split: of all questions; None if each question names its own.
+        path: of the file.
+    """
 
     split: str | None
     path: str
 
 
 class LocatedQuestion(NamedTuple):
-    """A question with its path and line, and the number of its file."""
+    """A question with its location.
+
+    Attributes:
+        question: the question.
+        where: path and line.
+        file: number of its file.
+    """
 
     question: Question
     where: str
@@ -40,11 +51,17 @@ class LocatedQuestion(NamedTuple):
 
 @dataclass
 class SelectedQuestions:
-    """Questions by split, and counts of the others."""
+    """Questions by split, and counts of the others.
+
+    Attributes:
+        splits: questions by split.
+        counts: of all records.
+        absent: gold passages that do not exist; they count as misses if a question has others.
+    """
 
     splits: dict[str, list[LocatedQuestion]]
     counts: Counts
-    absent: set[str] = field(default_factory=set)  # gold passages that do not exist: misses if a question has others
+    absent: set[str] = field(default_factory=set)
 
     def gold(self) -> set[str]:
         """Return the ids of all gold passages."""
@@ -58,6 +75,7 @@ class SelectedQuestions:
             passages: what the user calls these.
             skip_damage: whether to count such questions, and not to raise UserError for the first one.
         """
+        # `existing` may be the ids of millions of passages, so we keep only the few that are absent.
         self.absent = self.gold().difference(existing)
         for split, questions in self.splits.items():
             for located in questions:
@@ -94,6 +112,7 @@ def question_files(argument: str | os.PathLike[str]) -> list[QuestionFile]:
     path = path if split else name
     if not os.path.isdir(path):
         return [QuestionFile(split, path)]
+    # A folder of BEIR has a file of judgments for each split.
     judgments = {name: os.path.join(path, "qrels", f"{name}.tsv") for name in ("train", "dev", "test")}
     judgments = {name: file for name, file in judgments.items() if os.path.isfile(file)}
     if not judgments:
@@ -138,11 +157,13 @@ def read_all(
     counts = Counts()
     for number, file in enumerate(files):
         unanswerable, before = Counter[str](), counts.records
+        # --- Open the file, or the published set
         questions: Iterable[tuple[int, Question | BadRecord]]
         if (published := published_questions(file)) is not None:
             questions = ((question.line, question) for question in published)
         else:
             questions = parse_questions(file.path, dropped=unanswerable)
+        # --- Count, filter and sort its questions by split
         for line, question in questions:
             counts.records += 1
             split: Any = file.split
@@ -159,6 +180,7 @@ def read_all(
             if sources and question.fields.get("source") not in sources:
                 counts.dropped["of other sources"] += 1
                 continue
+            # The words of a pattern say nothing about the length of an answer.
             most = None if question.is_regex else max_answer_words
             answers = [answer for answer in question.answers if most is None or len(answer.split()) <= most]
             gold = {} if ignore_gold else question.gold

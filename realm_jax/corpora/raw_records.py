@@ -1,10 +1,9 @@
 """Articles from elsewhere: JSON Lines as crawls have them, Hugging Face datasets, TensorFlow Datasets.
 
-A source is cut into *parts*: small picklable functions, each of which reads its records. Whoever has a part reads it
-alone, in any process or on any machine, and all parts together give every record once. What cannot be read is a
-`Skipped` in its place, for the caller to count or refuse; only what concerns a source as a whole (not found, not
-installed, storage fails) is a UserError. Not for files of passages in the project's own format: see `texts.py`.
-Read `parts` next.
+A source is cut into *parts*: small picklable functions, each of which reads its records. Any process on any machine can
+read a part without the others, and all parts together give every record once. An unreadable record becomes a `Skipped`,
+which the caller counts or refuses; only errors of a complete source (not found, not installed, storage fails) are
+UserErrors. Not for files of passages in the project's own format: see `texts.py`. Read `parts` next.
 """
 
 import hashlib
@@ -21,15 +20,15 @@ from realm_jax.data.input_files import PACKED, matching, size_of
 from realm_jax.data.lines import BadRecord, applied, parse_json, read_lines, sample
 from realm_jax.errors import UserError
 
-PART_BYTES = 1 << 28  # of a plain JSON Lines file; a packed one, which cannot be entered midway, is one part
+PART_BYTES = 1 << 28  # of a plain JSON Lines file; a packed one is one part, because we can only read it from its start
 PART_RECORDS = 20_000  # of a TensorFlow dataset: about 50 MB of news
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # in a string of Python always half of a pair
 
 
-# Names under which a record may hold its text, title and id; of several, the first that holds something counts. CC-News
-# as news-please extracts it has maintext, title, url; `cc_news` of Hugging Face text, title, url; Wikipedia of either
-# hub, and the project's own files, id, title, text; BEIR _id, title, text; Pyserini id, contents.
+# Names of the fields for text, title and id; the first that is not empty counts. CC-News as news-please extracts it has
+# maintext, title, url; `cc_news` of Hugging Face has text, title, url; Wikipedia of either hub, and our own files, id,
+# title, text; BEIR _id, title, text; Pyserini id, contents.
 TEXT = ("maintext", "text", "contents", "content", "body", "document", "passage", "article", "page_content")
 _TITLE, _ID, _ADDRESS = ("title", "headline"), ("id", "_id", "docid", "doc_id", "pid"), ("url",)
 NULL_TEXT, NO_FIELD = "the text is null", 'without a field "text" or the like'  # reasons
@@ -52,15 +51,17 @@ def parts(source: str) -> list[Part]:
     """
     kind, colon, rest = source.partition(":")
     if not colon or kind not in _EXAMPLES:
+        # --- Files: large plain ones are several parts
         parts: list[Part] = []
         for path in matching(source):
-            if Path(path).suffix.lower() in PACKED:  # what is packed is read from its start to its end
+            if Path(path).suffix.lower() in PACKED:  # we read a packed file from its start to its end
                 parts.append(partial(_read_lines, path, 0, None))
                 continue
             size = size_of(path)
             starts = range(0, size, PART_BYTES)
             parts += [partial(_read_lines, path, start, min(start + PART_BYTES, size)) for start in starts]
         return parts
+    # --- A hub: a shard is a part, and so are some records of a TensorFlow dataset
     name, _, split = rest.partition("@")
     split = split or "train"
     if not name:
@@ -74,7 +75,7 @@ def parts(source: str) -> list[Part]:
             raise UserError(f"tfds:{name} has no split {split!r}; it has {', '.join(splits) or 'none'}")
         records = splits[split].num_examples
         ranges = [(start, min(start + PART_RECORDS, records)) for start in range(0, records, PART_RECORDS)]
-        return [partial(_read_tfds, name, split, *of_part) for of_part in ranges]
+        return [partial(_read_tfds, name, split, start, stop) for start, stop in ranges]
 
 
 _EXAMPLES = {"hf": "hf:cc_news", "tfds": "tfds:wikipedia/20230601.en"}
@@ -85,11 +86,16 @@ _ADVICE = {
 
 
 def article(record: Any, where: str, otherwise: str = "") -> Outcome:
-    """The article that a raw record holds. Strings may be UTF-8 bytes; an absent or null title is empty.
+    """Make the article of a raw record. Strings may be UTF-8 bytes; an absent or null title is empty.
 
-    The id is a string or an integer. Without one it is `otherwise`; without that the address, or made of the content,
-    so that it depends on nothing else. If the text is empty, the title is the text: BEIR joins the two, so such
+    The id is a string or an integer. Without one it is `otherwise`; without that the address, or a hash of the content,
+    so that it depends on nothing else. If the text is empty, the title becomes the text: BEIR joins the two, so such
     documents can be found, and a title that stayed would be read twice.
+
+    Args:
+        record: the record.
+        where: its location.
+        otherwise: its id if it has none.
     """
     if not isinstance(record, dict):
         return Skipped("not a record with named fields", sample(record), where)
@@ -97,8 +103,8 @@ def article(record: Any, where: str, otherwise: str = "") -> Outcome:
         text = _text(record, TEXT, "text")
         title = _text(record, _TITLE, "title") or ""
         identity = _text(record, _ID, "id") or otherwise or _text(record, _ADDRESS, "id")
-    except BadRecord as fault:
-        return Skipped(fault.reason, sample(record), where)
+    except BadRecord as error:
+        return Skipped(error.reason, sample(record), where)
     if text is None:
         known = any(name in record for name in TEXT)
         return Skipped(NULL_TEXT if known else NO_FIELD, sample(record), where)
@@ -109,23 +115,24 @@ def article(record: Any, where: str, otherwise: str = "") -> Outcome:
 
 
 def _text(record: dict[str, Any], names: tuple[str, ...], kind: str) -> str | None:
-    """The string under the first of `names` that holds something; None if all are absent or null. Raises BadRecord."""
+    """Return the first of some fields that is not empty; None if all are absent or null. Raises BadRecord."""
+    # An empty field counts only if all of them are empty.
     values = [record[name] for name in names if record.get(name) is not None]
     value = next((value for value in values if value != ""), values[0] if values else None)
-    fault = ""
+    problem = ""
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8")
         except UnicodeDecodeError:
-            fault = "is not UTF-8"
+            problem = "is not UTF-8"
     elif kind == "id" and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     elif value is not None and not isinstance(value, str):
-        fault = "is not a string"
+        problem = "is not a string"
     elif value is not None and _SURROGATE.search(value):
-        fault = "has half of a surrogate pair"
-    if fault:
-        raise BadRecord(f"the {kind} {fault}", "correct it")
+        problem = "has half of a surrogate pair"
+    if problem:
+        raise BadRecord(f"the {kind} {problem}", "correct it")
     return value
 
 
@@ -133,9 +140,9 @@ def _text(record: dict[str, Any], names: tuple[str, ...], kind: str) -> str | No
 
 
 def _read_lines(path: str, start: int, stop: int | None) -> Iterator[Outcome]:
-    """The records of the lines that begin in [start, stop), counted in unpacked bytes; all, when `stop` is None.
+    """Yield the articles of the lines that begin in the unpacked bytes [start, stop); None: to the end of the file.
 
-    The last is damage where a packed file is cut off or damaged: what follows is lost.
+    If a packed file is truncated or damaged, the last one is damage, and the rest is lost.
     """
     lines = read_lines(path, start, stop)
     known = ((line.byte, line.data) for line in lines if isinstance(line.data, BadRecord) or line.data.strip())
@@ -148,24 +155,24 @@ def _read_lines(path: str, start: int, stop: int | None) -> Iterator[Outcome]:
 
 
 def _read_hub(name: str, split: str, number: int, shards: int) -> Iterator[Outcome]:
-    """Shard `number` of `shards` of a Hugging Face dataset."""
+    """Yield the articles of shard `number` of `shards` of a Hugging Face dataset."""
     with _hub_errors("hf", name, split):
         for row, record in enumerate(_hub_dataset(name, split).shard(num_shards=shards, index=number)):
             yield article(record, f"hf:{name}@{split}, shard {number}, row {row:,}")
 
 
 def _hub_dataset(name: str, split: str) -> Any:
-    """The dataset as a stream: nothing is downloaded before it is read, and shards are read apart."""
+    """Open a dataset as a stream, which downloads a shard only when it is read."""
     datasets = _imported("datasets", f"hf:{name}", "run `pip install 'realm_jax[huggingface]'`")
     path, _, config = name.partition(":")
     return datasets.load_dataset(path, config or None, split=split, streaming=True)
 
 
 def _read_tfds(name: str, split: str, start: int, stop: int) -> Iterator[Outcome]:
-    """Records [start, stop) of a split of a TensorFlow dataset."""
+    """Yield the articles of records [start, stop) of a split of a TensorFlow dataset."""
     with _hub_errors("tfds", name, split):
         builder, rows = _tfds_builder(name), f"{split}[{start}:{stop}]"
-        if builder.info.file_format.value == "array_record":  # which is read without TensorFlow, unlike all others
+        if builder.info.file_format.value == "array_record":  # only this format needs no TensorFlow
             records = builder.as_data_source(rows)
         else:
             advice = "run `pip install tensorflow`, or prepare it as array_record"
@@ -190,8 +197,8 @@ def _tfds_builder(name: str) -> Any:
 def _imported(module: str, source: str, remedy: str) -> Any:
     try:
         return import_module(module)
-    except ImportError as fault:
-        raise UserError(f"{source} needs {module} ({fault}); {remedy}") from None
+    except ImportError as error:
+        raise UserError(f"{source} needs {module} ({error}); {remedy}") from None
 
 
 @contextmanager
@@ -201,6 +208,6 @@ def _hub_errors(kind: str, name: str, split: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as fault:
-        reason = " ".join(str(fault).split())[:100] or type(fault).__name__
+    except Exception as error:
+        reason = " ".join(str(error).split())[:100] or type(error).__name__
         raise UserError(f"{kind}:{name}@{split} cannot be read ({reason}); {_ADVICE[kind]}") from None

@@ -1,4 +1,4 @@
-"""What `--passages` and `--pretraining` may name, as sources of articles. Read `open_texts`, then `articles.py`."""
+"""Open the sources of articles that `--passages` and `--pretraining` name. Read `open_texts`, then `articles.py`."""
 
 import os
 import re
@@ -17,8 +17,8 @@ from realm_jax.data.lines import Path_
 from realm_jax.errors import UserError
 from realm_jax.storage import file_digest
 
-SHARD_BYTES, MOST_SHARDS = 2 << 20, 512  # of packed input; a worker takes a shard at a time
-UNKNOWN_SHARDS = 64  # of a source whose size nobody knows
+SHARD_BYTES, MOST_SHARDS = 2 << 20, 512  # of packed input; a worker takes one shard at a time
+UNKNOWN_SHARDS = 64  # of a source of unknown size
 NEWS, HUBS = "news:", ("hf:", "tfds:")
 # Of MediaWiki, or a pattern of such names: pages-articles1.xml-p1p41242.bz2, *.xml*.bz2.
 _DUMP = re.compile(r"\.xml[\w*?\[\]-]*(\.bz2|\.gz)?$")
@@ -27,9 +27,9 @@ _DUMP = re.compile(r"\.xml[\w*?\[\]-]*(\.bz2|\.gz)?$")
 def open_texts(name: Path_) -> ArticleSource:
     """Open a source of articles by what a user calls it. Raises UserError if it cannot be read.
 
-    `news:SOURCE` is a source of raw news that is cleaned, filtered and freed of copies; `hf:NAME` and `tfds:NAME` are
-    data sets of these hubs; a folder with dumps of MediaWiki, and what ends like one or like a pattern of such names,
-    is one; anything else names documents: a file, a pattern, a folder.
+    `news:SOURCE` is a source of raw news, which we clean, filter and free of copies; `hf:NAME` and `tfds:NAME` are data
+    sets of these hubs; a folder with dumps of MediaWiki, a dump, or a pattern of dumps is a dump; every other name is
+    that of documents: a file, a pattern, a folder.
     """
     source = os.fspath(name)
     if source.startswith(HUBS):
@@ -52,29 +52,33 @@ def open_texts(name: Path_) -> ArticleSource:
         return ArticleSource(
             source, tuple(files), wikipedia.read_pages, wikipedia.clean_page, identities, _shards(files)
         )
-    found = documents.find(source)
-    # Of what is not read nothing but the name counts.
-    identities = [(_identity(file.path) if file.ending else {}) | {"file": file.name} for file in found]
-    shards = _shards([file.path for file in found if file.ending])
-    small = all(map(documents.is_small, found))
-    return ArticleSource(source, tuple(found), documents.read, None, identities, shards, small_parts=small)
+    document_files = documents.find(source)
+    # The identity of a file that is not read is only its name.
+    identities = [(_identity(file.path) if file.ending else {}) | {"file": file.name} for file in document_files]
+    shards = _shards([file.path for file in document_files if file.ending])
+    # A worker reads a small file as one task.
+    is_small = all(
+        not file.ending or not documents.FORMATS[file.ending].any_size or size_of(file.path) <= documents.SMALL
+        for file in document_files
+    )
+    return ArticleSource(source, tuple(document_files), documents.read, None, identities, shards, small_parts=is_small)
 
 
-def _require(library: str, what: str) -> None:
+def _require(library: str, subject: str) -> None:
     if find_spec(library) is None:
-        raise UserError(f"{what} needs {library}; run `pip install 'realm_jax[documents]'`")
+        raise UserError(f"{subject} needs {library}; run `pip install 'realm_jax[documents]'`")
 
 
 def identity(path: Path_) -> dict[str, Any]:
-    """Name and SHA-256 of a file. Raises UserError for a pipe or device: it would be empty at the second reading."""
+    """Return name and SHA-256 of a file. Raises UserError for a pipe or device, which cannot be read twice."""
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise UserError(
             f"{path} is not a regular file, and inputs are read more than once; save it to one and name that"
         )
     try:
         return {"file": Path(path).name, "sha256": file_digest(path)}
-    except OSError as fault:
-        raise UserError(f"cannot read {path} ({fault.strerror}); check the path and its permissions") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error.strerror}); check the path and its permissions") from None
 
 
 def _identity(path: str) -> dict[str, Any]:
@@ -90,7 +94,7 @@ def _clean_news(article: Article, _: Counter[Any]) -> Outcome:
 
 
 def read_passages(path: Path_) -> Iterator[Article]:
-    """The articles of one file. Raises UserError, with file and line, for what cannot be read and an id met twice."""
+    """Yield the articles of one file. Raises UserError, with file and line, for a damaged record or a repeated id."""
     lines_of_ids: dict[str, int] = {}
     for outcome in chain.from_iterable(map(documents.read, documents.find(os.fspath(path)))):
         if isinstance(outcome, Skipped):

@@ -1,7 +1,7 @@
 """Read dumps of the English Wikipedia: pages of MediaWiki XML, and their wikitext as plain paragraphs.
 
-The library mwparserfromhell parses wikitext. The words of templates are left out and counted by name, except for those
-in `_SHOWN`, whose words stand in the middle of sentences. Read `read_pages` next, then `clean_page`.
+The library mwparserfromhell parses wikitext. We leave out the words of templates and count them by name, except for
+those in `_SHOWN`, whose words are part of sentences. Read `read_pages` next, then `clean_page`.
 """
 
 import html
@@ -19,7 +19,17 @@ from realm_jax.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page of a dump. is_redirect: it only leads to another one; where: for a person who looks for it."""
+    """A page of a dump.
+
+    Attributes:
+        id: of the page.
+        title: its title.
+        namespace: "0" for articles.
+        is_redirect: True if it only leads to another page.
+        model: "wikitext", or another format.
+        wikitext: of its last revision.
+        where: file and number of the page.
+    """
 
     id: str
     title: str
@@ -36,7 +46,7 @@ UNREADABLE_DUMP = "a dump that cannot be read to its end"
 NO_FIELD = "page without a title, id, namespace or revision"
 # Wikimedia publishes a dump in one file and in numbered files, each of them as one stream and as many.
 _EDITION = re.compile(r"(?P<dump>.*?-pages-[a-z-]*?)(?P<streams>-multistream)?(?P<number>\d*)\.xml")
-_NOT_DUMPS = ("-rss.xml", ".partial")  # news about a dump, and what is still being written
+_NOT_DUMPS = ("-rss.xml", ".partial")  # news about a dump, and an unfinished download
 
 
 def dump_files(source: str) -> list[str]:
@@ -51,7 +61,8 @@ def dump_files(source: str) -> list[str]:
         paths = matching(source)
     if not paths:
         raise UserError(f"{source}: no dump files (*.xml, *.xml.gz, *.xml.bz2) there; check the path")
-    editions: dict[str, dict[tuple[bool, bool], str]] = {}
+    # Two editions of a dump would give every page twice.
+    editions: dict[str, dict[tuple[bool, bool], str]] = {}  # by dump, in streams or not, and numbered or not
     for name in (path.rpartition("/")[2] for path in paths):
         if edition := _EDITION.match(name):
             ways = editions.setdefault(edition["dump"], {})
@@ -69,7 +80,7 @@ def _is_dump(name: str) -> bool:
 
 
 def is_dump_folder(folder: str) -> bool:
-    """Return whether a folder has a file that begins as a dump does. A packed one that is damaged counts too."""
+    """Return True if a folder has a file that begins like a dump. A packed file that is damaged counts too."""
     for name in files_below(folder):
         if "/" not in name and _is_dump(name):
             with open_unpacked(f"{folder.rstrip('/')}/{name}") as stream:
@@ -84,7 +95,7 @@ def is_dump_folder(folder: str) -> bool:
 def read_pages(path: str) -> Iterator[Page | Skipped]:
     """Yield the pages of a dump with their last revisions, while memory does not grow with the file.
 
-    Damage is a page without its fields, or the place from which on the file cannot be read.
+    Damage is a page without its fields, or the position after which the file cannot be read.
     """
     number = 0
     with open_unpacked(path) as stream:
@@ -96,9 +107,9 @@ def read_pages(path: str) -> Iterator[Page | Skipped]:
                     number += 1
                     yield _page(element, f"{path}, page {number:,}")
                     root.clear()
-        # LookupError, ValueError: of an encoding that the dump declares and nobody knows
-        except (ElementTree.ParseError, LookupError, ValueError, *UNPACKING_FAULTS) as fault:
-            yield Skipped(UNREADABLE_DUMP, " ".join(str(fault).split()), f"{path}, after page {number:,}")
+        # LookupError, ValueError: the dump declares an unknown encoding
+        except (ElementTree.ParseError, LookupError, ValueError, *UNPACKING_FAULTS) as error:
+            yield Skipped(UNREADABLE_DUMP, " ".join(str(error).split()), f"{path}, after page {number:,}")
 
 
 def _name(element: Any) -> str:
@@ -128,7 +139,7 @@ _DISAMBIGUATION = re.compile(
     r"\s*[|}])|__DISAMBIG__",
     re.IGNORECASE,
 )
-# Sections that hold references, links and titles of books rather than sentences.
+# Sections of references, links and titles of books, which are no sentences.
 _SECTIONS = frozenset(
     "references/external links/external link/see also/further reading/notes/bibliography/footnotes/citations/sources"
     "/notes and references/references and notes/works cited/external sources/notes and citations/references and sources"
@@ -140,10 +151,13 @@ _SECTIONS = frozenset(
 
 
 def clean_page(page: Page, notes: Notes) -> Outcome:
-    """Return the text of a page, or why it has none; `notes` counts templates, elements and sections that are left out.
+    """Return the text of a page, or why it has none. A pure function.
 
-    A pure function: the same text in every process. Headings are paragraphs of their own; a heading without text under
-    it is left out.
+    Headings are separate paragraphs; we leave out a heading without text under it.
+
+    Args:
+        page: the page.
+        notes: counts templates, elements and sections that are left out.
     """
     if page.namespace != "0":
         return Skipped("not in the namespace of articles", page.title)
@@ -193,8 +207,8 @@ _NOT_SHOWN = frozenset(
 )
 _WITHOUT_WORDS = frozenset("ref references templatestyles section indicator".split())  # not worth a note
 _PARAGRAPHS = frozenset("blockquote center div dl hr ol p poem pre ul".split())
-# Templates that are part of a sentence, and what they print: {1} is their first argument, {*} all of them, {-1} the
-# last one, {quote} the one of that name. Text in square brackets is printed if its argument is there.
+# Templates that are part of a sentence, and their words: {1} is their first argument, {*} all of them, {-1} the last
+# one, {quote} the one of that name. Text in square brackets is printed if its argument exists.
 _SHOWN = {
     name: shown
     for line in """
@@ -226,7 +240,7 @@ _ARGUMENT = re.compile(r"\[([^\[\]{}]*)\{([^{}]+)\}\]|\{([^{}]+)\}")
 
 
 def _plain(wikitext: str, page: Page, notes: Notes) -> str:
-    """The words of wikitext: paragraphs apart by blank lines, items of lists on lines of their own."""
+    """Return the words of wikitext, with blank lines between paragraphs, and each item of a list on its own line."""
     import mwparserfromhell  # here, since it is in the extra `documents`
 
     # The parser's time grows with the square of the brackets that nothing closes, and no signal interrupts it. A time
@@ -251,9 +265,9 @@ def _plain(wikitext: str, page: Page, notes: Notes) -> str:
     return "\n\n".join(filter(None, paragraphs))
 
 
-# No XML file can hold these characters.
+# No XML file can contain these characters.
 _ITEM = "\x02"  # begins an item of a list
-_GAP = "\x03"  # stands where something was left out
+_GAP = "\x03"  # in place of an omission
 _AROUND_GAPS = (
     (
         re.compile(rf" ?\((?=[^()]*{_GAP})(?:[\s,;:/–-]|{_GAP}|e\.g\.|i\.e\.|see)*\)", re.IGNORECASE),
@@ -269,7 +283,7 @@ _EXPONENT = re.compile(r"[-−–+]?[0-9]")
 
 
 def _words(code: Any, notes: Notes) -> str:
-    """The words of parsed wikitext, in which `_ITEM` begins an item of a list."""
+    """Return the words of parsed wikitext, in which `_ITEM` begins an item of a list."""
     from mwparserfromhell import nodes
 
     words = list[str]()
@@ -281,11 +295,13 @@ def _words(code: Any, notes: Notes) -> str:
         elif isinstance(node, nodes.Wikilink):
             target = str(node.title)
             if node.text is not None and not _PICTURE.match(target):
+                # The pipe trick: an empty text prints the target without its brackets.
                 bare = re.sub(r" \([^()]*\)$", "", target.partition(":")[2] or target)  # of [[Mercury (planet)|]]
                 words.append(_words(node.text, notes) or bare)
             elif not _HIDDEN_LINK.match(target):
                 words.append(_words(node.title, notes).removeprefix(":"))
         elif isinstance(node, nodes.ExternalLink):
+            # A link in brackets prints its title, another one its address.
             words.append(_words(node.title, notes) if node.brackets else str(node.url))
         elif isinstance(node, nodes.Template):
             words.append(_template(node, notes))
@@ -305,7 +321,7 @@ def _words(code: Any, notes: Notes) -> str:
 
 
 def _template(node: Any, notes: Notes) -> str:
-    """What a template prints, if it is known."""
+    """Return the words that a template prints, or `_GAP` if it is unknown."""
     name = "_".join(str(node.name).replace("_", " ").split()).lower()
     shown = "{1}" if name.startswith("lang-") else _SHOWN.get(name)
     if shown is None:

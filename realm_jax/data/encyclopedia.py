@@ -6,8 +6,8 @@ entities are held out: their passages are in the corpus, but no pre-training sen
 of them, and the development questions are about them alone.
 
 Not for judging answers on natural language: use real passages and questions for that.
-Every record has a random generator of its own, so a million passages need no big tables. Read `PHRASINGS`
-next: it is all the English there is.
+Every record has its own random generator, so a million passages need no big tables. Read `PHRASINGS` next: it has all
+English sentences.
 """
 
 import itertools
@@ -31,8 +31,12 @@ class Phrasings(NamedTuple):
 
     {the} and {The} become "the <name>", in articles also "it"; {name} is the two-word name. Articles and news share
     their phrasings, as real ones share a language, but the news on an entity never uses those of its own article.
-    The words of questions occur in statements too: nobody understands a word that was never read.
-    Sentences open with function words, so that capitals mark values and nothing else.
+    The words of questions occur in statements too, because a model cannot understand a word that it never read.
+    Sentences open with function words, so that only values have capitals.
+
+    Attributes:
+        statement: sentences that state the relation.
+        question: questions about it.
     """
 
     statement: tuple[str, ...]
@@ -124,7 +128,13 @@ class EncyclopediaSettings:
 
 
 class Entity(NamedTuple):
-    """An invented thing: its plain two-word name and its value for every relation, in the order of RELATIONS."""
+    """An invented thing.
+
+    Attributes:
+        number: of the entity.
+        name: its plain two-word name.
+        values: its value for every relation, in the order of RELATIONS.
+    """
 
     number: int
     name: tuple[str, str]
@@ -197,6 +207,7 @@ class Encyclopedia:
             entity = self.entity(self._known_entity(position))
             rng = self._random("news plan", entity.number)
             used = {phrasing for _, phrasing in self._article_plan(entity.number)}
+            # Each fact is stated in phrasings that the entity's article does not use.
             plan: list[tuple[int, str]] = []  # relation and phrasing of every sentence
             for relation, repeats in enumerate(_counts(rng, NEWS_SENTENCES)):
                 phrasings = _shuffled(rng, PHRASINGS[RELATIONS[relation]].statement)
@@ -237,6 +248,7 @@ class Encyclopedia:
             yield self._question("dev", index, entity, relation, 0, index)
 
     def entity(self, index: int) -> Entity:
+        """Make an entity from its number."""
         # A Feistel network is a bijection of the pairs, so no two entities share a name and no table is needed.
         first, second = divmod(index, len(self.firsts))
         for table in self.rounds:
@@ -284,7 +296,15 @@ class Encyclopedia:
 
 
 def write(encyclopedia: Encyclopedia, folder: Path | str) -> list[Path]:
-    """Write the four JSONL files into `folder` (made if absent), one record at a time; return their paths."""
+    """Write the four JSONL files, one record at a time.
+
+    Args:
+        encyclopedia: gives the records.
+        folder: made if it does not exist.
+
+    Returns:
+        Paths of the files.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, Iterator[Record]] = {

@@ -1,9 +1,9 @@
-"""Masked sentences of documents that no task learns from: what a run is measured with where it has no questions.
+"""Masked sentences of documents that no task learns from: a run without questions is measured with them.
 
-A sentence without its hidden span asks for its own document, as in the inverse cloze task, but with the sentence left
-in its passage. Recall on such sentences does not say how well questions are answered; it does say whether a task made
-the retriever worse on documents that it did not learn from. Passages of such documents are no candidates of a masked
-sentence and no evidence for it. Else they stay in the corpus like all others: a task may draw them as unrelated ones,
+A sentence without its hidden span asks for its own document, as in the inverse cloze task, but its passage still has
+the sentence. Recall on such sentences does not say how well a model answers questions, but it does say whether a task
+made the retriever worse on documents that it did not learn from. Passages of such documents are no candidates of a
+masked sentence and no evidence for it. Otherwise they stay in the corpus: a task may draw them as unrelated passages,
 or read them for a training question.
 """
 
@@ -29,17 +29,30 @@ from realm_jax.data.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
 
-LEAST_LEFT = 20  # pieces of a passage without a sentence that it may still be found by
+LEAST_LEFT = 20  # tokens: a shorter rest of a passage says too little to be found by
 PARTS = 1000  # a share of documents is counted in such parts of all
 
 
 def is_held_out(document_id: str, share: float) -> bool:
-    """Whether a document is one of the share that is held out: a property of its id alone."""
+    """Return True if a document is held out, which depends on nothing but its id.
+
+    Args:
+        document_id: its id.
+        share: share of documents that are held out.
+    """
     return int(farmhash.fingerprint64(document_id)) % PARTS < round(share * PARTS)
 
 
 def trained_rows(store: PassageStore, share: float) -> NDArray[np.bool_] | None:
-    """The rows whose sentences may be learned from, [rows]; None for all."""
+    """Find the passages of documents that are not held out.
+
+    Args:
+        store: the passages.
+        share: share of documents that are held out.
+
+    Returns:
+        True for rows whose sentences may be learned from, bool [rows]; None for all rows.
+    """
     if not share:
         return None
     return np.array([not is_held_out(store.document_id(row), share) for row in range(len(store))], bool)
@@ -53,19 +66,30 @@ def held_out_share(share: float, questions: Mapping[str, Sequence[Question]]) ->
 def masked_sentences(
     store: PassageStore, tokenizer: Tokenizer, query_length: int, share: float, most: int
 ) -> list[Question]:
-    """Sentences of held-out documents without one of their salient spans, as questions with a gold passage.
+    """Make questions with a gold passage of held-out sentences, each without one of its salient spans.
 
-    At most `most` (0: all), evenly spread over the corpus.
+    Args:
+        store: the passages.
+        tokenizer: gives the text of tokens.
+        query_length: tokens of a query, special ones included.
+        share: share of documents that are held out.
+        most: most questions, evenly spread over the corpus; 0 for all.
     """
     masked = masked_pieces(store, query_length, share)
     chosen = evenly_spaced(masked, most or len(masked))
-    return [Question(tokenizer.decode(pieces), [], {store.document_id(row): 1}) for row, pieces in chosen]
+    return [Question(tokenizer.decode(token_ids), [], {store.document_id(row): 1}) for row, token_ids in chosen]
 
 
 def masked_pieces(store: PassageStore, query_length: int, share: float) -> list[tuple[int, NDArray]]:
-    """The passage of every sentence of `masked_sentences`, as a row, and the tokens that are left of it.
+    """List the sentences of `masked_sentences` as tokens, without those that become too short.
 
-    Sentences of which too little is left are skipped.
+    Args:
+        store: the passages.
+        query_length: tokens of a query, special ones included.
+        share: share of documents that are held out.
+
+    Returns:
+        For each sentence the row of its passage, and its tokens without the span [n].
     """
     is_trained = trained_rows(store, share)
     if is_trained is None:
@@ -74,43 +98,54 @@ def masked_pieces(store: PassageStore, query_length: int, share: float) -> list[
     rows, numbers = salient_sentences(store, query_length)
     held_out = ~is_trained[rows]
     for row, number in zip(rows[held_out].tolist(), numbers[held_out].tolist(), strict=True):
-        pieces, spans = spans_of(store, row, number)
-        pieces = _without_one_of(spans, pieces, query_length - 2)
-        if len(pieces) >= MINIMUM_SENTENCE:
-            masked.append((row, pieces))
+        token_ids, spans = spans_of(store, row, number)
+        remaining = _without_one_of(spans, token_ids, query_length - 2)
+        if len(remaining) >= MINIMUM_SENTENCE:
+            masked.append((row, remaining))
     return masked
 
 
 def evenly_spaced(items: Sequence[_T], most: int) -> list[_T]:
-    """At most so many of some items, evenly spaced over all of them."""
-    places = np.linspace(0, len(items) - 1, min(most, len(items)))
-    return [items[place] for place in places.round().astype(int)]
+    """Choose items that are evenly spaced over all of them.
 
-
-def _without_one_of(spans: NDArray, pieces: NDArray, room: int) -> NDArray:
-    """The first `room` pieces of a sentence without one of the spans [n, 2] that end among them.
-
-    None without such a span: a finder that is not ours may find one that goes beyond its sentence.
+    Args:
+        items: all items.
+        most: most items to choose.
     """
-    spans = spans[spans[:, 1] <= room]
+    indices = np.linspace(0, len(items) - 1, min(most, len(items)))
+    return [items[index] for index in indices.round().astype(int)]
+
+
+def _without_one_of(spans: NDArray, token_ids: NDArray, max_tokens: int) -> NDArray:
+    """Return the first `max_tokens` tokens of a sentence without one of the spans [n, 2] that end among them.
+
+    No tokens if there is no such span: a finder that is not ours may find one that goes beyond its sentence.
+    """
+    spans = spans[spans[:, 1] <= max_tokens]
     if not len(spans):
-        return pieces[:0]
-    return pieces_without(pieces, *spans[_chosen_place(len(spans), pieces)])[:room]
+        return token_ids[:0]
+    return pieces_without(token_ids, *spans[_chosen_index(len(spans), token_ids)])[:max_tokens]
 
 
-def _chosen_place(count: int, pieces: NDArray) -> int:
-    """One of `count` places, which follows from the sentence's own pieces: names, which often come first, and dates
-    are hidden alike."""
-    return int(farmhash.fingerprint64(pieces.tobytes())) % count
+def _chosen_index(count: int, token_ids: NDArray) -> int:
+    """Choose one of `count` spans by a hash of the sentence, so that names, which often come first, and dates are
+    hidden equally often."""
+    return int(farmhash.fingerprint64(token_ids.tobytes())) % count
 
 
-# --- sentences that three searches are measured with ------------------------------------------------------------------
+# --- Sentences for three searches -------------------------------------------------------------------------------------
 
 
 class HeldOutSentence(NamedTuple):
-    """A sentence of a held-out document that stands in no other passage. row, number: its passage, and its place among
-    the sentences there; text: all of it; masked: without a salient span, '' where there is none to hide; evidence: rows
-    of other passages that say what is hidden."""
+    """A sentence of a held-out document that occurs in no other passage.
+
+    Attributes:
+        row: its passage.
+        number: of the sentence in the passage.
+        text: all of it.
+        masked: its text without a salient span; empty if there is no span to hide.
+        evidence: rows of other passages that say what is hidden.
+    """
 
     row: int
     number: int
@@ -122,17 +157,29 @@ class HeldOutSentence(NamedTuple):
 def held_out_sentences(
     store: PassageStore, tokenizer: Tokenizer, query_length: int, share: float, most: int, evidence: Evidence
 ) -> list[HeldOutSentence]:
-    """At most `most` sentences of held-out documents: first those with evidence, then others with a span to hide, then
-    others; of each kind they are spread evenly over the corpus."""
-    # Sentences whose tokens stand elsewhere too, held out or not, are left out.
+    """Choose sentences of held-out documents.
+
+    Sentences with evidence come first, then others with a span to hide, then others; of each kind they are spread
+    evenly over the corpus. Sentences that occur twice in the corpus are left out.
+
+    Args:
+        store: the passages.
+        tokenizer: gives the text of tokens.
+        query_length: tokens of a query, special ones included.
+        share: share of documents that are held out.
+        most: most sentences.
+        evidence: of the store.
+    """
+    # A sentence that occurs twice, held out or not, does not say which passage it is from.
     hashes = [
         int(farmhash.fingerprint64(store.body_tokens(row)[start:end].tobytes()))
         for row in range(len(store))
         for start, end in store.sentences(row).tolist()
     ]
-    _, places, times = np.unique(np.array(hashes, np.uint64), return_inverse=True, return_counts=True)
-    is_unique = times[places] == 1  # [sentences]
+    _, inverse, counts = np.unique(np.array(hashes, np.uint64), return_inverse=True, return_counts=True)
+    is_unique = counts[inverse] == 1  # [sentences]
     first_sentences = np.concatenate([[0], np.cumsum(store.counts("sentences"))])  # [rows + 1]
+    # With evidence, with another span to hide, and without a span.
     kinds: tuple[list[HeldOutSentence], ...] = ([], [], [])
     for row in range(len(store)):
         if not is_held_out(store.document_id(row), share):
@@ -149,31 +196,39 @@ def held_out_sentences(
 
 
 def _held_out_sentence(
-    store: PassageStore, tokenizer: Tokenizer, row: int, number: int, room: int, evidence: Evidence
+    store: PassageStore, tokenizer: Tokenizer, row: int, number: int, max_tokens: int, evidence: Evidence
 ) -> HeldOutSentence:
-    """A sentence with a span hidden for which there is evidence, where it has one; else any within `room` pieces."""
-    pieces, spans = spans_of(store, row, number)
+    """Hide a span for which there is evidence, or else any span within `max_tokens` tokens."""
+    token_ids, spans = spans_of(store, row, number)
     first, last = np.searchsorted(evidence.spans.rows, [row, row + 1])
-    supported = first + np.flatnonzero(evidence.spans.sentences[first:last] == number)
+    supported = first + np.flatnonzero(evidence.spans.sentences[first:last] == number)  # [n], of spans with evidence
     rows: tuple[int, ...] = ()
     if len(supported):
-        span = supported[_chosen_place(len(supported), pieces)]
+        span = supported[_chosen_index(len(supported), token_ids)]
         begin = store.sentences(row)[number, 0]
         spans = np.array([[evidence.spans.starts[span], evidence.spans.ends[span]]]) - begin
         rows = tuple(evidence.rows_of(int(span)).tolist())
-    remaining = _without_one_of(spans, pieces, room)
+    remaining = _without_one_of(spans, token_ids, max_tokens)
     is_enough = len(remaining) >= MINIMUM_SENTENCE
     masked = tokenizer.decode(remaining) if is_enough else ""
-    return HeldOutSentence(row, number, tokenizer.decode(pieces[:room]), masked, rows if is_enough else ())
+    return HeldOutSentence(row, number, tokenizer.decode(token_ids[:max_tokens]), masked, rows if is_enough else ())
 
 
 def passages_without(
     store: PassageStore, tokenizer: Tokenizer, length: int, sentences: Sequence[HeldOutSentence]
 ) -> tuple[list[int], list[Example]]:
-    """Which of some sentences ask for their passage without them, and the `document_arrays` of what is left of it: the
-    first of each passage of which LEAST_LEFT pieces are left.
+    """Remove the first sentence of each passage from it, if LEAST_LEFT tokens remain.
 
-    A sentence has all of its own words in common with its passage, and none but those of the subject with what is left.
+    A sentence shares all of its words with its passage, but only those of the subject with the rest of it.
+
+    Args:
+        store: the passages.
+        tokenizer: gives the special tokens and the dtype.
+        length: tokens of a passage.
+        sentences: sentences of `held_out_sentences`.
+
+    Returns:
+        Indices of the sentences whose passage is returned, and these passages as `document_arrays`.
     """
     shortened: dict[int, tuple[int, Example]] = {}  # row → number of the sentence, and the passage without it
     for index, sentence in enumerate(sentences):

@@ -1,6 +1,6 @@
 """Files that are read, on this machine or in a bucket (gs://…, s3://…), plain or packed (`PACKED`).
 
-Faults of storage become UserErrors that name the file; those of unpacking are `UNPACKING_FAULTS`. Not for what the
+Errors of storage become UserErrors that name the file; those of unpacking are `UNPACKING_FAULTS`. Not for what the
 bytes mean. Read `realm_jax.data.lines` next for files of records, `realm_jax.corpora.wikipedia` for dumps.
 """
 
@@ -26,7 +26,7 @@ except ImportError:
     zstd = None  # type: ignore[assignment]
 
 
-def _open_zst(stored: Any, _: str) -> Any:
+def _open_zst(stored: Any, _mode: str) -> Any:
     if zstd is None:
         raise UserError(".zst needs backports.zstd; run `pip install 'realm_jax[documents]'`")
     return zstd.open(stored, "rb")
@@ -34,7 +34,7 @@ def _open_zst(stored: Any, _: str) -> Any:
 
 # By the ending of the name, in small letters.
 PACKED: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _open_zst}
-# OSError: of storage none is left, see _RawFile.
+# OSError is one of unpacking, because _RawFile raises UserErrors for those of storage.
 UNPACKING_FAULTS = (EOFError, OSError, lzma.LZMAError, zlib.error, *((zstd.ZstdError,) if zstd else ()))
 _BUFFER = 1 << 18  # bytes
 
@@ -45,34 +45,34 @@ def file_system(path: str) -> tuple[Any, str]:
 
     try:
         files, root = fsspec.core.url_to_fs(path)
-    except (ValueError, ImportError) as fault:
-        raise UserError(f"{path}: {fault}; install what opens such paths (gs://: gcsfs, s3://: s3fs)") from None
+    except (ValueError, ImportError) as error:
+        raise UserError(f"{path}: {error}; install what opens such paths (gs://: gcsfs, s3://: s3fs)") from None
     return files, root
 
 
 def size_of(path: str) -> int:
-    """Bytes of a file as it is stored."""
+    """Return the bytes of a file as it is stored."""
     files, root = file_system(path)
     with storage_errors(path):
         return int(files.size(root))
 
 
 def matching(pattern: str) -> list[str]:
-    """The files that have a name or fit a pattern, in order. Raises UserError if there are none."""
+    """List the files that have a name or fit a pattern, in order. Raises UserError if there are none."""
     with storage_errors(pattern):
         if "://" in pattern:
             files, root = file_system(pattern)
-            found = [f"{pattern.partition('://')[0]}://{path}" for path in sorted(files.glob(root))]
+            paths = [f"{pattern.partition('://')[0]}://{path}" for path in sorted(files.glob(root))]
         else:
             names = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
-            found = [name for name in names if not Path(name).is_dir()]
-    if not found:
+            paths = [name for name in names if not Path(name).is_dir()]
+    if not paths:
         raise UserError(f"no file fits {pattern}; name a file or a pattern such as news/*.jsonl.gz")
-    return found
+    return paths
 
 
 def is_folder(path: str) -> bool:
-    """Whether this is a folder, here or in a bucket."""
+    """Return True if a path is a folder, here or in a bucket."""
     if "://" not in path:
         return os.path.isdir(path)
     files, root = file_system(path)
@@ -81,7 +81,7 @@ def is_folder(path: str) -> bool:
 
 
 def files_below(folder: str) -> list[str]:
-    """The paths of the files in a folder and in its folders, from it on with `/`, in order; without hidden ones."""
+    """List the files in a folder and in its folders by their path in it with `/`, in order, without hidden ones."""
     files, root = file_system(folder)
     with storage_errors(folder):
         paths = [path.removeprefix(root).lstrip("/") for path in files.find(root)]
@@ -90,14 +90,14 @@ def files_below(folder: str) -> list[str]:
 
 @contextmanager
 def storage_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Faults of storage become UserErrors that name the file; a StorageError is one that may pass."""
+    """Turn errors of storage into UserErrors that name the file; a StorageError may pass, so trying again may help."""
     try:
         yield
     except UserError:
         raise
-    except Exception as fault:  # file systems have errors of their own
-        missing = isinstance(fault, FileNotFoundError)
-        reason = os.strerror(errno.ENOENT) if missing else getattr(fault, "strerror", None) or fault
+    except Exception as error:  # each file system has its own kinds
+        missing = isinstance(error, FileNotFoundError)
+        reason = os.strerror(errno.ENOENT) if missing else getattr(error, "strerror", None) or error
         message = f"cannot read {path} ({reason}); check the path and its permissions"
         raise (UserError if missing else StorageError)(message) from None
 
@@ -106,7 +106,7 @@ def storage_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 def open_unpacked(path: str | os.PathLike[str]) -> Iterator[Any]:
     """Open a file for reading; the ending of its name says how it is packed.
 
-    Opening and reading raise UserError for faults of storage, and reading UNPACKING_FAULTS.
+    Opening and reading raise UserError for errors of storage; reading raises UNPACKING_FAULTS for damage.
     """
     name = os.fspath(path)
     with ExitStack() as stack:
@@ -140,9 +140,15 @@ class _RawFile(io.RawIOBase):
         buffer[: len(data)] = data
         return len(data)
 
-    def seek(self, place: int, whence: int = io.SEEK_SET) -> int:
+    def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
+        """Change the position, as files do.
+
+        Args:
+            position: in bytes.
+            whence: what it counts from.
+        """
         with storage_errors(self.path):
-            return int(self.stream.seek(place, whence))
+            return int(self.stream.seek(position, whence))
 
     def tell(self) -> int:
         with storage_errors(self.path):

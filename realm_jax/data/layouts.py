@@ -4,9 +4,9 @@
     document  [CLS] title [SEP] body [SEP]    segments 0 through the first [SEP], then 1
     joint     [CLS] query [SEP] body [SEP]    the same; fine-tuning can have `title [SEP]` before the body
 
-Special tokens are always kept; an earlier sequence takes the room first, a later one gets what is left. Padding stands
-on the right, with segment 0. Pure functions on NumPy arrays; the step that trains builds the same joint layout on the
-device, and these are what it is tested against. Next to read: `tokenizer.py`, where the ids come from.
+Special tokens always stay; if the sequences do not fit, the last one is truncated first. Padding is on the right, with
+segment 0. These are pure functions of NumPy arrays. The train step builds the same joint layout on the device, and
+tests compare the two. Next to read: `tokenizer.py`, where the ids come from.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,14 @@ from numpy.typing import ArrayLike, NDArray
 
 
 class SpecialTokens(NamedTuple):
-    """Ids of the tokens that make up a layout; `WordPiece.special` gives those of a vocabulary."""
+    """Ids of the special tokens of a layout; `WordPiece.special` gives those of a vocabulary.
+
+    Attributes:
+        pad: [PAD], which fills a layout to its length.
+        cls: [CLS], the first token.
+        sep: [SEP], behind each sequence.
+        mask: [MASK], in place of a hidden token.
+    """
 
     pad: int
     cls: int
@@ -25,7 +32,13 @@ class SpecialTokens(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """One example laid out: `ids` and `segments` are int32 `[length]`; the first `used` places are not padding."""
+    """One example as the models read it.
+
+    Attributes:
+        ids: tokens, int32 [length].
+        segments: 0 or 1 for each token, int32 [length].
+        used: number of tokens before the padding.
+    """
 
     ids: NDArray[np.int32]
     segments: NDArray[np.int32]
@@ -33,14 +46,26 @@ class Layout(NamedTuple):
 
 
 def query(ids: ArrayLike, length: int, special: SpecialTokens) -> Layout:
-    """Lay out `[CLS] query [SEP]`; the query keeps its first `length - 2` pieces."""
+    """Lay out `[CLS] query [SEP]`; the query keeps its first `length - 2` tokens.
+
+    Args:
+        ids: tokens of the query without special ones [n].
+        length: tokens of the layout.
+        special: ids of the special tokens.
+    """
     return _join_sequences([ids], length, special)
 
 
 def document(title: ArrayLike, body: ArrayLike, length: int, special: SpecialTokens) -> Layout:
-    """Lay out `[CLS] title [SEP] body [SEP]`; title and body share `length - 3` pieces, the title first.
+    """Lay out `[CLS] title [SEP] body [SEP]`; title and body share `length - 3` tokens, the title first.
 
     An empty title and body give the null document, `[CLS] [SEP] [SEP]`.
+
+    Args:
+        title: tokens of the title [m].
+        body: tokens of the body [n].
+        length: tokens of the layout.
+        special: ids of the special tokens.
     """
     return _join_sequences([title, body], length, special)
 
@@ -56,29 +81,29 @@ def joint(
     """Lay out `[CLS] query [SEP] body [SEP]` for the reader.
 
     Args:
-        query_ids: pieces of the query without special tokens `[m]`.
-        body: pieces of the passage without title and special tokens `[n]`.
-        length: places of the layout.
+        query_ids: tokens of the query without special ones [m].
+        body: tokens of the passage without title and special ones [n].
+        length: tokens of the layout.
         special: ids of the special tokens.
-        max_query: pieces that the query keeps at most, so that it is the same query that the embedder saw (its length
-            less 2); without it the query may take all the room and leave none to the body.
-        title: pieces that stand before the body, with a [SEP] of their own; None: the layout has no title.
+        max_query: most tokens of the query, so that it is the same query that the embedder saw (its length less 2);
+            without it the query may leave no room for the body.
+        title: tokens before the body, with a [SEP] of their own; None: the layout has no title.
     """
     titles = [] if title is None else [title]
     return _join_sequences([np.asarray(query_ids)[:max_query], *titles, body], length, special)
 
 
 def _join_sequences(sequences: list[ArrayLike], length: int, special: SpecialTokens) -> Layout:
-    room = length - 1 - len(sequences)
-    ids = np.full(length, special.pad, np.int32)
-    segments = np.zeros(length, np.int32)
+    max_tokens = length - 1 - len(sequences)  # of the remaining sequences, without [CLS] and [SEP]
+    ids = np.full(length, special.pad, np.int32)  # [length]
+    segments = np.zeros(length, np.int32)  # [length]
     ids[0] = special.cls
     used = 1
     for number, sequence in enumerate(sequences):
-        kept = np.asarray(sequence, np.int32)[:room]
-        room -= len(kept)
-        end = used + len(kept)
-        ids[used:end] = kept
+        sequence_ids = np.asarray(sequence, np.int32)[:max_tokens]  # [n]
+        max_tokens -= len(sequence_ids)
+        end = used + len(sequence_ids)
+        ids[used:end] = sequence_ids
         ids[end] = special.sep
         segments[used : end + 1] = min(number, 1)
         used = end + 1

@@ -1,8 +1,8 @@
 """Records of text files, plain or packed, here or in a bucket: lines, JSON objects, columns.
 
-Everything streams, a JSON array of any size too. What cannot be read is a `BadRecord` in its place, and whoever reads
-decides: `strictly` raises a UserError with file and line, others count it. Only what leaves no place to go on from (in
-an array, in a table, in storage) is raised here. Not for what the records mean: read `realm_jax.data.questions`, or
+Everything streams, a JSON array of any size too. A record that cannot be read becomes a `BadRecord`, and the reader
+decides: `strictly` raises a UserError with file and line, others count it. We raise an error only if reading cannot
+continue (in an array, in a table, in storage). Not for what the records mean: read `realm_jax.data.questions`, or
 `realm_jax.corpora.texts` for passages.
 """
 
@@ -23,16 +23,16 @@ from realm_jax.data.input_files import PACKED, UNPACKING_FAULTS, open_unpacked
 from realm_jax.errors import UserError
 
 SAMPLE = 80  # characters
-OTHER_COLUMNS = "a row with other columns than the first line"  # why a row is a bad record
+OTHER_COLUMNS = "a row with other columns than the first line"  # reason of a bad record
 BATCH_ROWS = 256  # of a Parquet file
 MOST_LINES = 10_000  # of a quoted field between tabs
 TRUNCATED = "the rest of the file is truncated or damaged"
 LONGEST_LINE = 1 << 26  # bytes, of an object in an array characters; the longest articles have a few million
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON spells one, half of a pair or not
-_SPECIAL = re.compile(r'["\r]')  # what makes of a line of a table more than text between delimiters
+_SPECIAL = re.compile(r'["\r]')  # a line of a table without these is plain text between delimiters
 _CHUNK = 1 << 20  # bytes of an array that are read at a time, at the least
 _DECODER = json.JSONDecoder()
-_SPACE = re.compile(r"[ \t\n\r]*")  # what JSON takes for white space
+_SPACE = re.compile(r"[ \t\n\r]*")  # white space of JSON
 
 Path_ = str | os.PathLike[str]
 _T = TypeVar("_T")
@@ -45,20 +45,23 @@ _R = TypeVar("_R")
 class BadRecord(UserError):
     """A record of a file that cannot be read, in words that follow file and line, which the caller adds.
 
-    message, advice: what is wrong, and what to do. reason: the same for all such records, to count them by; the message
-    unless given. sample: the beginning of the record.
+    Attributes:
+        message: what is wrong.
+        reason: the same for all such records, to count them by.
+        sample: the beginning of the record.
     """
 
     def __init__(self, message: str, advice: str, reason: str = "", sample: str = ""):
+        """Join message and advice to the text of the error; without a reason, the message is the reason."""
         super().__init__(f"{message}; {advice}")
         self.message, self.reason, self.sample = message, reason or message, sample
 
 
 def sample(value: Any) -> str:
-    """The beginning of a record, as one line that any file or terminal takes."""
+    """Return the beginning of a record, as one line that any file or terminal takes."""
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
-    # Few characters of each field: a record may hold millions.
+    # Few characters of each field, because a record may have millions.
     if isinstance(value, dict):
         value = {str(key)[:SAMPLE]: str(field)[:SAMPLE] for key, field in list(value.items())[:8]}
     line = " ".join(str(value)[: 4 * SAMPLE].split())[:SAMPLE]
@@ -68,21 +71,37 @@ def sample(value: Any) -> str:
 def applied(
     function: Callable[[_T], _R], records: Iterable[tuple[int, _T | BadRecord]]
 ) -> Iterator[tuple[int, _R | BadRecord]]:
-    """What a function gives for each record, with its line; what it raises as a BadRecord takes the record's place."""
+    """Apply a function to each record; a BadRecord that it raises takes the record's place.
+
+    Args:
+        function: of a record.
+        records: records, or BadRecords, with their lines.
+
+    Yields:
+        Results, or BadRecords, with their lines.
+    """
     for line, record in records:
         if isinstance(record, BadRecord):
             yield line, record
             continue
         try:
             result = function(record)
-        except BadRecord as fault:
-            yield line, fault
+        except BadRecord as error:
+            yield line, error
         else:
             yield line, result
 
 
 def strictly(path: Path_, records: Iterable[tuple[int, _T | BadRecord]]) -> Iterator[tuple[int, _T]]:
-    """The records with their lines. Raises UserError, with file and line, at the first bad one."""
+    """Yield the records with their lines up to the first bad one.
+
+    Args:
+        path: the file, for the message.
+        records: records, or BadRecords, with their lines.
+
+    Raises:
+        UserError: a record is bad, with file and line.
+    """
     for line, record in records:
         if isinstance(record, BadRecord):
             raise UserError(f"{path}:{line}: {record}")
@@ -96,7 +115,13 @@ Records = Iterator[tuple[int, dict[str, Any] | BadRecord]]  # each with the line
 
 
 class Line(NamedTuple):
-    """A line with its end. number: from 1, of what was read; byte: the place in the unpacked file that it begins at."""
+    """A line with its end.
+
+    Attributes:
+        number: from 1, among the lines that were read.
+        byte: at which it begins in the unpacked file.
+        data: its bytes, or why they cannot be read.
+    """
 
     number: int
     byte: int
@@ -104,33 +129,42 @@ class Line(NamedTuple):
 
 
 def ending_of(path: Path_) -> str:
-    """The ending of a file's name in small letters, without that of its packing."""
+    """Return the ending of a file's name in small letters, without that of its packing."""
     name = Path(path)
     return (Path(name.stem) if name.suffix.lower() in PACKED else name).suffix.lower()
 
 
 def read_lines(path: Path_, start: int = 0, stop: int | None = None) -> Iterator[Line]:
-    """The lines that begin in the bytes [start, stop) of an unpacked file, blank ones too.
+    """Yield the lines that begin in the bytes [start, stop) of an unpacked file, blank ones too.
 
-    Of a line that is too long, and where a packed file is cut off or damaged, there is a BadRecord in its place; what
-    follows damage of a packed file is lost.
+    A line that is too long becomes a BadRecord, and so does the rest of a packed file that is truncated or damaged.
+
+    Args:
+        path: the file.
+        start: first byte.
+        stop: byte behind the last one; None for the end of the file.
     """
     with open_unpacked(path) as stream:
         yield from _lines(stream, start, stop)
 
 
 def text_lines(path: Path_, encoding: str = "utf-8") -> Iterator[tuple[int, str]]:
-    """Numbers and texts of all lines, blank ones too, without `\\n` or `\\r\\n` at their ends. Raises UserError.
+    """Yield numbers and texts of all lines, blank ones too, without `\\n` or `\\r\\n` at their ends.
 
-    In another encoding than UTF-8 what stands for no character is replaced: an encoding that was guessed may not fit.
+    Args:
+        path: the file.
+        encoding: of its text; other encodings than UTF-8 were guessed, so we replace the bytes that do not fit.
+
+    Raises:
+        UserError: the file cannot be read, or is not in UTF-8.
     """
     if encoding != "utf-8":
         try:
             with open_unpacked(path) as stream:
                 texts = TextIOWrapper(stream, encoding, "replace")
                 yield from enumerate((line.removesuffix("\n") for line in texts), 1)
-        except UNPACKING_FAULTS as fault:
-            raise _damaged(path, fault) from None
+        except UNPACKING_FAULTS as error:
+            raise _damaged(path, error) from None
         return
     lines = ((line.number, line.data) for line in read_lines(path))
     for number, text in strictly(path, applied(_text, lines)):
@@ -138,47 +172,47 @@ def text_lines(path: Path_, encoding: str = "utf-8") -> Iterator[tuple[int, str]
 
 
 def _lines(stream: IO[bytes], start: int = 0, stop: int | None = None, first: int = 1) -> Iterator[Line]:
-    """`read_lines` of a stream. A file of another kind may be one endless line, which is not held in memory."""
+    """Yield the `read_lines` of a stream. A binary file may be one endless line, which must not fill the memory."""
     byte, number = start, first
     try:
-        if start:  # the line that holds the byte before `start` belongs to the part before this one
+        if start:  # the line with the byte before `start` belongs to the part before this one
             stream.seek(start - 1)
             byte = start - 1 + _rest_of_line(stream)
         while (stop is None or byte < stop) and (data := stream.readline(LONGEST_LINE)):
             is_cut = len(data) == LONGEST_LINE and not data.endswith(b"\n")
-            yield Line(number, byte, _too_long(data) if is_cut else data)
+            line: bytes | BadRecord = data
+            if is_cut:
+                size = f"more than {LONGEST_LINE:,} bytes"
+                beginning = sample(data[: 4 * SAMPLE])
+                line = BadRecord(f"the line has {size}", "is this a text file?", f"a line of {size}", beginning)
+            yield Line(number, byte, line)
             byte += len(data) + (_rest_of_line(stream) if is_cut else 0)
             number += 1
-    except UNPACKING_FAULTS as fault:
-        bad = BadRecord(f"{TRUNCATED} ({fault})", "fetch or make it again", TRUNCATED, sample(str(fault)))
+    except UNPACKING_FAULTS as error:
+        bad = BadRecord(f"{TRUNCATED} ({error})", "fetch or make it again", TRUNCATED, sample(str(error)))
         yield Line(number, byte, bad)
 
 
 def _rest_of_line(stream: IO[bytes]) -> int:
-    """Go to the beginning of the next line; the number of bytes skipped."""
-    passed = 0
+    """Skip to the beginning of the next line; return the number of skipped bytes."""
+    skipped = 0
     while chunk := stream.readline(LONGEST_LINE):
-        passed += len(chunk)
+        skipped += len(chunk)
         if chunk.endswith(b"\n"):
             break
-    return passed
+    return skipped
 
 
-def _damaged(path: Path_, fault: Exception) -> UserError:
-    return UserError(f"{path} is truncated or damaged ({' '.join(str(fault).split())}); fetch or make it again")
-
-
-def _too_long(data: bytes) -> BadRecord:
-    size = f"more than {LONGEST_LINE:,} bytes"
-    return BadRecord(f"the line has {size}", "is this a text file?", f"a line of {size}", sample(data[: 4 * SAMPLE]))
+def _damaged(path: Path_, error: Exception) -> UserError:
+    return UserError(f"{path} is truncated or damaged ({' '.join(str(error).split())}); fetch or make it again")
 
 
 def _text(raw: bytes) -> str:
-    """The text of a line."""
+    """Return the text of a line. Raises BadRecord if it is not in UTF-8."""
     try:
         return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as fault:
-        message = f"byte {fault.start + 1} of the line is not UTF-8"
+    except UnicodeDecodeError as error:
+        message = f"byte {error.start + 1} of the line is not UTF-8"
         raise BadRecord(message, "save the file as UTF-8", "not UTF-8", sample(raw)) from None
 
 
@@ -186,16 +220,23 @@ def _text(raw: bytes) -> str:
 
 
 def table_rows(path: Path_, delimiter: str = "\t", encoding: str = "utf-8") -> Iterator[tuple[int, list[str]]]:
-    """Lines that rows begin on, and fields of the rows, quoted as in CSV files or not. Raises UserError with the line.
+    """Yield the rows of a table, quoted as in CSV files or not, with the lines on which they begin.
 
-    A quoted field may hold delimiters and line ends; a quote in it is written twice. Many a program writes tabs and
-    never quotes, though. So with tabs between the columns, lines that each have the columns of the first row as they
-    stand are rows of their own, unless one of them alone is a row of quoted fields; and so is what no quote closes.
-    Blank lines are skipped. encoding: as of `text_lines`.
+    A quoted field may contain delimiters and line ends; a quote in it is written twice. But many programs write tabs
+    and never quote. So in a table with tabs, a line that begins a quoted field of several lines is a row of its own if
+    each of these lines has the columns of the first row, or if no quote closes the field. Blank lines are skipped.
+
+    Args:
+        path: the file.
+        delimiter: between the columns.
+        encoding: as for `text_lines`.
+
+    Raises:
+        UserError: the file cannot be read, or the quotes of a row do not match; with file and line.
     """
     csv.field_size_limit(LONGEST_LINE)  # 131,072 by default; a long article has more
     lines, width = text_lines(path, encoding), 0
-    ahead = deque[tuple[int, str]]()  # lines that were looked at and are not taken yet
+    ahead = deque[tuple[int, str]]()  # lines that were read and belong to no row yet
 
     def texts() -> Iterator[str]:
         yield from (text for _, text in ahead)
@@ -203,12 +244,13 @@ def table_rows(path: Path_, delimiter: str = "\t", encoding: str = "utf-8") -> I
             ahead.append(line)
             yield line[1]
 
+    # Most rows have no quotes, so they need no parser.
     while ahead or next(texts(), None) is not None:
         number, text = ahead[0]
         try:
             row, used = _row(texts, text, delimiter, width) if _SPECIAL.search(text) else (text.split(delimiter), 1)
-        except csv.Error as fault:
-            raise UserError(f"{path}:{number}: no row of columns ({fault}): look at its quotes and line ends") from None
+        except csv.Error as error:
+            raise UserError(f"{path}:{number}: no row of columns ({error}): look at its quotes and line ends") from None
         for _ in range(used):
             ahead.popleft()
         if text and row:
@@ -217,7 +259,7 @@ def table_rows(path: Path_, delimiter: str = "\t", encoding: str = "utf-8") -> I
 
 
 def _row(texts: Callable[[], Iterator[str]], text: str, delimiter: str, width: int) -> tuple[list[str], int]:
-    """The row that begins with this line, and how many lines it stretches over. Raises csv.Error.
+    """Parse the row that begins with a line; also return the number of its lines. Raises csv.Error.
 
     texts: gives this line and those below. width: columns of the first row; 0 for that row itself.
     """
@@ -232,12 +274,12 @@ def _row(texts: Callable[[], Iterator[str]], text: str, delimiter: str, width: i
     except csv.Error:
         return plain, 1
     spanned = filter(None, islice(texts(), used))
-    are_rows = width > 1 and all(one.count(delimiter) == width - 1 for one in spanned)
+    are_rows = width > 1 and all(line.count(delimiter) == width - 1 for line in spanned)
     return (plain, 1) if are_rows or (width and len(row) != width) else (row, used)
 
 
 def _quoted_row(texts: Iterator[str], delimiter: str) -> tuple[list[str], int]:
-    """The first row of lines, and how many of them it stretches over. Raises csv.Error for what breaks the rules."""
+    """Parse the first row of some lines by the rules of CSV; also return the number of its lines. Raises csv.Error."""
     reader = csv.reader((text + "\n" for text in texts), delimiter=delimiter, strict=True)
     return next(reader), reader.line_num
 
@@ -246,9 +288,9 @@ def _quoted_row(texts: Iterator[str], delimiter: str) -> tuple[list[str], int]:
 
 
 def json_records(path: Path_) -> Records:
-    """JSON objects: one a line, or the elements of one array, which may stretch over lines or fill a single one.
+    """Yield JSON objects: one a line, or the elements of one array, which may have many lines or a single one.
 
-    In an array no fault leaves a place to go on from, so it is a UserError.
+    Reading cannot continue after an error in an array, so that raises UserError.
     """
     with open_unpacked(path) as stream:
         try:
@@ -256,14 +298,17 @@ def json_records(path: Path_) -> Records:
             if is_array:
                 yield from _Array(stream, path, skipped + 1).objects()
                 return
-        except UNPACKING_FAULTS as fault:
-            raise _damaged(path, fault) from None
+        except UNPACKING_FAULTS as error:
+            raise _damaged(path, error) from None
         lines = ((line.number, line.data) for line in _lines(stream, first=skipped + 1))
         yield from applied(_object, (line for line in lines if isinstance(line[1], BadRecord) or line[1].strip()))
 
 
 def parquet_records(path: Path_) -> Records:
-    """The rows of a Parquet file, with their numbers in place of lines; what JSON has no type for as a string."""
+    """Yield the rows of a Parquet file, with their numbers instead of lines.
+
+    Values are those of JSON: bytes as text, NaN as null, and values of other types as strings.
+    """
     try:
         from pyarrow import ArrowException, parquet  # here, as it is optional
     except ImportError:
@@ -272,35 +317,31 @@ def parquet_records(path: Path_) -> Records:
         try:
             batches = parquet.ParquetFile(stream).iter_batches(BATCH_ROWS)
             rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-            yield from enumerate(map(_plain_row, rows), 1)
-        except (ArrowException, ValueError, OverflowError, LookupError, *UNPACKING_FAULTS) as fault:
-            raise _damaged(path, fault) from None
+            for number, row in enumerate(rows, 1):
+                text = json.dumps(row, default=_parquet_text)
+                yield number, json.loads(text, parse_constant=lambda _: None)
+        except (ArrowException, ValueError, OverflowError, LookupError, *UNPACKING_FAULTS) as error:
+            raise _damaged(path, error) from None
 
 
-def _plain_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with values of JSON alone: bytes as text, what is no number as null."""
-
-    def plain(value: Any) -> str:
-        return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
-
-    found: dict[str, Any] = json.loads(json.dumps(row, default=plain), parse_constant=lambda _: None)
-    return found
+def _parquet_text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
 
 
 def parse_json(raw: bytes) -> Any:
-    """The value of a line. Raises BadRecord."""
+    """Return the value of a line. Raises BadRecord."""
     text = _text(raw).rstrip()
     try:
         return json.loads(text)
-    except json.JSONDecodeError as fault:
-        message = f"not JSON ({fault.msg.removesuffix(' at')} at column {fault.colno})"
-    except (ValueError, RecursionError) as fault:
-        message = f"not readable as JSON ({fault})"
+    except json.JSONDecodeError as error:
+        message = f"not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
+    except (ValueError, RecursionError) as error:
+        message = f"not readable as JSON ({error})"
     raise BadRecord(message, "correct or remove the line", "not JSON", sample(raw))
 
 
 def _beginning(stream: Any) -> tuple[int, bool]:
-    """Go past blank lines: how many there are, and whether an array begins behind them."""
+    """Skip blank lines; return their number, and whether an array begins behind them."""
     skipped = 0
     while (head := stream.peek(1)) and not head.strip():
         skipped += head.count(b"\n")
@@ -309,7 +350,7 @@ def _beginning(stream: Any) -> tuple[int, bool]:
 
 
 def _object(raw: bytes) -> dict[str, Any]:
-    """The object of a line, in which every string is text. Raises BadRecord."""
+    """Return the object of a line, in which every string is text. Raises BadRecord."""
     record = parse_json(raw)
     if not isinstance(record, dict):
         message = f"holds {str(record)[:40]!r}, not an object"
@@ -320,7 +361,11 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 
 def check_characters(record: dict[str, Any]) -> None:
-    """Raise BadRecord for half of a surrogate pair, in any field: it is no character and no file can hold it."""
+    """Check that no field has half of a surrogate pair, which is no character and cannot be encoded.
+
+    Raises:
+        BadRecord: a field has one.
+    """
     for key, value in record.items():
         try:
             json.dumps({key: value}, ensure_ascii=False).encode("utf-8")
@@ -341,7 +386,7 @@ class _Array:
         self.text, self.at, self.ended = "", 0, False
 
     def objects(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The elements, with the lines that they begin on."""
+        """Yield the elements, with the lines on which they begin."""
         self._next()
         self._advance(self.at + 1)  # past the bracket
         following = self._next()
@@ -358,32 +403,32 @@ class _Array:
             raise self._fault("there is more after the end of the array", self.at)
 
     def _element(self) -> dict[str, Any]:
-        """The object that begins here. Reads on until it is whole."""
+        """Return the object that begins here, reading on until it is complete."""
         if not self.text.startswith("{", self.at):
-            found = self.text[self.at : self.at + 40].partition("\n")[0]
+            element = self.text[self.at : self.at + 40].partition("\n")[0]
             where = f"{self.path}:{self.line}"
-            raise UserError(f"{where}: the array holds {found!r}, not an object; write {{…}} with named fields")
+            raise UserError(f"{where}: the array holds {element!r}, not an object; write {{…}} with named fields")
         while True:
             try:
                 record, end = _DECODER.raw_decode(self.text, self.at)
                 break
-            except json.JSONDecodeError as fault:
-                # What is merely cut off fails at its end, or in an open string.
-                is_cut = fault.msg.startswith("Unterminated string") or fault.pos > len(self.text) - len("-Infinity")
+            except json.JSONDecodeError as error:
+                # An object that is only cut off fails at its end, or in an open string.
+                is_cut = error.msg.startswith("Unterminated string") or error.pos > len(self.text) - len("-Infinity")
                 if not is_cut or not self._more():
-                    raise self._fault(fault.msg, fault.pos) from None
-            except (ValueError, RecursionError) as fault:
-                raise self._fault(str(fault), self.at) from None
+                    raise self._fault(error.msg, error.pos) from None
+            except (ValueError, RecursionError) as error:
+                raise self._fault(str(error), self.at) from None
         if _SURROGATE.search(self.text, self.at, end):
             try:
                 check_characters(record)
-            except BadRecord as fault:
-                raise UserError(f"{self.path}:{self.line}: {fault}") from None
+            except BadRecord as error:
+                raise UserError(f"{self.path}:{self.line}: {error}") from None
         self._advance(end)
         return record
 
     def _next(self) -> str:
-        """The next character that is not white space, or nothing at the end of the file."""
+        """Return the next character that is not white space, or an empty string at the end of the file."""
         while True:
             match = _SPACE.match(self.text, self.at)
             assert match is not None
@@ -398,18 +443,22 @@ class _Array:
         self.at = to
 
     def _more(self) -> bool:
-        """Read on; each time as much again as is not understood yet, so that a long object costs its length."""
+        """Read more; return False at the end of the file.
+
+        We read as much as is not parsed yet, so that the time of a long object is proportional to its length.
+        """
         rest = self.text[self.at :]
         if len(rest) > LONGEST_LINE:
             raise self._fault(f"an object is longer than {LONGEST_LINE:,} characters", self.at)
+        # An element that needs more text at the end of the file is incomplete.
         if self.ended:
             return False
         raw = self.stream.read(max(_CHUNK, len(rest)))
         self.ended = not raw
         try:
             new = self.decoder.decode(raw, final=self.ended)
-        except UnicodeDecodeError as fault:
-            line = self.line + rest.count("\n") + fault.object[: fault.start].count(b"\n")
+        except UnicodeDecodeError as error:
+            line = self.line + rest.count("\n") + error.object[: error.start].count(b"\n")
             raise UserError(f"{self.path}:{line}: a byte of the line is not UTF-8; save the file as UTF-8") from None
         self.text, self.at = rest + new, 0
         return bool(new) or not self.ended

@@ -35,18 +35,29 @@ SPLITS = ("train", "dev", "test")
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """A question set as others report numbers on it."""
+    """A question set as others report numbers on it.
+
+    Attributes:
+        title: name and reference.
+        homepage: page that describes it.
+        license: its license.
+        url: folder of the files; `question_sets.tsv` has their sizes and checksums.
+        files: names in the order of reading, by official split.
+        sizes: number of questions of each of our splits.
+        member: ids of the questions that belong to the set; those without an id all do.
+    """
 
     title: str
     homepage: str
     license: str
-    url: str  # folder of the files; their sizes and checksums are in `question_sets.tsv`
-    files: Mapping[str, Sequence[str]]  # names, in the order of reading, by official split
-    sizes: Mapping[str, int]  # questions of each of our splits
-    member: re.Pattern[str]  # ids of the questions that belong to the set; those without an id all do
+    url: str
+    files: Mapping[str, Sequence[str]]
+    sizes: Mapping[str, int]
+    member: re.Pattern[str]
 
     @property
     def names(self) -> list[str]:
+        """Return the names of all files."""
         return [name for part in self.files.values() for name in part]
 
 
@@ -130,8 +141,8 @@ class OpenQa(tfds.core.GeneratorBasedBuilder):
         try:
             manual = Path(dl_manager.manual_dir)
             folders, where = [manual / name, manual], str(manual)
-        except AssertionError as fault:  # there is none, or nothing in it; the first sentence says where it would be
-            folders, where = [], f"TFDS's folder ({str(fault).partition('. ')[0]})"
+        except AssertionError as error:  # there is none, or nothing in it; the first sentence says where it would be
+            folders, where = [], f"TFDS's folder ({str(error).partition('. ')[0]})"
         folder = next((each for each in folders if any((each / file).is_file() for file in published.names)), None)
         if folder is not None:
             files = {split: {file: folder / file for file in part} for split, part in published.files.items()}
@@ -144,8 +155,8 @@ class OpenQa(tfds.core.GeneratorBasedBuilder):
             urls = {split: {file: published.url + file for file in part} for split, part in published.files.items()}
             try:
                 files = dl_manager.download(urls)
-            except Exception as fault:  # whatever the network library raises
-                reason = f"{type(fault).__name__}: {' '.join(str(fault).split())[:300]}"
+            except Exception as error:  # whatever the network library raises
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
                 raise UserError(f"{title}: cannot download it ({reason}); {advice}") from None
 
         # --- Their questions, in ORQA's splits
@@ -154,11 +165,12 @@ class OpenQa(tfds.core.GeneratorBasedBuilder):
         for official_split, paths in files.items():
             for file, path in paths.items():
                 for question in read_questions(path):
-                    row = question.fields.get("id")
-                    if isinstance(row, str) and not published.member.match(row):
+                    number = question.fields.get("id")
+                    if isinstance(number, str) and not published.member.match(number):
                         left_out += 1
                         continue
-                    question.fields["id"] = str(row) if isinstance(row, str | int) else f"{file}:{question.line}"
+                    has_id = isinstance(number, str | int)
+                    question.fields["id"] = str(number) if has_id else f"{file}:{question.line}"
                     splits["test" if official_split == "test" else split_of(question.question)].append(question)
         if left_out:
             logger.warning("%s: %d questions are left out that are not part of the published set", title, left_out)
@@ -177,10 +189,16 @@ class OpenQa(tfds.core.GeneratorBasedBuilder):
 
 
 def read(name: str, split: str | None = None) -> list[Question]:
-    """Return the questions of `tfds:open_qa/NAME`, of a split or all, with split, source and id in their `fields`.
+    """Return the questions of a published set, with split, source and id in their `fields`.
 
-    They are prepared first if TFDS's folder does not have them. Raises UserError if the name or split is unknown, or if
-    the questions cannot be prepared or read.
+    We prepare them first if TFDS's folder does not have them.
+
+    Args:
+        name: `tfds:open_qa/NAME`.
+        split: "train", "dev" or "test"; None for all.
+
+    Raises:
+        UserError: the name or split is unknown, or the questions cannot be prepared or read.
     """
     config = name.removeprefix(f"{PUBLISHED}{OpenQa.name}/")
     if config not in SETS:
@@ -189,6 +207,7 @@ def read(name: str, split: str | None = None) -> list[Question]:
     if split not in (None, *SPLITS):
         raise UserError(f"{name} has no split {split}; choose one of {', '.join(SPLITS)}")
     questions = []
+    # TFDS prints and logs a lot; we report progress and errors in one line each.
     try:
         builder = OpenQa(config=config, data_dir=os.environ.get("TFDS_DATA_DIR"))  # TFDS itself looks when imported
         if not builder.data_path.exists():
@@ -205,8 +224,8 @@ def read(name: str, split: str | None = None) -> list[Question]:
                 questions.append(Question(record["question"].decode(), answers, {}, fields, line))
     except UserError:
         raise
-    except Exception as fault:  # of the disk, of damaged files, or of another format, as TFDS and ArrayRecord see fit
-        reason = " ".join(str(fault).split())[:200]
+    except Exception as error:  # of the disk, of damaged files, or of another format, as TFDS and ArrayRecord see fit
+        reason = " ".join(str(error).split())[:200]
         advice = f"remove {OpenQa.name}/{config} from TFDS's folder, or set TFDS_DATA_DIR to another folder"
         raise UserError(f"{name}: TFDS cannot prepare or read it ({reason}); {advice}") from None
     return questions

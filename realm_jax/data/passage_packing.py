@@ -1,8 +1,8 @@
 """Sentences to passages: as many whole sentences as fit, in order, nothing lost and nothing twice.
 
-The rule is ORQA's (Lee et al. 2019, preprocessing of Wikipedia): what counts against the limit is the layout
-`[CLS] title [SEP] body [SEP]`. It differs in one place: there a sentence longer than the limit makes a passage that is
-too long and is cut when it is read; here such a sentence is split first, so that no word becomes unreachable.
+The rule is ORQA's (Lee et al. 2019, preprocessing of Wikipedia): the layout `[CLS] title [SEP] body [SEP]` counts
+against the limit. One thing differs: ORQA makes a passage that is too long of a sentence longer than the limit, and
+truncates it when it is read; we split such a sentence first, so that every word stays reachable.
 Next to read: `layouts.py`.
 """
 
@@ -29,7 +29,13 @@ _SPACE_OR_MARK = regex.compile(rf"[\s\x1c-\x1f]++{MARK.pattern}?|{MARK.pattern}"
 
 
 class Part(NamedTuple):
-    """A sentence or a part of one: its tokens [start, stop), and the character of the text that it begins with."""
+    """A sentence or a part of one.
+
+    Attributes:
+        start: its first token.
+        stop: token behind the last one.
+        begin: its first character in the text.
+    """
 
     start: int
     stop: int
@@ -37,12 +43,17 @@ class Part(NamedTuple):
 
 
 def max_title(limit: int = DEFAULT_LIMIT) -> int:
-    """Pieces that a title may take: half the limit. The caller cuts the rest of the title's pieces away."""
+    """Return the most tokens of a title, half the limit. The caller truncates the title."""
     return limit // 2
 
 
 def body_room(title_length: int, limit: int = DEFAULT_LIMIT) -> int:
-    """Pieces left to the body beside a title of `title_length` pieces (cut to `max_title`) and three special tokens."""
+    """Return how many tokens of a passage remain for its body.
+
+    Args:
+        title_length: tokens of the title; more than `max_title` count as that many.
+        limit: most tokens of a passage, title and three special tokens included.
+    """
     return limit - SPECIAL_TOKENS - min(title_length, max_title(limit))
 
 
@@ -51,22 +62,22 @@ def pack(sentence_lengths: Sequence[int], title_length: int, limit: int = DEFAUL
 
     Args:
         sentence_lengths: tokens of each sentence, without special tokens.
-        title_length: tokens of the title. A title of more than `max_title(limit)` pieces is counted as that many:
-            whoever stores it keeps its first `max_title(limit)` pieces.
-        limit: most pieces of a passage, title and three special tokens included.
+        title_length: tokens of the title. A title of more than `max_title(limit)` tokens counts as that many, because
+            only its first `max_title(limit)` tokens are stored.
+        limit: most tokens of a passage, title and three special tokens included.
 
     Returns:
         Half-open ranges of sentences, in order, without gap or overlap. Only a sentence that alone is longer than
         `body_room(title_length, limit)` gives a passage over the limit; `split_long` prevents that.
     """
-    most = body_room(title_length, limit)
+    max_tokens = body_room(title_length, limit)
     passages = []
     first, length = 0, 0
-    for sentence, pieces in enumerate(sentence_lengths):
-        if sentence > first and length + pieces > most:
+    for sentence, sentence_length in enumerate(sentence_lengths):
+        if sentence > first and length + sentence_length > max_tokens:
             passages.append((first, sentence))
             first, length = sentence, 0
-        length += pieces
+        length += sentence_length
     if first < len(sentence_lengths):
         passages.append((first, len(sentence_lengths)))
     return passages
@@ -85,16 +96,17 @@ def sentence_parts(text: str, tokens: Tokens, sentences: Sequence[tuple[int, int
         The parts of each sentence: one, none without tokens, or several. Together they hold every token.
     """
     begins = [begin for begin, _ in sentences]
-    starts = np.searchsorted(tokens.starts, begins)
+    starts = np.searchsorted(tokens.starts, begins)  # [sentences]: first token of each
     starts[:1] = 0  # some tokenizers make tokens of the white space before the first sentence
     borders = zip(pairwise([*begins, len(text)]), pairwise([*starts.tolist(), len(tokens.ids)]), strict=True)
+    # Most sentences are short, so only long ones pay for the search of cuts.
     parts = []
     for (begin, end), (start, stop) in borders:
         if stop - start <= room:
             parts.append([Part(start, stop, begin)] if stop > start else [])
         else:
-            ranks, places = _cuts(text, begin, end, tokens.part(start, stop))
-            parts.append([Part(start + first, start + last, places[first]) for first, last in split_long(ranks, room)])
+            ranks, cuts = _cuts(text, begin, end, tokens.part(start, stop))
+            parts.append([Part(start + first, start + last, cuts[first]) for first, last in split_long(ranks, room)])
     return parts
 
 
@@ -110,19 +122,19 @@ def _cuts(text: str, begin: int, end: int, tokens: Tokens) -> tuple[list[int], l
             starts -= {*range(*match.span())}
     characters = [*sorted(starts), end]
     words = {match.start() for match in _WORD_BORDER.finditer(text, begin, end)}
-    ranks, places = [], []
+    ranks, cuts = [], []
     covered = begin  # end of the tokens so far
     for token_start, token_end in zip(tokens.starts.tolist(), tokens.ends.tolist(), strict=True):
-        place = characters[bisect_left(characters, min(max(token_start, covered), end))]
-        rank = _INSIDE if place > token_start else _WORD if place in words else _LETTER
+        cut = characters[bisect_left(characters, min(max(token_start, covered), end))]
+        rank = _INSIDE if cut > token_start else _WORD if cut in words else _LETTER
         # Characters without a token between the last white space and this token belong to its word.
         behind_space = [n for n, character in enumerate(text[covered:token_start], covered + 1) if character.isspace()]
         if behind_space and behind_space[-1] in starts:
-            rank, place = _SPACE, behind_space[-1]
+            rank, cut = _SPACE, behind_space[-1]
         ranks.append(rank)
-        places.append(place)
+        cuts.append(cut)
         covered = max(covered, token_end)
-    return ranks, [begin, *places[1:]]
+    return ranks, [begin, *cuts[1:]]
 
 
 def split_long(ranks: Sequence[int], room: int) -> list[tuple[int, int]]:

@@ -28,7 +28,7 @@ _TOKEN = re.compile(
 
 @lru_cache(4096)
 def _excess(pattern: str) -> str | None:
-    """Return what could take endless time or memory to compile or to run; None for a usual pattern."""
+    """Return the part of a pattern that could take endless time or memory; None for a usual pattern."""
     spelt_out = len(pattern)
     for token in _TOKEN.finditer(pattern):
         if token[1]:
@@ -55,12 +55,12 @@ def pattern_error(pattern: str) -> str | None:
         return reason
     except MemoryError:
         return "it takes too much memory"
-    except (regex.error, ValueError, OverflowError, RecursionError) as fault:
-        return str(fault)
+    except (regex.error, ValueError, OverflowError, RecursionError) as error:
+        return str(error)
 
 
 def _run(method: str, pattern: str, text: str) -> Any:
-    """Return what a method of the compiled pattern returns; None if that fails or takes too long."""
+    """Call a method of the compiled pattern; return None if it fails or takes too long."""
     if pattern_error(pattern) is not None:
         return None
     try:
@@ -79,20 +79,52 @@ def _warn_once(pattern: str) -> None:
 
 
 def match(pattern: str, text: str) -> Any:
-    """Return the match at the start of a text; None without one, or if the pattern fails or takes too long."""
+    """Match a pattern at the start of a text.
+
+    Args:
+        pattern: a regular expression.
+        text: the text.
+
+    Returns:
+        The match; None if there is none, or if the pattern fails or takes too long.
+    """
     return _run("match", pattern, text)
 
 
 def full_match(pattern: str, text: str) -> Any:
-    """Return the match of a whole text; None as for `match`."""
+    """Match all of a text.
+
+    Args:
+        pattern: a regular expression.
+        text: the text.
+
+    Returns:
+        The match; None if there is none, or if the pattern fails or takes too long.
+    """
     return _run("fullmatch", pattern, text)
 
 
 def search(pattern: str, text: str) -> Any:
-    """Return the first match anywhere in a text; None as for `match`."""
+    """Find the first match of a pattern in a text.
+
+    Args:
+        pattern: a regular expression.
+        text: the text.
+
+    Returns:
+        The match; None if there is none, or if the pattern fails or takes too long.
+    """
     return _run("search", pattern, text)
 
 
 def find_all(pattern: str, text: str) -> list[tuple[int, int]]:
-    """Return (start, end) of all matches that do not overlap; empty if the pattern fails or takes too long."""
+    """Find all matches of a pattern in a text that do not overlap.
+
+    Args:
+        pattern: a regular expression.
+        text: the text.
+
+    Returns:
+        (start, end) of each match; empty if the pattern fails or takes too long.
+    """
     return [match.span() for match in _run("finditer", pattern, text) or ()]

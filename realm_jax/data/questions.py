@@ -50,7 +50,7 @@ LARGEST_GRADE = 1_000  # of a gold passage; nDCG needs memory in proportion to t
 GRADES = f"each grade a whole number of at most {LARGEST_GRADE:,}"
 IMPOSSIBLE, UNJUDGED = "that no passage answers (is_impossible)", "without a passage of a grade above 0"
 
-# Judgments: the file endings that may hold them, BEIR's header, and TREC's second column, which has no meaning.
+# Judgments: their possible file endings, BEIR's header, and TREC's second column, which has no meaning.
 JUDGMENT_ENDINGS = (".tsv", ".csv", ".txt", ".trec", ".qrels", ".qrel")
 JUDGMENT_COLUMNS = ["query-id", "corpus-id", "score"]
 ITERATIONS = ("0", "Q0", "q0")
@@ -65,17 +65,25 @@ _STRINGS = re.compile(rf"\s*\[\s*(?:(?:{_STRING})\s*(?:,\s*(?:{_STRING})\s*)*+,?
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question with its correct answers; one without answers has gold passages, or is only asked."""
+    """A question with its correct answers; one without answers has gold passages, or is only asked.
+
+    Attributes:
+        question: its text.
+        answers: regular expressions if `is_regex`, else strings.
+        gold: grades from 1, by passage id.
+        fields: all other fields of the record.
+        line: of its file, from 1; the number of the record in formats without lines.
+    """
 
     question: str
-    answers: list[str]  # regular expressions if `is_regex`
-    gold: dict[str, int] = field(default_factory=dict)  # grades from 1, by passage id
-    fields: dict[str, Any] = field(default_factory=dict)  # all other fields of the record
-    line: int = 0  # of its file, from 1; the number of the record in formats without lines
+    answers: list[str]
+    gold: dict[str, int] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+    line: int = 0
 
     @property
     def is_regex(self) -> bool:
-        """True if the answers are regular expressions."""
+        """Return True if the answers are regular expressions."""
         return self.fields.get("match") == "regex"
 
 
@@ -100,6 +108,7 @@ def has_judgments(path: Path_) -> bool:
     """
     if ending_of(path) not in JUDGMENT_ENDINGS:
         return False
+    # Read on while a row may be a judgment of TREC or a question of CuratedTREC.
     unclear_line = width = 0
     for line, text in text_lines(path):
         row, has_tabs = _columns(text), "\t" in text
@@ -133,6 +142,7 @@ def has_judgments(path: Path_) -> bool:
 
 def _judged_records(path: Path_) -> Records:
     """Yield a record for each query of a judgment file, with the line of its first judgment."""
+    # --- The judgments of each query
     golds: dict[str, dict[str, int]] = {}
     lines: dict[str, int] = {}
     may_be_ranking = True
@@ -155,6 +165,7 @@ def _judged_records(path: Path_) -> Records:
             f"{path}: may be a ranking (query, document, rank), as the numbers of each query are 1, 2, 3 …; "
             f"put {'<tab>'.join(JUDGMENT_COLUMNS)} into the first line of judgments, or name the file of qrels"
         )
+    # --- The texts of these queries
     queries = queries_file(path)
     if not os.path.isfile(queries):
         raise UserError(f"{queries} is not there; put queries.jsonl of the judgments there")
@@ -253,12 +264,12 @@ def _squad_records(path: Path_) -> Records:
             is_question = "question" in article  # as in files of Hugging Face
             questions += [article] if is_question else [qa for part in article["paragraphs"] for qa in part["qas"]]
         return applied(_squad_question, enumerate(questions, start=1))
-    except UNPACKING_FAULTS as fault:
-        reason = f"truncated or damaged ({fault})"
-    except (ValueError, RecursionError) as fault:
-        reason = f"not readable as JSON ({fault})"
-    except (KeyError, TypeError) as fault:
-        reason = f"not data[].paragraphs[].qas[], as SQuAD's are ({fault!r})"
+    except UNPACKING_FAULTS as error:
+        reason = f"truncated or damaged ({error})"
+    except (ValueError, RecursionError) as error:
+        reason = f"not readable as JSON ({error})"
+    except (KeyError, TypeError) as error:
+        reason = f"not data[].paragraphs[].qas[], as SQuAD's are ({error!r})"
     raise UserError(f"{path}: {reason}; fetch or make it again")
 
 
@@ -274,13 +285,14 @@ def _squad_question(record: Any) -> dict[str, Any]:
     """Convert a question of SQuAD. Raises Unanswerable if it is marked as impossible, or flat and without answers."""
     try:
         check_characters(record)
-        given = record.get("answers") or ()
-        texts = given["text"] if isinstance(given, dict) else [answer["text"] for answer in given]
+        entries = record.get("answers") or ()
+        texts = entries["text"] if isinstance(entries, dict) else [answer["text"] for answer in entries]
         if not isinstance(texts, list):
             raise TypeError
         answers = [*dict.fromkeys(texts)]
     except (AttributeError, KeyError, TypeError):
         raise BadRecord('no "question" with "answers" of a "text" each', "correct or remove it") from None
+    # SQuAD 2 marks impossible questions; Hugging Face gives them no answers.
     is_impossible = record.get("is_impossible")
     if is_impossible or (is_impossible is None and not answers and is_flat_squad(record)):
         raise Unanswerable(IMPOSSIBLE, "remove it")
@@ -311,7 +323,7 @@ def _json_question(record: dict[str, Any]) -> dict[str, Any]:
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
-# What a file looks like, and its records `{"question", "answers", …}` with their lines; the first match counts.
+# A test of a file, and its records `{"question", "answers", …}` with their lines; the first match counts.
 FORMATS: tuple[tuple[Callable[[Path_], bool], Callable[[Path_], Records]], ...] = (
     (has_judgments, _judged_records),
     (_is_table, _table_records),
@@ -347,6 +359,11 @@ def parse_questions(
 def read_questions(path: Path_, need_right: bool = True, dropped: Counter[str] | None = None) -> list[Question]:
     """Return the questions of `parse_questions` as a list.
 
+    Args:
+        path: the file.
+        need_right: refuse questions with neither answers nor gold passages.
+        dropped: counts, by reason, the questions that have no answer according to their own data set.
+
     Raises:
         UserError: a record is bad, with file and line; or there are no questions.
     """
@@ -364,8 +381,8 @@ def checked_questions(records: Iterable[Mapping[str, Any]]) -> list[Question]:
             raise UserError(f'question {number}: is no record; give {{"question": …, "answers": […]}}')
         try:
             questions.append(_checked(dict(record)))
-        except BadRecord as fault:
-            raise UserError(f"question {number}: {fault}") from None
+        except BadRecord as error:
+            raise UserError(f"question {number}: {error}") from None
     if not questions:
         raise UserError("there are no questions; give one at least")
     return questions
@@ -379,12 +396,14 @@ def _checked(record: dict[str, Any], need_right: bool = True) -> Question:
     if len(question) > LONGEST_QUESTION:
         message = f"the question has {len(question):,} characters, more than {LONGEST_QUESTION:,}"
         raise BadRecord(message, "shorten it or remove the line")
+    # --- Answers
     key = "answer" if record.get("answers") is None and "answer" in record else "answers"  # NQ-open, DrQA, ORQA
     answers = [] if record.get(key) is None else record[key]
     if not isinstance(answers, list):
         raise BadRecord(f'"{key}" must be a list of strings', "correct it or remove the line")
     for answer in answers:
         _checked_text(answer, key)
+    # --- Gold passages
     single, several = record.get("gold_passage_id"), record.get("gold_passages")
     if single is not None and several is not None:
         raise BadRecord('the question has "gold_passage_id" and "gold_passages"', "leave one out")
@@ -395,8 +414,9 @@ def _checked(record: dict[str, Any], need_right: bool = True) -> Question:
     gold = gold_of(record)
     if need_right and not answers and not gold:
         raise BadRecord('the question has no answers and no "gold_passage_id"', "add one or remove the line")
-    if answers and (fault := match_fault(record.get("match"))) is not None:
-        raise fault
+    # --- Regular expressions
+    if answers and (error := match_error(record.get("match"))) is not None:
+        raise error
     normal = ("question", "answers", key, "gold_passage_id", "gold_passages")
     checked = Question(question, list(answers), gold, {name: record[name] for name in record if name not in normal})
     for answer in answers if checked.is_regex else []:
@@ -416,8 +436,8 @@ def _checked_text(value: Any, key: str) -> str:
     return value
 
 
-def match_fault(kind: Any) -> BadRecord | None:
-    """Return what is wrong with the field `match` of a record with answers; None if it is one of MATCHES."""
+def match_error(kind: Any) -> BadRecord | None:
+    """Return the error in the field `match` of a record with answers; None if it is one of MATCHES."""
     if isinstance(kind, str | None) and kind in MATCHES:
         return None
     names = ", ".join(f'"{name}"' for name in MATCHES if name not in (None, "regex"))
@@ -458,6 +478,7 @@ def gold_record(gold: dict[str, int]) -> dict[str, Any]:
 def question_lines(questions: Iterable[Question]) -> bytes:
     """Return the bytes of a question file that `read_questions` gives back: the normal form, one object a line."""
     records = (
-        {"question": one.question, "answers": one.answers} | gold_record(one.gold) | one.fields for one in questions
+        {"question": question.question, "answers": question.answers} | gold_record(question.gold) | question.fields
+        for question in questions
     )
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode("utf-8")

@@ -1,10 +1,10 @@
-"""Where the sentences of a text begin and end: small rules for English prose and for text with its tokens apart.
+"""Split a text into sentences, by small rules for English prose and for tokenized text.
 
-Rules rather than a library: of those measured, the fast ones read the lone quote of tokenised text ("world 's") as an
-open quotation and swallow the sentences behind it, and the careful ones take minutes where these rules take seconds.
-Not a linguist's segmenter: a passage is packed from sentences and a query is one of them, so what matters is that
-nothing is lost, that names with full stops stay whole, and that the same text always splits the same way.
-Next to read: `passage_packing.py`.
+We measured libraries: the fast ones read the single quote of tokenized text ("world 's") as an open quotation and join
+the sentences after it, and the careful ones take minutes for text that these rules split in seconds. This is not a
+linguist's segmenter. Passages consist of sentences, and a query is one, so no text may be lost, names with full stops
+must not be split, and the same text must always be split in the same way. The packing of sentences into passages is
+next to read.
 """
 
 import re
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import regex
 
-# What belongs to the character before it, be that white space: combining marks, joiners, variation selectors.
+# Characters that belong to the one before, even to white space: combining marks, joiners, variation selectors.
 MARK = regex.compile(r"[\p{M}\p{GCB=Extend}\p{GCB=ZWJ}]")
 
 # A blank line always ends a sentence: headings and list items have no full stop.
@@ -39,7 +39,7 @@ _ENDS = "".join(
 # Full stops of Urdu and of Armenian: abbreviations and times have them too, but without white space after them.
 _ENDS_BEFORE_SPACE = "۔։"
 
-# A run of stops, then what may close a sentence behind it (quotes, brackets, footnote marks), then white space.
+# A run of stops, then marks that may close a sentence (quotes, brackets, footnote marks), then white space.
 _FOOTNOTE = r"\[[^\[\]\n]{1,24}\]"
 _CLOSE = rf"""(?:[”’」』）»)\]]|["'](?=\s|$)|{_FOOTNOTE})*"""
 _STOP = re.compile(
@@ -95,6 +95,7 @@ def split(text: str) -> list[tuple[int, int]]:
     The ranges are in order, do not overlap, have no white space at either end, and together hold every character of
     the text that is not white space. The same text always gives the same ranges.
     """
+    # A combining mark belongs to the white space before it, so a paragraph cannot begin with one.
     paragraphs = []
     start = 0
     for blank in _BLANK_LINES.finditer(text):
@@ -115,7 +116,7 @@ def split(text: str) -> list[tuple[int, int]]:
 
 
 def _boundaries(text: str, start: int, end: int) -> Iterator[int]:
-    """Yield the places where a sentence ends and another follows within the paragraph `[start, end)`."""
+    """Yield the positions at which a sentence ends and another follows within the paragraph `[start, end)`."""
     sentence, quotes, counted = start, 0, start
     for match in _STOP.finditer(text, start, end):
         if match["wide"] is not None:
@@ -136,7 +137,7 @@ def _boundaries(text: str, start: int, end: int) -> Iterator[int]:
 
 
 def _ends_sentence(text: str, sentence: int, match: re.Match[str], boundary: int, end: int) -> bool:
-    """Whether the stop of `match` ends the sentence begun at `sentence`, when what follows begins at `boundary`."""
+    """Return True if the stop of `match` ends the sentence from `sentence` on; the next may begin at `boundary`."""
     following = _skip_space(text, boundary, end)
     opening = _OPENING.match(text, following, end)
     word = opening.end() if opening else following
@@ -151,7 +152,7 @@ def _ends_sentence(text: str, sentence: int, match: re.Match[str], boundary: int
     if "…" in stop or stop.count(".") > 2 or ".." in stop:
         return first.isupper()
     if first.islower():
-        # "the earth . tRNA does": only tokenised text is sure enough of its full stops.
+        # "the earth . tRNA does": only tokenized text is sure enough of its full stops.
         return apart and boundary == last + 1 and word == following and not _is_title(before)
     if stop[-1] != ".":
         # "Airplane ! ( 1980 )" is a title and its year; "014 ! 14" is a sort key of a table.
@@ -163,7 +164,7 @@ def _ends_sentence(text: str, sentence: int, match: re.Match[str], boundary: int
 
 
 def _ends_after(before: str, whole_sentence: bool, text: str, word: int) -> bool:
-    """Whether a full stop right after the word `before` ends a sentence, when the next word begins at `word`."""
+    """Return True if a full stop right after the word `before` ends a sentence, if the next word begins at `word`."""
     if _is_title(before):
         return False
     lower = before.lower()

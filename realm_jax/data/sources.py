@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from realm_jax.data.questions import Question, answered, gold_record, read_questions
 from realm_jax.data.staging import PREPARED, is_remote, staged
@@ -19,7 +18,14 @@ FORMAT_VERSION = 2
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-    """Dataset of a run: corpus Z, pre-training text X (the same store if X is Z), questions by split."""
+    """Dataset of a run: corpus Z, pre-training text X, questions.
+
+    Attributes:
+        tokenizer: makes the tokens of all texts.
+        passages: Z.
+        pretraining: X; the same store if X is Z.
+        questions: by split.
+    """
 
     tokenizer: Tokenizer
     passages: PassageStore
@@ -28,28 +34,31 @@ class Sources:
 
     @property
     def pretraining_is_corpus(self) -> bool:
-        """Whether a row of X is the same row of Z, so that a sentence must not retrieve its own passage."""
+        """Return True if a row of X is the same row of Z, so that a sentence must not retrieve its own passage."""
         return self.pretraining is self.passages
 
     def answered(self, split: str) -> list[Question]:
-        """The questions of a split that have answers."""
+        """Return the questions of a split that have answers."""
         return answered(self.questions.get(split, []))
 
     def fingerprints(self) -> dict[str, str]:
-        """Name → fingerprint of everything that is read."""
-        asked = {split: [_content(one) for one in some] for split, some in self.questions.items()}
+        """Return the fingerprint of each file that is read, by name."""
+        # Runs have recorded the digest of these objects, so their keys stay.
+        contents = {
+            split: [
+                {name: getattr(question, name) for name in ("question", "answers", "fields", "line")}
+                | {"gold_passage_id": None}
+                | gold_record(question.gold)
+                for question in questions
+            ]
+            for split, questions in self.questions.items()
+        }
         return {
             "tokenizer": self.tokenizer.fingerprint,
             "passages": self.passages.fingerprint,
             "pretraining": self.pretraining.fingerprint,
-            "questions": digest(json.dumps(asked, sort_keys=True).encode()),
+            "questions": digest(json.dumps(contents, sort_keys=True).encode()),
         }
-
-
-def _content(question: Question) -> dict[str, Any]:
-    """A question as JSON. Runs have recorded the digest of this, so its keys stay."""
-    kept = {name: getattr(question, name) for name in ("question", "answers", "fields", "line")}
-    return kept | {"gold_passage_id": None} | gold_record(question.gold)
 
 
 def open_sources(
@@ -57,9 +66,14 @@ def open_sources(
 ) -> Sources:
     """Open a folder written by `realm prepare`; one in a bucket is copied to this machine first.
 
-    version: fingerprint of passages that were the newest once; one that is not there gives the newest. flag: what a
-    message puts before the folder, as the user gave it. questions: whether they are read, or none. Raises UserError
-    when the folder is none, or when its parts do not match.
+    Args:
+        folder: the folder, or its URL.
+        version: fingerprint of passages that were the newest once; an unknown one gives the newest.
+        flag: precedes the folder in messages, as the user wrote it.
+        questions: whether to read the questions.
+
+    Raises:
+        UserError: it is no prepared folder, or its parts do not match.
     """
     folder = staged(os.fspath(folder), flag) if is_remote(os.fspath(folder)) else Path(folder)
     if not (folder / PREPARED).is_file():
@@ -69,9 +83,11 @@ def open_sources(
         raise UserError(f"{folder}/PREPARED.json: unknown format version; prepare the folder again with this release")
     if not isinstance(manifest.get("questions"), dict):
         raise UserError(f"{folder}/PREPARED.json is damaged (no counts of questions); prepare the folder again")
+    # --- Tokenizer and stores, which must match
     tokenizer = open_tokenizer(folder / "tokenizer")
     passages = _open_store(folder / "passages", tokenizer, version)
     pretraining = _open_store(folder / "pretraining", tokenizer) if manifest.get("pretraining") else passages
+    # --- Questions
     by_split = {}
     for split, count in manifest["questions"].items() if questions else ():
         path = folder / "questions" / f"{split}.jsonl"

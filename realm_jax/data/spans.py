@@ -1,9 +1,9 @@
 """Salient spans: the dates and names of a text, which masked queries hide and the retriever must find again.
 
-REALM tagged entities with a trained model and dates with a regular expression (Guu et al. 2020, section 3.4). The rules
-here need no model: dates in their usual forms, and runs of capitalised words. A better tagger is plugged in by name: a
-BERT for token classification (`realm_jax/models/tagger.py`), a pipeline of spaCy, or a function of your own that takes
-a text and returns `Span`s. Names then come from the model, and dates from the rules, as in REALM.
+REALM tagged entities with a trained model and dates with a regular expression (Guu et al. 2020, section 3.4). Our rules
+need no model: they find dates in their usual forms, and runs of capitalized words. You can choose a better tagger by
+name: a BERT for token classification (`realm_jax/models/tagger.py`), a pipeline of spaCy, or your own function from a
+text to `Span`s. Names then come from the model, and dates from the rules, as in REALM.
 Next to read: `masking.py`.
 """
 
@@ -24,7 +24,7 @@ DATE, NAME = "date", "name"
 CHOICES = (
     "choose rules, hf:NAME or hf:FOLDER of a BERT for token classification, spacy:NAME, or package.module:function"
 )
-MAX_NAME_WORDS = 8  # longer runs of capitalised words are rows of tables
+MAX_NAME_WORDS = 8  # longer runs of capitalized words are rows of tables
 MAX_CAPITALS_WORDS = 5  # longer runs in capital letters are headings
 # OntoNotes' kinds of dates and numbers: "two", "last year", "40 %" are nothing that a passage is found by.
 NO_NAMES = frozenset("DATE TIME CARDINAL ORDINAL QUANTITY PERCENT MONEY".split())
@@ -32,7 +32,14 @@ SPACY_CHARACTERS = 50_000  # that spaCy gets at a time; it refuses a million, an
 
 
 class Span(NamedTuple):
-    """A half-open range of characters; `kind` is "date" or "name" (a plug-in may use others), `score` 0 to 1."""
+    """A salient span of a text.
+
+    Attributes:
+        start: its first character.
+        end: character behind its last one.
+        kind: "date" or "name"; a plug-in may use others.
+        score: how sure the finder is, 0 to 1.
+    """
 
     start: int
     end: int
@@ -56,8 +63,10 @@ class SpanFinder:
     def __init__(self, name: str, find: Any) -> None:
         """Wrap a function from a text to its spans.
 
-        find: the function. Optional attributes are `identity` and `uses_devices` as above, and `find_many`, which takes
-        texts and returns the spans of each, for a model that reads batches.
+        Args:
+            name: of the finder, for messages.
+            find: the function. Optional attributes are `identity` and `uses_devices` as above, and `find_many`, which
+                takes texts and returns the spans of each, for a model that reads batches.
         """
         self._name, self._find = name, find
         self.identity: str | None = getattr(find, "identity", None)
@@ -79,8 +88,8 @@ class SpanFinder:
             return find()
         except UserError:
             raise
-        except Exception as fault:
-            raise UserError(f"span finder {self._name!r} fails: {_reason(fault)}; on {text[:40]!r}") from fault
+        except Exception as error:
+            raise UserError(f"span finder {self._name!r} fails: {_reason(error)}; on {text[:40]!r}") from error
 
     def _check(self, text: str, spans: list[Span]) -> list[Span]:
         reached = 0
@@ -112,15 +121,15 @@ def finder(name: str) -> SpanFinder:
     module, function = ("realm_jax.models.tagger", "hugging_face") if first == "hf" else (first, rest)
     try:  # by name, because the tagger imports JAX
         find = getattr(importlib.import_module(module), function)
-    except Exception as fault:  # whatever a module does when it is imported
-        raise UserError(f"span finder {name!r}: {_reason(fault)}; {CHOICES}") from None
+    except Exception as error:  # whatever a module does when it is imported
+        raise UserError(f"span finder {name!r}: {_reason(error)}; {CHOICES}") from None
     if not callable(find):
         raise UserError(f"span finder {name!r}: {function} is not a function; {CHOICES}")
     return SpanFinder(name, find(rest) if first == "hf" else find)
 
 
-def _reason(fault: Exception) -> str:
-    return f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}"
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def spacy_model(name: str) -> Callable[[str], list[Span]]:
@@ -131,17 +140,18 @@ def spacy_model(name: str) -> Callable[[str], list[Span]]:
     title = f"span finder 'spacy:{name}'"
     try:
         spacy = importlib.import_module("spacy")
-    except ImportError as fault:
-        raise UserError(f"{title}: needs spacy, which is not there ({fault}); pip install 'realm_jax[spacy]'") from None
+    except ImportError as error:
+        raise UserError(f"{title}: needs spacy, which is not there ({error}); pip install 'realm_jax[spacy]'") from None
     try:
         nlp = spacy.load(name)
-    except Exception as fault:
-        raise UserError(f"{title}: {_reason(fault)}; python -m spacy download {name}") from None
+    except Exception as error:
+        raise UserError(f"{title}: {_reason(error)}; python -m spacy download {name}") from None
     if "ner" not in nlp.pipe_names:
         raise UserError(f"{title}: the pipeline has no named entities; choose one with `ner`")
 
     def find(text: str) -> list[Span]:
-        parts: list[list[int]] = []  # ranges of whole sentences
+        # spaCy needs the context of a sentence, so we cut between sentences.
+        parts: list[list[int]] = []  # ranges of sentences
         for start, end in split(text):
             if parts and end - parts[-1][0] <= SPACY_CHARACTERS:
                 parts[-1][1] = end
@@ -162,6 +172,10 @@ def without_overlaps(text: str, names: Sequence[Span]) -> list[Span]:
     """Return a model's names in order, without white space at their ends and without the kinds in `NO_NAMES`.
 
     Of two names that overlap the first stays.
+
+    Args:
+        text: the text.
+        names: spans that a model found in it, in any order.
     """
     distinct: list[Span] = []
     for name in sorted(names):
@@ -196,15 +210,25 @@ def to_token_spans(
     spans: Sequence[Span], ids: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.int64],
     sentences: NDArray[np.integer], unknown: int,
 ) -> list[tuple[int, int, str]]:  # fmt: skip
-    """Spans of characters as they are stored: (first piece, piece behind the last, kind), in order.
+    """Convert spans of characters to spans of tokens.
 
-    ids, starts, ends: pieces and their ranges of characters; sentences: ranges of pieces [sentences, 2]; unknown: the
-    id of [UNK]. A span counts if its ends are ends of pieces, it lies in one sentence and no piece of it is [UNK],
-    which nobody can predict.
+    A span stays if its ends are ends of tokens, it is within one sentence and none of its tokens is [UNK], which no
+    model can predict.
+
+    Args:
+        spans: spans of characters.
+        ids: tokens of the text [tokens].
+        starts: first character of each token [tokens].
+        ends: character behind each token [tokens].
+        sentences: ranges of tokens [sentences, 2].
+        unknown: id of [UNK].
+
+    Returns:
+        (first token, token behind the last one, kind) of each span, in order.
     """
-    firsts = np.searchsorted(ends, [span.start for span in spans], "right").tolist()
-    lasts = np.searchsorted(starts, [span.end for span in spans], "left").tolist()
-    owners = (np.searchsorted(sentences[:, 0], firsts, "right") - 1).tolist()
+    firsts = np.searchsorted(ends, [span.start for span in spans], "right").tolist()  # [spans]
+    lasts = np.searchsorted(starts, [span.end for span in spans], "left").tolist()  # [spans]
+    owners = (np.searchsorted(sentences[:, 0], firsts, "right") - 1).tolist()  # [spans]: sentence of each
     token_spans = set()
     for span, first, last, owner in zip(spans, firsts, lasts, owners, strict=True):
         is_aligned = first < last and starts[first] >= span.start and ends[last - 1] <= span.end
@@ -214,14 +238,19 @@ def to_token_spans(
 
 
 def find_dates(text: str) -> list[Span]:
-    """The dates that the rules find, a month alone among them."""
+    """Return the dates that the rules find; a month without a day or year is one of them."""
     return [span for span in find_by_rules(text) if span.kind == DATE]
 
 
 def with_dates(text: str, names: Sequence[Span], dates: Sequence[Span]) -> list[Span]:
-    """Names and dates in order; dates win: of a name around one stays what is written like a name on either side.
+    """Merge names and dates in order; a date splits a name around it into its capitalized parts on either side.
 
     "1998 FIFA World Cup" is a date and "FIFA World Cup", and "the Summer of 1969" is "Summer" and a date.
+
+    Args:
+        text: the text.
+        names: names, which do not overlap each other.
+        dates: dates, which do not overlap each other.
     """
     spans = [*dates]
     for name in names:
@@ -285,13 +314,13 @@ def _is_date(match: re.Match[str]) -> bool:
 
 # Names
 
-_HIDDEN = "\0"  # stands for a date where names are looked for
+_HIDDEN = "\0"  # replaces a date while we look for names
 _OPENING_QUOTES = ("`", "“", "‘", "«")
 _UPPER = "".join(chr(code) for code in range(0x1F00) if chr(code).isupper())  # Latin, Greek, Cyrillic, Armenian
 _INITIALS = rf"(?:[{_UPPER}]\.)+(?:-?[{_UPPER}]\.)*"
-_CAPITALISED = rf"[{_UPPER}]\w*(?:['’](?!s\b)\w+)*"
+_CAPITALIZED = rf"[{_UPPER}]\w*(?:['’](?!s\b)\w+)*"
 _TITLES = ("Mr.", "Mrs.", "Ms.", "Dr.", "Prof.", "St.", "Gen.", "Col.", "Capt.", "Sgt.", "Lt.", "Rev.", "Sen.", "Gov.")
-_NAME_WORD = rf"(?:{'|'.join(map(re.escape, _TITLES))}|{_INITIALS}|{_CAPITALISED})"
+_NAME_WORD = rf"(?:{'|'.join(map(re.escape, _TITLES))}|{_INITIALS}|{_CAPITALIZED})"
 _JOINING = (
     r"(?:of\sthe|of|de\sla|de\slos|de\slas|de|la|le|du|des|della|delle|del|degli|dei|di|da|dos|das|do|van\sder|van\sden"
     r"|van\sde|van|von\sder|von|zu|zum|zur|der|den|ter|ten|ibn|bin|bint|al|el|y|upon|&)"
@@ -312,7 +341,7 @@ _FUNCTION_WORDS = OPENERS | frozenset(
 
 
 class _Run(NamedTuple):
-    """Capitalised words that follow each other; `opens`: here even a common word would have a capital."""
+    """Capitalized words that follow each other; `opens`: even a common word would have a capital here."""
 
     start: int
     end: int
@@ -320,6 +349,7 @@ class _Run(NamedTuple):
 
 
 def _names(text: str) -> list[Span]:
+    # --- Runs of capitalized words, and whether their first word has a capital in any case
     runs = []
     for start, end in split(text):
         is_first = True
@@ -330,6 +360,7 @@ def _names(text: str) -> list[Span]:
             is_after_quote |= text[max(0, first - 1) : first] == '"'
             is_first = False
             runs.append(_Run(first, match.end(), opens or is_after_quote))
+    # --- Names: a word at the beginning of a sentence is one if it has a capital elsewhere too
     sure = {word for run in runs for word in _WORD.findall(text, run.start, run.end)[run.opens :]}
     names = []
     for run in runs:

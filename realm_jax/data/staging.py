@@ -1,7 +1,7 @@
-"""A prepared folder in a bucket, copied to this machine's disk once: nothing remote is memory-mapped.
+"""Copy a prepared folder in a bucket to this machine's disk once, because nothing remote is memory-mapped.
 
-A copy is verified before PREPARED.json is put into it, and a store that has been edited since is brought up to date, so
-that it takes its new segments alone. Processes of one machine wait for the one that copies.
+We verify a copy before we put PREPARED.json into it. A copy of a store that was edited since gets only the new
+segments. Processes of one machine wait for the one that copies.
 """
 
 import logging
@@ -26,19 +26,27 @@ from realm_jax.storage import (
 logger = logging.getLogger(__name__)
 
 PREPARED = "PREPARED.json"
-MARGIN = 1 << 30  # bytes of the disk that are left free
+MARGIN = 1 << 30  # bytes of the disk that stay free
 
 
 def is_remote(path: str) -> bool:
-    """Whether a path is the URL of a bucket."""
+    """Return True if a path is the URL of a bucket."""
     return "://" in path and not path.startswith("file://")
 
 
 def staged(url: str, flag: str = "config.data.path=") -> Path:
-    """The copy of a prepared folder on this machine's disk.
+    """Copy a prepared folder to this machine's disk, if it is not there yet.
 
-    flag: what a message puts before the URL. Raises UserError if there is no such folder, and StorageError where it
-    cannot be read or the disk is too small.
+    Args:
+        url: of the folder in a bucket.
+        flag: precedes the URL in messages, as the user wrote it.
+
+    Returns:
+        The folder on this machine.
+
+    Raises:
+        UserError: there is no such folder.
+        StorageError: it cannot be read, or the disk is too small.
     """
     folder = open_folder(url)
     copy = staging_folder() / f"data-{digest(folder.url.encode())[:16]}"
@@ -53,6 +61,7 @@ def staged(url: str, flag: str = "config.data.path=") -> Path:
         manifest = folder.read_json(PREPARED)
         names = [name for name in ("passages", "pretraining") if manifest.get(name)]
         stores = {name: folder.read(f"{name}/{STORE}") for name in names}
+        # The copy is current if its records are those of the bucket.
         records = {PREPARED: prepared} | {f"{name}/{STORE}": data for name, data in stores.items()}
         if not all((copy / name).is_file() and (copy / name).read_bytes() == data for name, data in records.items()):
             (copy / PREPARED).unlink(missing_ok=True)
@@ -62,6 +71,8 @@ def staged(url: str, flag: str = "config.data.path=") -> Path:
 
 
 def _copy(folder: Folder, copy: Path, manifest: dict[str, Any], stores: dict[str, bytes]) -> None:
+    """Copy the missing files of a prepared folder, and verify its stores. Raises StorageError for a full disk."""
+    # Small files may have changed, so we always copy them; files of segments never change once they are written.
     small = [f"tokenizer/{name}" for name in folder.names("tokenizer")]
     small += [f"questions/{split}.jsonl" for split in manifest["questions"]]
     large = {
@@ -85,6 +96,7 @@ def _copy(folder: Folder, copy: Path, manifest: dict[str, Any], stores: dict[str
         write_atomic(copy / name, folder.read(name))
 
     side_by_side(fetch, [*small, *missing])
+    # STORE.json makes a store complete, so it comes after the files of its segments.
     for name, record in stores.items():
         write_atomic(copy / name / STORE, record)
         try:

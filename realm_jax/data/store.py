@@ -74,11 +74,16 @@ class Segment:
     """
 
     def __init__(self, folder: Path, entry: dict[str, Any], start: int = 0, span_kinds: Sequence[str] | None = None):
-        """Map all files of a folder, whose `entry` in STORE.json describes the segment.
+        """Map all files of a segment.
 
-        span_kinds: kinds of spans of the whole store; None: those of the segment.
+        Args:
+            folder: the segment's folder.
+            entry: its description in STORE.json.
+            start: stored row of the store at which it begins.
+            span_kinds: kinds of spans of the store; None: those of the segment.
 
-        Raises UserError for a file that is not as `entry` says.
+        Raises:
+            UserError: a file is not as `entry` says.
         """
         self.folder = folder
         self.start = start
@@ -95,19 +100,20 @@ class Segment:
         self.offsets = {name: self._map(f"{name}.offsets") for name in RAGGED}
 
     def _map(self, name: str) -> NDArray[Any]:
-        """Map one file after a look at its size. Raises UserError for a file that is not as it was written."""
+        """Map one file. Raises UserError if its size, dtype or shape is not as it was written."""
         path = self.path(name)
         written_bytes = self.files[path.name]["bytes"]
         file_bytes = path.stat().st_size if path.exists() else None
         if file_bytes != written_bytes:
             state = "is missing" if file_bytes is None else f"has {file_bytes:,} bytes, not {written_bytes:,}"
             raise UserError(f"{path} {state}; the store is incomplete: copy or prepare it again")
+        # NumPy cannot map an empty file.
         if path.suffix == ".utf8":
             return np.memmap(path, np.uint8, mode="r").view(np.ndarray) if written_bytes else np.zeros(0, np.uint8)
         try:
             array = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
-        except ValueError as fault:
-            raise UserError(f"{path} is damaged ({fault}); prepare the data again") from None
+        except ValueError as error:
+            raise UserError(f"{path} is damaged ({error}); prepare the data again") from None
         dtype, shape = file_type(name, self.dtype)
         items = self.rows if name in FIXED else self.rows + 1 if name.endswith(".offsets") else len(array)
         if array.dtype != dtype or array.shape != (items, *shape):
@@ -119,7 +125,15 @@ class Segment:
         return self.folder / file_name(name)
 
     def values(self, name: str, row: int) -> NDArray[Any]:
-        """Return the values of one row of a ragged column."""
+        """Return the values of one row of a ragged column.
+
+        Args:
+            name: of the column.
+            row: of the segment.
+
+        Returns:
+            Values of the column's dtype [n, …].
+        """
         offsets = self.offsets[name]
         return self.columns[name][offsets[row] : offsets[row + 1]]
 
@@ -128,12 +142,20 @@ class Segment:
         return np.repeat(np.arange(self.rows), np.diff(self.offsets[name]))
 
     def string(self, name: str, row: int) -> str:
-        """Return the text of one row of a UTF-8 column. Raises UserError that names the file if it is damaged."""
+        """Return the text of one row of a UTF-8 column.
+
+        Args:
+            name: of the column.
+            row: of the segment.
+
+        Raises:
+            UserError: the file is damaged.
+        """
         try:
             return self.values(name, row).tobytes().decode("utf-8")
-        except UnicodeDecodeError as fault:
+        except UnicodeDecodeError as error:
             raise UserError(
-                f"{self.path(name)} is damaged (row {row}: {fault.reason}); prepare the data again"
+                f"{self.path(name)} is damaged (row {row}: {error.reason}); prepare the data again"
             ) from None
 
     def with_store_kinds(self, spans: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -149,7 +171,7 @@ class Segment:
         """Keys of the documents in ascending order, their first rows and the rows after their last, [documents]."""
         row_keys = self.columns["document_keys"]
         starts = np.flatnonzero(np.concatenate([np.ones(min(1, self.rows), bool), row_keys[1:] != row_keys[:-1]]))
-        order = np.argsort(row_keys[starts], kind="stable")
+        order = np.argsort(row_keys[starts], kind="stable")  # [documents]
         return row_keys[starts][order], starts[order], np.append(starts[1:], self.rows)[order]
 
 
@@ -163,7 +185,7 @@ def sentences_of_spans(segment: Segment) -> tuple[NDArray[np.int64], NDArray[np.
     sentences, spans = segment.columns["sentences"], segment.columns["spans"]
     sentence_keys = (segment.value_rows("sentences") << 32) + sentences[:, 0]  # [sentences], ascending
     span_keys = (segment.value_rows("spans") << 32) + spans[:, 0]  # [spans]
-    numbers = np.searchsorted(sentence_keys, span_keys, "right") - 1
+    numbers = np.searchsorted(sentence_keys, span_keys, "right") - 1  # [spans]: sentence of each
     ends = spans[:, 1] - sentences[numbers, 0] if len(sentences) else spans[:, 1]
     return np.searchsorted(segment.offsets["sentences"], numbers, "right") - 1, numbers, ends
 
@@ -171,8 +193,8 @@ def sentences_of_spans(segment: Segment) -> tuple[NDArray[np.int64], NDArray[np.
 def salient_reach(segment: Segment) -> NDArray[np.uint16]:
     """Return how many tokens of a sentence have to be read to see a whole salient span.
 
-    This is the fewest of all sentences of a row, NO_SPAN for a row without spans, [rows]. It is worked out for a store
-    that was written without the column.
+    The result is the minimum over the sentences of each row, NO_SPAN for a row without spans, [rows]. We compute it if
+    the store was written without the column.
     """
     if "salient_reach" in segment.columns:
         return segment.columns["salient_reach"]
@@ -232,6 +254,7 @@ class PassageStore:
         self.visible_rows: slice | NDArray[np.int64] = slice(None)
         self.stored_to_row: NDArray[np.int32] | None = None
         self._rows = self.stored_rows
+        # A version that leaves out rows needs the maps between its rows and stored ones.
         if self.removed:
             is_visible = np.ones(self.stored_rows, bool)  # [stored rows]
             for first, last in self.removed:
@@ -260,10 +283,10 @@ class PassageStore:
         manifest = read_manifest(folder)
         try:
             return cls(folder, manifest, vocabulary_size, version)
-        except (KeyError, TypeError) as fault:
-            raise UserError(f"{folder / MANIFEST} is damaged (at {fault}); prepare the data again") from None
-        except OSError as fault:
-            if fault.errno != errno.EMFILE:
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{folder / MANIFEST} is damaged (at {error}); prepare the data again") from None
+        except OSError as error:
+            if error.errno != errno.EMFILE:
                 raise
             raise UserError(
                 f"{folder}: too many open files; it has {len(manifest['segments']):,} segment(s) with "
@@ -275,7 +298,7 @@ class PassageStore:
         return (type(self).open, (self.folder, self._vocabulary_size, self.fingerprint))
 
     def __eq__(self, other: object) -> bool:
-        """True if both hold the same passages in the same order, in whatever folders."""
+        """Return True if both have the same passages in the same order, in any folders."""
         return isinstance(other, PassageStore) and self.fingerprint == other.fingerprint
 
     def __hash__(self) -> int:
@@ -403,7 +426,17 @@ class PassageStore:
     def stored_matrix(
         self, length: int, special: SpecialTokens, start: int, stop: int
     ) -> tuple[NDArray[Any], NDArray[np.uint16], NDArray[np.uint16]]:
-        """Return `document_matrix` of the stored rows `start` to `stop` - 1."""
+        """Return `document_matrix` of stored rows.
+
+        Args:
+            length: tokens of a row, special tokens included.
+            special: ids of the special tokens.
+            start: first stored row.
+            stop: stored row behind the last one.
+
+        Raises:
+            UserError: a token is beyond the vocabulary.
+        """
         ids = np.full((stop - start, length), special.pad, self.dtype)  # [rows, length]
         lengths = np.empty(stop - start, np.uint16)  # [rows]
         title_lengths = np.empty(stop - start, np.uint16)  # [rows]
@@ -416,26 +449,27 @@ class PassageStore:
             block = slice(first - start, last - start)
             offsets = segment.offsets["tokens"][first - segment.start : last - segment.start + 1]  # [rows + 1]
             tokens = segment.columns["tokens"][offsets[0] : offsets[-1]]  # [tokens of all rows]
-            counts = np.diff(offsets)
+            counts = np.diff(offsets)  # [rows]
             titles = segment.columns["title_lengths"][first - segment.start : last - segment.start].astype(np.int64)
-            bodies = counts - titles
-            kept_titles = np.minimum(titles, length - 3)
-            used = np.minimum(kept_titles + bodies + 3, length)  # [rows]
-            kept_bodies = used - kept_titles - 3
-            if (titles > kept_titles).any() or (bodies > kept_bodies).any():
+            bodies = counts - titles  # [rows]
+            cut_titles = np.minimum(titles, length - 3)  # [rows]: lengths after truncation
+            used = np.minimum(cut_titles + bodies + 3, length)  # [rows]
+            cut_bodies = used - cut_titles - 3  # [rows]
+            # Remove the truncated tokens, so that the rest fills the matrix in one assignment.
+            if (titles > cut_titles).any() or (bodies > cut_bodies).any():
                 column = np.arange(len(tokens)) - np.repeat(offsets[:-1] - offsets[0], counts)  # of a token, in its row
-                is_cut_title = (column >= np.repeat(kept_titles, counts)) & (column < np.repeat(titles, counts))
-                tokens = tokens[~(is_cut_title | (column >= np.repeat(titles + kept_bodies, counts)))]
+                is_cut_title = (column >= np.repeat(cut_titles, counts)) & (column < np.repeat(titles, counts))
+                tokens = tokens[~(is_cut_title | (column >= np.repeat(titles + cut_bodies, counts)))]
             columns = np.arange(length, dtype=np.int32)  # [length]
-            last_columns, separators = (values.astype(np.int32)[:, None] for values in (used - 1, kept_titles + 1))
+            last_columns, separators = (values.astype(np.int32)[:, None] for values in (used - 1, cut_titles + 1))
             is_token = (columns < last_columns) & (columns != separators)  # [rows, length]: all but special tokens
             is_token[:, 0] = False
             block_ids, rows = ids[block], np.arange(last - first)
             block_ids[is_token] = tokens
             block_ids[:, 0] = special.cls
-            block_ids[rows, kept_titles + 1] = special.sep
+            block_ids[rows, cut_titles + 1] = special.sep
             block_ids[rows, used - 1] = special.sep
-            lengths[block], title_lengths[block] = used, kept_titles
+            lengths[block], title_lengths[block] = used, cut_titles
             # A token without an embedding would spread through the results as "not a number".
             largest = block_ids.max(initial=0)
             if self._vocabulary_size is not None and largest >= self._vocabulary_size:
@@ -459,7 +493,17 @@ class PassageStore:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One row to be written. Ranges count tokens of the body: sentences [s, 2], spans (start, end, kind)."""
+    """One row to be written.
+
+    Attributes:
+        document_id: id of its document.
+        title: the complete title.
+        text: of the passage.
+        title_tokens: tokens of the title, truncated [t].
+        body_tokens: tokens of the text [b].
+        sentences: ranges of tokens of the body [s, 2].
+        spans: start and end in tokens of the body, and kind, of each salient span.
+    """
 
     document_id: str
     title: str
@@ -478,14 +522,20 @@ class SegmentWriter:
     """
 
     def __init__(self, folder: Path, tokenizer: str, dtype: DTypeLike = TOKEN_DTYPE):
-        """Prepare to write `folder`. tokenizer: its fingerprint. dtype: of token ids."""
+        """Prepare to write a segment.
+
+        Args:
+            folder: the segment's folder.
+            tokenizer: fingerprint of the tokenizer.
+            dtype: of token ids.
+        """
         self.folder = folder
         self.entry: dict[str, Any] = {}
         self._tokenizer, self._dtype = tokenizer, np.dtype(dtype)
         self.span_kinds: dict[str, int] = {}
 
     def __enter__(self) -> Self:
-        shutil.rmtree(self.folder, ignore_errors=True)  # what an interrupted writer left there
+        shutil.rmtree(self.folder, ignore_errors=True)  # an interrupted writer may have left files
         self.folder.mkdir(parents=True)
         self.sinks: dict[str, Sink] = {}
         for name in COLUMNS:
@@ -526,7 +576,7 @@ class SegmentWriter:
         keys = [_document_key(passage.document_id) for passage in passages]
         self.sinks["document_keys"].write(np.array(keys, np.uint64))
 
-    def __exit__(self, kind: type[BaseException] | None, *fault: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Check the written segment, add the derived columns and describe it.
 
         Raises UserError for a document that was written twice and for a span outside of all sentences.
@@ -535,6 +585,7 @@ class SegmentWriter:
             files = {sink.path.name: sink.close() for sink in self.sinks.values()}
             if kind is not None:
                 return
+            # --- The entry of the segment, whose fingerprint covers the written columns
             kinds = list(self.span_kinds)
             digests = {name: file["sha256"] for name, file in sorted(files.items())}
             content = json.dumps({"tokenizer": self._tokenizer, "span_kinds": kinds, "files": digests}, sort_keys=True)
@@ -546,6 +597,7 @@ class SegmentWriter:
                 **({} if self._dtype == TOKEN_DTYPE else {"dtype": self._dtype.name}),
                 "files": files,
             }
+            # --- Check the rows as readers will see them
             segment = Segment(self.folder, entry)
             keys, starts, _ = segment.documents_by_key
             if len(repeated := starts[1:][keys[1:] == keys[:-1]]):
@@ -555,6 +607,7 @@ class SegmentWriter:
             if len(outside := span_rows[span_rows != sentences_of_spans(segment)[0]]):
                 document = segment.string("document_ids", int(outside[0]))
                 raise UserError(f"document {document!r} has a salient span outside of its sentences; leave it out")
+            # --- The derived column
             sink = Sink(self.folder, "salient_reach", self._dtype)
             sink.write(salient_reach(segment))
             self.entry = entry | {"files": files | {sink.path.name: sink.close()}, "documents": len(keys)}
@@ -604,13 +657,23 @@ def file_name(name: str) -> str:
 
 
 def file_type(name: str, token_dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Return dtype and shape of one value in a column's file."""
+    """Return dtype and shape of one value in a column's file.
+
+    Args:
+        name: of the column, or of its offsets.
+        token_dtype: of token ids.
+    """
     dtype, shape = (np.int64, ()) if name.endswith(".offsets") else COLUMNS[name]
     return token_dtype if name == "tokens" else np.dtype(dtype), shape
 
 
 def segment_folder(store: Path, number: int) -> Path:
-    """Return the folder of a segment of a store."""
+    """Return the folder of a segment.
+
+    Args:
+        store: folder of the store.
+        number: of the segment.
+    """
     return store / f"segment-{number:05d}"
 
 
@@ -629,8 +692,11 @@ def append_segment(
 
     Readers see the rows once the block ends well; after an exception the folder is as before.
 
-    limit: number of tokens of the longest passages. replaces: documents of the newest version that the new one leaves
-    out, or has in the new segment.
+    Args:
+        folder: the store's folder.
+        tokenizer: made the tokens.
+        limit: number of tokens of the longest passages.
+        replaces: documents of the newest version that the new one leaves out, or has in the new segment.
 
     Raises:
         UserError: an existing store was made with another tokenizer or limit, has no document of `replaces`, or has a
@@ -648,6 +714,7 @@ def append_segment(
     try:
         with SegmentWriter(segment_folder(folder, number), tokenizer.fingerprint, tokenizer.dtype) as writer:
             yield writer
+        # A document may be in a version only once.
         removed: list[list[int]] = []
         if earlier is not None:
             segment = Segment(writer.folder, writer.entry)
@@ -667,7 +734,18 @@ def append_segment(
 
 
 def remove_documents(folder: Path, documents: Collection[str]) -> PassageStore:
-    """Make a version of a store without some documents of the newest one. Raises UserError for an unknown one."""
+    """Make a version of a store without some documents of the newest one.
+
+    Args:
+        folder: the store's folder.
+        documents: their ids.
+
+    Returns:
+        The new version.
+
+    Raises:
+        UserError: a document is unknown, or no passage would remain.
+    """
     manifest, store = read_manifest(folder), PassageStore.open(folder)
     settings = {key: manifest[key] for key in ("limit", "tokenizer")}
     removed = _removed_with(store, documents)
@@ -699,8 +777,11 @@ def new_version(
 ) -> dict[str, Any]:
     """Return STORE.json with one more version than `earlier` has, or with the first one.
 
-    settings: limit, and fingerprint of the tokenizer. segments: entries of all segments, as their writers describe
-    them. removed: [first, last) stored rows of each document that the version leaves out. earlier: STORE.json so far.
+    Args:
+        settings: limit, and fingerprint of the tokenizer.
+        segments: entries of all segments, as their writers describe them.
+        removed: [first, last) stored rows of each document that the version leaves out.
+        earlier: STORE.json so far; None for a new store.
     """
     fingerprints = [segment["fingerprint"] for segment in segments]
     content = {"segments": fingerprints, "removed": removed} if removed else fingerprints

@@ -1,9 +1,9 @@
 """Tokenizers: text to ids and back, by any `tokenizer.json` of the Rust library tokenizers, of whatever model.
 
-The library does the splitting. This class adds what a corpus needs around it: ranges of characters without white space,
-the same tokens for a line wherever it stands, the special tokens as data, the dtype that ids are stored in, and a
-fingerprint that ties corpus, index and checkpoint to one tokenizer. BERT's word pieces are the subclass in
-`wordpiece.py`; `tokenizer_files.py` says which files a tokenizer is read from.
+The library splits text. This class adds ranges of characters without white space, the same tokens for a line in every
+text, the special tokens as data, the dtype of stored ids, and a fingerprint that ties corpus, index and checkpoint to
+one tokenizer. BERT's word pieces are the subclass in `wordpiece.py`; `tokenizer_files.py` says which files a tokenizer
+is read from.
 
 No special token is ever made from text: "<mask>" in a passage is some tokens of text.
 Next to read: `layouts.py`, which puts the special tokens around ids.
@@ -35,26 +35,42 @@ _UNIT = re.compile(r"\w+|[^\w\s]")
 
 
 class Encoding(NamedTuple):
-    """Tokens of one text, without special ones: ids, and the range of characters in the text of each."""
+    """Tokens of one text, without special ones.
+
+    Attributes:
+        ids: of the tokens.
+        offsets: range of characters of each token.
+    """
 
     ids: list[int]
     offsets: list[tuple[int, int]]
 
 
 class Tokens(NamedTuple):
-    """The same as arrays: ids of the tokenizer's dtype, first characters and ends int64; all [tokens]."""
+    """Tokens of one text, without special ones, as arrays.
+
+    Attributes:
+        ids: of the tokens, of the tokenizer's dtype [tokens].
+        starts: first character of each, int64 [tokens].
+        ends: character behind each, int64 [tokens].
+    """
 
     ids: NDArray[Any]
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
 
     def part(self, start: int, stop: int) -> "Tokens":
-        """Tokens start … stop − 1."""
+        """Return some adjacent tokens.
+
+        Args:
+            start: first token.
+            stop: token behind the last one.
+        """
         return Tokens(self.ids[start:stop], self.starts[start:stop], self.ends[start:stop])
 
 
 def id_dtype(size: int) -> np.dtype[Any]:
-    """What ids of a vocabulary of `size` tokens are stored in."""
+    """Return the dtype in which ids of a vocabulary of `size` tokens are stored."""
     return np.dtype(np.uint16 if size <= 1 << 16 else np.uint32)
 
 
@@ -62,10 +78,14 @@ class Tokenizer:
     """A tokenizer and its special tokens; never changed after it is made."""
 
     CONTEXTS: ClassVar[tuple[str, ...]] = ("", " ", MARK)
-    """What may stand before a text and change its tokens: many models write a word behind a space in another way."""
+    """Prefixes of a text that may change its tokens: many models write a word behind a space in another way."""
 
     def __init__(self, content: bytes, source: str = TOKENIZER_FILE) -> None:
-        """content: of a `tokenizer.json`; its padding and truncation do not count.
+        """Read a tokenizer.
+
+        Args:
+            content: of a `tokenizer.json`; we ignore its padding and truncation.
+            source: its name in messages.
 
         Raises:
             UserError: it cannot be read, or lacks a token that the layouts need; the message names `source`.
@@ -73,14 +93,15 @@ class Tokenizer:
         try:
             tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
             settings = json.loads(content)
-        except Exception as fault:  # the library has no kind of its own
-            reason = " ".join(str(fault).split())[:200]
+        except Exception as error:  # the library has no kind of its own
+            reason = " ".join(str(error).split())[:200]
             raise UserError(f"{source}: not a tokenizer that can be read ({reason}); fetch it again") from None
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._content, self._settings = content, settings
         unknown_id, unknown = settings["model"].get("unk_id"), settings["model"].get("unk_token")
-        if not isinstance(unknown_id, int):  # a model names it by its number or by its token, or knows all characters
+        # A model names the unknown token by its number or by its text, or knows all characters.
+        if not isinstance(unknown_id, int):
             unknown_id = tokenizer.token_to_id(unknown) if unknown else None
         self._set_up(tokenizer, _special_tokens(tokenizer, source), NO_TOKEN if unknown_id is None else unknown_id)
         self.lower_case = bool(lowers(settings.get("normalizer")))
@@ -99,11 +120,11 @@ class Tokenizer:
         return (type(self), (self._content,))
 
     def files(self) -> dict[str, bytes]:
-        """What prepared data keep of it: file → content."""
+        """Return the files of the tokenizer in prepared data: name → content."""
         return {TOKENIZER_FILE: self._content}
 
     def pretrained_files(self, length: int) -> dict[str, bytes]:
-        """What transformers needs beside the weights of an encoder of at most `length` tokens: file → content."""
+        """Return the files of the tokenizer for transformers and an encoder of `length` tokens: name → content."""
         names = {f"{kind}_token": self.pieces([number])[0] for kind, number in self.special._asdict().items()}
         names |= {} if self.unk_id == NO_TOKEN else {"unk_token": self.pieces([self.unk_id])[0]}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length} | names
@@ -111,46 +132,49 @@ class Tokenizer:
 
     @property
     def model_type(self) -> str:
-        """How text is cut into tokens, such as 'Unigram'."""
+        """Return the algorithm that splits text into tokens, such as 'Unigram'."""
         return str(self._tokenizer.model.__class__.__name__)
 
     def save(self, folder: str | Path) -> None:
-        """Write `files` into `folder` (made if absent), each file whole or not at all."""
+        """Write `files` into `folder`, which is made if it does not exist, each file atomically."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
             write_atomic(Path(folder) / name, content)
 
     def encode(self, text: str) -> Encoding:
-        """The tokens of `text` without special ones; offsets are characters of `text` as it was given."""
+        """Return the tokens of `text` without special ones; offsets are characters of the original `text`."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Encoding]:
-        """`encode` of many texts, on all cores unless TOKENIZERS_PARALLELISM=false."""
+        """Return the `encode` of many texts, computed on all cores unless TOKENIZERS_PARALLELISM=false."""
         return [
             Encoding(ids.tolist(), [*zip(starts.tolist(), ends.tolist(), strict=True)])
             for ids, starts, ends in self.tokens(texts)
         ]
 
     def tokens(self, texts: Sequence[str]) -> list[Tokens]:
-        """`encode_batch` as arrays.
+        """Return the `encode_batch` as arrays.
 
-        Each line is encoded by itself: it has the same tokens then wherever it stands, and the library takes up to
-        twice as long over many lines in one text.
+        We encode each line by itself, so that it has the same tokens in every text, and because the library takes up to
+        twice as long for many lines in one text.
         """
+        # --- Encode all lines of all texts at once
         lines = [text.split("\n") for text in texts]
         encodings = self._tokenizer.encode_batch([*chain.from_iterable(lines)], add_special_tokens=False)
-        counts = np.array([len(encoding.ids) for encoding in encodings], np.int64)
+        counts = np.array([len(encoding.ids) for encoding in encodings], np.int64)  # [lines]: tokens of each
         ids = np.fromiter(chain.from_iterable(encoding.ids for encoding in encodings), self.dtype, counts.sum())
         offsets = chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings))
-        places = np.fromiter(offsets, np.int64, 2 * len(ids)).reshape(-1, 2)
+        ranges = np.fromiter(offsets, np.int64, 2 * len(ids)).reshape(-1, 2)  # [tokens, 2], in characters of the line
+        # --- Ranges in characters of the texts: add where each line begins
         begins = np.fromiter(
             chain.from_iterable(accumulate((len(line) + 1 for line in part[:-1]), initial=0) for part in lines),
             np.int64,
         )  # [lines], in characters of their text
-        starts, ends = (places + np.repeat(begins, counts)[:, None]).T.copy()
-        bounds = np.concatenate([[0], np.cumsum(counts)])[np.cumsum([0, *map(len, lines)])]
+        starts, ends = (ranges + np.repeat(begins, counts)[:, None]).T.copy()  # [tokens] each
+        bounds = np.concatenate([[0], np.cumsum(counts)])[np.cumsum([0, *map(len, lines)])]  # [texts + 1], in tokens
         starts = self._without_space(texts, starts, ends, np.diff(bounds))
-        if self.unk_id != NO_TOKEN:  # a model may have its special tokens among the pieces that it looks for
+        # --- Divide the tokens by text
+        if self.unk_id != NO_TOKEN:  # a model may find its special tokens in a text
             ids[np.isin(ids, [*self.special])] = self.unk_id
         flat = Tokens(ids, starts, ends)
         return [flat.part(start, stop) for start, stop in pairwise(bounds.tolist())]
@@ -158,15 +182,16 @@ class Tokenizer:
     def _without_space(
         self, texts: Sequence[str], starts: NDArray[np.int64], ends: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Where tokens start behind the white space that many models count to the word after it."""
+        """Move starts of tokens behind white space, which many models count to the word after it, [tokens]."""
+        # For each character the next one that is no white space, from the end to the beginning.
         codes = np.frombuffer("".join(texts).encode("utf-32-le", "surrogatepass"), np.uint32)
-        base = np.repeat(np.cumsum([0, *map(len, texts)])[:-1], counts)
-        behind = np.where(np.isin(codes, _SPACES), len(codes), np.arange(len(codes)))
-        following = np.append(np.minimum.accumulate(behind[::-1])[::-1], len(codes))
+        base = np.repeat(np.cumsum([0, *map(len, texts)])[:-1], counts)  # [tokens]: first character of their text
+        behind = np.where(np.isin(codes, _SPACES), len(codes), np.arange(len(codes)))  # [characters]
+        following = np.append(np.minimum.accumulate(behind[::-1])[::-1], len(codes))  # [characters + 1]
         return np.minimum(following[starts + base] - base, ends)
 
     def _after(self, before: str, text: str) -> Tokens | None:
-        """The tokens of `text` where `before` stands in front of it; None if one token is of both."""
+        """Return the tokens of `text` behind `before`; None if one token belongs to both."""
         tokens = self.tokens([before + text])[0]
         of_text = tokens.starts >= len(before)
         if (tokens.ends[~of_text] > len(before)).any():
@@ -174,9 +199,15 @@ class Tokenizer:
         return Tokens(tokens.ids[of_text], tokens.starts[of_text] - len(before), tokens.ends[of_text] - len(before))
 
     def offsets_of(self, text: str, ids: NDArray[Any]) -> NDArray[np.int64] | None:
-        """The range of characters of each token of a stretch that was encoded within a longer text, int64 [tokens, 2].
+        """Find the characters of tokens of a text that was encoded within a longer one.
 
-        ids: those tokens. None if the text does not give them again: it was cut within a word.
+        Args:
+            text: the part of the longer text.
+            ids: its tokens [tokens].
+
+        Returns:
+            Range of characters of each token, int64 [tokens, 2]; None if the text does not give these tokens again,
+            because it was cut within a word.
         """
         for before in self.CONTEXTS:
             tokens = self._after(before, text)
@@ -185,21 +216,33 @@ class Tokenizer:
         return None
 
     def forms(self, text: str) -> list[list[int]]:
-        """All tokens that a word or a phrase may have within a text, those of the text by itself first."""
+        """Return all token sequences of a word or a phrase within texts; the first is that of the word by itself."""
         in_contexts = (self._after(before, text) for before in self.CONTEXTS)
         distinct = dict.fromkeys(tuple(tokens.ids.tolist()) for tokens in in_contexts if tokens is not None)
         return [list(ids) for ids in distinct]
 
     def encode_behind(self, before: str, text: str) -> list[int]:
-        """The tokens of a text that goes on where `before` ends, without or with the space that one of them has."""
+        """Return the tokens of a text that continues another one.
+
+        Args:
+            before: the other text.
+            text: its continuation; both tell whether there is a space between them.
+        """
         is_joined = before and not before[-1].isspace() and not text[:1].isspace()
         tokens = self._after(MARK if is_joined else " " if before else "", text.lstrip())
         return self.encode(text).ids if tokens is None else list(tokens.ids.tolist())
 
     def unit_starts(self, text: str, tokens: Tokens) -> NDArray[np.bool_]:
-        """Which tokens of a text are the first of a unit: a run of letters and digits, or one mark; bool [tokens].
+        """Find the tokens that begin a unit: a run of letters and digits, or one punctuation mark.
 
-        A token of several units counts as the first of one that has them all.
+        A token of several units counts as the beginning of one.
+
+        Args:
+            text: the text.
+            tokens: its tokens.
+
+        Returns:
+            True for the first token of each unit, bool [tokens].
         """
         units = np.zeros(len(text) + 2, np.int64)  # the last two are before the first token, and behind the text
         for number, unit in enumerate(_UNIT.finditer(text), start=1):
@@ -209,23 +252,25 @@ class Tokenizer:
         return apart & (tokens.ends > tokens.starts)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Tokens as readable text, padding left out."""
+        """Return tokens as readable text, without padding."""
         return str(self._tokenizer.decode([int(number) for number in ids if number != self.pad_id], False))
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """The token of each id, as it stands in the vocabulary."""
+        """Return the token of each id as the vocabulary spells it."""
         return [self._tokenizer.id_to_token(int(number)) or "" for number in ids]
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that change with any token, its id, and how text is normalised and split."""
+        """Return 16 hexadecimal digits that change with any token, its id, and how text is normalized and split."""
         deciding = [self._settings.get(part) for part in ("normalizer", "pre_tokenizer", "model")]
         return hashlib.sha256(json.dumps([*deciding, self.special], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def lowers(value: Any) -> bool | None:
-    """Whether text is put in lower case. value: true or false, or a normalizer of the library tokenizers; None for
-    anything else, which does not say."""
+    """Return whether a setting puts text in lower case: true or false, or a normalizer of the library tokenizers.
+
+    None for anything else, which does not say.
+    """
     if not isinstance(value, dict):
         return value if isinstance(value, bool) else None
     if value.get("type") == "Sequence":
@@ -234,20 +279,21 @@ def lowers(value: Any) -> bool | None:
 
 
 def _special_tokens(tokenizer: tokenizers.Tokenizer, source: str) -> SpecialTokens:
-    """Find the special tokens: [CLS] and [SEP] by what stands around an encoded text, padding and mask by name.
+    """Find the special tokens: [CLS] and [SEP] around an encoded text, padding and mask by name.
 
     Raises UserError if one is missing.
     """
     plain = tokenizer.encode("a", add_special_tokens=False).ids
-    whole = tokenizer.encode("a").ids
-    start = next((n for n in range(1, len(whole)) if whole[n : n + len(plain)] == plain), len(whole))
+    framed = tokenizer.encode("a").ids  # with special tokens
+    start = next((n for n in range(1, len(framed)) if framed[n : n + len(plain)] == plain), len(framed))
     added = {
         token.content.strip("[]<>|").lower(): number
         for number, token in sorted(tokenizer.get_added_tokens_decoder().items(), reverse=True)
     }
+    # The names of the first and last token differ between models, those of padding and mask only in their brackets.
     ids = {
-        "cls": whole[0] if start < len(whole) else None,
-        "sep": whole[-1] if start + len(plain) < len(whole) else None,
+        "cls": framed[0] if start < len(framed) else None,
+        "sep": framed[-1] if start + len(plain) < len(framed) else None,
         "pad": added.get("pad"),
         "mask": added.get("mask"),
     }

@@ -1,8 +1,8 @@
-"""Where a tokenizer is read from: the folder of a pretrained encoder, or that of prepared data.
+"""Read a tokenizer from the folder of a pretrained encoder, or from that of prepared data.
 
     vocab.txt               BERT's word pieces, one a line
-    tokenizer.json          of the library tokenizers: any tokenizer, and how text is normalised
-    tokenizer_config.json   of transformers: how text is normalised, if the tokenizer is of a class like BertTokenizer
+    tokenizer.json          of the library tokenizers: any tokenizer, and how text is normalized
+    tokenizer_config.json   of transformers: how text is normalized, if the tokenizer is of a class like BertTokenizer
     settings.json           ours: whether text is put in lower case, in prepared data that have a vocab.txt
 
 Word pieces with the defaults of BERT become a `WordPiece`; every other tokenizer becomes a `Tokenizer`, which keeps the
@@ -12,7 +12,7 @@ Next to read: `tokenizer.py`.
 
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from realm_jax.storage import read_settings
 logger = logging.getLogger(__name__)
 
 MODEL_CONFIG = "config.json"
-# Keys of tokenizer_config.json, and what they are in a BertNormalizer.
+# Keys of tokenizer_config.json, and their names in a BertNormalizer.
 NORMALIZER_KEYS = {
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",
@@ -59,13 +59,18 @@ MODEL = {
 
 
 class FoundTokenizer(NamedTuple):
-    """The file of a tokenizer, and whether text is put in lower case where that file does not say."""
+    """A tokenizer in a folder.
+
+    Attributes:
+        path: its file.
+        lower_case: whether text is put in lower case if that file does not say.
+    """
 
     path: Path
     lower_case: bool
 
     def read(self) -> Tokenizer:
-        """The tokenizer, with a warning where text in lower case never meets some word pieces. Raises UserError."""
+        """Return the tokenizer, and warn if text in lower case never has some of its word pieces. Raises UserError."""
         tokenizer = read_tokenizer(self.path, self.lower_case)
         if self.lower_case and isinstance(tokenizer, WordPiece) and (cased := tokenizer.cased):
             logger.warning(
@@ -78,7 +83,7 @@ class FoundTokenizer(NamedTuple):
         return tokenizer
 
     def settings(self) -> dict[str, Any]:
-        """Return what PREPARED.json records of the tokenizer beside the content of `path`. Raises UserError."""
+        """Return the settings that PREPARED.json records next to the content of `path`. Raises UserError."""
         recorded: dict[str, Any] = {} if self.lower_case else {"lower_case": False}  # true is not recorded
         tokenizer = read_tokenizer(self.path, self.lower_case)
         if isinstance(tokenizer, WordPiece):
@@ -91,7 +96,12 @@ class FoundTokenizer(NamedTuple):
 
 
 class LowerCase(NamedTuple):
-    """Whether a tokenizer puts text in lower case, and the file that says so."""
+    """Case of a tokenizer's text.
+
+    Attributes:
+        path: the file that says so.
+        value: True if the tokenizer puts text in lower case.
+    """
 
     path: Path
     value: bool
@@ -99,12 +109,12 @@ class LowerCase(NamedTuple):
 
 def tokenizer_file(folder: Path) -> Path | None:
     """Return the file of the tokenizer in a folder; None if there is none. Raises UserError."""
-    vocabulary, whole = folder / VOCABULARY_FILE, folder / TOKENIZER_FILE
-    if not whole.is_file():
+    vocabulary, json_file = folder / VOCABULARY_FILE, folder / TOKENIZER_FILE
+    if not json_file.is_file():
         return vocabulary if vocabulary.is_file() else None
-    if vocabulary.is_file() and read_pieces(vocabulary) == _word_pieces(whole):
+    if vocabulary.is_file() and read_pieces(vocabulary) == _word_pieces(json_file):
         return vocabulary  # which prepared data record
-    return whole
+    return json_file
 
 
 def lower_case_of(folder: Path) -> LowerCase | None:
@@ -112,10 +122,10 @@ def lower_case_of(folder: Path) -> LowerCase | None:
 
     Of several files the first counts, as in transformers. Raises UserError for one that cannot be read.
     """
-    whole = read_settings(folder / TOKENIZER_FILE)
+    settings = read_settings(folder / TOKENIZER_FILE)
     for name, value in (
-        (TOKENIZER_CONFIG, _stated_normalizer(folder, whole).get("lowercase")),
-        (TOKENIZER_FILE, whole.get("normalizer")),
+        (TOKENIZER_CONFIG, _stated_normalizer(folder, settings).get("lowercase")),
+        (TOKENIZER_FILE, settings.get("normalizer")),
         (SETTINGS_FILE, read_settings(folder / SETTINGS_FILE).get("lower_case")),
     ):
         value = lowers(value)
@@ -128,20 +138,20 @@ def read_tokenizer(path: Path, lower_case: bool) -> Tokenizer:
     """Read the tokenizer of a vocab.txt or of a JSON file of the library tokenizers, as the files beside it say.
 
     Args:
-        path: the file. Beside a vocab.txt, a tokenizer.json with the same pieces counts as well.
+        path: the file. A tokenizer.json with the same pieces next to a vocab.txt counts as well.
         lower_case: whether text is put in lower case if no file says.
 
     Raises:
         UserError: a file cannot be read or is no usable tokenizer; the message names it.
     """
-    whole = path if path.suffix == ".json" else path.parent / TOKENIZER_FILE
-    settings, pieces = read_settings(whole), _word_pieces(whole)
-    if path != whole and (listed := read_pieces(path)) != pieces:
+    json_file = path if path.suffix == ".json" else path.parent / TOKENIZER_FILE
+    settings, pieces = read_settings(json_file), _word_pieces(json_file)
+    if path != json_file and (listed := read_pieces(path)) != pieces:
         settings, pieces = {}, listed
     stated = _stated_normalizer(path.parent, settings)
     if pieces is None:
-        return Tokenizer(read_bytes(whole), str(path))
-    if not _is_whole(settings):  # a list of pieces, even if some program wrote it as JSON
+        return Tokenizer(read_bytes(json_file), str(path))
+    if not _has_pre_tokenizer(settings):  # a list of pieces, even if some program wrote it as JSON
         normalizer = NORMALIZER | {"lowercase": lower_case} | stated
         word_pieces = WordPiece(pieces, normalizer["lowercase"], str(path))
         return word_pieces if _is_default(normalizer) else Tokenizer(word_pieces.to_json(normalizer), str(path))
@@ -162,29 +172,35 @@ def read_tokenizer(path: Path, lower_case: bool) -> Tokenizer:
     )
     if is_plain:
         return WordPiece(pieces, as_read["normalizer"]["lowercase"], str(path))
-    return Tokenizer(read_bytes(whole) if as_read == settings else json.dumps(as_read).encode(), str(path))
+    return Tokenizer(read_bytes(json_file) if as_read == settings else json.dumps(as_read).encode(), str(path))
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of prepared data, from the folder that `Tokenizer.save` wrote. Raises UserError."""
+    """Read the tokenizer of prepared data from the folder that `Tokenizer.save` wrote. Raises UserError."""
     path = folder / TOKENIZER_FILE
     return Tokenizer(read_bytes(path), str(path)) if path.is_file() else WordPiece.load(folder)
 
 
-def are_complete(names: Collection[str]) -> bool:
-    """Whether files of these names are all that `Tokenizer.save` writes."""
-    return TOKENIZER_FILE in names or {VOCABULARY_FILE, SETTINGS_FILE} <= {*names}
+def tokenizer_of(files: Mapping[str, bytes], folder: str) -> Tokenizer | None:
+    """Make the tokenizer of `Tokenizer.files`.
 
+    Args:
+        files: name → content.
+        folder: where they were read, for messages.
 
-def tokenizer_of(files: Mapping[str, bytes], folder: str) -> Tokenizer:
-    """The tokenizer of `Tokenizer.files`, which were read in `folder`. Raises UserError."""
+    Returns:
+        The tokenizer; None if not all of its files are there.
+
+    Raises:
+        UserError: a file is damaged.
+    """
     if TOKENIZER_FILE in files:
         return Tokenizer(files[TOKENIZER_FILE], f"{folder}/{TOKENIZER_FILE}")
-    return WordPiece.from_files(files, folder)
+    return WordPiece.from_files(files, folder) if {VOCABULARY_FILE, SETTINGS_FILE} <= {*files} else None
 
 
 def _stated_normalizer(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return what the files beside a tokenizer.json or a vocab.txt say of BERT's normalizer.
+    """Return the settings of BERT's normalizer in the files next to a tokenizer.json or a vocab.txt.
 
     Args:
         folder: where the files are.
@@ -204,23 +220,23 @@ def _stated_normalizer(folder: Path, settings: dict[str, Any]) -> dict[str, Any]
     class_name = next((name for name in names if isinstance(name, str) and name), None)
     if settings and class_name in PLAIN_CLASSES:
         return {}
-    return NORMALIZER | stated if _is_whole(settings) and class_name in BERT_CLASSES else stated
+    return NORMALIZER | stated if _has_pre_tokenizer(settings) and class_name in BERT_CLASSES else stated
 
 
-def _is_whole(settings: dict[str, Any]) -> bool:
-    """True for a tokenizer.json of word pieces that says how text is normalized and split."""
+def _has_pre_tokenizer(settings: dict[str, Any]) -> bool:
+    """Return True for a tokenizer.json of word pieces that says how text is normalized and split."""
     return _table(settings.get("model")).get("type") == "WordPiece" and "pre_tokenizer" in settings
 
 
 def _is_default(normalizer: Any) -> bool:
-    """True for what BERT does by default, with or without lower case: accents go with capitals."""
+    """Return True for BERT's default normalizer, with or without lower case: accents go with capitals."""
     lower_case = _table(normalizer).get("lowercase")
     usual = NORMALIZER | {"lowercase": lower_case}
     return isinstance(lower_case, bool) and normalizer in (usual, usual | {"strip_accents": lower_case})
 
 
 def _word_pieces(path: Path) -> list[str] | None:
-    """The word pieces of a JSON file, in the order of their ids; None for another tokenizer. Raises UserError."""
+    """Return the word pieces of a JSON file, in the order of ids; None for another tokenizer. Raises UserError."""
     model = _table(read_settings(path).get("model"))
     pieces = _table(model.get("vocab"))
     if model.get("type") != "WordPiece":
@@ -231,5 +247,5 @@ def _word_pieces(path: Path) -> list[str] | None:
 
 
 def _table(value: Any) -> dict[str, Any]:
-    """A value that should be a table of JSON; an empty one in place of anything else."""
+    """Return a value that should be a JSON object; an empty object for anything else."""
     return value if isinstance(value, dict) else {}

@@ -1,8 +1,7 @@
 """Word pieces: a vocabulary of a BERT's vocab.txt, or one learned from the user's own text.
 
-The Rust library `tokenizers` does the splitting (BERT's basic tokenizer, then longest match first). Here is what word
-pieces have beyond other tokenizers: reading and checking a list of pieces, and training that gives the same vocabulary
-each time. Prepared data keep two files of it:
+The Rust library `tokenizers` splits text (BERT's basic tokenizer, then longest match first). This module adds reading
+and checking of a list of pieces, and training that always gives the same vocabulary. Prepared data have two files:
 
     vocab.txt        one piece per line
     settings.json    whether text is put in lower case
@@ -32,7 +31,7 @@ PAD, UNK, CLS, SEP, MASK = SPECIAL_PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]",
 VOCABULARY_FILE = "vocab.txt"
 SETTINGS_FILE = "settings.json"
 FORMAT_VERSION = 1
-MAX_SIZE = 65_535  # of a vocabulary that is learned here
+MAX_SIZE = 65_535  # of a vocabulary that we learn
 MIN_TRAINED_SIZE = 64  # the special tokens and both forms of a few dozen characters
 MAX_ALPHABET = 1_000  # distinct characters of a trained vocabulary: enough for any alphabet, not for every ideograph
 CONTINUATION = "##"
@@ -46,7 +45,7 @@ NORMALIZER: dict[str, Any] = {  # BERT's defaults, as a tokenizer.json has them
 
 
 def check_size(size: int) -> None:
-    """Raise UserError for a size that no vocabulary can be learned in."""
+    """Raise UserError for a vocabulary size that is out of range."""
     if not MIN_TRAINED_SIZE <= size <= MAX_SIZE:
         raise UserError(f"vocabulary size {size}: choose between {MIN_TRAINED_SIZE} and {MAX_SIZE}")
 
@@ -54,10 +53,15 @@ def check_size(size: int) -> None:
 class WordPiece(Tokenizer):
     """A vocabulary of word pieces. Made by `from_vocab`, `load` or `train`."""
 
-    CONTEXTS: ClassVar[tuple[str, ...]] = ("",)  # a word has the same pieces wherever it stands
+    CONTEXTS: ClassVar[tuple[str, ...]] = ("",)  # a word has the same pieces in every context
 
     def __init__(self, vocabulary: Sequence[str], lower_case: bool = True, source: str = "vocabulary") -> None:
-        """Check `vocabulary` (the piece of id i stands at place i) and build the tokenizer.
+        """Check a vocabulary and build the tokenizer.
+
+        Args:
+            vocabulary: pieces in the order of their ids.
+            lower_case: whether text is put in lower case.
+            source: name of the vocabulary in messages.
 
         Raises:
             UserError: empty, too large, a piece twice, or a special token missing; the message names `source`.
@@ -82,7 +86,11 @@ class WordPiece(Tokenizer):
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece(CONTINUATION, cleanup=False)  # words stay apart by one space
         self.lower_case = lower_case
+        self._settings = {"lower_case": lower_case, "format_version": FORMAT_VERSION}
         self._vocabulary = tuple(vocabulary)
+        self._begins_unit = np.array(
+            [not piece.startswith(CONTINUATION) or piece == CONTINUATION for piece in vocabulary]
+        )  # bool [vocabulary]
         pad, unknown, cls, sep, mask = (ids[piece] for piece in SPECIAL_PIECES)
         self._set_up(tokenizer, SpecialTokens(pad, cls, sep, mask), unknown)
 
@@ -93,19 +101,32 @@ class WordPiece(Tokenizer):
     def from_vocab(cls, path: str | Path, lower_case: bool = True) -> "WordPiece":
         """Read a BERT `vocab.txt` (UTF-8, one piece per line, the id is the line number from 0).
 
-        Raises UserError, with file and line, if it cannot be read or is no usable vocabulary.
+        Args:
+            path: the file.
+            lower_case: whether text is put in lower case.
+
+        Raises:
+            UserError: it cannot be read or is no usable vocabulary, with file and line.
         """
         return cls(read_pieces(Path(path)), lower_case, str(path))
 
     @classmethod
     def load(cls, folder: str | Path) -> "WordPiece":
-        """Read what `save` wrote. Raises UserError if a file is absent, damaged or of another format version."""
+        """Read the files of `save`. Raises UserError if a file is missing, damaged or of another format version."""
         names = (SETTINGS_FILE, VOCABULARY_FILE)
         return cls.from_files({name: read_bytes(Path(folder) / name) for name in names}, folder)
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes], folder: str | Path) -> "WordPiece":
-        """What `files` gave, which was read in `folder`. Raises UserError as `load` does."""
+        """Make the tokenizer of `files`.
+
+        Args:
+            files: name → content.
+            folder: where they were read, for messages.
+
+        Raises:
+            UserError: a file is damaged or of another format version.
+        """
         path, vocabulary = Path(folder) / SETTINGS_FILE, Path(folder) / VOCABULARY_FILE
         try:
             settings = json.loads(files[SETTINGS_FILE])
@@ -121,10 +142,15 @@ class WordPiece(Tokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[str], size: int, lower_case: bool = True) -> "WordPiece":
-        """Learn a vocabulary of at most `size` pieces from `texts` (read once; memory holds its distinct words).
+        """Learn a vocabulary from texts.
 
-        The same texts give the same vocabulary, pieces and ids alike. A vocabulary is smaller than `size` when the
-        text has no more pieces to offer. Characters beyond the most frequent 1,000 are left to [UNK].
+        The same texts always give the same vocabulary, pieces and ids. It is smaller than `size` if the texts have no
+        more pieces. Characters beyond the most frequent 1,000 become [UNK].
+
+        Args:
+            texts: read once; their distinct words must fit into memory.
+            size: most pieces.
+            lower_case: whether text is put in lower case.
 
         Raises:
             UserError: `size` is out of range, or the texts hold no word.
@@ -162,12 +188,12 @@ class WordPiece(Tokenizer):
         return cls(sorted(vocabulary, key=vocabulary.__getitem__), lower_case, "trained vocabulary")
 
     def files(self) -> dict[str, bytes]:
-        """The content of `vocab.txt` and `settings.json`, in the order in which they are to be written."""
+        """Return the content of `vocab.txt` and `settings.json`, in the order in which they must be written."""
         vocabulary = "".join(f"{piece}\n" for piece in self._vocabulary)
-        return {VOCABULARY_FILE: vocabulary.encode(), SETTINGS_FILE: f"{json.dumps(self._settings())}\n".encode()}
+        return {VOCABULARY_FILE: vocabulary.encode(), SETTINGS_FILE: f"{json.dumps(self._settings)}\n".encode()}
 
     def pretrained_files(self, length: int) -> dict[str, bytes]:
-        """What BertTokenizer of transformers needs."""
+        """Return the files of BertTokenizer of transformers: name → content."""
         config = {"tokenizer_class": "BertTokenizer", "do_lower_case": self.lower_case, "model_max_length": length}
         return {
             VOCABULARY_FILE: self.files()[VOCABULARY_FILE],
@@ -188,30 +214,31 @@ class WordPiece(Tokenizer):
     def _without_space(
         self, texts: Sequence[str], starts: NDArray[np.int64], ends: NDArray[np.int64], counts: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        return starts  # BERT's tokenizer cuts white space away
+        return starts  # BERT's tokenizer removes white space
 
     def unit_starts(self, text: str, tokens: Tokens) -> NDArray[np.bool_]:
-        """By the pieces' names: BERT's tokenizer cuts text into units before it looks for pieces."""
-        return self._begins_unit[tokens.ids]
+        """Find the tokens that begin a unit by the names of pieces, because BERT splits text into units first.
 
-    @cached_property
-    def _begins_unit(self) -> NDArray[np.bool_]:
-        return np.array([not piece.startswith(CONTINUATION) or piece == CONTINUATION for piece in self._vocabulary])
+        Args:
+            text: the text.
+            tokens: its tokens.
+
+        Returns:
+            True for the first token of each unit, bool [tokens].
+        """
+        return self._begins_unit[tokens.ids]
 
     @property
     def cased(self) -> list[str]:
-        """Pieces that text in lower case never has, save those in brackets: `[CLS]` and its like stand for no text."""
+        """Return the pieces that text in lower case never has, without those like `[CLS]`, which are no text."""
         plain = (piece for piece in self._vocabulary if not (piece.startswith("[") and piece.endswith("]")))
         return [piece for piece in plain if piece != piece.lower()]  # not ℝ, which has no other form
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that change with any piece, its place, or the settings."""
-        content = json.dumps([self._settings(), self._vocabulary], ensure_ascii=True)
+        """Return 16 hexadecimal digits that change with any piece, its id, or the settings."""
+        content = json.dumps([self._settings, self._vocabulary], ensure_ascii=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-    def _settings(self) -> dict[str, bool | int]:
-        return {"lower_case": self.lower_case, "format_version": FORMAT_VERSION}
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
@@ -234,6 +261,7 @@ def _pieces(raw: bytes, path: Path) -> list[str]:
 
 
 def read_bytes(path: Path) -> bytes:
+    """Read a tokenizer's file. Raises UserError."""
     try:
         return path.read_bytes()
     except OSError as error:

@@ -21,7 +21,7 @@ from urllib.parse import quote
 import numpy as np
 
 from realm_jax.data.lines import json_records, strictly
-from realm_jax.data.questions import GRADES, Question, are_grades, gold_of, gold_record, match_fault
+from realm_jax.data.questions import GRADES, Question, are_grades, gold_of, gold_record, match_error
 from realm_jax.errors import UserError
 from realm_jax.storage import read_json, write_json_atomic
 
@@ -128,7 +128,7 @@ def _fault(record: Record) -> str | None:
     for name, (fits, words) in _RECORD.items():
         if name in record and not fits(record[name]):
             return f'"{name}" must be {words}'
-    if record.get("answers") and (unknown := match_fault(record.get("match"))) is not None:
+    if record.get("answers") and (unknown := match_error(record.get("match"))) is not None:
         return str(unknown)
     retrieved = record.get("retrieved", [])
     for name, (fits, words) in _PASSAGE.items():
