@@ -199,6 +199,17 @@ def test_links_and_modules_of_a_page_are_there(page):
         assert any(place.exists() for place in places), module
 
 
+def test_functions_on_the_paths_of_the_design_are_there():
+    """A row is `file.py  function` or `file.py  Class.method`; without a file it belongs to the file above."""
+    path = ""
+    for line in text_of("docs/design.md").splitlines():
+        if row := re.match(r" {4,}([a-z_]+(?:/[a-z_]+)?\.py)? {2,}([A-Za-z_]+)(?:\.(\w+))?(?:,| {2}|$)", line):
+            path = row[1] or path
+            source = (PACKAGE / path).read_text("utf-8")
+            for name in filter(None, row.groups()[1:]):
+                assert re.search(rf"^ *(def|class) {name}\b", source, re.M), line
+
+
 def test_what_scripts_import_from_the_package_is_there():
     """Scripts that no test runs."""
     scripts = [path for folder in ("benchmarks", "launch") for path in (ROOT / folder).glob("*.py")]
