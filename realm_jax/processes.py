@@ -52,17 +52,20 @@ def start(args: argparse.Namespace) -> None:
         logging.getLogger("realm_jax").setLevel(logging.WARNING)  # process 0 logs for all
 
 
-class WorkShare(NamedTuple):
-    """This process among those that share work by way of files, and do not connect."""
+class WorkerSlice(NamedTuple):
+    """This process among those that share work through files, without a connection."""
 
     process: int = 0
     processes: int = 1
 
-    def order(self, count: int) -> list[int]:
-        """All `count` items: one's own first, in order; then those of others from the last to the first, so that a
-        process that is alive and one that helps out meet in the middle."""
-        share = list(range(self.process, count, self.processes))
-        return share + [item for item in reversed(range(count)) if item % self.processes != self.process]
+    def work_order(self, count: int) -> list[int]:
+        """Return the numbers of `count` work items in the order in which this process should do them.
+
+        Its own slice comes first, then the items of others from the last to the first, so that a process that is alive
+        and one that helps it meet in the middle.
+        """
+        own_items = list(range(self.process, count, self.processes))
+        return own_items + [item for item in reversed(range(count)) if item % self.processes != self.process]
 
 
 def check_process(process: int, count: int) -> None:

@@ -60,7 +60,7 @@ def put_run(folder: Folder) -> None:
     for name in (USED, NEWER, BAD):
         folder.write_json(f"index/{name}/MANIFEST.json", manifest(name).to_json())
     folder.write(f"index/{BUILT}/000-009-f.bin", b"")
-    reject(folder, BAD, "zero", again=True)
+    reject(folder, BAD, "zero", retryable=True)
     beat(folder, 7)
 
 

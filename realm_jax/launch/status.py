@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from realm_jax.errors import UserError
-from realm_jax.index.files import MANIFEST, export_step, generation_names, manifests, rejection
+from realm_jax.index.files import MANIFEST, export_step, generation_names, read_manifests, read_rejection
 from realm_jax.index.heartbeat import BUILDER, HEARTBEAT_SECONDS, TRAINER, Status, read_status, write_status
 from realm_jax.storage import Damaged, Folder, open_folder
 from realm_jax.train.records import (
@@ -408,12 +408,12 @@ def _index(
     now = max((int(line["step"]) for records in (metrics, evaluations) for line in records.get(task, [])), default=0)
     index_step = refreshes[task][-1]["index_step"] if tasks else -1
     in_use = adopted[-1]["generation"] if adopted else ""
-    published = {manifest.generation: manifest for manifest in manifests(shared, names)}
+    published = {manifest.generation: manifest for manifest in read_manifests(shared, names)}
     generations: list[JSON] = []
     for name in names:
         manifest, step = published.get(name), export_step(name)
         state = "in use" if name == in_use else "published" if manifest else "being built"
-        state = "refused" if rejection(shared, name) else state
+        state = "refused" if read_rejection(shared, name) else state
         measured = {"recall": manifest.recall, "seconds": sum(manifest.seconds.values())} if manifest else {}
         generations.append({"generation": name, "step": step, "age": max(0, now - step), "state": state} | measured)
     is_refreshed = adopted or len(refreshes.get(task, [])) > 1

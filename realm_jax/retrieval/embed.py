@@ -19,7 +19,7 @@ from realm_jax.cache import CacheEntry, cache_bytes
 from realm_jax.errors import UserError
 from realm_jax.mesh import to_host
 from realm_jax.models.inputs import Documents
-from realm_jax.storage import Damaged, digest
+from realm_jax.storage import Damaged, sha256_hex
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class VectorCache:
             return
         try:
             arrays = {"keys": keys.view(np.uint32), "vectors": vectors}
-            if not self._entry.write(digest(keys.tobytes())[:16], arrays):
+            if not self._entry.write(sha256_hex(keys.tobytes())[:16], arrays):
                 logger.info("%d vectors are not kept: all together may have %d bytes", len(keys), cache_bytes())
         except OSError as fault:
             logger.warning("vectors are not kept for the next run: %s", fault)

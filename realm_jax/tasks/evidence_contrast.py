@@ -68,7 +68,7 @@ class EvidenceContrast(Task):
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         passages, lengths = self.run.sources.passages, self.run.lengths
-        evidence, kept = find_evidence(passages, *lengths.hidden), self.run.learned_rows(passages)
+        evidence, kept = find_evidence(passages, *lengths.hidden), self.run.training_rows(passages)
         if kept is not None:  # what is right is learned from as well
             evidence = evidence.among(kept)
         rows = np.unique(evidence.spans.rows)

@@ -94,7 +94,7 @@ class Ict(Task):
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         passages = self.run.sources.passages
-        rows = sentence_rows(passages, self.run.learned_rows(passages))
+        rows = sentence_rows(passages, self.run.training_rows(passages))
         mask_rate = MASK_RATE if self.settings.negatives == "batch" else 0.0
         return ict_examples(passages, self.run.sources.tokenizer, self.run.lengths, mask_rate, rows)
 

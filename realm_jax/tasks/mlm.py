@@ -95,7 +95,7 @@ class Mlm(Task):
     def fixed_examples(self) -> Examples:
         """Its examples, which depend on no parameters."""
         sources = self.run.sources
-        kept = self.run.learned_rows(sources.passages), self.run.learned_rows(sources.pretraining)
+        kept = self.run.training_rows(sources.passages), self.run.training_rows(sources.pretraining)
         return warmup_examples(sources.passages, sources.pretraining, sources.tokenizer, self.run.lengths, kept=kept)
 
     def packed_places(self) -> PackingSpec:

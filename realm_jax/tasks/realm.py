@@ -129,7 +129,7 @@ class RealmTask(Task):
             )
 
     def examples(self, params: Params, embed: Embed) -> Examples:
-        return self.masked_examples(self.settings.masking, self.run.learned_rows(self.run.sources.pretraining))
+        return self.masked_examples(self.settings.masking, self.run.training_rows(self.run.sources.pretraining))
 
     def packed_places(self) -> PackingSpec:
         """Sentences with a name say how long texts are, which are as long as those that other kinds of masking take, or
@@ -160,7 +160,7 @@ class RealmTask(Task):
         run, sources = self.run, self.run.sources
         return masked_examples(
             sources.pretraining, sources.tokenizer, run.lengths, masking, sources.pretraining_is_corpus,
-            run.find_sentence, kept, self.settings.uses_span_marginal,
+            run.bm25_for_masked_sentence, kept, self.settings.uses_span_marginal,
         )  # fmt: skip
 
     def array_shapes(self) -> Shapes:
