@@ -18,11 +18,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax import config_flags
 from realm_jax.cache import cache_programs
 from realm_jax.cli.prepare import Options, Path_
 from realm_jax.cli.prepare import prepare as prepare_folder
 from realm_jax.config import default
+from realm_jax.config_flags import load_config as load_config_with_overrides
 from realm_jax.errors import Resumable, UserError
 from realm_jax.inference.model import Model
 from realm_jax.storage import read_json
@@ -39,7 +39,7 @@ def load_config(name: str | os.PathLike[str] | None = None, changes: Mapping[str
     Raises UserError for a config or a key that does not exist, and for a value that is not of the key's type.
     """
     overrides = [f"--config.{key}={value}" for key, value in (changes or {}).items()]
-    return config_flags.load_config(None if name is None else os.fspath(name), overrides, default)
+    return load_config_with_overrides(None if name is None else os.fspath(name), overrides, default)
 
 
 def prepare(passages: Path_, output: Path_, **options: Any) -> None:

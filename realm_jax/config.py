@@ -11,7 +11,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax import schema, sections
+import realm_jax.schema as schema
+import realm_jax.sections as sections
 from realm_jax.errors import UserError
 from realm_jax.models.prompts import parse
 from realm_jax.schema import flatten, require

@@ -9,15 +9,15 @@ import jax
 import numpy as np
 import orbax.checkpoint
 
-import realm_jax
 from realm_jax.host import usable_cores
+from realm_jax.version import __version__
 
 
 def environment() -> dict[str, Any]:
     """What the bits of a run depend on beside its config: versions, flags, devices, cores."""
     device = jax.devices()[0]
     return {
-        "realm_jax": realm_jax.__version__,
+        "realm_jax": __version__,
         "jax": jax.__version__,
         "jaxlib": metadata.version("jaxlib"),
         "flax": flax.__version__,

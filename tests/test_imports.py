@@ -8,7 +8,8 @@ import realm_jax
 ROOT = Path(realm_jax.__file__).parent
 # The lowest first. A module or package imports from those before it alone; configs/ are users' files.
 LAYERS = (
-    *("errors", "storage", "schema", "processes", "mesh", "console", "checksums", "cache", "host", "environment"),
+    *("version", "errors", "storage", "schema", "processes", "mesh"),
+    *("console", "checksums", "cache", "host", "environment"),
     *("data", "sections", "models", "corpora", "retrieval", "forward", "run", "flops"),
     *("eval", "tasks", "assemble", "config", "recipes", "config_flags"),
     *("index", "train", "inference", "serving", "launch", "cli"),

@@ -201,7 +201,7 @@ class AsyncIndexProvider(InlineIndexProvider):
             f"waiting for {description}; `realm build-index` with the same config and --workdir makes it",
             f"{self._folder.path('index')}: {description} did not come within config.refresh.wait_seconds="
             f"{self._options.wait_seconds:g}; start `realm build-index`, then run the command again",
-            lambda loaded: _ready_control(loaded).word,
+            lambda loaded: _ready_control(loaded).generation_hash,
         )
 
     def _wait_on_all_processes(

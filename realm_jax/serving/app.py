@@ -29,12 +29,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import TypedDict
 
-import realm_jax
 from realm_jax.errors import UserError
 from realm_jax.inference.answers import NEAREST, Answer, Nearest
 from realm_jax.inference.inspection import Inspection
 from realm_jax.serving.batching import Batcher, Full
 from realm_jax.serving.service import DEPTH, ModelFacts, Service
+from realm_jax.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ def make_app(
     free = {"/health", "/ready", *(route.path for route in page)}  # the page itself holds nothing of the run
     app = FastAPI(
         title="REALM",
-        version=realm_jax.__version__,
+        version=__version__,
         summary="Answers with their passages",
         docs_url=None,  # they would load scripts from other hosts, which HEADERS forbid
         redoc_url=None,

@@ -8,7 +8,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-import realm_jax
 from realm_jax.config import task_names
 from realm_jax.eval.adaptation import headline, table
 from realm_jax.models.folders import HUB, PACKAGE, READER
@@ -16,6 +15,7 @@ from realm_jax.models.weights import HF_REALM
 from realm_jax.run import Run
 from realm_jax.train.trained_run import recorded_metrics
 from realm_jax.train.workdir import recorded_config
+from realm_jax.version import __version__
 
 USES = {  # names of `realm weights export` → what a tower opens with, and the reader
     "bert": (
@@ -83,7 +83,7 @@ def run_card(run: Run, task: str, step: int, networks: Collection[str], names: s
         *([] if names == HF_REALM else [front_matter(base)]),
         "# A retriever and a reader of REALM",
         "",
-        f"Trained with realm_jax {realm_jax.__version__}: the parameters of step {step:,} of `{task}`.",
+        f"Trained with realm_jax {__version__}: the parameters of step {step:,} of `{task}`.",
         *(["", f"Base model: `{base}`."] if base.startswith((HUB, PACKAGE)) else []),
         "",
         "## Networks",
