@@ -167,14 +167,14 @@ class Qa(Task):
         spans = 2 * joint * reader.width * 2 * self.context.model.reader.span_hidden
         read = 1 if self.is_positive else config.qa.passages
         places = packed.joints / (packed.examples * read)
-        parts = {"reader": 3 * read * (reader.forward(joint, places=places) + spans)}
+        parts = {"reader": 3 * read * (reader.forward(joint, packed_length=places) + spans)}
         if not self.settings.uses_bm25_only:
             asked = packed.queries / packed.examples
-            queries = 3 * embedding_flops(config, config.data.query_length, places=asked)
+            queries = 3 * embedding_flops(config, config.data.query_length, packed_length=asked)
             parts |= {"search": self.context.rows * score_flops(self.run), "queries": queries}
         if self.refresh_every:
             embedded = packed.documents / (packed.examples * read)
-            documents = embedding_flops(config, config.data.document_length, places=embedded)
+            documents = embedding_flops(config, config.data.document_length, packed_length=embedded)
             parts["documents"] = 3 * config.qa.passages * documents
         return parts
 

@@ -182,9 +182,9 @@ class RealmTask(Task):
         packed = self.share_places
         read = min(POINTED, candidates) if realm.uses_span_marginal else candidates
         padded = embedding_flops(config, data.query_length)  # as hosts embed it
-        query = embedding_flops(config, data.query_length, places=packed.queries / packed.examples)
+        query = embedding_flops(config, data.query_length, packed_length=packed.queries / packed.examples)
         embedded = packed.documents / (packed.examples * candidates)
-        document = embedding_flops(config, data.document_length, places=embedded)
+        document = embedding_flops(config, data.document_length, packed_length=embedded)
         asked = None if realm.uses_span_marginal else predictions
         reading = read * reader.forward(joint_length(config), asked, packed.joints / (packed.examples * read))
         if not realm.uses_span_marginal:
