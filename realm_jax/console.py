@@ -132,8 +132,8 @@ class StageProgress:
             # As many of the first metrics as there is space for; never a truncated number.
             width, shown = self._bar.console.width, dict(self._metrics)
             steps_and_time = 2 * len(str(self._total or step)) + len("/") + len("0:00:00")
-            room = width - len(self._name) - steps_and_time - 3 - (BAR_WIDTH + 1 if width >= WIDTH_FOR_BAR else 0)
-            while shown and len(describe(shown)) > room:
+            max_length = width - len(self._name) - steps_and_time - 3 - (BAR_WIDTH + 1 if width >= WIDTH_FOR_BAR else 0)
+            while shown and len(describe(shown)) > max_length:
                 shown.popitem()
             self._bar.update(self._task, completed=step, metrics=describe(shown))
         elif self._last_line is None or self._clock() - self._last_line[0] >= self._every_seconds:

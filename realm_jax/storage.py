@@ -488,11 +488,11 @@ class Bucket(Folder):
                 _verify_file(path, entry, str(path))
                 return path
         path.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(path.parent).free
-        if free < entry.bytes + MARGIN:
+        free_bytes = shutil.disk_usage(path.parent).free
+        if free_bytes < entry.bytes + MARGIN:
             raise StorageError(
-                f"{self.path(entry.name)} needs {entry.bytes + MARGIN:,} bytes of {path.parent}, which has {free:,} "
-                "free; set REALM_STAGING to a folder with more room"
+                f"{self.path(entry.name)} needs {entry.bytes + MARGIN:,} bytes of {path.parent}, which has "
+                f"{free_bytes:,} free; set REALM_STAGING to a folder with more room"
             )
         write_atomic(path, self.read_verified(entry))
         return path

@@ -174,9 +174,9 @@ class Builder:
             logger.info("generation %s was published by another process", name)
             return published
         files = [(file.name, *file.name.rsplit("/", 1)) for file in manifest.files]
-        present = {home: {*self.folder.names(home)} for home in {home for _, home, _ in files}}
-        for path, home, file_name in files:
-            if file_name not in present[home]:
+        present = {parent: {*self.folder.names(parent)} for parent in {parent for _, parent, _ in files}}
+        for path, parent, file_name in files:
+            if file_name not in present[parent]:
                 raise Damaged(f"{self.folder.path(path)} was removed while its generation was built")
         self.folder.write_json(f"index/{name}/{MANIFEST}", manifest.to_json())
         logger.info("published generation %s (%.1f s)", name, time.monotonic() - began)
@@ -248,11 +248,11 @@ class Builder:
 
     def _write(self, name: str, chunk: Chunk, vectors: NDArray[np.float32]) -> None:
         stored = vectors.astype(numpy_dtype(self.dtype))
-        home, data = f"index/{name}", np.ascontiguousarray(stored).view(np.uint8).reshape(-1).data
+        parent, data = f"index/{name}", np.ascontiguousarray(stored).view(np.uint8).reshape(-1).data
         file = f"{chunk.name}-{sha256_hex(data)}{CHUNK}"
-        check_vectors(stored, self.folder.path(f"{home}/{file}"))
-        if file not in self.folder.names(home):  # another process may have written it, and published
-            self.folder.write(f"{home}/{file}", data)
+        check_vectors(stored, self.folder.path(f"{parent}/{file}"))
+        if file not in self.folder.names(parent):  # another process may have written it, and published
+            self.folder.write(f"{parent}/{file}", data)
 
     def _self_check(self, manifest: Manifest, chunks: list[Chunk], embed: Embed) -> None:
         """Read every chunk back, and embed a few rows a second time.
@@ -272,9 +272,11 @@ class Builder:
             if not len(sample):
                 continue
             sample_rows = [self.corpus.read(row, row + 1) for row in sample.tolist()]
-            again = embed(CorpusRows(*(np.concatenate(parts) for parts in zip(*sample_rows, strict=True))))
-            distances = np.linalg.norm(again - vectors[sample - chunk.first].astype(np.float32), axis=1)  # [sample]
-            if (distances > TOLERANCE * np.linalg.norm(again, axis=1)).any():
+            recomputed = embed(CorpusRows(*(np.concatenate(parts) for parts in zip(*sample_rows, strict=True))))
+            distances = np.linalg.norm(
+                recomputed - vectors[sample - chunk.first].astype(np.float32), axis=1
+            )  # [sample]
+            if (distances > TOLERANCE * np.linalg.norm(recomputed, axis=1)).any():
                 path = self.folder.path(chunk_file.file.name)
                 raise Damaged(f"{path} holds vectors that are not those of its passages")
 

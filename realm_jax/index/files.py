@@ -466,15 +466,15 @@ def remove_generation(folder: Folder, generation: str) -> None:
         generation: its name.
     """
     folder.remove(f"index/{generation}/{MANIFEST}")
-    home = f"index/{generation}"
-    needed = {file.name for other in indexes_sharing_files(folder, generation) for file in other.files}
-    if not needed:
-        folder.remove(home)
+    parent = f"index/{generation}"
+    shared_files = {file.name for other in indexes_sharing_files(folder, generation) for file in other.files}
+    if not shared_files:
+        folder.remove(parent)
         return
-    used = {name.removeprefix(f"{home}/").partition("/")[0] for name in needed if name.startswith(f"{home}/")}
-    for name in folder.names(home):
+    used = {name.removeprefix(f"{parent}/").partition("/")[0] for name in shared_files if name.startswith(f"{parent}/")}
+    for name in folder.names(parent):
         if name not in used:
-            folder.remove(f"{home}/{name}")
+            folder.remove(f"{parent}/{name}")
 
 
 # --- Names, and generations that must not be served -------------------------------------------------------------------

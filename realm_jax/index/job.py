@@ -95,18 +95,18 @@ class Job:
             Preempted: after SIGTERM.
             UserError: an export is not the run's, or, if `once`, its generation cannot be built.
         """
-        pause, begun, logged = self._folder.poll_seconds, False, False
+        pause, is_prepared, logged = self._folder.poll_seconds, False, False
         with self._status:
             while True:
                 try:
-                    if not begun:
+                    if not is_prepared:
                         if (trainer := read_status(self._folder, TRAINER)) is not None:
                             self._status.update(run=trainer.run)
                             self._last_heartbeat = (trainer.run, trainer.counter)
                         self._folder.remove_local_copies("index")
                         # A generation that an earlier builder rejected may pass with this one's settings.
                         clear_rejections(self._folder)
-                        begun = True
+                        is_prepared = True
                     export = self._selected_export(step) if once else self._next_export()
                     if export is not None:
                         self._build(export, stop)
@@ -151,10 +151,10 @@ class Job:
         pinned, used = (trainer.pins, trainer.index) if trainer else ((), 0)
         steps = [step for step in export_steps(self._folder) if step >= used or step in pinned]
 
-        def urgency(step: int) -> tuple[bool, bool, int]:
-            return step in self._damaged_exports, step not in pinned, -step if self._newest_first else step
-
-        for candidate in sorted(steps, key=urgency):
+        # Pinned exports first, damaged ones last.
+        direction = -1 if self._newest_first else 1
+        order = sorted(steps, key=lambda step: (step in self._damaged_exports, step not in pinned, direction * step))
+        for candidate in order:
             try:
                 export = read_export(self._folder, candidate)
             except Damaged as error:  # other exports must not wait for it

@@ -109,15 +109,15 @@ def build_searchers(
     start = shards[-1]["last"] if shards else 0
     ranges, settings_json = shard_ranges(manifest.rows, settings.shard_rows, start), dataclasses.asdict(settings)
     key = sha256_hex(json.dumps([settings_json, teacher and teacher.generation], sort_keys=True).encode())[:6]
-    home = f"index/{manifest.generation}/scann-{key}"  # builders with other settings use other folders
+    parent = f"index/{manifest.generation}/scann-{key}"  # builders with other settings use other folders
 
     def missing_shards() -> Iterator[ShardTask]:
         for number in work_order(len(ranges)):
             check()
             name = row_range_name(*ranges[number])
-            if name not in files_by_row_range(folder, home, DONE):
+            if name not in files_by_row_range(folder, parent, DONE):
                 earlier = teacher.searcher["shards"][number] if teacher and teacher.searcher else None
-                yield ShardTask(ranges[number], f"{home}/{name}-{uuid.uuid4().hex[:8]}", earlier)
+                yield ShardTask(ranges[number], f"{parent}/{name}-{uuid.uuid4().hex[:8]}", earlier)
 
     # ScaNN learns with all cores, but encodes rows with centroids that are given with one core.
     workers = 1 if teacher is None else min(len(ranges), usable_cores(), PARALLEL_RENEWALS)
@@ -125,13 +125,13 @@ def build_searchers(
     for failure in ordered_parallel_map(build, missing_shards(), workers, few=2):
         if failure:
             logger.warning("%s; the shard learns its centroids anew", failure)
-    marks = files_by_row_range(folder, home, DONE)
+    marks = files_by_row_range(folder, parent, DONE)
     for first, last in ranges:
-        path = f"{home}/{marks.get(row_range_name(first, last))}"
+        path = f"{parent}/{marks.get(row_range_name(first, last))}"
         try:
             shards.append(folder.read_json(path) | {"first": first, "last": last})
         except FileNotFoundError:
-            raise Damaged(f"{folder.path(home)}: rows {first} to {last} have no searcher") from None
+            raise Damaged(f"{folder.path(parent)}: rows {first} to {last} have no searcher") from None
         except Damaged:
             folder.remove(path)
             raise
@@ -214,16 +214,16 @@ def load_searcher(
 
 
 def _load(folder: Folder, shard: dict[str, Any]) -> Shard:
-    where = f"searcher of rows {shard['first']} to {shard['last']}"
+    searcher_name = f"searcher of rows {shard['first']} to {shard['last']}"
     try:
         paths = [folder.local_path(FileEntry(*file)) for file in shard["files"]]
         return load_shard(paths[0].parent, shard["first"], shard["last"])
     except Damaged as error:
-        raise Damaged(f"{where}: {error}") from None
+        raise Damaged(f"{searcher_name}: {error}") from None
     except FileNotFoundError as error:  # staged, and removed by another process of this machine
-        raise StorageError(f"{where}: {error}") from None
+        raise StorageError(f"{searcher_name}: {error}") from None
     except (RuntimeError, ValueError, OSError) as error:  # its files are sound
-        raise IncompatibleIndex(f"{where} cannot be loaded here: {error}") from None
+        raise IncompatibleIndex(f"{searcher_name} cannot be loaded here: {error}") from None
 
 
 def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) -> dict[str, float]:
@@ -250,8 +250,8 @@ def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) ->
             try:
                 shards.append(_load(folder, shard))
             except Damaged as error:
-                home = shard["files"][0][0].rpartition("/")[0]
-                discard_damaged_file(folder, manifest, f"{home}{DONE}", error)
+                parent = shard["files"][0][0].rpartition("/")[0]
+                discard_damaged_file(folder, manifest, f"{parent}{DONE}", error)
                 raise
     finally:
         folder.remove_local_copies(f"index/{manifest.generation}")

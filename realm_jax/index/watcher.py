@@ -55,7 +55,7 @@ class IndexWatcher:
             run: the run that adopts the generations.
         """
         self._folder, self._expected, self._run = folder, expected, run
-        self._wanted, self._exactly = range(0), False  # see `request_steps`
+        self._requested_steps, self._exactly = range(0), False  # see `request_steps`
         self._ready: LoadedIndex | None = None
         self._logged: set[str] = set()
         self._incompatible: set[str] = set()  # generations that will not become usable while they exist
@@ -81,8 +81,8 @@ class IndexWatcher:
             exactly: whether to note in `missing_steps` if the only step has no generation.
         """
         with self._lock:
-            self._wanted, self._exactly = range(first, last + 1), exactly
-            if self._ready is not None and self._ready.step not in self._wanted:
+            self._requested_steps, self._exactly = range(first, last + 1), exactly
+            if self._ready is not None and self._ready.step not in self._requested_steps:
                 self._ready = None
 
     @property
@@ -171,15 +171,15 @@ class IndexWatcher:
                 if self._ready is ready:
                     self._ready = None
         with self._lock:
-            wanted, exactly, ready_step = self._wanted, self._exactly, self._ready.step if self._ready else -1
-        names = [name for name in generation_names(self._folder) if export_step(name) in wanted]
+            steps, exactly, ready_step = self._requested_steps, self._exactly, self._ready.step if self._ready else -1
+        names = [name for name in generation_names(self._folder) if export_step(name) in steps]
         if exactly and not names:
-            self.missing_steps.add(wanted[-1])
+            self.missing_steps.add(steps[-1])
         for name in reversed([name for name in names if export_step(name) > ready_step]):
             loaded = self._load_if_valid(name)
             if loaded is not None:
                 with self._lock:
-                    if loaded.step in self._wanted:
+                    if loaded.step in self._requested_steps:
                         self._ready = loaded
                 return
 

@@ -76,7 +76,7 @@ class TopK(NamedTuple):
     """The largest of many numbers."""
 
     size: int  # bytes of the input
-    wanted: int  # numbers of each row
+    k: int  # numbers of each row that are returned
 
 
 class Cost(NamedTuple):
@@ -120,7 +120,7 @@ def program_time(cost: Cost, chip: Chip, slices: Sequence[int]) -> Time:
         "collectives between slices": between / chip.dcn,
     }
     operations, moved, kernels, top_k, inside, between = parts.values()
-    passes = sum(times * top.size * top.wanted for top, times in cost.top_k.items()) / chip.bandwidth
+    passes = sum(times * top.size * top.k for top, times in cost.top_k.items()) / chip.bandwidth
     low = max(operations + moved + kernels + top_k, inside, between)
     return Time(low, operations + moved + kernels + passes + inside * chip.axes + between, parts)
 
@@ -295,10 +295,10 @@ def _loop_length(loop: str, lines: list[str]) -> int:
 def _group(line: str) -> tuple[int, ...]:
     """Return the first group of devices of a collective; of pairs, the first with two different devices."""
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
-        both = [(int(source), int(target)) for source, target in re.findall(r"\{(\d+),(\d+)", pairs[1] + "}")]
-        return next((pair for pair in both if pair[0] != pair[1]), both[0])
-    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        return _numbers(listed[1])
+        device_pairs = [(int(source), int(target)) for source, target in re.findall(r"\{(\d+),(\d+)", pairs[1] + "}")]
+        return next((pair for pair in device_pairs if pair[0] != pair[1]), device_pairs[0])
+    if explicit := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return _numbers(explicit[1])
     if tiled := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
         groups = _device_ids(tiled[2], tiled[3]).reshape(_numbers(tiled[1]))  # [..., devices of a group]
         return tuple(groups.reshape(-1, groups.shape[-1])[0].tolist())

@@ -74,7 +74,9 @@ class JobSets(CloudTarget):
         required = {manifest["metadata"]["name"]: manifest for manifest in manifests(self._launch)}
         states = {name: resource.state for name, resource in self._resources_of_run(required=False).items()}
         record_expected_jobs(self._launch.workdir, [part.name for part in job_specs(self._launch)])
-        ended_states = ("completed", "failed") if self._queued else ("completed", "failed", "suspended")
+        # In a queue, suspended JobSets wait for their turn.
+        queue = self._launch.spec.kubernetes.queue
+        ended_states = ("completed", "failed") if queue else ("completed", "failed", "suspended")
         self._delete([name for name, state in states.items() if state in ended_states])
         for name, manifest in required.items():
             run_tool(self._kubectl("apply", "--filename=-"), f"JobSet {name}", to_yaml([manifest]))
@@ -121,7 +123,7 @@ class JobSets(CloudTarget):
 
         With a queue they are removed, because the queue would start suspended ones again.
         """
-        if self._queued:
+        if self._launch.spec.kubernetes.queue:
             self.delete()
             return
         for name in self._resources_of_run():
@@ -132,10 +134,6 @@ class JobSets(CloudTarget):
     def delete(self) -> None:
         """Remove the JobSets; the work directory stays."""
         self._delete(list(self._resources_of_run()))
-
-    @property
-    def _queued(self) -> bool:
-        return bool(self._launch.spec.kubernetes.queue)
 
     def _delete(self, names: list[str]) -> None:
         """Remove JobSets and wait until their pods have saved and ended."""

@@ -131,8 +131,8 @@ class QueuedResources(CloudTarget):
             script: file of its startup script.
         """
         cloud, chips, name = self._cloud, part.slice, self._name(part.name)
-        several = part.slices > 1
-        nodes = [f"--node-count={part.slices}", f"--node-prefix={name}"] if several else [f"--node-id={name}"]
+        is_multislice = part.slices > 1
+        nodes = [f"--node-count={part.slices}", f"--node-prefix={name}"] if is_multislice else [f"--node-id={name}"]
         capacity = [] if cloud.capacity == "on-demand" else [f"--{cloud.capacity}"]
         account = [f"--service-account={cloud.service_account}"] if cloud.service_account else []
         network = [f"--network={cloud.network}"] if cloud.network else []
@@ -191,8 +191,8 @@ class QueuedResources(CloudTarget):
             node = spec.get("node", {})
             script = node.get("metadata", {}).get("startup-script")
             owner = "another --workdir" if script is not None and workdir not in script else ""
-            several = spec.get("multisliceParams") or spec.get("multiNodeParams")
-            count = int(several["nodeCount"]) if several else 1
+            multislice = spec.get("multisliceParams") or spec.get("multiNodeParams")
+            count = int(multislice["nodeCount"]) if multislice else 1
             nodes = tuple(f"{name}-{number}" for number in range(count)) if count > 1 else (name,)
             resources.append(Resource(name, state, node.get("acceleratorType", ""), owner, script, nodes))
         return resources
@@ -217,5 +217,5 @@ class QueuedResources(CloudTarget):
 def _raise(errors: list[str]) -> None:
     """Raise UserError with the first of several errors, if there are any."""
     if errors:
-        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        raise UserError(f"{errors[0]}{more}")
+        others = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise UserError(f"{errors[0]}{others}")

@@ -363,8 +363,8 @@ def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
         state, stage = DONE, ""
     else:
         state, stage = UNKNOWN if names else NOT_BEGUN, ""
-    begun = [name for name, lines in metrics.items() if lines]
-    current = stage if stage in metrics else (begun or [""])[-1]  # the task that is trained, or was last
+    started_tasks = [name for name, lines in metrics.items() if lines]
+    current = stage if stage in metrics else (started_tasks or [""])[-1]  # the task that is trained, or was last
 
     # --- tasks; one that has not begun is as long as `realm adapt` planned it
     planned = _section(_section(_section(adaptation, "plan"), "estimate"), "step")  # task → seconds a step

@@ -236,7 +236,7 @@ def make_app(
         Route("/ready", ready),
         Route("/metrics", lambda _: Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)),
     ]
-    free = {"/health", "/ready", *(route.path for route in page)}  # the page itself holds nothing of the run
+    open_paths = {"/health", "/ready", *(route.path for route in page)}  # the page itself holds nothing of the run
     app = FastAPI(
         title="REALM",
         version=__version__,
@@ -330,7 +330,7 @@ def make_app(
             host = None
         if hosts and host not in hosts:
             return _error_reply(400, "host", "this service is not known by that name; ask localhost")
-        if token is None or scope["path"] in free:
+        if token is None or scope["path"] in open_paths:
             return None
         scheme, _, sent_token = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer" and hmac.compare_digest(sent_token, token.encode()):
