@@ -17,11 +17,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from realm_jax.errors import UserError
+from realm_jax.version import __version__
 
 if TYPE_CHECKING:
     from realm_jax.api import Model, Progress, Resumable, load_config, prepare, train_model
 
-__version__ = "0.1.0"
 __all__ = ["Model", "Progress", "Resumable", "UserError", "__version__", "load_config", "prepare", "train_model"]
 
 

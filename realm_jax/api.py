@@ -18,7 +18,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from realm_jax import config as configs
+import realm_jax.config as configs
 from realm_jax.cache import cache_programs
 from realm_jax.cli.prepare import Options, Path_
 from realm_jax.cli.prepare import prepare as prepare_folder

@@ -1,6 +1,6 @@
-"""Assemble a run from its config: the mesh, the networks, its tasks' among them, and what is compiled into a step.
+"""Assemble a run from its config: the mesh, the networks, and the static arguments of its compiled steps.
 
-Not here: what a run does (`run.py`), and how its config and folder are checked (`train/recipe.py`).
+A run's methods are in `run.py`; `train/recipe.py` checks its config and folder.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from realm_jax.data.sources import Sources
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.forward import StaticContext
-from realm_jax.host import WIDE, release_large_blocks
+from realm_jax.host import WIDE_MODEL, release_large_blocks
 from realm_jax.mesh import logical_sharding
 from realm_jax.models.networks import Realm
 from realm_jax.models.prompts import Encode, Template, compiled, longest_passage, placeholder, query_lengths
@@ -28,16 +28,26 @@ from realm_jax.tasks.rerank import CrossEncoder
 def make_run(
     config: Config | ConfigDict, workdir: Path, sources: Sources, devices: list[jax.Device] | None = None
 ) -> Run:
-    """Everything that a validated config decides. Raises UserError if config and data do not fit."""
+    """Make a run.
+
+    Args:
+        config: validated.
+        workdir: the run folder.
+        sources: the data.
+        devices: of the mesh; None for all.
+
+    Raises:
+        UserError: config and data do not fit together.
+    """
     config = as_config(config)
-    rows, read = len(sources.passages), max(config.qa.passages, config.answering.read)
-    wanted = max(config.realm.candidates, read)
-    if rows < wanted:
+    rows = len(sources.passages)
+    required = max(config.realm.candidates, config.qa.passages, config.answering.read)
+    if rows < required:
         raise UserError(
             f"{config.data.path}: the corpus has {rows} passages, but config.realm.candidates, "
-            f"qa.passages and answering.read need {wanted}; add passages or lower the keys"
+            f"qa.passages and answering.read need {required}; add passages or lower the keys"
         )
-    if max(config.model.width, reader_section(config.model).width) >= WIDE:
+    if max(config.model.width, reader_section(config.model).width) >= WIDE_MODEL:
         release_large_blocks()
     tokenizer = sources.tokenizer
     special = tokenizer.cls_id, tokenizer.sep_id
@@ -51,10 +61,19 @@ def abstract_run(
     config: Config | ConfigDict, workdir: Path, rows: int, vocabulary_size: int,
     devices: list[jax.Device] | None = None, special: tuple[int, int] = (101, 102), encode: Encode = placeholder,
 ) -> Run:  # fmt: skip
-    """A run with the sizes of its data but without data: enough to compile its programs.
+    """Make a run without data, which is enough to compile its programs.
 
-    special: ids of [CLS] and [SEP], by default those of BERT's vocabulary. encode: what makes tokens of prompts.
-    Raises UserError if sizes do not fit.
+    Args:
+        config: validated.
+        workdir: the run folder.
+        rows: number of passages.
+        vocabulary_size: of the tokenizer.
+        devices: of the mesh; None for all.
+        special: ids of [CLS] and [SEP], by default those of BERT's vocabulary.
+        encode: tokenizes prompts.
+
+    Raises:
+        UserError: sizes do not fit together.
     """
     config = as_config(config)
     mesh = mesh_for(config, devices)
@@ -76,8 +95,17 @@ def make_model(
     config: Config | ConfigDict, vocabulary_size: int, encode: Encode = placeholder,
     hidden: NamedSharding | None = None,
 ) -> Realm:  # fmt: skip
-    """The networks that a config describes. encode: what makes tokens of prompts; hidden: where their hidden
-    states live on a mesh. Raises UserError if prompts leave too few positions."""
+    """Make the networks of a config.
+
+    Args:
+        config: validated.
+        vocabulary_size: of the tokenizer.
+        encode: tokenizes prompts.
+        hidden: sharding of hidden states.
+
+    Raises:
+        UserError: prompts leave too few positions for texts.
+    """
     config = as_config(config)
     model, encoder = config.model, config.encoder
     query, passage = encoder.query_prompt, encoder.passage_prompt
@@ -102,11 +130,17 @@ def make_model(
 
 
 def tower_lengths(config: Config, query: Template | None, passage: Template | None) -> tuple[int, int]:
-    """Positions that the longest query and the longest passage take, with what their templates add."""
+    """Return the lengths of the longest query and the longest passage, including their prompts.
+
+    Args:
+        config: of the run.
+        query: the query prompt; None for none.
+        passage: the passage prompt; None for none.
+    """
     lengths = config.data
     return query_lengths(lengths.query_length, query), longest_passage(lengths.document_length, passage)
 
 
 def prompt_encoder(tokenizer: Tokenizer) -> Encode:
-    """What makes tokens of a prompt."""
+    """Return a function that tokenizes a prompt."""
     return lambda text: tokenizer.encode(text).ids

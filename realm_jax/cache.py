@@ -24,8 +24,8 @@ from realm_jax.errors import UserError
 from realm_jax.storage import Damaged, cache_folder, open_atomic, write_json_atomic
 
 VECTORS = "vectors"  # this module leaves other folders alone
-BYTES = 20_000_000_000  # of everything together, unless REALM_CACHE_BYTES says otherwise
-ALIGNED = 64  # bytes: where an array begins, so that a CPU device can use it where it lies
+BYTES = 20_000_000_000  # of all entries together, unless REALM_CACHE_BYTES is set
+ALIGNED = 64  # bytes: arrays begin at multiples of it, so that a CPU device can use them without a copy
 Arrays = dict[str, NDArray]
 
 
@@ -38,8 +38,10 @@ def cache_bytes() -> int:
 
 
 def cache_programs() -> None:
-    """Let JAX keep what it compiles there, unless JAX_COMPILATION_CACHE_DIR names a folder already. Raises as
-    `cache_bytes` does."""
+    """Let JAX keep compiled programs in the cache folder, unless JAX_COMPILATION_CACHE_DIR names another.
+
+    Raises UserError as `cache_bytes` does.
+    """
     cache_bytes()
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "jax"))
@@ -52,7 +54,7 @@ class CacheEntry:
         self.path = cache_folder() / VECTORS / name
 
     def items(self) -> list[str]:
-        """The names of its items. Raises OSError."""
+        """Return the names of its items. Raises OSError."""
         try:
             return sorted(name.removesuffix(".json") for name in os.listdir(self.path) if name.endswith(".json"))
         except FileNotFoundError:
@@ -68,21 +70,29 @@ class CacheEntry:
                 size = np.dtype(dtype).itemsize * int(np.prod(shape))
                 arrays[name] = data[first : first + size].view(dtype).reshape(shape)
             recorded = {name: entry[3] for name, entry in entries.items()}
-            whole = checksums(arrays) == recorded
+            is_intact = checksums(arrays) == recorded
         except (FileNotFoundError, NotADirectoryError):
             raise FileNotFoundError(f"{self.path} has no {item}") from None
         except Exception:  # damaged bytes may raise anything, and a cache miss is never fatal
-            whole = False
-        if not whole:
+            is_intact = False
+        if not is_intact:
             raise Damaged(f"{self.path}/{item}.npy is damaged or cannot be read")
         with contextlib.suppress(OSError):
             os.utime(self.path)  # least recently used entries are evicted first
         return arrays
 
     def write(self, item: str, arrays: Mapping[str, NDArray]) -> bool:
-        """Store an item, evicting the least recently used entries. Returns False if it exceeds the size limit.
+        """Store an item, evicting the least recently used entries.
 
-        Raises OSError.
+        Args:
+            item: its name.
+            arrays: by name.
+
+        Returns:
+            False if the item exceeds the size limit.
+
+        Raises:
+            OSError: the folder cannot be written to.
         """
         if _size(self.path) + sum(array.nbytes for array in arrays.values()) > cache_bytes():
             return False

@@ -1,8 +1,8 @@
-"""Checksums of arrays that do not depend on how they are spread over devices or processes.
+"""Checksums of arrays that do not depend on how the arrays are sharded.
 
 Two sums modulo 2³² over the bits of an array, one plain and one weighted by position: any single changed bit changes
 the first, exchanged values change the second. Integer sums are exact in any order, so a checkpoint that one mesh saved
-can be verified on another, without gathering anything. Not against malice.
+can be verified on another, without gathering anything. They do not protect against malicious changes.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ BLOCK = 1 << 16  # words summed at a time on the host: they stay in the cache
 def checksums(tree: Any) -> Sums:
     """Return path → [plain sum, weighted sum] of every array of a tree, on devices or on the host.
 
-    Where arrays belong to several processes, every process has to call this.
+    If arrays are sharded over several processes, every process has to call this.
     """
     tree_sums = Sums()
     for name, array in named_arrays(tree).items():
         if isinstance(array, jax.Array):
             # A program for each shape: one for all takes seconds to compile. Several CPU devices share a pool of
-            # threads, in which programs that wait for one another would take each other's places for ever.
+            # threads, in which programs that wait for each other could block all threads forever.
             array.block_until_ready()
             tree_sums[name] = np.asarray(sums(array)).tolist()
             continue
@@ -47,18 +47,28 @@ def checksums(tree: Any) -> Sums:
 
 
 def named_arrays(tree: Any) -> dict[str, Any]:
-    """Path → array of every array of a tree."""
+    """Return path → array for every array of a tree."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves if hasattr(x, "dtype")}
 
 
-def mismatched(saved: Sums, found: Sums) -> list[str]:
-    """Names whose sums are not those that were saved."""
-    return [name for name, sums in found.items() if saved.get(name) != sums]
+def mismatched(saved: Sums, current: Sums) -> list[str]:
+    """Return the names of arrays whose checksums have changed.
+
+    Args:
+        saved: checksums that were saved.
+        current: checksums of the arrays now.
+    """
+    return [name for name, sums in current.items() if saved.get(name) != sums]
 
 
 def arrays_digest(arrays: Mapping[str, NDArray], about: bytes = b"") -> str:
-    """SHA-256 of arrays on the host by their names, and of what else belongs to them, in hexadecimal."""
+    """Return the SHA-256 of named arrays on the host, in hexadecimal.
+
+    Args:
+        arrays: by name.
+        about: further bytes to include.
+    """
     summary = hashlib.sha256(about)
     for name, array in sorted(arrays.items()):
         summary.update(f"{name} {array.dtype} {array.shape}".encode())

@@ -1,8 +1,8 @@
 """Log lines and progress bars, on stderr, so that stdout is free for results.
 
-Rich finds out what the other end can show (a terminal or a file, its width, `NO_COLOR`); here is decided what is said.
-One console serves bars and log lines, so that a line appears above a running bar and not through it.
-Not for metrics that are kept: those are written by `realm_jax/train/metrics.py`.
+Rich finds out what the output can show (a terminal or a file, its width, `NO_COLOR`). One console serves bars and log
+lines, so that a line appears above a running bar and not through it. Not for metrics in files:
+`realm_jax/train/metrics.py` writes those.
 """
 
 import contextlib
@@ -41,20 +41,20 @@ def go_silent() -> None:
 
 @functools.cache
 def console() -> Console:
-    """The console on stderr that all progress and log lines go through."""
+    """Return the console on stderr for all progress bars and log lines."""
     return _Console(stderr=True)
 
 
 def printable(text: str) -> str:
-    """`text` with a space for each control character, so that it cannot steer a terminal and spans stay in place.
+    """Replace each control character of a text by a space, so that the text cannot control a terminal.
 
-    For what comes from passages and other files, which may hold anything. Print it as rich's `Text`: a str is markup.
+    Use it for text from passages and other files. Print it as rich's `Text`, because a str is markup.
     """
     return text.translate(_CONTROLS)
 
 
 def set_up_logging(level: int = logging.INFO) -> None:
-    """Sends the log lines of this package to the console; warnings of other libraries keep their own way."""
+    """Send the log lines of this package to the console; those of other libraries are not changed."""
     package = logging.getLogger("realm_jax")
     package.setLevel(level)
     package.propagate = False  # absl, which other libraries set up, would print every line again
@@ -62,7 +62,7 @@ def set_up_logging(level: int = logging.INFO) -> None:
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints `12:34:56 message`, unwrapped, so that a log file has one line a message."""
+    """Print `12:34:56 message`, unwrapped, so that a log file has one line per message."""
 
     def emit(self, record: logging.LogRecord) -> None:
         moment = time.strftime("%H:%M:%S", time.localtime(record.created))
@@ -74,25 +74,35 @@ class _ConsoleHandler(logging.Handler):
 
 
 class StageProgress:
-    """Progress of one stage of a run, used as a context manager.
+    """Show the progress of one stage of a run. A context manager.
 
         with StageProgress("realm", total=600, start=200) as bar:
             bar.update(201, {"loss": 1.2, "recall": 0.5})
 
-    `total` (None: not known) and `start` are counts of finished steps; `start` is not zero for a stage that goes on
-    from a checkpoint. On a terminal it is a bar with steps, metric values (plain floats; the first ones that fit) and
-    time left. Elsewhere, and where another bar is shown already (`bar`), it is a log line at the first update, at most
-    every `every_seconds`, and at the end; the time left is shown from the second on, by what came after the first.
+    On a terminal it is a bar with steps, the first metric values that fit, and the remaining time. Elsewhere it is a
+    log line at the first update, at most every `every_seconds`, and at the end; from the second line on with the
+    remaining time, estimated from the steps after the first update.
     """
 
     def __init__(
         self, name: str, total: int | None, start: int = 0, *, to: Console | None = None,
         every_seconds: float = 10.0, bar: bool = True, clock: Callable[[], float] = time.monotonic,
     ):  # fmt: skip
+        """Prepare the progress of a stage.
+
+        Args:
+            name: of the stage.
+            total: its steps; None if unknown.
+            start: steps that are finished already, if the stage goes on from a checkpoint.
+            to: where to show it; None for stderr.
+            every_seconds: between two log lines.
+            bar: False for log lines even on a terminal, if it shows another bar.
+            clock: returns seconds.
+        """
         self._name, self._total, self._start, self._step = name, total, start, start
         self._every_seconds, self._clock = every_seconds, clock
         self._metrics: Mapping[str, float] = {}
-        self._first: tuple[float, int] | None = None  # of the updates: before it programs are compiled
+        self._first: tuple[float, int] | None = None  # time and step of the first update, after compilation
         self._last_line: tuple[float, int] | None = None
         self._bar: Progress | None = None
         target = to or console()
@@ -109,16 +119,21 @@ class StageProgress:
         return self
 
     def update(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
-        """Shows that `step` steps are finished; without `metrics` the last ones stay."""
+        """Show that steps are finished.
+
+        Args:
+            step: number of finished steps.
+            metrics: values to show; None to keep the last ones.
+        """
         self._step = step
         self._first = self._first or (self._clock(), step)
         self._metrics = metrics or self._metrics
         if self._bar:
-            # The first metrics, as many as there is room for; never a truncated number.
+            # As many of the first metrics as there is space for; never a truncated number.
             width, shown = self._bar.console.width, dict(self._metrics)
             steps_and_time = 2 * len(str(self._total or step)) + len("/") + len("0:00:00")
-            room = width - len(self._name) - steps_and_time - 3 - (BAR_WIDTH + 1 if width >= WIDTH_FOR_BAR else 0)
-            while shown and len(describe(shown)) > room:
+            max_length = width - len(self._name) - steps_and_time - 3 - (BAR_WIDTH + 1 if width >= WIDTH_FOR_BAR else 0)
+            while shown and len(describe(shown)) > max_length:
                 shown.popitem()
             self._bar.update(self._task, completed=step, metrics=describe(shown))
         elif self._last_line is None or self._clock() - self._last_line[0] >= self._every_seconds:
@@ -136,12 +151,12 @@ class StageProgress:
         total = self._total or self._step
         parts = [f"{self._name} {self._step}" + (f"/{total}" if self._total else ""), describe(self._metrics)]
         began, start = self._first or (now, self._step)
-        done, left = self._step - start, total - self._step
-        if done > 0 and left > 0:
-            parts.append(f"{timedelta(seconds=round((now - began) / done * left))} left")
+        finished, remaining = self._step - start, total - self._step
+        if finished > 0 and remaining > 0:
+            parts.append(f"{timedelta(seconds=round((now - began) / finished * remaining))} left")
         logger.info("  ".join(part for part in parts if part))
 
 
 def describe(metrics: Mapping[str, float]) -> str:
-    """`loss 1.234  recall 0.5`: names and values to four digits."""
+    """Return names and values with four digits, such as 'loss 1.234  recall 0.5'."""
     return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())

@@ -1,4 +1,4 @@
-"""What the bits of a run depend on besides its config: versions, flags, devices, cores."""
+"""The environment of a run: versions, flags, devices and cores, on which its bits depend as well as on its config."""
 
 import os
 from importlib import metadata
@@ -9,15 +9,15 @@ import jax
 import numpy as np
 import orbax.checkpoint
 
-import realm_jax
 from realm_jax.host import usable_cores
+from realm_jax.version import __version__
 
 
 def environment() -> dict[str, Any]:
-    """What the bits of a run depend on beside its config: versions, flags, devices, cores."""
+    """Return the versions, flags, devices and cores on which the bits of a run depend."""
     device = jax.devices()[0]
     return {
-        "realm_jax": realm_jax.__version__,
+        "realm_jax": __version__,
         "jax": jax.__version__,
         "jaxlib": metadata.version("jaxlib"),
         "flax": flax.__version__,
@@ -33,5 +33,10 @@ def environment() -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """`name: before -> now` of what changed between two environments."""
+    """Return a line `name: before -> now` for each difference between two environments.
+
+    Args:
+        before: an earlier environment.
+        now: the current one.
+    """
     return [f"{key}: {before.get(key)} -> {now[key]}" for key in now if before.get(key) != now[key]]

@@ -10,8 +10,8 @@ import os
 import re
 
 USER_ERROR = 2  # exit code
-MACHINE_FAULT = 1  # exit code, as Python's own for what nobody expects: a job that ends with it is started again
-FULL = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)}  # of a disk, or of a user's share of it
+MACHINE_FAULT = 1  # exit code, as Python's own for unexpected exceptions: a job that ends with it is started again
+FULL = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)}  # of a disk, or of a user's quota
 _WROTE_LESS = re.compile(r"\d+ requested and \d+ written")
 LESS_MEMORY = (  # which keys change what a step needs
     "--config.optimizer.microbatches=2 or more, --config.model.remat=dots or layer, --config.model.dtype=bfloat16, "
@@ -24,14 +24,14 @@ class UserError(Exception):
 
 
 class Resumable(UserError):
-    """Work that ended early and can be resumed: what is finished is kept."""
+    """Work that ended early and can be resumed: its finished part is saved."""
 
 
 def full_disk(error: BaseException | None) -> str:
-    """Return what the system says of a full disk or quota, if an error or what it came from is one; else ''.
+    """Return the system's message for a full disk or quota, if an error or one of its causes is such an error; else ''.
 
-    Libraries that are not written in Python have it in the text of errors of their own; NumPy only says that it wrote
-    less than it was to write.
+    Libraries that are not written in Python have it in the text of their own errors; NumPy only says that it wrote
+    fewer bytes than requested.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno in FULL:

@@ -1,11 +1,10 @@
-"""Floating-point operations of steps and of embedding, by arithmetic: what MFU and `realm launch plan` count.
+"""Count the floating-point operations of networks, for MFU and `realm launch plan`.
 
-What a step of a task is made of stands in the task's file (`tasks/`).
+The operations of a task's step are in the task's file (`tasks/`).
 
-Only matrix products count, two operations a multiply-add, and the backward pass twice the forward one. What is computed
-again to save memory does not count, nor do lookups, softmax or LayerNorm. Sequences count at their padded length or,
-where packed, as the places that they have, since that is what is computed. MFU (model FLOPs utilisation) is these
-operations a second, over devices × their peak.
+Only matrix products count: two operations per multiply-add, and the backward pass twice the forward one. Rematerialized
+activations do not count, nor do lookups, softmax or LayerNorm. Sequences count at their padded or packed length, which
+is what devices compute. MFU (model FLOPs utilization) is these operations per second, over devices × their peak.
 """
 
 import dataclasses
@@ -25,13 +24,18 @@ class Tower:
     width: int
     feed_forward: int
 
-    def forward(self, length: int, positions: int | None = None, places: float = 0) -> float:
-        """One sequence through all layers; `positions`: the last one computes these alone (None: all). places: of a
-        packed sequence, 0 for one that is padded to `length`; it attends at its padded length."""
-        queries, places = length if positions is None else positions, places or length
-        last = places if positions is None else positions
-        layer = self._products(places, places) + self._attention(length, length)
-        return (self.layers - 1) * layer + self._products(last, places) + self._attention(queries, length)
+    def forward(self, length: int, positions: int | None = None, packed_length: float = 0) -> float:
+        """Return the operations of one sequence through all layers.
+
+        Args:
+            length: padded length, at which attention is computed.
+            positions: that the last layer computes; None for all.
+            packed_length: tokens that are computed for a packed sequence, on average; 0 for a padded sequence.
+        """
+        queries, tokens = length if positions is None else positions, packed_length or length
+        last_tokens = tokens if positions is None else positions
+        layer = self._products(tokens, tokens) + self._attention(length, length)
+        return (self.layers - 1) * layer + self._products(last_tokens, tokens) + self._attention(queries, length)
 
     def _products(self, queries: float, keys: float) -> float:
         projections = 2 * (2 * queries + 2 * keys) * self.width**2  # query and output; key and value
@@ -42,59 +46,62 @@ class Tower:
 
 
 def tower_of(config: Config) -> Tower:
-    """The size that the embedders have."""
+    """Return the size of the encoders."""
     return Tower(config.model.layers, config.model.width, config.model.feed_forward)
 
 
 def reader_of(config: Config) -> Tower:
-    """The reader's size."""
+    """Return the size of the reader."""
     reader = reader_section(config.model)
     return Tower(reader.layers, reader.width, reader.feed_forward)
 
 
-def embedding_flops(config: Config, length: int, places: float = 0) -> float:
-    """One sequence to its vector, forward; the literal pieces of prompts are left out. places: as of
-    `Tower.forward`."""
+def embedding_flops(config: Config, length: int, packed_length: float = 0) -> float:
+    """Return the operations that embed one sequence, forward, without the tokens of prompts.
+
+    Args:
+        config: of the run.
+        length: as in `Tower.forward`.
+        packed_length: as in `Tower.forward`.
+    """
     width, encoder = config.model.width, config.encoder
     pooling = POOLINGS[encoder.pooling]
     head = 2 * width * ((width if pooling.has_tanh_layer else 0) + encoder.projection)
     positions = 1 if pooling.position else None
-    return tower_of(config).forward(length, positions, places) + head
+    return tower_of(config).forward(length, positions, packed_length) + head
 
 
 def word_flops(run: Run) -> float:
-    """The reader's head over the masked tokens of one sequence, forward."""
+    """Return the operations of the reader's head over the masked tokens of one sequence, forward."""
     bert = run.model.reader.bert
     return 2 * run.lengths.predictions * bert.width * (bert.width + bert.vocabulary_size)
 
 
 def score_flops(run: Run) -> float:
-    """One inner product of two vectors."""
+    """Return the operations of one inner product of two vectors."""
     return 2.0 * run.model.vector_size
 
 
-# --- what accelerators can do -----------------------------------------------------------------------------------------
+# --- Accelerators -----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """peak: dense bfloat16 operations a second. memory: bytes that a program can have, as the TPU compiler says.
+    """An accelerator. All fields but the first are known only for TPUs, 0 or None elsewhere.
 
-    What follows is known of TPUs alone. clock: cycles a second, which make the peak of its matrix units (128 × 128, of
-    v6e 256 × 256) the data sheet's; with it the compiler's cost model has a product of 4,096³ reach .97 of a v5e's
-    peak, .96 of a v5p's and .87 of a v6e's. Bytes a second: bandwidth of memory; ici, out of a chip over all its
-    links; dcn, a chip's share of its host's network. axes: of the torus that the links make. cores: that share a
-    program's kernels.
+    `clock` follows from the data sheet's peak and the size of the matrix units (128 × 128, for v6e 256 × 256); with it
+    the compiler's cost model estimates that a product of 4,096³ reaches 0.97 of a v5e's peak, 0.96 of a v5p's and 0.87
+    of a v6e's.
     """
 
-    peak: float
-    memory: float | None = None
-    clock: float = 0.0
-    bandwidth: float = 0.0
-    ici: float = 0.0
-    axes: int = 2
-    dcn: float = 0.0
-    cores: int = 1
+    peak: float  # dense bfloat16 operations per second
+    memory: float | None = None  # bytes that a program can use, by the TPU compiler
+    clock: float = 0.0  # cycles per second
+    bandwidth: float = 0.0  # of the memory, bytes per second
+    ici: float = 0.0  # bytes per second out of a chip, over all its links
+    axes: int = 2  # of the torus that the links form
+    dcn: float = 0.0  # a chip's share of its host's network, bytes per second
+    cores: int = 1  # that share a program's kernels
 
 
 V5E = Chip(197e12, 15.75 * GIB, 1.5e9, bandwidth=819e9, ici=200e9, dcn=3.125e9)
@@ -114,12 +121,12 @@ CHIPS = {
 
 
 def chip(device_kind: str) -> Chip | None:
-    """What is known of a device; None for others than those above."""
+    """Return the accelerator of a device kind; None for a kind that is not in the table."""
     names = [name for name in CHIPS if device_kind.startswith(name)]
     return CHIPS[max(names, key=len)] if names else None
 
 
 def peak(device_kind: str) -> float | None:
-    """Peak bfloat16 operations a second of a device; None if it is not known."""
-    known = chip(device_kind)
-    return known.peak if known else None
+    """Return the peak bfloat16 operations per second of a device kind; None if it is unknown."""
+    accelerator = chip(device_kind)
+    return accelerator.peak if accelerator else None

@@ -2,11 +2,11 @@
 
 XLA allocates and frees hundreds of megabytes per step. glibc returns such blocks to the system and gets them back page
 by page: a third of a step of the tiny recipe (`benchmarks/README.md` has a measurement for each setting here). So
-malloc keeps freed memory, in several arenas, because the compiler's threads would wait for each other in one. It must
-be told before other threads have allocated anything. MALLOC_ARENA_MAX in the environment leaves malloc alone.
+malloc keeps freed memory, in several arenas, because the compiler's threads would wait for each other in one. The
+settings must precede the first allocation of other threads. If MALLOC_ARENA_MAX is set, nothing is changed.
 
-The programs of a wide model leave each other holes that are too small, so that twice the memory is held that any of
-them uses: hence `release_large_blocks`, before the first large block.
+The programs of a wide model leave holes in the heap that are too small for each other, so that the process holds twice
+the memory that any program uses. `release_large_blocks` prevents that, before the first large block.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ PREEMPTED = 75  # exit code: the state is saved, restart at any time
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 M_ARENA_MAX, M_MMAP_MAX, M_MMAP_THRESHOLD, M_TOP_PAD, M_TRIM_THRESHOLD = -8, -4, -3, -2, -1  # of glibc's malloc.h
-ARENAS = 4  # with eight or sixteen two cores compile no faster
-HEAP = 64 << 20  # bytes of a heap of an arena beside the main one; with as much padding wanted no heap is given back
-LARGE = 32 << 20  # bytes of a block that is mapped apart: the most that glibc takes
-BLOCKS = 1 << 16  # that may be mapped at a time: glibc's own limit
-MANY_FILES = 1 << 20  # open at a time, where the system has no limit
-WIDE = 256  # hidden size from which a model's large blocks are returned
+NUM_ARENAS = 4  # with eight or sixteen, two cores compile no faster
+TOP_PAD_BYTES = 64 << 20  # of padding: as large as a heap of a secondary arena, so that no heap is returned
+MIN_MAPPED_BYTES = 32 << 20  # of a block that is mapped separately: the largest threshold that glibc takes
+MAX_MAPPED_BLOCKS = 1 << 16  # at a time: glibc's own limit
+MAX_OPEN_FILES = 1 << 20  # if the system has no limit
+WIDE_MODEL = 256  # hidden size from which a model's large blocks are returned to the system
 
 _keeps_memory = False  # whether `keep_freed_memory` has set anything
 _releases_blocks = False  # whether `release_large_blocks` has
@@ -46,12 +46,13 @@ def keep_freed_memory() -> None:
         return
     _keeps_memory = True
     libc = ctypes.CDLL(None)
-    for option, value in ((M_ARENA_MAX, ARENAS), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, HEAP)):
+    options = {M_ARENA_MAX: NUM_ARENAS, M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1, M_TOP_PAD: TOP_PAD_BYTES}
+    for option, value in options.items():
         libc.mallopt(option, value)
 
 
 def release_large_blocks() -> None:
-    """Map large blocks apart after all, and return them when they are freed. Does nothing if nothing is kept.
+    """Map large blocks separately again, so that the system gets them back. Undoes a part of `keep_freed_memory`.
 
     It costs a wide model a tenth to a fifth of its time, half of that with pages of 2 MB (`benchmarks/README.md`).
     """
@@ -59,20 +60,20 @@ def release_large_blocks() -> None:
     if _keeps_memory:
         _releases_blocks = True
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, LARGE)
-        libc.mallopt(M_MMAP_MAX, BLOCKS)
+        libc.mallopt(M_MMAP_THRESHOLD, MIN_MAPPED_BYTES)
+        libc.mallopt(M_MMAP_MAX, MAX_MAPPED_BLOCKS)
 
 
 def releases_memory() -> bool:
-    """Whether freed memory goes back to the system, as it does for a wide model on a CPU, which is short of it."""
+    """Return whether freed memory goes back to the system: for a wide model on a CPU, whose memory is scarce."""
     return _releases_blocks
 
 
 def free_heap() -> None:
     """Collect reference cycles, and return free pages of the heap to the system, if large blocks are returned.
 
-    Before a task, after a program is compiled and after a save: the compiler leaves half a gigabyte and more in blocks
-    that are too small to be mapped apart.
+    Call it before a task, after a program is compiled and after a save: the compiler leaves half a gigabyte and more in
+    blocks that are too small to be mapped separately.
     """
     if _releases_blocks:
         gc.collect()
@@ -85,31 +86,31 @@ def allow_open_files() -> None:
     A memory-mapped file stays open, and the largest passage store has seven thousand; many systems begin with 1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        with contextlib.suppress(ValueError, OSError):  # macOS permits fewer than it says
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        with contextlib.suppress(ValueError, OSError):  # macOS permits fewer files than it says
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-STACK_FLAG, COMPILER_STACK = "fibers_default_thread_stack_size", 1 << 20  # of libtpu; bytes
+STACK_FLAG, COMPILER_STACK_BYTES = "fibers_default_thread_stack_size", 1 << 20  # of libtpu
 
 
 def enlarge_compiler_stacks() -> None:
     """Give the threads of the TPU compiler (libtpu 0.0.42) larger stacks, before it is loaded, unless a flag is set.
 
-    64 kB are their default. To estimate the cost of a matrix product that is fused with others the compiler calls
-    itself for each of these, with 10 kB a call; the step of BERT-base ended it with an overflow.
+    Their default is 64 kB. To estimate the cost of a matrix product that is fused with others, the compiler calls
+    itself for each of these, with 10 kB per call; for the step of BERT-base the stack overflowed.
     """
-    given = os.environ.get("LIBTPU_INIT_ARGS", "")
-    if STACK_FLAG not in given:
-        os.environ["LIBTPU_INIT_ARGS"] = f"{given} --{STACK_FLAG}={COMPILER_STACK}".strip()
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "")
+    if STACK_FLAG not in flags:
+        os.environ["LIBTPU_INIT_ARGS"] = f"{flags} --{STACK_FLAG}={COMPILER_STACK_BYTES}".strip()
 
 
 @contextlib.contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Disable the garbage collector while modules are imported, and freeze what they made.
+    """Disable the garbage collector while modules are imported, and exempt their objects from it afterwards.
 
-    JAX makes a million objects that stay. Python would walk through them again and again: a tenth of `realm ask`.
+    JAX makes a million permanent objects. Python would visit them again and again, for a tenth of `realm ask`'s time.
     """
     gc.disable()
     try:
@@ -120,8 +121,10 @@ def gc_disabled() -> Iterator[None]:
 
 
 def multiplies_bfloat16(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    """Whether the processor has instructions for products of bfloat16 (AMX or AVX-512): then they are faster than those
-    of float32, which they are made of elsewhere. False where it does not say."""
+    """Return whether the processor has instructions for bfloat16 products (AMX or AVX-512); False if that is not known.
+
+    Other processors emulate them by float32 products, which are then faster.
+    """
     try:
         with open(cpuinfo) as file:
             flags = next((line for line in file if line.startswith("flags")), "").split()
@@ -131,9 +134,9 @@ def multiplies_bfloat16(cpuinfo: str = "/proc/cpuinfo") -> bool:
 
 
 def is_cpu_only() -> bool:
-    """Whether JAX will run on the CPU, as far as one can tell without importing it."""
-    if wanted := os.environ.get("JAX_PLATFORMS"):
-        return wanted == "cpu"
+    """Return whether JAX will run on the CPU, as far as one can tell without importing it."""
+    if platforms := os.environ.get("JAX_PLATFORMS"):
+        return platforms == "cpu"
     return not any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
 
 
@@ -142,7 +145,12 @@ def is_cpu_only() -> bool:
 
 @contextlib.contextmanager
 def signal_handler(number: int, handler: Callable[..., Any] | signal.Handlers) -> Iterator[None]:
-    """Handle a signal until the block ends; has no effect outside the main thread."""
+    """Handle a signal until the block ends; has no effect outside the main thread.
+
+    Args:
+        number: of the signal.
+        handler: as of `signal.signal`.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -160,11 +168,16 @@ class Preempted(Exception):
 class Stop:
     """SIGTERM as a flag that the loop polls, so that a step and its save are never cut in half.
 
-    Nested instances share their flag. at_once: what is safe wherever the signal comes; then Preempted is raised on the
-    spot. The flag stays, because Python drops exceptions in some callbacks, and libraries catch what they do not know.
+    Nested instances share their flag.
     """
 
     def __init__(self, at_once: str = "") -> None:
+        """Make a flag.
+
+        Args:
+            at_once: what is saved at any time, for the message; if set, the signal handler itself raises Preempted. The
+                flag is set too, because Python drops exceptions in some callbacks, and libraries catch unknown ones.
+        """
         self.requested, self._at_once = False, at_once
         self._before: Any = None
         self._outer: Stop | None = None
@@ -172,7 +185,7 @@ class Stop:
     def __enter__(self) -> Self:
         try:
             self._before = signal.signal(signal.SIGTERM, self._on_signal)
-        except ValueError:  # not in the main thread: someone else owns the signals
+        except ValueError:  # not in the main thread, which handles the signals
             self._before = None
         outer = getattr(self._before, "__self__", None)  # of a bound method
         self._outer = outer if isinstance(outer, Stop) else None
@@ -184,10 +197,10 @@ class Stop:
         if self._at_once:
             self.check(self._at_once)
 
-    def check(self, kept: str) -> None:
-        """Raise Preempted if SIGTERM came. kept: what is safe."""
+    def check(self, saved: str) -> None:
+        """Raise Preempted, whose message says what is saved, if SIGTERM was received."""
         if self.requested:
-            raise Preempted(f"SIGTERM: {kept}; run the command again to resume")
+            raise Preempted(f"SIGTERM: {saved}; run the command again to resume")
 
     def __exit__(self, *_: object) -> None:
         if self._before is not None:
@@ -197,19 +210,19 @@ class Stop:
 
 
 class CtrlC:
-    """A context manager around a whole command, in which Ctrl-C's KeyboardInterrupt is never lost.
+    """A context manager around a command, in which Ctrl-C's KeyboardInterrupt is never lost.
 
-    `received` says that it came, whatever became of the exception. Where nothing can be raised, as in JAX's hook on
-    garbage collection, it comes again. With a handler that is not Python's own, asyncio leaves the signal alone too.
+    `received` is True after Ctrl-C, even if the exception was caught. If nothing can be raised, as in JAX's hook on
+    garbage collection, the signal is sent again. Because the handler is not Python's own, asyncio does not replace it.
     """
 
     def __init__(self) -> None:
         self.received = False
         self._held = False
-        in_charge = threading.current_thread() is threading.main_thread()
-        # In the background of a shell it is to be ignored, and stays so.
-        self._installs = in_charge and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        self._otherwise = sys.unraisablehook
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        # A shell ignores Ctrl-C for commands in the background, and that stays so.
+        self._installs = is_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        self._unraisable_hook = sys.unraisablehook
 
     def __enter__(self) -> Self:
         if self._installs:
@@ -220,11 +233,11 @@ class CtrlC:
     def __exit__(self, *_: object) -> None:
         if self._installs:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            sys.unraisablehook = self._otherwise
+            sys.unraisablehook = self._unraisable_hook
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Wait with it: modules in C that are interrupted while they are imported crash or say something else."""
+        """Delay KeyboardInterrupt to the end of the block: C modules that are interrupted during import may crash."""
         self._held = True
         try:
             yield
@@ -242,9 +255,9 @@ class CtrlC:
         if issubclass(lost.exc_type, KeyboardInterrupt):
             threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
         else:
-            self._otherwise(lost)
+            self._unraisable_hook(lost)
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""The device mesh and where every array lives on it.
+"""The device mesh and the sharding of every array on it.
 
 Axes `slices`, `data`, `fsdp`, `model`; their type is always Auto, because Linen's sharding constraints are requests
 there. `RULES` is the one table from logical axis names (models, batches, corpus rows) to mesh axes.
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
 
-MAX_REPLICATED = 0.1  # share of what the rules spread that may stay whole on every device
-SIZES = ("data", "fsdp", "model")  # what a mesh is made of
+MAX_REPLICATED = 0.1  # share of the parameters with a rule that may be replicated nevertheless
+SIZES = ("data", "fsdp", "model")  # axes whose sizes the config sets
 AXES = ("slices", *SIZES)
-ROWS = SIZES  # corpus passages: vectors and tokens are spread over every device of a slice
+ROWS = SIZES  # corpus passages: vectors and tokens are sharded over all devices of a slice
 RULES = (
     ("batch", ("slices", "data", "fsdp")),
     ("rows", ROWS),
@@ -37,26 +37,46 @@ RULES = (
 
 
 def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
-    """A mesh of axis sizes (data, fsdp, model); one of them may be −1 and takes the devices that are left.
+    """Make the mesh of axis sizes (data, fsdp, model).
 
-    Of several TPU slices each gets its own part of `data`, and a corpus of its own, so that only gradients, and words
-    that control the run, travel between them. Raises UserError when the sizes do not multiply to the number of devices,
-    or slices do not divide `data`.
+    Each of several TPU slices has its own part of `data` and its own copy of the corpus, so that only gradients and
+    control signals travel between slices.
+
+    Args:
+        data: size of the axis, or −1 for the remaining devices; only one of the sizes may be −1.
+        fsdp: as `data`.
+        model: as `data`.
+        devices: of the mesh; None for all.
+
+    Raises:
+        UserError: the sizes do not multiply to the number of devices, or slices do not divide `data`.
     """
     devices = jax.devices() if devices is None else devices
     slices = len({slice_of(device) for device in devices})
     sizes = mesh_sizes(data, fsdp, model, len(devices), slices)
-    arranged = _arrange(sizes, devices, slices).reshape(slices, sizes[0] // slices, *sizes[1:])
-    return Mesh(arranged, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    device_array = _arrange(sizes, devices, slices)  # [data, fsdp, model]
+    device_array = device_array.reshape(slices, sizes[0] // slices, *sizes[1:])
+    return Mesh(device_array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def slice_of(device: jax.Device) -> int:
-    """The number of its TPU slice; 0 for other devices, whatever they call one."""
+    """Return the number of a device's TPU slice; 0 for other devices, which may use the attribute differently."""
     return getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
 
 
 def mesh_sizes(data: int, fsdp: int, model: int, devices: int, slices: int = 1) -> list[int]:
-    """Sizes of the axes on so many devices of so many slices. Raises UserError as `make_mesh`; touches no device."""
+    """Return the sizes of the axes (data, fsdp, model) without −1; touches no device.
+
+    Args:
+        data: size of the axis, or −1 for the remaining devices; only one of the sizes may be −1.
+        fsdp: as `data`.
+        model: as `data`.
+        devices: number of devices.
+        slices: number of their slices.
+
+    Raises:
+        UserError: the sizes do not multiply to the number of devices, or slices do not divide `data`.
+    """
     sizes = [data, fsdp, model]
     for name, size in zip(SIZES, sizes, strict=True):
         if size < 1 and size != -1:
@@ -66,9 +86,9 @@ def mesh_sizes(data: int, fsdp: int, model: int, devices: int, slices: int = 1) 
     known = int(np.prod([s for s in sizes if s != -1]))
     sizes = [devices // known if s == -1 else s for s in sizes]
     if int(np.prod(sizes)) != devices:
-        wanted = " x ".join(f"{name}={size}" for name, size in zip(SIZES, (data, fsdp, model), strict=True))
+        requested = " x ".join(f"{name}={size}" for name, size in zip(SIZES, (data, fsdp, model), strict=True))
         advice = "set one axis to -1" if -1 not in (data, fsdp, model) else f"choose sizes that divide {devices}"
-        raise UserError(f"config.mesh: {wanted} does not fit {devices} devices; {advice}")
+        raise UserError(f"config.mesh: {requested} does not fit {devices} devices; {advice}")
     if sizes[0] % slices:
         raise UserError(
             f"config.mesh: leaves {sizes[0]} for data, which {slices} slices share; it has to be a multiple of them"
@@ -77,7 +97,7 @@ def mesh_sizes(data: int, fsdp: int, model: int, devices: int, slices: int = 1) 
 
 
 def _arrange(sizes: list[int], devices: list[jax.Device], slices: int) -> NDArray:
-    """Devices in the shape of a mesh, neighbours along its axes near to each other in hardware."""
+    """Return devices [data, fsdp, model] so that neighbors along an axis are near to each other in hardware."""
     if slices > 1:
         within = [sizes[0] // slices, *sizes[1:]]
         return mesh_utils.create_hybrid_device_mesh(within, [slices, 1, 1], devices, allow_split_physical_axes=True)
@@ -87,88 +107,114 @@ def _arrange(sizes: list[int], devices: list[jax.Device], slices: int) -> NDArra
 
 
 def batch_parts(mesh: Mesh | AbstractMesh) -> int:
-    """Into how many parts a batch is cut."""
-    return _ways(mesh, [dict(RULES)["batch"]])
+    """Return the number of shards of a batch."""
+    return _num_shards(mesh, [dict(RULES)["batch"]])
 
 
 def corpus_devices(mesh: Mesh) -> int:
-    """How many devices share a copy of the corpus."""
-    return _ways(mesh, ROWS)
+    """Return the number of devices that share a copy of the corpus."""
+    return _num_shards(mesh, ROWS)
 
 
 def logical_sharding(mesh: Mesh, *names: str | None) -> NamedSharding:
-    """Sharding of an array whose dimensions have these logical names, e.g. ('batch',) or ('rows', None)."""
+    """Return the sharding of an array whose dimensions have logical names, such as ('batch',) or ('rows', None)."""
     return NamedSharding(mesh, PartitionSpec(*(nn.logical_to_mesh_axes(names, RULES) or ())))
 
 
 def addressable_parts(mesh: Mesh, name: str, size: int) -> Iterator[tuple[jax.Device, slice]]:
-    """Each device of this process, and what it holds of a dimension of `size` with a logical name: start and stop."""
+    """Yield each device of this process and its range of a dimension, with start and stop.
+
+    Args:
+        mesh: of the run.
+        name: logical name of the dimension.
+        size: of the dimension.
+    """
     for device, index in logical_sharding(mesh, name).addressable_devices_indices_map((size,)).items():
         assert index is not None, "devices of this process have a part"
         yield device, slice(*index[0].indices(size)[:2])
 
 
 def row_major(sharding: Sharding, dimensions: int) -> Format:
-    """`sharding` for an array from which a step gathers rows: what is of a row lies together. A TPU would put columns
-    of narrow integers one after another, and copy all of them into this order in every step."""
+    """Return the format of an array from which a step gathers rows: the values of a row are adjacent in memory.
+
+    By default a TPU stores narrow integers column by column, and a step would copy all of them into this order.
+
+    Args:
+        sharding: of the array.
+        dimensions: of the array.
+    """
     return Format(Layout(tuple(range(dimensions))), sharding)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The same array on every device."""
+    """Return the sharding of an array that is the same on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def put_with_sharding(array: NDArray, sharding: NamedSharding) -> jax.Array:
-    """A host array that every process has, spread as `sharding` says; no process waits for another."""
+    """Put a host array on devices; no process waits for another.
+
+    Args:
+        array: the same in every process.
+        sharding: of the result.
+    """
     return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
 
 def to_host(array: jax.Array | NDArray) -> NDArray:
-    """A whole array on the host, also where other processes hold parts of it; then every process has to call this."""
+    """Return a complete array on the host; if other processes hold parts of it, every process has to call this."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable and not array.is_fully_replicated:
         assert isinstance(array.sharding, NamedSharding), "arrays of several processes live on a mesh"
-        array = _gathered(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
+        array = _replicate(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
     return np.asarray(array)
 
 
 @partial(jax.jit, static_argnums=1)
-def _gathered(array: jax.Array, everywhere: NamedSharding) -> jax.Array:
-    """The same array on every device; compiled once for each shape and place."""
-    return jax.lax.with_sharding_constraint(array, everywhere)
+def _replicate(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    # A jitted function, so that it is compiled only once for each shape and sharding.
+    return jax.lax.with_sharding_constraint(array, sharding)
 
 
 def parameter_shardings(mesh: Mesh, abstract_boxed: Any) -> Any:
-    """Shardings of a tree of abstract parameters that still carry their logical axis names.
+    """Return the shardings of parameters by the logical names of their axes.
 
-    An axis whose size the mesh does not divide stays whole. Raises UserError when for that reason too many parameters
-    would be whole on every device although a rule spreads them.
+    An axis whose size the mesh does not divide is not sharded.
+
+    Args:
+        mesh: of the run.
+        abstract_boxed: a tree of abstract parameters, boxed with logical axis names.
+
+    Raises:
+        UserError: for that reason too many parameters would be replicated although a rule shards them.
     """
     specs = nn.get_partition_spec(abstract_boxed)
-    spread: list[tuple[int, int, str]] = []  # of what a rule spreads: bytes, bytes that stay whole, name
+    with_rule: list[tuple[int, int, str]] = []  # of parameters that a rule shards: bytes, replicated bytes, name
 
-    def place(path: Any, spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def parameter_sharding(path: Any, spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         axes = tuple(nn.logical_to_mesh_axes(tuple(spec), RULES) or ())
-        fitting = [None if size % _ways(mesh, [axis]) else axis for axis, size in zip(axes, leaf.shape, strict=False)]
-        if _ways(mesh, axes) > 1:
-            size = leaf.size * leaf.dtype.itemsize
-            where = f"{jax.tree_util.keystr(path, simple=True, separator='.')} {leaf.shape}"
-            spread.append((size, size if _ways(mesh, fitting) == 1 else 0, where))
+        sizes = zip(axes, leaf.shape, strict=False)
+        fitting = [None if size % _num_shards(mesh, [axis]) else axis for axis, size in sizes]
+        if _num_shards(mesh, axes) > 1:
+            nbytes = leaf.size * leaf.dtype.itemsize
+            name = f"{jax.tree_util.keystr(path, simple=True, separator='.')} {leaf.shape}"
+            with_rule.append((nbytes, nbytes if _num_shards(mesh, fitting) == 1 else 0, name))
         return NamedSharding(mesh, PartitionSpec(*fitting))
 
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    found = jax.tree_util.tree_map_with_path(place, specs, nn.unbox(abstract_boxed), is_leaf=is_spec)
-    total, whole = sum(entry[0] for entry in spread), sum(entry[1] for entry in spread)
-    if whole > MAX_REPLICATED * total:
-        largest = max(spread, key=lambda entry: entry[1])[2]
+    unboxed = nn.unbox(abstract_boxed)
+    shardings = jax.tree_util.tree_map_with_path(parameter_sharding, specs, unboxed, is_leaf=is_spec)
+    total_bytes, replicated_bytes = sum(entry[0] for entry in with_rule), sum(entry[1] for entry in with_rule)
+    if replicated_bytes > MAX_REPLICATED * total_bytes:
+        largest = max(with_rule, key=lambda entry: entry[1])[2]
+        share = replicated_bytes / total_bytes
         raise UserError(
-            f"config.mesh: fsdp={mesh.shape['fsdp']}, model={mesh.shape['model']} leaves {whole / total:.0%} of the "
+            f"config.mesh: fsdp={mesh.shape['fsdp']}, model={mesh.shape['model']} leaves {share:.0%} of the "
             f"parameters whole on every device, most of all {largest}; choose sizes that divide it"
         )
-    return found
+    return shardings
 
 
-def _ways(mesh: Mesh | AbstractMesh, axes: Sequence[str | tuple[str, ...] | None]) -> int:
-    """Into how many parts these mesh axes cut an array."""
+def _num_shards(mesh: Mesh | AbstractMesh, axes: Sequence[str | tuple[str, ...] | None]) -> int:
+    """Return into how many shards these mesh axes divide an array."""
     names = [name for axis in axes for name in ((axis,) if isinstance(axis, str) else (axis or ()))]
     return int(np.prod([mesh.shape[name] for name in names]))

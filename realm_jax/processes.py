@@ -1,9 +1,9 @@
-"""Multi-process runs: initialisation, and what only process 0 does.
+"""Multi-process runs: initialization, collective decisions, and work that only process 0 does.
 
-Every process runs every device program, in the same order, with its own part of the data; a program that one of them
-leaves out makes the others wait for ever. So what decides whether a program runs must be the same everywhere: it
-follows from the config, travels through the step (`train/step.put_control`), comes from the first
-(`broadcast_from_process_0`), or is voted on (`allgather_flags`).
+Every process runs every device program, in the same order, with its own part of the data. If one process leaves a
+program out, the others wait forever. So all processes must decide alike whether a program runs: by the config, by a
+control signal in the step (`index/control.py`), by process 0's value (`broadcast_from_process_0`), or by a vote
+(`allgather_flags`).
 """
 
 import argparse
@@ -23,7 +23,7 @@ AUTO = "auto"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--processes`, `--process` and `--coordinator`."""
+    """Add `--processes`, `--process` and `--coordinator`."""
     group = parser.add_argument_group("several processes (the same command in each of them)")
     group.add_argument("--processes", default="1", metavar="N", help="how many, or 'auto' where the machines know it: "
         "TPU VMs, GKE, Slurm (default: 1)")  # fmt: skip
@@ -46,80 +46,91 @@ def start(args: argparse.Namespace) -> None:
         distributed = args.coordinator, count, args.process
     try:
         jax.distributed.initialize(*distributed)
-    except (RuntimeError, ValueError) as fault:
-        raise UserError(f"the processes do not find each other: {' '.join(str(fault).split())[:300]}") from None
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"the processes do not find each other: {' '.join(str(error).split())[:300]}") from None
     if not is_process_0():
         logging.getLogger("realm_jax").setLevel(logging.WARNING)  # process 0 logs for all
 
 
-class WorkShare(NamedTuple):
-    """This process among those that share work by way of files, and do not connect."""
+class WorkerSlice(NamedTuple):
+    """This process among those that share work through files, without a connection."""
 
     process: int = 0
     processes: int = 1
 
-    def order(self, count: int) -> list[int]:
-        """All `count` items: one's own first, in order; then those of others from the last to the first, so that a
-        process that is alive and one that helps out meet in the middle."""
-        share = list(range(self.process, count, self.processes))
-        return share + [item for item in reversed(range(count)) if item % self.processes != self.process]
+    def work_order(self, count: int) -> list[int]:
+        """Return the numbers of `count` work items in the order in which this process should do them.
+
+        Its own slice comes first, then the items of others from the last to the first, so that a process that is alive
+        and one that helps it meet in the middle.
+        """
+        own_items = list(range(self.process, count, self.processes))
+        return own_items + [item for item in reversed(range(count)) if item % self.processes != self.process]
 
 
 def check_process(process: int, count: int) -> None:
-    """Raise UserError for a --process that is none of --processes."""
+    """Check the number of a process.
+
+    Args:
+        process: of --process.
+        count: of --processes.
+
+    Raises:
+        UserError: there is no such process.
+    """
     if not 0 <= process < count:
         raise UserError(f"--process={process}: must be at least 0 and below --processes={count}")
 
 
 def is_process_0() -> bool:
-    """Whether this process writes what is written once: records, configs, reports."""
+    """Return whether this process writes files that are written once: records, configs, reports."""
     return jax.process_index() == 0
 
 
-def run_on_process_0(act: Callable[[], int | None]) -> int:
-    """Run `act` on process 0 and return its result on every process, 0 where it has none.
+def run_on_process_0(function: Callable[[], int | None]) -> int:
+    """Call a function on process 0 and return its result on every process, 0 for None.
 
-    If it raises there, the others raise UserError.
+    If it raises on process 0, the other processes raise UserError.
     """
-    value, fault = 0, None
+    value, error = 0, None
     if is_process_0():
         try:
-            value = act() or 0
+            value = function() or 0
         except Exception as raised:
-            fault = raised
-    failed = broadcast_from_process_0(int(fault is not None))
-    if fault is not None:
-        raise fault
+            error = raised
+    failed = broadcast_from_process_0(int(error is not None))
+    if error is not None:
+        raise error
     if failed:
         raise UserError("process 0 failed, so this one stops too; see its log")
     return broadcast_from_process_0(value)
 
 
-def allgather_flags(*facts: bool) -> NDArray[np.bool_]:
+def allgather_flags(*flags: bool) -> NDArray[np.bool_]:
     """Gather flags from all processes: [processes, flags], on every process. Collective: all processes must call it.
 
-    For what one process may know before another: a signal, a file, a time that is up.
+    It is for events that one process may see before another: a signal, a file, a timeout.
     """
-    flags = np.array([facts])  # [1, flags]
+    local_flags = np.array([flags])  # [1, flags]
     if jax.process_count() == 1:
-        return flags
+        return local_flags
     from jax.experimental import multihost_utils
 
-    return np.asarray(multihost_utils.process_allgather(flags[0], tiled=False)).reshape(-1, len(facts))
+    return np.asarray(multihost_utils.process_allgather(local_flags[0], tiled=False)).reshape(-1, len(flags))
 
 
-def any_process(fact: bool) -> bool:
-    """Whether a flag is set on any process. Collective: all processes must call it."""
-    return bool(allgather_flags(fact).any())
+def any_process(flag: bool) -> bool:
+    """Return whether a flag is set on any process. Collective: all processes must call it."""
+    return bool(allgather_flags(flag).any())
 
 
 def same_on_all_processes(value: int) -> bool:
-    """Whether all processes have the same value, below 2**31. Collective: all processes must call it."""
+    """Return whether all processes have the same value, below 2**31. Collective: all processes must call it."""
     return bool(allgather_flags(broadcast_from_process_0(value) == value).all())
 
 
 def broadcast_from_process_0(value: int) -> int:
-    """Process 0's value, on every process. Collective: all processes must call it."""
+    """Return process 0's value on every process. Collective: all processes must call it."""
     if jax.process_count() == 1:
         return value
     from jax.experimental import multihost_utils

@@ -1,7 +1,6 @@
 """The fixed parts of a run: config, folder, data, mesh, networks, and the corpus on the devices. Shared by every job.
 
-Read next: `tasks/base.py` for what is learned in a run, `train/loop.py` for how, `eval/prediction.py` for how it
-answers.
+Read next: `tasks/base.py` for the tasks of a run, `train/loop.py` for training, `eval/prediction.py` for answering.
 """
 
 import dataclasses
@@ -44,9 +43,11 @@ from realm_jax.retrieval.fusion import FUSION_DEPTH
 from realm_jax.retrieval.scann import BUDGET, ScannConfig
 
 
-def host_of_gpus(mesh: Mesh) -> jax.Device | None:
-    """The CPU beside a mesh of GPUs; None for other meshes, for those of several processes, whose CPUs may differ in
-    the last bit, and where JAX_PLATFORMS leaves no CPU."""
+def cpu_of_gpu_mesh(mesh: Mesh) -> jax.Device | None:
+    """Return the CPU of the machine whose GPUs are in a mesh; None for other meshes.
+
+    None also for several processes, whose CPUs may differ in the last bit, and if JAX_PLATFORMS excludes CPUs.
+    """
     if mesh.devices.flat[0].platform != "gpu" or jax.process_count() > 1:
         return None
     try:
@@ -56,11 +57,11 @@ def host_of_gpus(mesh: Mesh) -> jax.Device | None:
 
 
 def abstract_params(model: Any) -> Any:
-    """Shape and dtype of each parameter of a model."""
+    """Return the shape and dtype of each parameter of a model."""
     return nn.unbox(_abstract_boxed(model))
 
 
-# A second to trace; every task of a recipe needs these several times.
+# Tracing takes a second, and every task of a recipe needs these several times.
 @lru_cache(maxsize=8)
 def _abstract_boxed(model: Any) -> Any:
     return jax.eval_shape(model.init_boxed, jax.random.key(0))
@@ -85,26 +86,29 @@ class Run:
     mesh: Mesh
     model: Realm
     sources: Sources
-    context: StaticContext
+    context: StaticContext  # static arguments of the compiled steps
     lengths: Lengths
 
     def initial_params(self) -> Params:
-        """Fresh parameters, initialised sharded; for the GPUs of one process on its CPU, which compiles this sooner."""
-        host = host_of_gpus(self.mesh)
-        if host is None:
+        """Return newly initialized parameters, sharded as `param_shardings`.
+
+        For the GPUs of one process they are made on its CPU, for which the program compiles sooner.
+        """
+        cpu = cpu_of_gpu_mesh(self.mesh)
+        if cpu is None:
             return _init_program(self.model, self.mesh)(jax.random.key(self.config.seed))
-        with jax.default_device(host):
-            made = _init_program(self.model, None)(jax.random.key(self.config.seed))
-        return jax.device_put(made, self.param_shardings)
+        with jax.default_device(cpu):
+            params = _init_program(self.model, None)(jax.random.key(self.config.seed))
+        return jax.device_put(params, self.param_shardings)
 
     @property
     def abstract_params(self) -> Any:
-        """Shape and dtype of each parameter: a tree like the parameters'."""
+        """Shape and dtype of each parameter, in a tree like the parameters'."""
         return abstract_params(self.model)
 
     @property
     def param_shardings(self) -> Any:
-        """Where each parameter lives: a tree like the parameters'."""
+        """Sharding of each parameter, in a tree like the parameters'."""
         return _shardings(self.model, self.mesh)
 
     @cached_property
@@ -118,108 +122,134 @@ class Run:
         """The corpus on the devices, sharded by rows."""
         length, special = self.config.data.document_length, self.sources.tokenizer.special
         matrix = self.sources.passages.document_matrix
-        return PassageBatch(*self._by_rows(matrix(length, special, rows) for rows in self.own_rows))
+        parts = (matrix(length, special, rows) for rows in self.local_corpus_slices)
+        return PassageBatch(*self._shard_corpus_arrays(parts))
 
     def index(self, vectors: NDArray) -> Index:
-        """An index of host vectors [rows, projection], stored as `model.dtype` and sharded by rows."""
-        return self.index_of_parts(vectors[rows] for rows in self.own_rows)
+        """Return an index of host vectors [rows, projection], stored as `model.dtype` and sharded by rows."""
+        return self.index_of_parts(vectors[rows] for rows in self.local_corpus_slices)
 
     def index_of_parts(self, parts: Iterable[NDArray]) -> Index:
-        """`index` of the vectors of `own_rows` alone, part by part."""
+        """Return an index of the vectors of `local_corpus_slices`, [rows of the slice, projection] each."""
         dtype = self.config.model.dtype
-        (stored,) = self._by_rows([part.astype(dtype, copy=False)] for part in parts)
+        (stored,) = self._shard_corpus_arrays([part.astype(dtype, copy=False)] for part in parts)
         return self.index_without_vectors._replace(vectors=stored)
 
-    def words(self) -> Bm25:
-        """BM25 over the corpus, kept in the run folder or made in memory. Raises UserError if it has no words."""
-        words = load_or_build(self.sources.passages, self.config.retrieval.language, self.workdir)
-        check_has_terms(words, f"search by words in {self.config.data.path}")
-        return words
+    def bm25(self) -> Bm25:
+        """Return BM25 over the corpus, from the run folder or built in memory.
+
+        Raises UserError if the corpus has no terms.
+        """
+        bm25 = load_or_build(self.sources.passages, self.config.retrieval.language, self.workdir)
+        check_has_terms(bm25, f"search by words in {self.config.data.path}")
+        return bm25
 
     def bm25_search(self, texts: Sequence[str], depth: int) -> Bm25Hits:
-        """The `depth` best passages of texts by BM25, or as many as a list of hybrid search has."""
-        return Bm25Hits(*self.words().scored(texts, max(depth, FUSION_DEPTH)))
+        """Search passages for texts by BM25.
+
+        Args:
+            texts: queries.
+            depth: passages for each; at least FUSION_DEPTH are returned, which hybrid search needs.
+        """
+        return Bm25Hits(*self.bm25().scored(texts, max(depth, FUSION_DEPTH)))
 
     @property
-    def find_sentence(self) -> Bm25Lookup | None:
-        """What gives BM25's list for the words that are left of a masked sentence, without its own passage: for
-        REALM's candidates, where they do not come from vectors alone."""
+    def bm25_for_masked_sentence(self) -> Bm25Lookup | None:
+        """A function that searches REALM's candidates for the unmasked words of a sentence by BM25.
+
+        It leaves out the sentence's own passage if `realm.exclude_own` says so. None if candidates come from vectors
+        only.
+        """
         realm = self.config.realm
         if realm.search == "vectors":
             return None
-        words, own = self.words(), realm.exclude_own
+        bm25 = self.bm25()
         depth = bm25_list_length(realm.search, search_depth(realm, self.context.rows), self.context.rows)
 
-        def find(text: str, own_row: int) -> Example:
-            rows, scores = (found[0] for found in words.scored([text], depth + 1))
-            kept = np.flatnonzero((rows >= 0) & (rows != own_row) if own else rows >= 0)[:depth]
-            missing = 0, depth - len(kept)
-            rows = np.pad(rows[kept], missing, constant_values=-1)
-            return Bm25Hits(rows[None], np.pad(scores[kept], missing)[None]).arrays(0)
+        def search_candidates(text: str, own_row: int) -> Example:
+            rows, scores = (batch[0] for batch in bm25.scored([text], depth + 1))  # [depth + 1]
+            valid = (rows >= 0) & (rows != own_row) if realm.exclude_own else rows >= 0
+            ranks = np.flatnonzero(valid)[:depth]
+            padding = 0, depth - len(ranks)
+            rows = np.pad(rows[ranks], padding, constant_values=-1)  # [depth]
+            return Bm25Hits(rows[None], np.pad(scores[ranks], padding)[None]).arrays(0)
 
-        return find
+        return search_candidates
 
     @property
     def index_without_vectors(self) -> Index:
-        """An index of passages without vectors, for when nothing searches by vectors."""
+        """An index of passages without vectors, for tasks that do not search by vectors."""
         return Index(None, self.documents, held_out=self._held_out)
 
     @cached_property
     def _held_out(self) -> jax.Array | None:
-        """Which passages are of documents that are held out, spread over the devices as `documents` are; None: none."""
-        kept = self.learned_rows(self.sources.passages)
-        return None if kept is None else self._by_rows([~kept[rows]] for rows in self.own_rows)[0]
+        """Whether each passage is of a held-out document, bool, sharded as `documents`; None if no document is."""
+        train_mask = self.training_rows(self.sources.passages)  # [rows]
+        if train_mask is None:
+            return None
+        return self._shard_corpus_arrays([~train_mask[rows]] for rows in self.local_corpus_slices)[0]
 
-    def learned_rows(self, store: PassageStore) -> NDArray[np.bool_] | None:
-        """The rows of a store whose sentences may be learned from, bool [rows]; None for all."""
+    def training_rows(self, store: PassageStore) -> NDArray[np.bool_] | None:
+        """Return which rows of a store are trained on, bool [rows], because they are not held out; None for all."""
         return trained_rows(store, held_out_share(self.config.evaluation.held_out, self.sources.questions))
 
     @property
     def answering_qa(self) -> QaConfig:
-        """How questions are answered: evaluation and inference may read more passages than training does."""
+        """The settings for answering: evaluation and inference may read more passages than training does."""
         qa = self.config.qa
         return dataclasses.replace(qa, passages=self.config.answering.read or qa.passages)
 
     @property
     def scann_config(self) -> ScannConfig | None:
-        """How hosts search, where `retrieval.backend` says that they do."""
-        c = self.config
-        budget = max(BUDGET, c.realm.candidates)
-        return ScannConfig(budget, c.scann.leaves_searched) if c.retrieval.backend == "scann" else None
+        """The settings of host search; None if `retrieval.backend` is not 'scann'."""
+        config = self.config
+        budget = max(BUDGET, config.realm.candidates)
+        return ScannConfig(budget, config.scann.leaves_searched) if config.retrieval.backend == "scann" else None
 
     @property
-    def own_rows(self) -> list[slice]:
-        """The passages that each device of this process holds, adjacent ones: start and stop."""
+    def local_corpus_slices(self) -> list[slice]:
+        """The range of passages that each device of this process holds, with start and stop."""
         rows = self.context.rows
         parts = addressable_parts(self.mesh, "rows", padded_rows(rows, corpus_devices(self.mesh)))
         return [slice(min(part.start, rows), min(part.stop, rows)) for _, part in parts]
 
-    def _by_rows(self, own: Iterable[Sequence[NDArray]]) -> list[jax.Array]:
-        """Arrays over all passages, spread over the devices of a slice and filled up with zeros: [padded_rows, …] each.
+    def _shard_corpus_arrays(self, local_parts: Iterable[Sequence[NDArray]]) -> list[jax.Array]:
+        """Put arrays over all passages on the devices of a slice, sharded by rows.
 
-        own: what the arrays have for each of `own_rows`. It is taken one by one, so what is made on the way need not be
-        on the host all at once.
+        Args:
+            local_parts: for each of `local_corpus_slices` the parts of the arrays. They are taken one by one, so that
+                not all of them need to be on the host at once.
+
+        Returns:
+            The arrays, padded with zeros: [padded_rows, …] each.
         """
         size = padded_rows(self.context.rows, corpus_devices(self.mesh))
-        found: list[list[jax.Array]] = []
-        for (device, part), values in zip(addressable_parts(self.mesh, "rows", size), own, strict=True):
-            filled = [pad_rows(array, part.stop - part.start) for array in values]
-            place = SingleDeviceSharding(device)
-            found.append([jax.device_put(array, row_major(place, array.ndim)) for array in filled])
-
-        def whole(shards: Sequence[jax.Array]) -> jax.Array:
+        shards_by_device: list[list[jax.Array]] = []
+        for (device, part), arrays in zip(addressable_parts(self.mesh, "rows", size), local_parts, strict=True):
+            padded = [pad_rows(array, part.stop - part.start) for array in arrays]  # [rows of the device, …]
+            sharding = SingleDeviceSharding(device)
+            shards_by_device.append([jax.device_put(array, row_major(sharding, array.ndim)) for array in padded])
+        arrays_on_mesh: list[jax.Array] = []
+        for shards in zip(*shards_by_device, strict=True):
             shape = (size, *shards[0].shape[1:])
-            places = logical_sharding(self.mesh, "rows", *[None] * (len(shape) - 1))
-            return jax.make_array_from_single_device_arrays(shape, places, list(shards))
-
-        return [whole(shards) for shards in zip(*found, strict=True)]
+            mesh_sharding = logical_sharding(self.mesh, "rows", *[None] * (len(shape) - 1))
+            arrays_on_mesh.append(jax.make_array_from_single_device_arrays(shape, mesh_sharding, list(shards)))
+        return arrays_on_mesh
 
     def embed(
         self, params: Params, progress: Callable[[int], None] | None = None, rows: CorpusRows | None = None
     ) -> NDArray[np.float32]:
-        """The corpus, or some rows of it, through the document embedder, on this run's devices.
+        """Embed passages by the passage encoder, on this run's devices.
 
         Every device embeds the same number at a time, whatever their number, so vectors do not depend on it.
+
+        Args:
+            params: parameters of the model.
+            progress: called with the number of embedded passages.
+            rows: passages; None for the corpus.
+
+        Returns:
+            [rows, projection].
         """
         tower = {name: params[name] for name in self.model.embedder_names}
 
@@ -230,19 +260,34 @@ class Run:
         return embed_corpus(embed_batch, self.corpus if rows is None else rows, size, progress)
 
     def read_stored(self, first: int, last: int) -> CorpusRows:
-        """Stored rows first … last − 1 of the corpus in document layout: those that its version leaves out as well."""
+        """Read stored rows of the corpus in document layout, including those that its version leaves out.
+
+        Args:
+            first: first row.
+            last: row after the last one.
+        """
         length, special = self.config.data.document_length, self.sources.tokenizer.special
         return CorpusRows(*self.sources.passages.stored_matrix(length, special, first, last))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def embed_program(model: Realm, mesh: Mesh, params: Params, documents: PassageBatch) -> jax.Array:
-    """A batch of passages, spread over the mesh, to their vectors: [batch, projection] float32."""
+    """Embed a batch of passages, sharded over the mesh.
+
+    Args:
+        model: whose passage encoder embeds.
+        mesh: of the run.
+        params: of the encoders.
+        documents: [batch, length].
+
+    Returns:
+        float32 [batch, projection].
+    """
     platform = mesh.devices.flat[0].platform
     if platform not in GROUPS:
         return model.embed_documents(params, documents)
     model = model.with_compute(hidden_sharding=None, **{"attention": "cpu"} if platform == "cpu" else {})
-    rows = logical_sharding(mesh, "batch").spec  # every device takes its own in turn
+    rows = logical_sharding(mesh, "batch").spec  # every device embeds its rows, group by group
 
     def embed(params: Params, documents: PassageBatch) -> jax.Array:
         return in_groups(
@@ -252,35 +297,55 @@ def embed_program(model: Realm, mesh: Mesh, params: Params, documents: PassageBa
             skip_empty=platform == "cpu",
         )
 
-    # Unchecked: each device may skip other groups, and nothing is shared that the checker would have to follow.
-    spread = jax.shard_map(embed, mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=rows, check_vma=False)
-    return spread(params, documents)
+    # Unchecked: each device may skip other groups, and devices share nothing that the checker would have to follow.
+    embed_shards = jax.shard_map(embed, mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=rows, check_vma=False)
+    return embed_shards(params, documents)
 
 
 def mesh_for(config: Config, devices: list[jax.Device] | None = None) -> Mesh:
-    """The mesh of a config. Raises UserError if a task's batch cannot be shared out on it."""
+    """Make the mesh of a config.
+
+    Args:
+        config: of the run.
+        devices: of the mesh; None for all.
+
+    Raises:
+        UserError: the mesh does not fit the devices, or a task's batch cannot be sharded on it.
+    """
     mesh = make_mesh(-1, config.mesh.fsdp, config.mesh.model, devices)
     check_batches(config, batch_parts(mesh))
     return mesh
 
 
-def check_batches(config: Config, spread: int) -> None:
-    """Raise UserError if a task's batch cannot be shared out over so many devices."""
-    parts = config.optimizer.microbatches
+def check_batches(config: Config, devices: int) -> None:
+    """Check that every task's batch can be sharded.
+
+    Args:
+        config: of the run.
+        devices: over which a batch is sharded.
+
+    Raises:
+        UserError: the devices and microbatches do not divide a batch.
+    """
+    microbatches = config.optimizer.microbatches
     for name in task_names(config):
         size = config[name].batch_size
-        if size % (spread * parts):
+        if size % (devices * microbatches):
             raise UserError(
-                f"config.{name}.batch_size: is {size}, but {spread} devices share a batch in {parts} part(s); set a "
-                f"multiple of {spread * parts}"
+                f"config.{name}.batch_size: is {size}, but {devices} devices share a batch in {microbatches} part(s); "
+                f"set a multiple of {devices * microbatches}"
             )
 
 
 def device_options(mesh: Mesh, dtype: Any) -> dict[str, Any]:
-    """Return fields of a `Compute` that suit the devices.
+    """Return the fields of a `Compute` that depend on the devices.
 
-    One CPU needs no sharding of hidden states, and CPUs compute in float32 what is no product (measured:
+    One CPU needs no sharding of hidden states, and CPUs compute everything but products in float32 (measured:
     `benchmarks/README.md`).
+
+    Args:
+        mesh: of the run.
+        dtype: of the model.
     """
     attention = select_attention(mesh, dtype)
     state_dtype = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else None
@@ -289,7 +354,14 @@ def device_options(mesh: Mesh, dtype: Any) -> dict[str, Any]:
 
 
 def make_bert(model: Model, vocabulary_size: int, length: int, hidden: NamedSharding | None) -> BertConfig:
-    """One BERT of a config's section `model`, with positions for `length` pieces."""
+    """Return the `BertConfig` of a config's section `model`.
+
+    Args:
+        model: the section.
+        vocabulary_size: of the tokenizer.
+        length: of the longest sequence, in tokens.
+        hidden: sharding of hidden states.
+    """
     return BertConfig(
         vocabulary_size,
         width=model.width,
@@ -309,20 +381,36 @@ def make_bert(model: Model, vocabulary_size: int, length: int, hidden: NamedShar
 
 
 def put_batch(mesh: Mesh, batch: Any) -> Any:
-    """Host arrays [batch, …] on the mesh, the first dimension spread over the data axes. Every process has all rows."""
+    """Put host arrays on the mesh, sharded by their first dimension; every process has all rows.
+
+    Args:
+        mesh: of the run.
+        batch: a tree of arrays [batch, …].
+    """
     size = len(jax.tree.leaves(batch)[0])
     return make_global_batch(mesh, batch, np.arange(size), size)
 
 
 def local_rows(mesh: Mesh, batch_size: int) -> NDArray[np.int64]:
-    """Rows of a global batch that devices of this process hold, in order."""
-    return np.unique(
-        np.concatenate([np.arange(batch_size)[part] for _, part in addressable_parts(mesh, "batch", batch_size)])
-    )
+    """Return the rows of a global batch that devices of this process hold, in order.
+
+    Args:
+        mesh: of the run.
+        batch_size: of the global batch.
+    """
+    parts = [np.arange(batch_size)[part] for _, part in addressable_parts(mesh, "batch", batch_size)]
+    return np.unique(np.concatenate(parts))
 
 
 def make_global_batch(mesh: Mesh, batch: Any, rows: NDArray[np.int64], batch_size: int) -> Any:
-    """`put_batch` of arrays that hold these rows of the global batch alone, in order (see `local_rows`)."""
+    """Put host arrays on the mesh as a global batch of which every process has only its own rows.
+
+    Args:
+        mesh: of the run.
+        batch: a tree of arrays [local batch, …].
+        rows: of the global batch that they hold, in order (`local_rows`).
+        batch_size: of the global batch.
+    """
 
     def put(array: NDArray) -> jax.Array:
         array = np.asarray(array)

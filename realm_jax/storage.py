@@ -1,8 +1,8 @@
-"""Paths that several processes or runs share: everything appears whole, or not at all.
+"""Files that several processes or runs share: every file appears complete, or not at all.
 
-Two levels. The functions at the top are for files and folders of this machine: content is written beside its final
-name, flushed to the disk and then renamed. `Folder` at the bottom is for what jobs on several machines share (exports,
-index generations, job status): a POSIX folder or a bucket (`gs://…`, `s3://…`, whatever fsspec opens).
+Two levels. The functions at the top are for files and folders of this machine: content is written under a temporary
+name, flushed to the disk and then renamed. `Folder` at the bottom is for files that jobs on several machines share
+(exports, index generations, job status): a POSIX folder or a bucket (`gs://…`, `s3://…`, all that fsspec opens).
 Not for scratch files of one process. Read `Folder` next.
 """
 
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 @contextmanager
 def open_atomic(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A binary file that takes the name `path` when the block ends well, and vanishes when it raises."""
+    """Open a binary file that takes the name `path` when the block ends well, and vanishes when it raises."""
     final = Path(path)
     handle, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent)
     try:
@@ -42,45 +42,66 @@ def open_atomic(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         # mkstemp makes files for the owner alone; a published file follows the umask like any other.
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, final)
-    except BaseException as fault:
+    except BaseException as error:
         Path(name).unlink(missing_ok=True)
-        if isinstance(fault, OSError) and fault.filename is None:
-            fault.filename = str(final)  # a write does not say where
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(final)  # a write does not say where
         raise
     _flush(final.parent)
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
-    """Write a whole file (text as UTF-8); an earlier file of that name stays until the new one is complete."""
+    """Write a complete file; an earlier file of that name stays until the new one is complete.
+
+    Args:
+        path: the file.
+        data: its content; text is written as UTF-8.
+
+    Raises:
+        OSError: the file cannot be written; it names the file.
+    """
     with open_atomic(path) as stream:
         stream.write(data.encode("utf-8") if isinstance(data, str) else data)
 
 
 def write_json_atomic(path: str | os.PathLike[str], value: Any) -> None:
-    """Write `value` as readable JSON with a stable order of keys: the order in which they were put in."""
+    """Write a value as readable JSON, with keys in the order in which they were inserted.
+
+    Args:
+        path: the file.
+        value: what `json` can write; NaN and infinity raise ValueError.
+    """
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """The value of a JSON file. Raises UserError, naming the file, when it is missing or damaged."""
+    """Return the value of a JSON file. Raises UserError, naming the file, if it is missing or damaged."""
     try:
         return json.loads(Path(path).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} does not exist; check the path") from None
-    except (ValueError, RecursionError) as fault:
-        raise UserError(f"{path} is not readable JSON ({fault}); make it again") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not readable JSON ({error}); make it again") from None
 
 
 def read_fetched_json(path: Path) -> Any:
-    """The value of a JSON file that came with a model. Raises UserError, naming the file, where it cannot be read."""
+    """Return the value of a JSON file that came with a model. Raises UserError, naming the file, if that fails."""
     try:
         return json.loads(path.read_text("utf-8"))
-    except (ValueError, OSError) as fault:
-        raise UserError(f"{path}: cannot be read ({' '.join(str(fault).split())[:150]}); fetch it again") from None
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())[:150]}); fetch it again") from None
 
 
 def read_settings(path: Path, needed: bool = False) -> dict[str, Any]:
-    """A file of settings that came with a model; {} where there need be none. Raises UserError."""
+    """Return the settings of a JSON file that came with a model.
+
+    Args:
+        path: the file.
+        needed: whether it must exist; otherwise a missing file means {}.
+
+    Raises:
+        UserError: the file is missing, unreadable, or holds no JSON object.
+    """
     settings = read_fetched_json(path) if needed or path.is_file() else {}
     if not isinstance(settings, dict):
         raise UserError(f"{path}: holds no settings; fetch it again")
@@ -88,30 +109,52 @@ def read_settings(path: Path, needed: bool = False) -> dict[str, Any]:
 
 
 def make_folder(path: str | os.PathLike[str], name: str) -> None:
-    """Make a folder that can be written to, with those above it. `name`: of the flag or key that the user gave."""
+    """Make a writable folder, and its parents.
+
+    Args:
+        path: the folder.
+        name: the flag or key with which the user named it, for the message.
+
+    Raises:
+        UserError: the folder cannot be made or written to.
+    """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
-    except OSError as fault:
-        raise UserError(f"{name}={path}: no folder that can be written to ({fault.strerror}); name another") from None
+    except OSError as error:
+        raise UserError(f"{name}={path}: no folder that can be written to ({error.strerror}); name another") from None
 
 
 @contextmanager
 def exclusive_lock(folder: Path, lock: str = ".lock", wait: bool = False) -> Iterator[None]:
-    """Lock a folder for this process. If another process of this machine holds the lock: wait for it, or UserError."""
+    """Lock a folder for this process, against other processes of this machine.
+
+    Args:
+        folder: what to lock.
+        lock: name of the lock file in it.
+        wait: whether to wait for another process that holds the lock.
+
+    Raises:
+        UserError: another process holds the lock, and `wait` is False.
+    """
     with open(folder / lock, "a") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"{folder}: another process is using it; wait for it, or stop it first") from None
-        except OSError as fault:  # a file system without locks
-            logger.debug("%s: not locked (%s)", folder, fault)
+        except OSError as error:  # a file system without locks
+            logger.debug("%s: not locked (%s)", folder, error)
         yield
 
 
 def is_held(folder: Path, lock: str = ".lock") -> bool:
-    """Whether some process of this machine holds a folder (`exclusive_lock`)."""
+    """Return whether some process of this machine holds the lock of a folder.
+
+    Args:
+        folder: as in `exclusive_lock`.
+        lock: name of the lock file in it.
+    """
     try:
         with open(folder / lock) as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -123,10 +166,14 @@ def is_held(folder: Path, lock: str = ".lock") -> bool:
 
 
 def publish_folder(temporary: str | os.PathLike[str], final: str | os.PathLike[str]) -> None:
-    """Give a finished folder its final name in one step, once all of it is on the disk. Raises UserError when that name
-    is taken.
+    """Give a finished folder its final name in one step, after all of it is on the disk.
 
-    Both must lie on one file system: make `temporary` beside `final`.
+    Args:
+        temporary: the finished folder, on the same file system: make it in the parent of `final`.
+        final: its name from then on.
+
+    Raises:
+        UserError: `final` exists.
     """
     if os.path.lexists(final):
         raise UserError(f"{final} already exists; remove it or choose another folder")
@@ -153,7 +200,7 @@ def _flush(path: Path) -> None:
 
 
 def _umask() -> int:
-    """The process's umask, which can be read only by setting it."""
+    """Return the process's umask, which can be read only by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -161,10 +208,10 @@ def _umask() -> int:
 
 # --- Folders that jobs on several machines share ----------------------------------------------------------------------
 
-AT_A_TIME = 16  # operations on a bucket, where they are many
+AT_A_TIME = 16  # parallel operations on a bucket
 TRIES = 6  # of an operation on a bucket; the waits between them add up to half a minute
 FIRST_WAIT = 1.0  # seconds; doubled from try to try
-MARGIN = 1 << 28  # bytes that staging leaves free
+MARGIN = 1 << 28  # bytes of the disk that local copies leave free
 
 
 class StorageError(UserError):
@@ -172,47 +219,53 @@ class StorageError(UserError):
 
 
 class Damaged(UserError):
-    """What is stored cannot be served: it is not what its record says. The message names the file."""
+    """A stored file is missing, or is not what its record says. The message names the file."""
 
 
 class FileEntry(NamedTuple):
-    """What a record says of a file: its name in the folder, its size and its checksum."""
+    """The entry of a file in a record."""
 
-    name: str
+    name: str  # relative to the folder
     bytes: int
-    sha256: str
+    sha256: str  # hexadecimal
 
 
-def digest(data: bytes | memoryview) -> str:
-    """SHA-256 of some bytes, in hexadecimal."""
+def sha256_hex(data: bytes | memoryview) -> str:
+    """Return the SHA-256 of bytes, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file on a disk, in hexadecimal. Raises OSError."""
+    """Return the SHA-256 of a file on a disk, in hexadecimal. Raises OSError."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def list_files(folder: Path) -> list[FileEntry]:
-    """What a record says of every file below a folder, by name."""
+    """Return the entry of every file below a folder, sorted by name."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return [FileEntry(path.relative_to(folder).as_posix(), path.stat().st_size, file_digest(path)) for path in files]
 
 
 def check_files(folder: Path, listed: Iterable[Sequence[Any]], content: bool = True) -> None:
-    """Compare files with what `list_files` said, as a record in JSON has it. Raises Damaged for the first that differs.
+    """Compare the files of a folder with their entries.
 
-    content: False compares sizes alone.
+    Args:
+        folder: the folder.
+        listed: entries of `list_files`, as read back from JSON.
+        content: whether to compare checksums too, and not only sizes.
+
+    Raises:
+        Damaged: a file is missing or differs; the message names the first one.
     """
     for entry in listed:
         _verify_file(folder / entry[0], FileEntry(*entry), str(folder / entry[0]), content)
 
 
 def record_digest(record: Mapping[str, Any]) -> str:
-    """A checksum of a record but for its entry `digest`, which holds it."""
-    rest = {key: value for key, value in record.items() if key != "digest"}
-    return digest(json.dumps(rest, sort_keys=True).encode())
+    """Return the checksum of a record without its entry `digest`, which stores the checksum."""
+    content = {key: value for key, value in record.items() if key != "digest"}
+    return sha256_hex(json.dumps(content, sort_keys=True).encode())
 
 
 OBJECT_STORES = ("gs", "gcs", "s3", "s3a", "az", "abfs", "abfss", "oci", "memory")  # what is written appears whole
@@ -221,75 +274,92 @@ OBJECT_STORES = ("gs", "gcs", "s3", "s3a", "az", "abfs", "abfss", "oci", "memory
 class Folder(ABC):
     """A shared folder. Names are relative and have forward slashes: `index/500-1f0c/MANIFEST.json`.
 
-    A file appears whole or not at all and never changes unless it is written again. Every method raises StorageError,
-    naming the path, when storage fails; what is not there raises FileNotFoundError. poll_seconds: between two looks of
-    who waits for something to appear.
+    A file appears complete or not at all, and never changes unless it is written again. Every method raises
+    StorageError, naming the path, if storage fails, and FileNotFoundError for a missing file.
     """
 
     url: str
-    poll_seconds: float
+    poll_seconds: float  # time between two polls of a job that waits for a file to appear
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """The content of a file."""
+        """Return the content of a file."""
 
     @abstractmethod
     def write(self, name: str, data: bytes | memoryview) -> None:
-        """Write a file, in the place of an earlier one of that name; folders on the way are made."""
+        """Write a file and the folders above it; an earlier file of that name is replaced.
+
+        Args:
+            name: of the file.
+            data: its content.
+        """
 
     @abstractmethod
     def names(self, folder: str = "") -> list[str]:
-        """What lies directly in a folder, in order; nothing for a folder that is not there. Never from a cache."""
+        """List the names directly in a folder, sorted; [] for a missing folder. Never from a cache."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with everything in it; what is not there is removed already."""
+        """Remove a file, or a folder with everything in it, if it exists."""
 
     @abstractmethod
-    def local(self, entry: FileEntry) -> Path:
-        """A verified file as one of this machine, which can be memory-mapped. Raises Damaged, and StorageError also
-        when the disk for staged files has no room."""
+    def local_path(self, entry: FileEntry) -> Path:
+        """Return the path on this machine of a verified file, or of its copy, to memory-map it.
 
-    def unstage(self, folder: str) -> None:  # noqa: B027 (most folders copy nothing)
-        """Forget what `local` copied of a folder to this machine."""
+        Raises Damaged, and StorageError if the disk for the copy is full.
+        """
+
+    def remove_local_copies(self, folder: str) -> None:  # noqa: B027 (a folder on a disk needs no copies)
+        """Remove the copies that `local_path` made of the files of a folder."""
 
     def write_json(self, name: str, value: Any) -> None:
+        """Write a value as JSON.
+
+        Args:
+            name: of the file.
+            value: what `json` can write; NaN and infinity raise ValueError.
+        """
         self.write(name, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """A JSON object. Raises Damaged when the file does not hold one."""
+        """Return the JSON object of a file. Raises Damaged if the file does not hold one."""
         try:
             value = json.loads(self.read(name))
-        except ValueError as fault:
-            raise Damaged(f"{self.path(name)} is not readable JSON ({fault})") from None
+        except ValueError as error:
+            raise Damaged(f"{self.path(name)} is not readable JSON ({error})") from None
         if not isinstance(value, dict):
             raise Damaged(f"{self.path(name)} holds no JSON object")
         return value
 
     def read_verified(self, entry: FileEntry) -> bytes:
-        """The content of a file that is what its record says. Raises Damaged."""
+        """Return the content of a file that agrees with its entry. Raises Damaged if it does not."""
         try:
             data = self.read(entry.name)
         except FileNotFoundError:
             raise Damaged(f"{self.path(entry.name)} is missing") from None
-        _verify(self.path(entry.name), entry, len(data), lambda: digest(data))
+        _verify(self.path(entry.name), entry, len(data), lambda: sha256_hex(data))
         return data
 
-    def put(self, name: str, data: bytes | memoryview) -> FileEntry:
-        """Write a file and say what it is."""
+    def write_entry(self, name: str, data: bytes | memoryview) -> FileEntry:
+        """Write a file and return its entry for a record.
+
+        Args:
+            name: of the file.
+            data: its content.
+        """
         self.write(name, data)
-        return FileEntry(name, len(data), digest(data))
+        return FileEntry(name, len(data), sha256_hex(data))
 
     def path(self, name: str) -> str:
-        """How a person calls a file."""
+        """Return the path or URL of a file, for messages."""
         return f"{self.url}/{name}" if name else self.url
 
 
 def open_folder(url: str | os.PathLike[str]) -> Folder:
-    """A folder by path or URL.
+    """Return the folder of a path or URL.
 
-    Raises UserError for a URL that no installed file system knows, and for file systems on which a file that is being
-    written can be read.
+    Raises UserError for a URL that no installed file system knows, and for file systems on which others can read a file
+    that is only half written.
     """
     scheme, is_url, path = str(url).partition("://")
     if not is_url or scheme == "file":
@@ -332,7 +402,7 @@ class PosixFolder(Folder):
         with self._storage_errors(name), contextlib.suppress(FileNotFoundError):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def local(self, entry: FileEntry) -> Path:
+    def local_path(self, entry: FileEntry) -> Path:
         path = self.root / entry.name
         with self._storage_errors(entry.name):
             _verify_file(path, entry, self.path(entry.name))
@@ -344,42 +414,52 @@ class PosixFolder(Folder):
             yield
         except FileNotFoundError:
             raise
-        except OSError as fault:
-            raise StorageError(f"{self.path(name)}: {fault.strerror or fault}") from fault
+        except OSError as error:
+            raise StorageError(f"{self.path(name)}: {error.strerror or error}") from error
 
 
 class Bucket(Folder):
     """A folder of an object store or of anything else that fsspec opens.
 
-    Trusts little: an operation that fails is tried again (a write that raised may have happened; writing the same bytes
-    again does no harm), listings are never taken from a cache, nothing is renamed, and what was written is looked at.
+    It trusts little: an operation that fails is tried again (a write that raised may have happened; writing the same
+    bytes again does no harm), listings never come from a cache, nothing is renamed, and the size of every written file
+    is checked.
     """
 
-    poll_seconds = 5.0  # every look is a request that costs money
+    poll_seconds = 5.0  # every poll is a request that costs money
 
     def __init__(self, url: str, filesystem: Any = None, wait: Callable[[float], None] = time.sleep) -> None:
-        """filesystem, wait: others than those of the URL and the clock, for tests."""
-        import fsspec  # here, since most runs need no bucket
+        """Open a bucket.
+
+        Args:
+            url: of the folder, such as gs://bucket/folder.
+            filesystem: an fsspec file system to use instead of the URL's, for tests.
+            wait: called with the seconds to wait before the next try.
+
+        Raises:
+            UserError: no installed file system knows the URL.
+        """
+        import fsspec  # imported here because most runs need no bucket
 
         self.url, self._wait = url.rstrip("/"), wait
         try:
             default, self._root = fsspec.core.url_to_fs(self.url)
-        except (ValueError, ImportError) as fault:
-            raise UserError(f"{url}: {fault}; install what opens such paths (gs://: gcsfs, s3://: s3fs)") from None
+        except (ValueError, ImportError) as error:
+            raise UserError(f"{url}: {error}; install what opens such paths (gs://: gcsfs, s3://: s3fs)") from None
         self._files = filesystem or default
 
     def read(self, name: str) -> bytes:
-        return self._try("read", name, lambda path: self._files.cat_file(path))
+        return self._with_retries("read", name, lambda path: self._files.cat_file(path))
 
     def write(self, name: str, data: bytes | memoryview) -> None:
-        def write(path: str) -> None:
+        def write_and_check(path: str) -> None:
             self._files.pipe_file(path, bytes(data))
             self._files.invalidate_cache()
             size = self._files.info(path)["size"]
             if size != len(data):
                 raise OSError(f"{size:,} bytes of {len(data):,} arrived")
 
-        self._try("write", name, write)
+        self._with_retries("write", name, write_and_check)
 
     def names(self, folder: str = "") -> list[str]:
         def ls(path: str) -> list[str]:
@@ -390,7 +470,7 @@ class Bucket(Folder):
                 return []
             return sorted({path.rstrip("/").rpartition("/")[2] for path in paths} - {""})
 
-        return self._try("list", folder, ls)
+        return self._with_retries("list", folder, ls)
 
     def remove(self, name: str) -> None:
         def rm(path: str) -> None:
@@ -398,68 +478,74 @@ class Bucket(Folder):
             with contextlib.suppress(FileNotFoundError):
                 self._files.rm(path, recursive=True)
 
-        self._try("remove", name, rm)
+        self._with_retries("remove", name, rm)
 
-    def local(self, entry: FileEntry) -> Path:
-        """Staged once on this machine: downloaded, verified, and only then given its name."""
-        path = self._staged(entry.name)
+    def local_path(self, entry: FileEntry) -> Path:
+        # Copied once to this machine: downloaded, verified, and only then given its name.
+        path = self._staged_path(entry.name)
         if path.is_file():
             with contextlib.suppress(Damaged):
                 _verify_file(path, entry, str(path))
                 return path
         path.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(path.parent).free
-        if free < entry.bytes + MARGIN:
+        free_bytes = shutil.disk_usage(path.parent).free
+        if free_bytes < entry.bytes + MARGIN:
             raise StorageError(
-                f"{self.path(entry.name)} needs {entry.bytes + MARGIN:,} bytes of {path.parent}, which has {free:,} "
-                "free; set REALM_STAGING to a folder with more room"
+                f"{self.path(entry.name)} needs {entry.bytes + MARGIN:,} bytes of {path.parent}, which has "
+                f"{free_bytes:,} free; set REALM_STAGING to a folder with more room"
             )
         write_atomic(path, self.read_verified(entry))
         return path
 
-    def unstage(self, folder: str) -> None:
-        shutil.rmtree(self._staged(folder), ignore_errors=True)
+    def remove_local_copies(self, folder: str) -> None:
+        shutil.rmtree(self._staged_path(folder), ignore_errors=True)
 
-    def _staged(self, name: str) -> Path:
-        return staging_folder() / digest(self.url.encode())[:16] / name
+    def _staged_path(self, name: str) -> Path:
+        return staging_folder() / sha256_hex(self.url.encode())[:16] / name
 
-    def _try(self, verb: str, name: str, operation: Callable[[str], _T]) -> _T:
+    def _with_retries(self, verb: str, name: str, operation: Callable[[str], _T]) -> _T:
+        """Return `operation(path)`, tried up to TRIES times. Raises FileNotFoundError at once, else StorageError."""
         for attempt in range(TRIES):
             try:
                 return operation(f"{self._root}/{name}" if name else self._root)
             except FileNotFoundError:
                 raise
-            except Exception as fault:  # every file system has errors of its own
+            except Exception as error:  # every file system has errors of its own
                 if attempt == TRIES - 1:
-                    raise StorageError(f"{self.path(name)}: cannot {verb} it after {TRIES} tries ({fault})") from fault
-                logger.warning("%s: cannot %s it (%s); trying again", self.path(name), verb, fault)
+                    raise StorageError(f"{self.path(name)}: cannot {verb} it after {TRIES} tries ({error})") from error
+                logger.warning("%s: cannot %s it (%s); trying again", self.path(name), verb, error)
                 self._wait(FIRST_WAIT * 2**attempt)
         raise AssertionError("the last try returns or raises")
 
 
 @functools.cache
 def staging_folder() -> Path:
-    """Where files of buckets are kept on this machine: REALM_STAGING, else a folder of the user's cache."""
-    home = os.environ.get("REALM_STAGING")
-    return Path(home) if home else cache_folder() / "staged"
+    """Return the folder for copies of a bucket's files: REALM_STAGING, else a folder of the user's cache."""
+    folder = os.environ.get("REALM_STAGING")
+    return Path(folder) if folder else cache_folder() / "staged"
 
 
-def side_by_side(act: Callable[..., None], *items: Iterable[Any]) -> None:
-    """Call `act` for each of some items, as `map` does, a few at a time: a bucket answers after tens of milliseconds.
+def parallel_map(function: Callable[..., None], *items: Iterable[Any]) -> None:
+    """Call `function` for each item in AT_A_TIME threads, because a bucket answers only after tens of milliseconds.
 
-    Raises what the first of them in order raises; those that have not begun are left out then.
+    Args:
+        function: what to call.
+        *items: its arguments, an iterable for each, as of `map`.
+
+    Raises:
+        Exception: that of the first call, in order, that failed; calls that have not begun are canceled.
     """
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         try:
-            list(pool.map(act, *items))
+            list(pool.map(function, *items))
         finally:
             pool.shutdown(cancel_futures=True)
 
 
 def cache_folder() -> Path:
-    """Where this machine keeps what can be made again: REALM_CACHE, else a folder of the user's cache."""
-    home = os.environ.get("REALM_CACHE")
-    return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "realm_jax"
+    """Return this machine's folder for files that can be made again: REALM_CACHE, else one in the user's cache."""
+    folder = os.environ.get("REALM_CACHE")
+    return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "realm_jax"
 
 
 def _verify_file(path: Path, entry: FileEntry, name: str, content: bool = True) -> None:

@@ -31,7 +31,7 @@ from realm_jax.index.provider import shared_folder
 from realm_jax.launch.local import free_port
 from realm_jax.launch.plan import abstract_arguments
 from realm_jax.models.layers import Params
-from realm_jax.processes import WorkShare
+from realm_jax.processes import WorkerSlice
 from realm_jax.run import Run
 from realm_jax.tasks import make_task
 from realm_jax.tasks.base import Task
@@ -178,7 +178,7 @@ def cut_off(monkeypatch, work: Callable[[], Any], *steps: int) -> None:
 
 def make_job(run, process=0, processes=1):
     own = make_run(for_embedding(run.config, jax.local_device_count()), run.workdir, run.sources, jax.devices()[:1])
-    return Job(own, shared_folder(run), WorkShare(process, processes))
+    return Job(own, shared_folder(run), WorkerSlice(process, processes))
 
 
 @contextmanager
@@ -212,7 +212,7 @@ def spoil(folder, manifest, fault):
     if fault == "manifest":
         folder.write(record, text[:40])
     elif fault == "nan":
-        written = folder.put(chunk.name, np.full((6, manifest.width), np.nan, np.float32).tobytes())
+        written = folder.write_entry(chunk.name, np.full((6, manifest.width), np.nan, np.float32).tobytes())
         folder.write(record, text.replace(chunk.sha256.encode(), written.sha256.encode()))
     else:
         folder.write(chunk.name, data[:-3] if fault == "truncated" else data[:9] + bytes([data[9] ^ 4]) + data[10:])

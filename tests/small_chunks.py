@@ -12,7 +12,7 @@ from realm_jax.index import files as generations
 def shrink(patch: Callable[..., None] = setattr) -> None:
     """The same in this process. patch: what sets an attribute of an object."""
     patch(generations, "CHUNK_ROWS", 6)
-    patch(generations, "KEPT", 1)
+    patch(generations, "RETAINED_GENERATIONS", 1)
     for kind in (storage.PosixFolder, storage.Bucket):
         patch(kind, "poll_seconds", 0.01)
 

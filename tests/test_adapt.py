@@ -155,7 +155,7 @@ def test_from_documents_to_a_model_and_a_report(done, capsys, monkeypatch):
     assert "http:" not in page and "https:" not in page and record["plan"]["fingerprint"] in card
     assert np.load(done / "vectors.npy").shape == (60, 16)
     folder = open_folder(done)
-    watched = run_status(folder, Heartbeats(folder).look(0.0))
+    watched = run_status(folder, Heartbeats(folder).poll(0.0))
     assert [watched[key] for key in ("state", "stage", "adapted", "seconds_left")] == ["done", "ended", True, None]
     assert all(task["state"] == "done" and task["step"] == task["steps"] for task in watched["tasks"])
 

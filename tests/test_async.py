@@ -102,7 +102,7 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
     """Two trainer processes, of which the second looks for generations now and then: none is adopted before both have
     it, although newer ones come faster than the second looks."""
     run = open_tiny(people, tmp_path, adopt_after=-1, every=3)
-    params, look, deadline = run.initial_params(), IndexWatcher._look, time.monotonic() + PATIENCE
+    params, look, deadline = run.initial_params(), IndexWatcher._poll, time.monotonic() + PATIENCE
     words, used, adopted = deque(maxlen=2), [None, None], []
     with builder(run), report_status(run) as status, ExitStack() as stack:
         own = make_task("realm", run), 0, {}, 1, status, lambda: False
@@ -112,7 +112,7 @@ def test_processes_adopt_the_same_generation_at_the_same_step(people, tmp_path, 
                 break
             assert time.monotonic() < deadline, f"{len(adopted)} generations in {step} steps"
             if step == 1:
-                monkeypatch.setattr(IndexWatcher, "_look", lambda self: look(self) if self is first._watcher else None)
+                monkeypatch.setattr(IndexWatcher, "_poll", lambda self: look(self) if self is first._watcher else None)
             if step % 10 == 9:
                 look(second._watcher)
             reduced = reduce_control(jnp.array(words[0])).tolist() if len(words) == 2 else []

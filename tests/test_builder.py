@@ -11,9 +11,9 @@ from realm_jax.host import Preempted
 from realm_jax.index import files as generations
 from realm_jax.index.build import Builder, Corpus
 from realm_jax.index.heartbeat import Status, read_status, write_status
-from realm_jax.processes import WorkShare
+from realm_jax.processes import WorkerSlice
 from realm_jax.retrieval.embed import CorpusRows
-from realm_jax.storage import Damaged, PosixFolder, digest
+from realm_jax.storage import Damaged, PosixFolder, sha256_hex
 
 WIDTH, ROWS, CHUNK = 4, 23, 5
 
@@ -50,7 +50,7 @@ def make_export(folder, step, scale=1.0):
 
 
 def builder(folder, process=0, processes=1, **options):
-    return Builder(folder, CORPUS, options.pop("dtype", "float32"), CHUNK, WorkShare(process, processes), **options)
+    return Builder(folder, CORPUS, options.pop("dtype", "float32"), CHUNK, WorkerSlice(process, processes), **options)
 
 
 class Killed(BaseException):
@@ -250,7 +250,7 @@ def test_bad_vectors_with_a_right_checksum_are_refused(folder, published, value)
     first, *others = published.chunks
     data = np.full((5, WIDTH), value, np.float32).tobytes()
     folder.write(first.file.name, data)
-    lying = first._replace(file=first.file._replace(sha256=digest(data)))
+    lying = first._replace(file=first.file._replace(sha256=sha256_hex(data)))
     with pytest.raises(Damaged, match="row 0 and 4 others have a vector that is zero or not finite"):
         generations.load_vectors(folder, dataclasses.replace(published, chunks=(lying, *others)))
 
@@ -280,7 +280,7 @@ def test_a_damaged_chunk_of_the_corpus_before_an_edit_is_not_shared(folder, expo
     again = dataclasses.replace(builder(folder), corpus=dataclasses.replace(CORPUS, fingerprint="edited"))
     with pytest.raises(Damaged, match="has 76 bytes, not 80"):
         again.build(export, embed, QUERIES)
-    assert generations.rejection(folder, published.generation)["again"]
+    assert generations.read_rejection(folder, published.generation).retryable
     assert holds_all(folder, again.build(export, embed, QUERIES))
 
 
@@ -289,11 +289,11 @@ def test_a_damaged_chunk_of_the_corpus_before_an_edit_is_not_shared(folder, expo
 
 def test_a_published_generation_is_built_once_and_again_only_if_it_was_found_damaged(folder, export, published):
     assert build(folder, export, killed_at(1)) == published
-    generations.reject(folder, published.generation, "a chunk is damaged", again=True)
+    generations.reject(folder, published.generation, "a chunk is damaged", retryable=True)
     second = build(folder, export)
     assert second.generation != published.generation
     assert generations.current_name(folder, export, "corpus") == second.generation
-    generations.reject(folder, second.generation, "its recall is too low", again=False)
+    generations.reject(folder, second.generation, "its recall is too low", retryable=False)
     assert generations.current_name(folder, export, "corpus") == second.generation
 
 

@@ -272,7 +272,7 @@ def test_a_run_that_is_done_is_not_extended_and_its_builder_ends(people, sturdy,
 @pytest.mark.parametrize("fault", [slow("truncated"), "flipped", slow("nan"), "manifest"])
 def test_a_generation_is_damaged(run, ends_the_same, monkeypatch, log, fault):
     """Between publication and the trainer's look; the trainer adopts the second attempt in time."""
-    build, look, damaged, gate = build_job.Builder.build, IndexWatcher._look, [], threading.Lock()
+    build, look, damaged, gate = build_job.Builder.build, IndexWatcher._poll, [], threading.Lock()
 
     def spoiled(self, export, embed, queries):
         with gate:
@@ -286,7 +286,7 @@ def test_a_generation_is_damaged(run, ends_the_same, monkeypatch, log, fault):
         with gate:
             look(self)
 
-    monkeypatch.setattr(IndexWatcher, "_look", gated)
+    monkeypatch.setattr(IndexWatcher, "_poll", gated)
     monkeypatch.setattr(build_job.Builder, "build", spoiled)
     ends_the_same(run)
     assert f"generation {damaged[0]} is refused: " in log.text
@@ -305,9 +305,9 @@ def test_another_process_finds_rows_damaged(copied):
     what the builder makes in its place is loaded."""
     folder = PosixFolder(copied.workdir)
     with adopting(copied) as (own, watching):
-        watching.want(export_step(own), export_step(own), exactly=True)
+        watching.request_steps(export_step(own), export_step(own), exactly=True)
         assert watching.wait(10, lambda: False).generation == own
-        generations.reject(folder, own, "one of its files is damaged", again=True)
+        generations.reject(folder, own, "one of its files is damaged", retryable=True)
         until(lambda: watching.wait(0, lambda: False) is None, 20)
         export, corpus = read_export(folder, export_step(own)), copied.sources.passages.fingerprint
         again = generations.current_name(folder, export, corpus)
@@ -323,7 +323,7 @@ def test_a_generation_of_another_name(copied):
     with adopting(copied) as (own, watching):
         manifest, foreign = folder.read_json(f"index/{own}/{MANIFEST}"), f"{export_step(own)}-f123abcd"
         folder.write_json(f"index/{foreign}/{MANIFEST}", manifest | {"generation": foreign, "corpus": "another"})
-        watching.want(0, 100)
+        watching.request_steps(0, 100)
         assert watching.wait(10, lambda: False).generation == own
         with pytest.raises(generations.IncompatibleIndex, match="its corpus is another, not"):
             watching.load(foreign)

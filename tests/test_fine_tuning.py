@@ -128,7 +128,7 @@ def test_a_reader_learns_from_what_bm25_finds(people, tmp_path, objective):
     assert largest_change(last["reader"], first["reader"]) > 1e-3
     questions, index = run.sources.questions["dev"], run.index_without_vectors
     evaluator = Evaluator(run, questions, search="bm25")
-    rows, scores = run.words().scored([question.question for question in questions], len(PEOPLE))
+    rows, scores = run.bm25().scored([question.question for question in questions], len(PEOPLE))
     np.testing.assert_array_equal(evaluator.retrieve(last, index), rows)
     for found, wanted, score in zip(evaluator.predict(last, index), rows, scores, strict=True):
         assert [one.row for one in found.candidates] == wanted[:3].tolist()

@@ -56,7 +56,7 @@ def test_questions_retrieve_the_fused_list_and_record_where_it_is_from(fine):
     by_vectors = Evaluator(run, questions).predict(params, run.index(vectors))
     for question, prediction, other in zip(questions, predictions, by_vectors, strict=True):
         scores = dict(zip(other.retrieved.tolist(), other.scores.tolist(), strict=True))  # of all passages
-        words = [part[0] for part in run.words().scored([question.question], len(PEOPLE))]
+        words = [part[0] for part in run.bm25().scored([question.question], len(PEOPLE))]
         cross = np.array([scores[row] for row in words[0].tolist()], np.float32)
         wanted = fuse(
             other.retrieved[None], other.scores[None], words[0][None], words[1][None], cross[None], len(PEOPLE)

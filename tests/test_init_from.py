@@ -12,7 +12,7 @@ from realm_jax.assemble import make_run
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.run import Run
-from realm_jax.storage import digest, read_json
+from realm_jax.storage import read_json, sha256_hex
 from realm_jax.train.checkpoints import DamagedCheckpoint, SavedCheckpoint
 from realm_jax.train.init_from import find_source, record_start
 from realm_jax.train.loop import train_task
@@ -187,4 +187,4 @@ def test_what_another_start_left_is_removed_before_the_first_checkpoint(trained_
     record_start(run, jax.tree.map(lambda x: x + 1, params))
     assert not (tmp_path / "ict").exists()
     starting_params(heir(trained_run, tmp_path, tasks="ict", init_from=""))
-    assert read_json(tmp_path / "start.json") == {"reader": False, "params": digest(b"{}")}
+    assert read_json(tmp_path / "start.json") == {"reader": False, "params": sha256_hex(b"{}")}

@@ -125,7 +125,7 @@ def test_parameters_for_gpus_are_made_on_their_host_and_are_the_same(monkeypatch
     here = run.initial_params()
     used = []
     made = realm_jax.run._init_program(run.model, None)
-    monkeypatch.setattr(realm_jax.run, "host_of_gpus", lambda mesh: jax.devices()[7])
+    monkeypatch.setattr(realm_jax.run, "cpu_of_gpu_mesh", lambda mesh: jax.devices()[7])
     monkeypatch.setattr(
         realm_jax.run, "_init_program", lambda model, mesh: lambda key: used.append(made(key)) or used[0]
     )

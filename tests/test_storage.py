@@ -35,7 +35,7 @@ def test_files_are_written_listed_read_and_removed(folder):
 
 
 def test_what_is_read_is_what_was_written_or_named_as_damaged(folder):
-    entry = folder.put("a/b.bin", b"some vectors")
+    entry = folder.write_entry("a/b.bin", b"some vectors")
     assert folder.read_verified(entry) == b"some vectors"
     folder.write("a/b.bin", b"same vectors")
     with pytest.raises(Damaged, match="a/b.bin is damaged: its checksum"):
@@ -68,7 +68,7 @@ def test_a_bucket_that_fails_for_a_while_is_asked_again():
 
 def test_a_write_that_raised_may_have_happened():
     folder = bucket(late=[http(503)])
-    entry = folder.put("a/b", b"1")
+    entry = folder.write_entry("a/b", b"1")
     assert folder.read_verified(entry) == b"1"
 
 
@@ -91,22 +91,22 @@ def test_a_listing_never_comes_from_a_cache():
 def test_a_file_of_a_bucket_is_staged_once_and_verified(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "staging_folder", lambda: tmp_path)
     folder = bucket()
-    entry = folder.put("scann/0.bin", b"tree")
-    path = folder.local(entry)
+    entry = folder.write_entry("scann/0.bin", b"tree")
+    path = folder.local_path(entry)
     assert path.read_bytes() == b"tree" and path.is_relative_to(tmp_path)
     folder.remove("scann/0.bin")
-    assert folder.local(entry) == path, "it is here already"
+    assert folder.local_path(entry) == path, "it is here already"
     path.write_bytes(b"tre3")
     with pytest.raises(Damaged, match="is missing"):
-        folder.local(entry)
+        folder.local_path(entry)
 
 
 def test_staging_looks_for_room_first(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "staging_folder", lambda: tmp_path)
     folder = bucket()
-    entry = folder.put("scann/0.bin", b"tree")._replace(bytes=1 << 60)
+    entry = folder.write_entry("scann/0.bin", b"tree")._replace(bytes=1 << 60)
     with pytest.raises(UserError, match="set REALM_STAGING to a folder with more room"):
-        folder.local(entry)
+        folder.local_path(entry)
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
@@ -142,10 +142,10 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
 
 def test_a_local_file_is_served_in_place(tmp_path):
     folder = PosixFolder(tmp_path)
-    entry = folder.put("a/b", b"12")
-    assert folder.local(entry) == tmp_path / "a" / "b"
+    entry = folder.write_entry("a/b", b"12")
+    assert folder.local_path(entry) == tmp_path / "a" / "b"
     with pytest.raises(Damaged, match="has 2 bytes, not 3"):
-        folder.local(FileEntry("a/b", 3, entry.sha256))
+        folder.local_path(FileEntry("a/b", 3, entry.sha256))
 
 
 # --- Files and folders by their paths

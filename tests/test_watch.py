@@ -60,7 +60,7 @@ def put_run(folder: Folder) -> None:
     for name in (USED, NEWER, BAD):
         folder.write_json(f"index/{name}/MANIFEST.json", manifest(name).to_json())
     folder.write(f"index/{BUILT}/000-009-f.bin", b"")
-    reject(folder, BAD, "zero", again=True)
+    reject(folder, BAD, "zero", retryable=True)
     beat(folder, 7)
 
 
@@ -79,14 +79,14 @@ def beat(folder: Folder, counter: int) -> None:
 def alive(folder: Folder) -> dict:
     """Its status between two heartbeats."""
     heartbeats = Heartbeats(folder, needs_trainer=False)
-    heartbeats.look(0.0)
+    heartbeats.poll(0.0)
     beat(folder, 8)
-    return run_status(folder, heartbeats.look(5.0))
+    return run_status(folder, heartbeats.poll(5.0))
 
 
 def once(folder: Folder) -> dict:
     """Its status at one look, which is too short for a heartbeat."""
-    return run_status(folder, Heartbeats(folder, needs_trainer=False).look(0.0))
+    return run_status(folder, Heartbeats(folder, needs_trainer=False).poll(0.0))
 
 
 def shown(status: dict, width: int, **options) -> str:
@@ -128,15 +128,15 @@ def test_the_index_and_its_generations(folder):
 
 def test_heartbeats_say_whether_it_runs(folder):
     heartbeats = Heartbeats(folder, needs_trainer=False)
-    assert run_status(folder, heartbeats.look(0.0))["state"] == "unknown"
+    assert run_status(folder, heartbeats.poll(0.0))["state"] == "unknown"
     beat(folder, 8)
-    assert run_status(folder, heartbeats.look(5.0))["state"] == "running"
-    assert run_status(folder, heartbeats.look(14.0))["state"] == "running"
-    silent = run_status(folder, heartbeats.look(15.0))
+    assert run_status(folder, heartbeats.poll(5.0))["state"] == "running"
+    assert run_status(folder, heartbeats.poll(14.0))["state"] == "running"
+    silent = run_status(folder, heartbeats.poll(15.0))
     assert silent["state"] == "no heartbeat" and {job["state"] for job in silent["jobs"]} == {"late"}
     assert [task["state"] for task in silent["tasks"]] == ["done", "stopped", "waiting"]
     beat(folder, 9)
-    assert run_status(folder, heartbeats.look(16.0))["state"] == "running", "it was started again"
+    assert run_status(folder, heartbeats.poll(16.0))["state"] == "running", "it was started again"
 
 
 def test_a_run_that_is_done(folder):

@@ -19,7 +19,7 @@ from realm_jax.host import Stop
 from realm_jax.index.build import for_embedding
 from realm_jax.index.job import SILENCE, Job
 from realm_jax.index.provider import shared_folder
-from realm_jax.processes import WorkShare, check_process
+from realm_jax.processes import WorkerSlice, check_process
 from realm_jax.retrieval.scann import load_scann
 from realm_jax.storage import make_folder
 from realm_jax.train.init_from import fill_from_pretrained
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Build. Raises Preempted after SIGTERM."""
     check_process(args.process, args.processes)
-    share, workdir = WorkShare(args.process, args.processes), Path(args.workdir)
+    worker, workdir = WorkerSlice(args.process, args.processes), Path(args.workdir)
     recorded = (workdir / "config.json").is_file()  # then the builder of a run needs its folder alone
     usual = ConfigDict(recorded_config(workdir).to_dict()) if recorded else default()
     config = validate(load_config(args.config, args.overrides, lambda: usual))
@@ -62,6 +62,6 @@ def run(args: argparse.Namespace) -> None:
     cache_programs()
     sources = open_sources(config.data.path, recorded_corpus(workdir))
     opened = make_run(for_embedding(config, jax.local_device_count()), workdir, sources, jax.local_devices())
-    job = Job(opened, shared_folder(opened), share, math.inf if args.wait else SILENCE)
+    job = Job(opened, shared_folder(opened), worker, math.inf if args.wait else SILENCE)
     with Stop() as stop:
         job.work(stop, args.step, args.once or args.step is not None)

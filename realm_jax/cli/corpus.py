@@ -32,7 +32,7 @@ from realm_jax.index.files import (
     export_step,
     generation_names,
     load_vectors,
-    manifests,
+    read_manifests,
     remove_generation,
     write_export,
 )
@@ -192,7 +192,7 @@ def publish(run: Run, step: int, towers: Params) -> dict[str, Any]:
         newest = run_builder(run, folder).build(export, embed_unknown(run, towers), queries)
         # Generations for versions between the first, which runs train with, and the newest are outdated.
         same_step = [name for name in generation_names(folder) if export_step(name) == newest.step]
-        for manifest in manifests(folder, same_step):
+        for manifest in read_manifests(folder, same_step):
             if manifest.generation != newest.generation and manifest.corpus in store.versions[1:]:
                 remove_generation(folder, manifest.generation)
         record: dict[str, Any] = {"generation": newest.generation, "stored_vectors": newest.rows}

@@ -15,7 +15,7 @@ from realm_jax.config import PrintPage, add_config_argument, load_config, task_n
 from realm_jax.errors import UserError
 from realm_jax.index.heartbeat import TRAINER
 from realm_jax.launch import spec as specs
-from realm_jax.launch.checks import check_cloud, check_place, check_training
+from realm_jax.launch.checks import check_cloud, check_remote_workdir, check_training
 from realm_jax.launch.jobset import JobSets
 from realm_jax.launch.local import Local
 from realm_jax.launch.queued_resources import QueuedResources
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run and args.act is not start:
         raise UserError("--dry-run: goes with start; leave it out")
     if args.target not in (None, "local"):
-        check_place(args.workdir, args.target)
+        check_remote_workdir(args.workdir, args.target)
     return args.act(args) or 0
 
 

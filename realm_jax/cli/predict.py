@@ -24,7 +24,7 @@ from realm_jax.eval.prediction_files import question_record, resume, write_recor
 from realm_jax.host import Stop
 from realm_jax.inference.predictions import FIELDS, describe, records
 from realm_jax.run import Run
-from realm_jax.storage import digest, exclusive_lock, flush_to_disk
+from realm_jax.storage import exclusive_lock, flush_to_disk, sha256_hex
 from realm_jax.tasks.answering import question_search, reranker
 from realm_jax.train.exported_model import ExportedModel
 from realm_jax.train.trained_run import (
@@ -102,7 +102,7 @@ def prediction_settings(
     return settings | {
         "checkpoint": exported.identity,
         "corpus": run.sources.passages.fingerprint,
-        "questions": digest(json.dumps(asked).encode()),
+        "questions": sha256_hex(json.dumps(asked).encode()),
         "lines": len(questions),
         "search": search,
         "retrieved": max(answering.retrieved, run.answering_qa.passages),

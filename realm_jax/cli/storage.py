@@ -14,11 +14,11 @@ from realm_jax.errors import UserError
 from realm_jax.index.files import (
     export_step,
     generation_names,
+    indexes_sharing_files,
     load_vectors,
     read_manifest,
-    rejection,
+    read_rejection,
     remove_generation,
-    sharing,
 )  # fmt: skip
 from realm_jax.index.heartbeat import TRAINER, read_status
 from realm_jax.storage import Damaged, Folder
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"generation {name} is needed to resume the run; remove it anyway with --force")
     for name in args.names:
         remove_generation(shared, name)
-        others = sharing(shared, name)
+        others = indexes_sharing_files(shared, name)
         print(f"{name}: {f'{others[0].generation} needs its vectors, which stay' if others else 'removed'}")
     return 0
 
@@ -130,11 +130,11 @@ class Generation(NamedTuple):
             manifest = read_manifest(self.folder, self.name)
         except Damaged as fault:
             return facts | {"state": "damaged", "reason": str(fault)}
-        if (reason := rejection(self.folder, self.name)) is not None:
-            facts |= {"state": "refused", "reason": reason.get("reason", "")}
+        if (rejected := read_rejection(self.folder, self.name)) is not None:
+            facts |= {"state": "refused", "reason": rejected.reason}
         elif manifest is not None:
             facts["state"] = "published"
-        elif sharing(self.folder, self.name):
+        elif indexes_sharing_files(self.folder, self.name):
             facts["state"] = "superseded"
         if manifest is not None:
             facts |= {

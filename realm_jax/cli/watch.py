@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
     ):
         while True:
             try:
-                status = run_status(folder, heartbeats.look(time.monotonic()))
+                status = run_status(folder, heartbeats.poll(time.monotonic()))
             except StorageError as fault:  # a network's: it may come back
                 live.update(Text(f"{fault}; trying again"), refresh=True)
             else:

@@ -11,7 +11,7 @@ from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.tokenizer_files import open_tokenizer
 from realm_jax.errors import UserError
-from realm_jax.storage import digest, read_json
+from realm_jax.storage import read_json, sha256_hex
 
 FORMAT_VERSION = 2
 
@@ -57,7 +57,7 @@ class Sources:
             "tokenizer": self.tokenizer.fingerprint,
             "passages": self.passages.fingerprint,
             "pretraining": self.pretraining.fingerprint,
-            "questions": digest(json.dumps(contents, sort_keys=True).encode()),
+            "questions": sha256_hex(json.dumps(contents, sort_keys=True).encode()),
         }
 
 

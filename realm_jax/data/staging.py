@@ -15,10 +15,10 @@ from realm_jax.errors import UserError
 from realm_jax.storage import (
     Folder,
     StorageError,
-    digest,
     exclusive_lock,
     open_folder,
-    side_by_side,
+    parallel_map,
+    sha256_hex,
     staging_folder,
     write_atomic,
 )
@@ -49,7 +49,7 @@ def staged(url: str, flag: str = "config.data.path=") -> Path:
         StorageError: it cannot be read, or the disk is too small.
     """
     folder = open_folder(url)
-    copy = staging_folder() / f"data-{digest(folder.url.encode())[:16]}"
+    copy = staging_folder() / f"data-{sha256_hex(folder.url.encode())[:16]}"
     copy.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(copy, wait=True):
         try:
@@ -95,7 +95,7 @@ def _copy(folder: Folder, copy: Path, manifest: dict[str, Any], stores: dict[str
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(copy / name, folder.read(name))
 
-    side_by_side(fetch, [*small, *missing])
+    parallel_map(fetch, [*small, *missing])
     # STORE.json makes a store complete, so it comes after the files of its segments.
     for name, record in stores.items():
         write_atomic(copy / name / STORE, record)

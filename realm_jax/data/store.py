@@ -29,7 +29,7 @@ from numpy.typing import DTypeLike, NDArray
 from realm_jax.data.layouts import SpecialTokens
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
-from realm_jax.storage import digest, flush_to_disk, read_json, write_json_atomic
+from realm_jax.storage import flush_to_disk, read_json, sha256_hex, write_json_atomic
 
 FORMAT_VERSION = 2
 MANIFEST = "STORE.json"
@@ -484,7 +484,7 @@ class PassageStore:
         for segment in self.segments:
             offsets = {f"{name}.offsets": array for name, array in segment.offsets.items()}
             for name, array in (segment.columns | offsets).items():
-                if digest(np.ascontiguousarray(array).data) != segment.files[file_name(name)]["sha256"]:
+                if sha256_hex(np.ascontiguousarray(array).data) != segment.files[file_name(name)]["sha256"]:
                     raise UserError(f"{segment.path(name)} is damaged; prepare the data again")
 
 
@@ -592,7 +592,7 @@ class SegmentWriter:
             entry = {
                 "folder": self.folder.name,
                 "rows": self.sinks["title_lengths"].items,
-                "fingerprint": digest(content.encode()),
+                "fingerprint": sha256_hex(content.encode()),
                 "span_kinds": kinds,
                 **({} if self._dtype == TOKEN_DTYPE else {"dtype": self._dtype.name}),
                 "files": files,
@@ -785,7 +785,7 @@ def new_version(
     """
     fingerprints = [segment["fingerprint"] for segment in segments]
     content = {"segments": fingerprints, "removed": removed} if removed else fingerprints
-    fingerprint = digest(json.dumps(content, sort_keys=True).encode())
+    fingerprint = sha256_hex(json.dumps(content, sort_keys=True).encode())
     version = {"fingerprint": fingerprint, "segments": len(segments), "removed": [*removed]}
     manifest = {"format_version": FORMAT_VERSION, **settings, "fingerprint": fingerprint, "segments": segments}
     earlier_versions = [v for v in (versions_of(earlier) if earlier else []) if v["fingerprint"] != fingerprint]

@@ -1,4 +1,4 @@
-"""Asynchronous index: the trainer exports its encoders, another job embeds the corpus, and its generations are adopted.
+"""Asynchronous index: the trainer exports its encoders, another job builds generations, and the trainer adopts them.
 
 `AsyncIndexProvider.maybe_refresh` decides step by step when a generation is adopted; `watcher.py` loads one, and
 `exporter.py` writes exports. The rules: docs/design.md, "Exports and generations".
@@ -37,7 +37,7 @@ from realm_jax.mesh import to_host
 from realm_jax.models.layers import Params
 from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0, same_on_all_processes
 from realm_jax.retrieval.exact import search
-from realm_jax.storage import Damaged, StorageError, digest
+from realm_jax.storage import Damaged, StorageError, sha256_hex
 from realm_jax.tasks.base import Task
 
 logger = logging.getLogger(__name__)
@@ -48,15 +48,23 @@ _T = TypeVar("_T")
 
 
 class AsyncIndexProvider(InlineIndexProvider):
-    """A task's index made by another job."""
+    """Provide a task's index from the generations that another job builds."""
 
     def __init__(
-        self, task: Task, start: int, kept: dict[int, str], keep: int, status: StatusWriter,
+        self, task: Task, start: int, checkpoint_generations: dict[int, str], keep: int, status: StatusWriter,
         should_stop: Callable[[], bool], on_progress: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """start: step to begin or resume with. kept: step → generation of the checkpoints that are there; `keep` of
-        them stay. status: through which builders hear what is needed. should_stop: whether to stop waiting.
-        on_progress: called again and again while the corpus is embedded."""
+        """Make the provider of a task's index.
+
+        Args:
+            task: the task.
+            start: step to begin or resume with.
+            checkpoint_generations: step → generation of the existing checkpoints.
+            keep: number of checkpoints that are retained.
+            status: publishes which generations are needed, for builders.
+            should_stop: whether to stop waiting.
+            on_progress: called again and again while the corpus is embedded.
+        """
         super().__init__(task, on_progress)
         run = task.run
         self._start, self._should_stop = start, should_stop
@@ -72,33 +80,34 @@ class AsyncIndexProvider(InlineIndexProvider):
         self._watcher = IndexWatcher(self._folder, expected, run)
         self._exporter = Exporter(run, self._folder)
         self._status = status
-        # Step and index of the checkpoints that a restart may find: those kept, and one that is still being written.
-        saves = sorted((step, export_step(generation)) for step, generation in kept.items() if generation)
+        # Step and export step of the checkpoints that a restart may find, including one that is still being written.
+        named = ((step, generation) for step, generation in checkpoint_generations.items() if generation)
+        saves = sorted((step, export_step(generation)) for step, generation in named)
         self._saves: deque[tuple[int, int]] = deque(saves, maxlen=keep + 1)
-        self._step, self._used = start, -1  # where training is, and the export step of the index in use
+        self._step, self._used = start, -1  # current step, and export step of the index in use
         self._newest = -1  # export step of the newest generation that any process has ready
         self._given_up = -1  # export steps up to this one are not waited for
-        # What was announced at the last two steps stays loaded until the processes have answered.
+        # Indexes announced at the last two steps stay loaded until all processes have read the reduced signal.
         self._announced: deque[LoadedIndex | None] = deque(maxlen=2)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            # Said anew: where the checkpoint of the last step is damaged, steps are trained again that need an index.
+            # Also after a finished run: if the checkpoint of its last step is damaged, it trains steps that need an
+            # index again.
             self._status.update(step=self._start, index_done=False)
             if is_process_0():
-                self._retry_storage(self._drop_rolled_back_exports)
-            self._folder.unstage("index")
-            for part in (self._exporter, self._watcher):
-                stack.enter_context(part)
+                self._retry_storage(self._remove_rolled_back_exports)
+            self._folder.remove_local_copies("index")
+            for manager in (self._exporter, self._watcher):
+                stack.enter_context(manager)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def _drop_rolled_back_exports(self) -> None:
-        """Remove exports of rolled-back steps. Their generations stay, and are valid again if retraining gives the same
-        bits."""
+    def _remove_rolled_back_exports(self) -> None:
+        # Their generations stay, and are valid again if retraining gives the same bits.
         for step in export_steps(self._folder):
             if step > self._start:
                 self._folder.remove(f"exports/{step}/{EXPORT}")
@@ -115,37 +124,41 @@ class AsyncIndexProvider(InlineIndexProvider):
             return self._adopt(self._wait(step, "the first generation"), None, 0.0)
         if self._options.adopt_after >= 0:
             return self._adopt_at_fixed_delay(step, index)
-        self._look_for(control.step, step)
-        found = self._announced[0] if len(self._announced) == 2 else None
-        if found is not None and control[:2] == _ready_control(found)[:2] and control.step > self._used:
-            return self._adopt(found, index, 0.0)
+        self._request_newest(control.step, step)
+        announced = self._announced[0] if len(self._announced) == 2 else None  # two steps ago, as `control`
+        if announced is not None and control[:2] == _ready_control(announced)[:2] and control.step > self._used:
+            return self._adopt(announced, index, 0.0)
         return None
 
     def control_signal(self, step: int) -> ControlSignal:
         self._update_status()
-        found = self._watcher.ready
-        self._announced.append(found)
-        return ControlSignal() if found is None else _ready_control(found)
+        ready = self._watcher.ready
+        self._announced.append(ready)
+        return ControlSignal() if ready is None else _ready_control(ready)
 
-    def _look_for(self, newest: int, step: int) -> None:
-        """What this process should load: the newest that any process has, so that all meet there; else any new one.
+    def _request_newest(self, newest: int, step: int) -> None:
+        """Have this process load the newest generation that any process has ready, or else any new one.
 
-        What is ready stays until it is adopted or some process has a newer one.
+        All processes meet at the newest one. A ready generation stays until it is adopted or another process has a
+        newer one.
         """
-        own = self._watcher.ready
-        self._newest = max(newest, own.step if own is not None else -1)
+        ready = self._watcher.ready
+        self._newest = max(newest, ready.step if ready is not None else -1)
         if self._newest > self._used and self._newest not in self._watcher.missing_steps:
-            self._watcher.want(self._newest, self._newest, exactly=True)
+            self._watcher.request_steps(self._newest, self._newest, exactly=True)
         else:
-            self._watcher.want(self._used + 1, step)
+            self._watcher.request_steps(self._used + 1, step)
 
     def _adopt_at_fixed_delay(self, step: int, index: LoadedIndex) -> LoadedIndex | None:
-        """The generation of export step s at step s + `adopt_after`, waiting if it must: the same bits every time."""
+        """Adopt the generation of export step s at step s + `adopt_after`, waiting if necessary.
+
+        So a repeated run adopts the same generations at the same steps.
+        """
         every, done = self._options.every, max(self._used, self._given_up)
-        following = done - done % every + every
+        following = done - done % every + every  # the next export step
         if following <= step:
-            self._watcher.want(following, following, exactly=True)
-        due = (step - self._options.adopt_after) // every * every
+            self._watcher.request_steps(following, following, exactly=True)
+        due = (step - self._options.adopt_after) // every * every  # the export step that is due now
         if due <= done:
             return None
         if due < self._start and broadcast_from_process_0(
@@ -158,12 +171,15 @@ class AsyncIndexProvider(InlineIndexProvider):
             self._given_up = due
             return None
         began = time.monotonic()
-        found = self._wait(due, f"the generation of step {due}, due at step {step}")
-        return self._adopt(found, index, time.monotonic() - began)
+        loaded = self._wait(due, f"the generation of step {due}, due at step {step}")
+        return self._adopt(loaded, index, time.monotonic() - began)
 
     def _export(self, step: int, params: Params) -> None:
-        """Export the towers of `step`. An earlier export that is still being written is waited for where its generation
-        is, too; elsewhere this one is left out."""
+        """Export the encoders of `step`.
+
+        If an earlier export is still being written: wait for it if its generation is waited for too, or else skip this
+        one.
+        """
         if self._options.adopt_after >= 0 or self._used < 0:
             self._wait_on_all_processes(
                 lambda seconds: self._exporter.flush(seconds) or None,
@@ -173,65 +189,80 @@ class AsyncIndexProvider(InlineIndexProvider):
                 f"config.refresh.wait_seconds={self._options.wait_seconds:g}; make the folder writable, then repeat "
                 "the command",
             )
-        self._exporter.export(step, params, self._needed() | {step})
+        self._exporter.export(step, params, self._required_export_steps() | {step})
 
-    def _wait(self, step: int, what: str) -> LoadedIndex:
-        """The generation of an export step. Raises UserError after `refresh.wait_seconds`, Interrupted."""
-        self._watcher.want(step, step, exactly=True)
+    def _wait(self, step: int, description: str) -> LoadedIndex:
+        """Return the generation of an export step. Raises UserError after `refresh.wait_seconds`, Interrupted."""
+        self._watcher.request_steps(step, step, exactly=True)
         return self._wait_on_all_processes(
             lambda seconds: self._watcher.wait(seconds, self._should_stop),
             min(1.0, self._folder.poll_seconds),
-            f"waiting for {what}; `realm build-index` with the same config and --workdir makes it",
-            f"{self._folder.path('index')}: {what} did not come within config.refresh.wait_seconds="
+            f"waiting for {description}; `realm build-index` with the same config and --workdir makes it",
+            f"{self._folder.path('index')}: {description} did not come within config.refresh.wait_seconds="
             f"{self._options.wait_seconds:g}; start `realm build-index`, then run the command again",
-            lambda found: _ready_control(found)[0],
+            lambda loaded: _ready_control(loaded).generation_hash,
         )
 
     def _wait_on_all_processes(
-        self, look: Callable[[float], _T | None], seconds: float, waiting: str, late: str,
-        mark: Callable[[_T], int] = lambda _: 0,
+        self, poll: Callable[[float], _T | None], seconds: float, waiting: str, late: str,
+        fingerprint: Callable[[_T], int] = lambda _: 0,
     ) -> _T:  # fmt: skip
-        """What `look(seconds)` gives, as soon as it gives something in every process, of the same `mark`.
+        """Return the result of `poll(seconds)` as soon as every process has one, of the same fingerprint.
 
         Processes see a file, a signal or a timeout at different times, so they agree first: otherwise one would enter a
-        program that another never runs. What one has it may lose again, where another finds it damaged, so each looks
-        anew every time. Raises UserError(late) after `refresh.wait_seconds`, Interrupted.
+        program that another never runs. A process may lose its result again, if another finds it damaged, so each polls
+        again every time.
+
+        Args:
+            poll: gives a result, or None if there is none within so many seconds.
+            seconds: of the first poll.
+            waiting: logged once, if there is no result at once.
+            late: the message of the UserError.
+            fingerprint: of a result, below 2**31.
+
+        Raises:
+            UserError: there is no result within `refresh.wait_seconds`.
+            Interrupted: a process was asked to stop.
         """
-        began, found, said = time.monotonic(), None, False
+        began, result, logged = time.monotonic(), None, False
         while True:
-            found = look(seconds if found is None else 0.0)
-            patience = self._options.wait_seconds - (time.monotonic() - began)
-            here, asked, tired = allgather_flags(found is not None, self._should_stop(), patience < 0).T
-            if found is not None and here.all() and same_on_all_processes(mark(found)):
-                return found
-            if asked.any():
+            result = poll(seconds if result is None else 0.0)
+            remaining = self._options.wait_seconds - (time.monotonic() - began)
+            ready, stopped, timed_out = allgather_flags(result is not None, self._should_stop(), remaining < 0).T
+            if result is not None and ready.all() and same_on_all_processes(fingerprint(result)):
+                return result
+            if stopped.any():
                 raise Interrupted
-            if tired.any():
+            if timed_out.any():
                 raise UserError(late)
-            if here.all():  # soon all see which of them is refused
+            if ready.all():  # with different results: soon all processes see which of them is rejected
                 time.sleep(self._folder.poll_seconds)
-            if not said:
+            if not logged:
                 logger.info("%s", waiting)
             self._update_status()
-            said, seconds = True, max(0.0, min(HEARTBEAT_SECONDS, patience))
+            logged, seconds = True, max(0.0, min(HEARTBEAT_SECONDS, remaining))
 
-    def _adopt(self, found: LoadedIndex, index: LoadedIndex | None, waited: float) -> LoadedIndex:
-        facts: dict[str, Any] = {"generation": found.generation, "waited": round(waited, 3)}
-        if index is not None:  # a device program, so every process runs it, even without queries to run it with
-            none = np.zeros((DRIFT_QUERIES, self._run.model.vector_size), np.float32)
-            queries = none if found.queries is None else found.queries[:DRIFT_QUERIES]
-            drift = self._ranking_overlap(queries, index, found)
-            facts |= {} if found.queries is None else {"drift": drift}
-        self._used = found.step
+    def _adopt(self, loaded: LoadedIndex, index: LoadedIndex | None, waited: float) -> LoadedIndex:
+        """Return a loaded index with facts to record, and publish that it is in use."""
+        facts: dict[str, Any] = {"generation": loaded.generation, "waited": round(waited, 3)}
+        if index is not None:  # drift is a device program, so every process runs it, with zeros if it has no queries
+            zeros = np.zeros((DRIFT_QUERIES, self._run.model.vector_size), np.float32)
+            queries = zeros if loaded.queries is None else loaded.queries[:DRIFT_QUERIES]  # [queries, width]
+            drift = self._ranking_overlap(queries, index, loaded)
+            facts |= {} if loaded.queries is None else {"drift": drift}
+        self._used = loaded.step
         self._update_status()  # before the builder removes generations that seem unused
-        return dataclasses.replace(found, facts=facts)
+        return dataclasses.replace(loaded, facts=facts)
 
     def _ranking_overlap(self, queries: NDArray[np.float32], old: LoadedIndex, new: LoadedIndex) -> float:
-        """Drift: of the old index's top 100 for each query, how much of their top 8 the new vectors keep; 1 is none."""
+        """Return the drift: the share of the old index's top 8 that the new vectors rank in the top 8 of its top 100.
+
+        1 means no change.
+        """
         depth, k = min(DRIFT_DEPTH, self._run.context.rows), min(DRIFT_K, self._run.context.rows)
         if old.searcher is not None and new.vectors is not None:
-            rows = old.searcher.search(queries, min(depth, old.searcher.budget))
-            scores = np.einsum("qd,qkd->qk", queries, new.vectors[rows].astype(np.float32))
+            rows = old.searcher.search(queries, min(depth, old.searcher.budget))  # [queries, depth]
+            scores = np.einsum("qd,qkd->qk", queries, new.vectors[rows].astype(np.float32))  # [queries, depth]
         else:
             scores = to_host(_drift_scores(self._run.context, queries, old.index.vectors, new.index.vectors, depth))
         return float((np.argsort(-scores, axis=1, kind="stable")[:, :k] < k).mean())
@@ -239,90 +270,102 @@ class AsyncIndexProvider(InlineIndexProvider):
     # --- Restarts
 
     def restore(self, generation: str, step: int) -> LoadedIndex:
-        """The generation itself; else one built anew from its export; else the newest available, without bitwise
-        reproducibility."""
+        """Return the generation itself, or one that is built again from its export, or the newest available one.
+
+        The last is not bitwise reproducible.
+
+        Args:
+            generation: named by the checkpoint.
+            step: of the checkpoint.
+
+        Raises:
+            UserError: no generation can be used.
+            Interrupted: a process was asked to stop.
+        """
         self._step, self._used = step, export_step(generation)
         self._update_status()
-        return self._adopt(self._load([generation]) or self._rebuilt(generation, step), None, 0.0)
+        loaded = self._load_on_all_processes([generation])
+        return self._adopt(loaded or self._load_replacement(generation, step), None, 0.0)
 
-    def _load(self, names: list[str]) -> LoadedIndex | None:
-        """The first of some generations that can be loaded, if every process has one; what is wrong is logged."""
-        found = None
+    def _load_on_all_processes(self, names: list[str]) -> LoadedIndex | None:
+        """Load the first loadable of several generations; None unless every process has one. Errors are logged."""
+        loaded = None
         for name in names:
             try:
-                found = found or self._retry_storage(partial(self._watcher.load, name))
-            except Damaged as fault:
-                logger.warning("%s", fault)
-        return found if allgather_flags(found is not None).all() else None
+                loaded = loaded or self._retry_storage(partial(self._watcher.load, name))
+            except Damaged as error:
+                logger.warning("%s", error)
+        return loaded if allgather_flags(loaded is not None).all() else None
 
-    def _rebuilt(self, generation: str, step: int) -> LoadedIndex:
-        wanted, corpus = export_step(generation), self._run.sources.passages.fingerprint
-        export = self._retry_storage(lambda: intact_export(self._folder, wanted))
+    def _load_replacement(self, generation: str, step: int) -> LoadedIndex:
+        """Wait until a missing generation is built again, if its export exists, or load an earlier generation."""
+        index_step, corpus = export_step(generation), self._run.sources.passages.fingerprint
+        export = self._retry_storage(lambda: intact_export(self._folder, index_step))
         if broadcast_from_process_0(
             int(export is not None and generation in names_of_export(self._folder, export, corpus))
         ):
             logger.warning("it has to be built again from its export; the bits will be the same")
-            return self._wait(wanted, f"generation {generation} again")
-        before = self._step_before(step + 1)
-        while before >= 0:
+            return self._wait(index_step, f"generation {generation} again")
+        earlier_step = step + 1
+        while True:
+            # The last export step before that has a generation, as process 0 sees it.
+            steps = map(export_step, generation_names(self._folder))
+            earlier_step = broadcast_from_process_0(max((s for s in steps if s < earlier_step), default=-1))
+            if earlier_step < 0:
+                raise UserError(
+                    f"{self._folder.path('index')}: neither generation {generation} nor its export is there, and no "
+                    f"other that can be used at step {step}; put it back, or start in another --workdir"
+                )
             names = reversed(generation_names(self._folder))
-            found = self._load([name for name in names if export_step(name) == before])
-            if found is not None:
+            loaded = self._load_on_all_processes([name for name in names if export_step(name) == earlier_step])
+            if loaded is not None:
                 logger.warning(
                     "continuing with generation %s: bitwise reproducibility is not guaranteed from here on",
-                    found.generation,
+                    loaded.generation,
                 )
-                return found
-            before = self._step_before(before)
-        raise UserError(
-            f"{self._folder.path('index')}: neither generation {generation} nor its export is there, and no other that "
-            f"can be used at step {step}; put it back, or start in another --workdir"
-        )
+                return loaded
 
-    def _step_before(self, step: int) -> int:
-        """The last export step before `step` that has a generation, as the first process sees it; −1 for none."""
-        steps = map(export_step, generation_names(self._folder))
-        return broadcast_from_process_0(max((found for found in steps if found < step), default=-1))
-
-    def _retry_storage(self, act: Callable[[], _T]) -> _T:
-        """What storage gives, trying again for `refresh.wait_seconds` while it fails."""
+    def _retry_storage(self, operation: Callable[[], _T]) -> _T:
+        """Return the result of an operation on storage, trying again for `refresh.wait_seconds` while it fails."""
         began = time.monotonic()
         while True:
             try:
-                return act()
-            except StorageError as fault:
+                return operation()
+            except StorageError as error:
                 if self._should_stop() or time.monotonic() - began > self._options.wait_seconds:
                     raise
-                logger.warning("%s; trying again", fault)
+                logger.warning("%s; trying again", error)
                 time.sleep(self._folder.poll_seconds)
 
     def on_checkpoint(self, step: int, generation: str) -> None:
         self._saves.append((step, export_step(generation) if generation else -1))
         if self._options.adopt_after >= 0 and not self._exporter.flush(EXPORT_SECONDS):
             logger.warning("an export that a restart from the checkpoint of step %d needs is not written yet", step)
-        self._update_status()  # the builder must know what is needed before it removes anything
+        self._update_status()  # the builder must know which exports are required before it removes anything
 
-    def _needed(self) -> set[int]:
-        """Export steps that must stay, with their generations: in use, or still to be adopted, now or after a restart
-        from one of the checkpoints."""
-        needed, every = {self._newest}, self._options.every
+    def _required_export_steps(self) -> set[int]:
+        """Return the export steps that must stay, with their generations.
+
+        They are in use, or still to be adopted, now or after a restart from one of the checkpoints.
+        """
+        required, every = {self._newest}, self._options.every
         for saved, used in [*self._saves, (self._step + 1, self._used)]:
-            needed.add(used)
+            required.add(used)
             if self._options.adopt_after >= 0 and used >= 0:
-                needed |= set(range(used - used % every + every, saved, every))  # that of `saved` is exported again
-        return needed - {-1}
+                required |= set(range(used - used % every + every, saved, every))  # that of `saved` is exported again
+        return required - {-1}
 
     def _update_status(self) -> None:
-        self._status.update(step=self._step, index=self._used, pins=tuple(sorted(self._needed())))
+        self._status.update(step=self._step, index=self._used, pins=tuple(sorted(self._required_export_steps())))
 
 
-def _ready_control(found: LoadedIndex) -> ControlSignal:
-    """What processes agree on: 28 bits of the digest of a generation's name, and its step."""
-    return ControlSignal(int(digest(found.generation.encode())[:7], 16), found.step)
+def _ready_control(loaded: LoadedIndex) -> ControlSignal:
+    """Return the signal for a loaded index: 28 bits of the digest of its generation's name, and its step."""
+    return ControlSignal(int(sha256_hex(loaded.generation.encode())[:7], 16), loaded.step)
 
 
 @partial(jax.jit, static_argnums=(0, 4))
 def _drift_scores(context: StaticContext, queries: jax.Array, old: jax.Array, new: jax.Array, depth: int) -> jax.Array:
-    """Scores of the new vectors for what the old ones find, best first by the old: float32 [queries, depth]."""
-    rows = search(context.mesh, queries, old, context.rows, depth).rows
+    """Return the new vectors' scores of the passages that the old ones rank highest, float32 [queries, depth]."""
+    rows = search(context.mesh, queries, old, context.rows, depth).rows  # [queries, depth]
     return jnp.einsum("qd,qkd->qk", queries, new[rows].astype(jnp.float32))

@@ -16,18 +16,27 @@ class ControlSignal(NamedTuple):
     """What a process announces in a step; after `reduce_control`, what all processes together have announced.
 
     Attributes:
-        word: 28 bits of the digest of the loaded generation's name, −1 for none; reduced: −1 if processes differ.
+        generation_hash: 28 bits of the digest of the loaded generation's name, −1 for none; reduced: −1 if processes
+            differ.
         step: the export step of that generation, −1 for none; reduced: the newest that any process has.
         stop: 1 if the process was asked to stop; reduced: 1 if any was.
     """
 
-    word: int = -1
+    generation_hash: int = -1
     step: int = -1
     stop: int = 0
 
 
 def put_control(mesh: Mesh, signal: ControlSignal) -> jax.Array:
-    """Put the signal of this process on its devices, int32 [devices, 3]; the step reduces those of all."""
+    """Put the signal of this process on its devices, from where the step reduces the signals of all processes.
+
+    Args:
+        mesh: of the run.
+        signal: of this process.
+
+    Returns:
+        int32 [devices, 3].
+    """
     shape, sharding = (mesh.size, len(signal)), control_sharding(mesh)
     return jax.make_array_from_callback(shape, sharding, lambda part: np.array([signal], np.int32))
 
@@ -39,5 +48,5 @@ def control_sharding(mesh: Mesh) -> NamedSharding:
 
 def reduce_control(control: jax.Array) -> jax.Array:
     """Reduce the signals of all devices, int32 [devices, 3], to one `ControlSignal` as int32 [3]."""
-    words, steps, stops = control.T
-    return jnp.stack([jnp.where(words.min() == words.max(), words.min(), -1), steps.max(), stops.max()])
+    hashes, steps, stops = control.T  # [devices] each
+    return jnp.stack([jnp.where(hashes.min() == hashes.max(), hashes.min(), -1), steps.max(), stops.max()])

@@ -1,7 +1,7 @@
-"""Exports: the towers of a step and sample query vectors, written to the shared folder while training goes on.
+"""Exports: the encoders ("towers") of a step and sample query vectors, written while training goes on.
 
-The step's parameters are copied on the devices, which takes one small program; fetching and writing them is a thread's
-work. What an export is: `index/files.py`. Read next: `watcher.py`, the way back.
+One small program copies the step's parameters on the devices; a thread fetches and writes them. What an export is:
+`index/files.py`. Read next: `watcher.py`, which reads what builders make of it.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ from realm_jax.tasks.realm import MaskedSentences
 logger = logging.getLogger(__name__)
 
 SAMPLES = 1024  # query vectors of an export at most, with which a builder measures its searcher
-KEPT = 3  # newest exports that stay, beside those in use
+RETAINED_EXPORTS = 3  # newest exports that stay, in addition to those in use
 RETRY_SECONDS = 5.0
 
 
 class Exporter:
-    """Writes exports in a thread, one after another. A context manager: leaving waits for the last one."""
+    """Write exports in a thread, one after another. A context manager: leaving waits for the last one."""
 
     def __init__(self, run: Run, folder: Folder) -> None:
         self._run, self._folder = run, folder
@@ -60,9 +60,12 @@ class Exporter:
         self._pool.shutdown(wait=True)
 
     def export(self, step: int, params: Params, needed: set[int]) -> None:
-        """Export the towers of `step`, unless an earlier export is still being written (`flush`).
+        """Export the encoders of a step, unless an earlier export is still being written (`flush`).
 
-        needed: steps whose exports must stay; old ones are removed afterwards.
+        Args:
+            step: of training.
+            params: parameters of the model.
+            needed: steps whose exports must stay; other old exports are removed afterwards.
         """
         towers = {name: params[name] for name in self._run.model.embedder_names}
         copies, queries = _snapshot(self._run.model, self._run.mesh, towers, self._batch)
@@ -74,7 +77,7 @@ class Exporter:
             logger.warning("the export of step %d is left out: an earlier one is still being written", step)
 
     def flush(self, seconds: float) -> bool:
-        """Whether everything is written, at once or within some seconds."""
+        """Wait for at most so many seconds until everything is written; return whether it is."""
         if self._pending is None:
             return True
         with contextlib.suppress(TimeoutError):
@@ -83,29 +86,27 @@ class Exporter:
 
     def _write(self, step: int, towers: list[Params], queries: jax.Array, needed: set[int]) -> None:
         record = export_record(self._run, step)
-        arrays = to_arrays(towers.pop())  # out of the caller's hands: devices hold no copy while storage is slow
+        arrays = to_arrays(towers.pop())  # popped, so that devices hold no copy while storage is slow
         while True:
             try:
                 write_export(self._folder, record, arrays, np.asarray(queries, np.float32))
-                self._remove_old(needed | {step})
+                # Exports later than the newest are of rolled-back steps; they stay, since the same bits may come again.
+                needed = needed | {step}
+                past = [past_step for past_step in export_steps(self._folder) if past_step <= max(needed)]
+                needed |= _steps_being_built(self._folder)
+                for past_step in past[:-RETAINED_EXPORTS]:
+                    if past_step not in needed:
+                        remove_export(self._folder, past_step)
                 return
-            except StorageError as fault:
-                logger.warning("the export of step %d is not written yet: %s", step, fault)
+            except StorageError as error:
+                logger.warning("the export of step %d is not written yet: %s", step, error)
                 if self._closing.wait(RETRY_SECONDS):
                     logger.warning("the export of step %d is given up", step)
                     return
 
-    def _remove_old(self, needed: set[int]) -> None:
-        """Later exports than the newest are of rolled-back steps; they stay, since the same bits may come again."""
-        past = [step for step in export_steps(self._folder) if step <= max(needed)]
-        wanted = needed | _being_built(self._folder)
-        for step in past[:-KEPT]:
-            if step not in wanted:
-                remove_export(self._folder, step)
 
-
-def _being_built(folder: Folder) -> set[int]:
-    """Export steps that some builder works on or has built: a generation is of no use without its export."""
+def _steps_being_built(folder: Folder) -> set[int]:
+    """Return the export steps that a builder works on or has built: a generation is of no use without its export."""
     jobs = (job.removesuffix(".json") for job in folder.names("jobs") if job.startswith(BUILDER))
     statuses = (read_status(folder, job) for job in jobs)
     return {status.step for status in statuses if status} | {export_step(name) for name in generation_names(folder)}
@@ -113,13 +114,18 @@ def _being_built(folder: Folder) -> set[int]:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _snapshot(model: Realm, mesh: Mesh, towers: Params, batch: Any) -> tuple[Params, jax.Array]:
-    """Copies of the towers, whole on every device, and the vectors of the sample queries."""
-    queries = model.embed_queries(towers, batch["query"], batch["query_length"])
+    """Return copies of the towers, replicated, and the vectors of the sample queries [count, width]."""
+    queries = model.embed_queries(towers, batch["query"], batch["query_length"])  # [count, width]
     return jax.lax.with_sharding_constraint((jax.tree.map(jnp.copy, towers), queries), replicated(mesh))
 
 
 def export_record(run: Run, step: int) -> dict[str, Any]:
-    """What an export says of itself, but for its files."""
+    """Return the fields of an `Export` without its files and fingerprint.
+
+    Args:
+        run: that exports.
+        step: of the export.
+    """
     sources = run.sources
     return {
         "step": step,
@@ -131,15 +137,23 @@ def export_record(run: Run, step: int) -> dict[str, Any]:
 
 
 def sample_vectors(run: Run, towers: Params) -> NDArray[np.float32]:
-    """The vectors of the sample queries [count, width]."""
+    """Embed the sample queries.
+
+    Args:
+        run: whose pre-training text the queries are from.
+        towers: parameters of the encoders.
+
+    Returns:
+        [count, width].
+    """
     batch = put_batch(run.mesh, sample_queries(run))
     return np.asarray(_snapshot(run.model, run.mesh, towers, batch)[1], np.float32)
 
 
 def sample_queries(run: Run) -> dict[str, Any]:
-    """Masked sentences of the pre-training text, chosen by the seed alone: query arrays [count, …].
+    """Return masked sentences of the pre-training text as query arrays [count, …].
 
-    As many as there are, up to SAMPLES and up to a multiple of the devices.
+    The seed chooses them. They are at most SAMPLES, rounded up to a multiple of the devices.
     """
     sources = run.sources
     examples = MaskedSentences(
@@ -151,12 +165,12 @@ def sample_queries(run: Run) -> dict[str, Any]:
 
 
 def index_settings(run: Run) -> dict[str, Any]:
-    """What a generation of this run has to be: how vectors are stored, and whether hosts search them."""
+    """Return how a generation of this run must be stored and searched."""
     return {"dtype": run.config.model.dtype, "backend": run.config.retrieval.backend}
 
 
 def tower_settings(run: Run) -> dict[str, Any]:
-    """What makes a tower a function, beside its parameters."""
+    """Return the config keys that the vectors of an encoder depend on, in addition to its parameters."""
     model, encoder = run.config.model.to_dict(), run.config.encoder.to_dict()
     names = ("layers", "width", "heads", "feed_forward", "hidden_act", "dtype", "shared_tower")
     document_length = {"document_length": run.config.data.document_length}
@@ -164,10 +178,10 @@ def tower_settings(run: Run) -> dict[str, Any]:
 
 
 def to_arrays(towers: Params) -> Arrays:
-    """Parameters by path, on the host."""
+    """Return parameters by path, on the host."""
     return {name: np.asarray(value) for name, value in flax.traverse_util.flatten_dict(towers, sep="/").items()}
 
 
 def to_params(arrays: Arrays) -> Params:
-    """The inverse of `to_arrays`."""
+    """Return the tree of parameters by path: the inverse of `to_arrays`."""
     return flax.traverse_util.unflatten_dict(arrays, sep="/")

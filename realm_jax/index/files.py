@@ -8,6 +8,9 @@
     index/<step>-<nonce>/MANIFEST.json              put last; without it the generation does not exist
     index/<step>-<nonce>.refused                    why a generation must not be served; outlives it
 
+An export is the encoders ("towers") of a training step. A generation is one version of the index: the vectors of all
+passages by the passage encoder of one export, and perhaps a searcher over them.
+
 Nothing that a record lists is ever written again. Writing exports is `index/exporter.py`, building generations
 `build.py`, following them `index/watcher.py`; the jobs' status files are `heartbeat.py`.
 Read `Manifest` next.
@@ -26,32 +29,32 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from realm_jax.storage import Damaged, FileEntry, Folder, digest, side_by_side
+from realm_jax.storage import Damaged, FileEntry, Folder, parallel_map, sha256_hex
 
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 3
 CHUNK_ROWS = 65_536  # passages in a file of vectors: what a killed builder loses at most; every builder's the same
-KEPT = 3  # newest generations that stay, beside those in use or in checkpoints
-EXPORT, MANIFEST, REFUSED = "EXPORT.json", "MANIFEST.json", ".refused"
+RETAINED_GENERATIONS = 3  # newest generations that stay, in addition to those in use or in checkpoints
+EXPORT, MANIFEST, REJECTED = "EXPORT.json", "MANIFEST.json", ".refused"
 QUERIES = "queries"  # the one array in the file of the sample query vectors
 Arrays = dict[str, NDArray]
 
 
 class IncompatibleIndex(Damaged):
-    """Perhaps whole, but not for this run or this machine: building it again would not help."""
+    """A generation may be sound, but not for this run or this machine: building it again would not help."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Record:
-    """The base of what a JSON file says of an export or a generation."""
+    """The base class of the JSON records of exports and generations."""
 
     def to_json(self) -> dict[str, Any]:
         return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """Raises TypeError or ValueError for wrong entries."""
+        """Make a record of the fields of its JSON file. Raises TypeError or ValueError for wrong entries."""
         return cls(**fields)
 
 
@@ -59,25 +62,25 @@ Record = TypeVar("Record", bound=_Record)
 
 
 def _read_record(folder: Folder, name: str, kind: type[Record]) -> Record | None:
-    """What a JSON file says; None if it is not there. Raises Damaged, also for another version, and for missing or
-    wrong entries."""
-    where = folder.path(name)
+    """Return the record in a JSON file; None if there is no file. Raises Damaged, also for another format version."""
+    path = folder.path(name)
     try:
-        found = folder.read_json(name)
+        fields = folder.read_json(name)
     except FileNotFoundError:
         return None
-    if (version := found.get("format_version")) != FORMAT_VERSION:
-        raise Damaged(f"{where} has format version {version}, not {FORMAT_VERSION}")
+    if (version := fields.get("format_version")) != FORMAT_VERSION:
+        raise Damaged(f"{path} has format version {version}, not {FORMAT_VERSION}")
     try:
-        return kind.from_json({field.name: found[field.name] for field in dataclasses.fields(kind)})
-    except KeyError as fault:
-        raise Damaged(f"{where} is damaged: it has no {fault}") from None
-    except (TypeError, ValueError) as fault:
-        raise Damaged(f"{where} is damaged: {fault}") from None
+        return kind.from_json({field.name: fields[field.name] for field in dataclasses.fields(kind)})
+    except KeyError as error:
+        raise Damaged(f"{path} is damaged: it has no {error}") from None
+    except (TypeError, ValueError) as error:
+        raise Damaged(f"{path} is damaged: {error}") from None
 
 
-def _entry(found: Any) -> FileEntry:
-    name, size, checksum = found
+def _file_entry(fields: Any) -> FileEntry:
+    """Return the file entry in a JSON list. Raises TypeError or ValueError."""
+    name, size, checksum = fields
     return FileEntry(str(name), int(size), str(checksum))
 
 
@@ -86,40 +89,63 @@ def _entry(found: Any) -> FileEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Export(_Record):
-    """What EXPORT.json says. parameters: fingerprint of the towers; towers: the config section they are made from;
-    index: how the run wants its vectors stored and searched; file: of the towers; queries: of the sample queries."""
+    """The record of an export, in EXPORT.json."""
 
     step: int
-    parameters: str
-    tokenizer: str
-    corpus: str
-    towers: dict[str, Any]
-    index: dict[str, Any]
-    file: FileEntry
-    queries: FileEntry
+    parameters: str  # fingerprint of the towers
+    tokenizer: str  # fingerprint
+    corpus: str  # fingerprint
+    towers: dict[str, Any]  # config keys from which the towers are built
+    index: dict[str, Any]  # how the run stores and searches vectors
+    file: FileEntry  # parameters of the towers
+    queries: FileEntry  # vectors of the sample queries
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        return cls(**fields | {name: _entry(fields[name]) for name in ("file", "queries")})
+        return cls(**fields | {name: _file_entry(fields[name]) for name in ("file", "queries")})
 
 
 def export_steps(folder: Folder) -> list[int]:
-    """Steps that have a folder of an export, in order; it may be incomplete."""
+    """Return the steps that have an export's folder, in order; an export may be incomplete."""
     return sorted(int(name) for name in folder.names("exports") if name.isdigit())
 
 
 def read_export(folder: Folder, step: int) -> Export | None:
-    """The export of a step; None if there is none yet. Raises Damaged."""
+    """Return the export of a step; None if there is none yet.
+
+    Args:
+        folder: the shared folder.
+        step: of the export.
+
+    Raises:
+        Damaged: its record cannot be used.
+    """
     return _read_record(folder, f"exports/{step}/{EXPORT}", Export)
 
 
 def read_towers(folder: Folder, export: Export) -> Arrays:
-    """The towers' parameters by path ('document_embedder/bert/…'). Raises Damaged."""
+    """Return the parameters of an export's towers by path ('document_embedder/bert/…').
+
+    Args:
+        folder: the shared folder.
+        export: whose towers.
+
+    Raises:
+        Damaged: the file is missing or damaged.
+    """
     return _read_arrays(folder, export.file)
 
 
 def read_queries(folder: Folder, export: Export) -> NDArray[np.float32]:
-    """The vectors of an export's sample queries [count, width]. Raises Damaged."""
+    """Return the vectors of an export's sample queries, [count, width].
+
+    Args:
+        folder: the shared folder.
+        export: whose sample queries.
+
+    Raises:
+        Damaged: the file is missing or damaged.
+    """
     return _read_arrays(folder, export.queries)[QUERIES]
 
 
@@ -127,29 +153,43 @@ def _read_arrays(folder: Folder, file: FileEntry) -> Arrays:
     data = folder.read_verified(file)
     try:
         return load(data)
-    except SafetensorError as fault:
-        raise Damaged(f"{folder.path(file.name)} is damaged: {fault}") from None
+    except SafetensorError as error:
+        raise Damaged(f"{folder.path(file.name)} is damaged: {error}") from None
 
 
 def intact_export(folder: Folder, step: int) -> Export | None:
-    """The export of a step, from which a generation can be built; None, with a log line, where it is damaged."""
+    """Return the export of a step after reading all of it; None if it is missing or damaged, which is logged.
+
+    Args:
+        folder: the shared folder.
+        step: of the export.
+    """
     try:
         export = read_export(folder, step)
         if export is not None:
             read_towers(folder, export)
             read_queries(folder, export)
         return export
-    except Damaged as fault:
-        logger.warning("%s", fault)
+    except Damaged as error:
+        logger.warning("%s", error)
         return None
 
 
 def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, queries: NDArray[np.float32]) -> Export:
-    """Write an export, the record last. `export`: the fields of `Export` but parameters and files.
+    """Write an export, its record last.
 
-    An earlier export of the step that holds the same towers stays as it is, if it is sound.
+    A sound earlier export of the step with the same towers stays as it is.
+
+    Args:
+        folder: the shared folder.
+        export: the fields of `Export` without parameters, file and queries.
+        towers: parameters by path.
+        queries: vectors of the sample queries, [count, width].
+
+    Returns:
+        The export, or the earlier one.
     """
-    from realm_jax.checksums import arrays_digest  # here, since who reads a manifest needs no JAX
+    from realm_jax.checksums import arrays_digest  # imported here because readers of a manifest need no JAX
 
     fingerprint, step = arrays_digest(towers), export["step"]
     earlier = intact_export(folder, step)
@@ -157,19 +197,24 @@ def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, quer
         return earlier
     name = f"exports/{step}/{fingerprint[:16]}"
     arrays = {path: np.ascontiguousarray(value) for path, value in sorted(towers.items())}
-    file = folder.put(f"{name}.safetensors", save(arrays))
-    sample = folder.put(f"{name}-queries.safetensors", save({QUERIES: np.ascontiguousarray(queries)}))
-    made = Export(parameters=fingerprint, file=file, queries=sample, **export)
-    folder.write_json(f"exports/{step}/{EXPORT}", made.to_json())
-    return made
+    tower_file = folder.write_entry(f"{name}.safetensors", save(arrays))
+    query_file = folder.write_entry(f"{name}-queries.safetensors", save({QUERIES: np.ascontiguousarray(queries)}))
+    record = Export(parameters=fingerprint, file=tower_file, queries=query_file, **export)
+    folder.write_json(f"exports/{step}/{EXPORT}", record.to_json())
+    return record
 
 
 def remove_export(folder: Folder, step: int) -> None:
-    """The record first, so that nobody takes a half-removed export for a whole one; what was refused of it last."""
-    folder.remove(f"exports/{step}/{EXPORT}")
+    """Remove an export, and the rejections of its generations.
+
+    Args:
+        folder: the shared folder.
+        step: of the export.
+    """
+    folder.remove(f"exports/{step}/{EXPORT}")  # first, so that nobody takes a half-removed export for a complete one
     folder.remove(f"exports/{step}")
     for name in folder.names("index"):
-        if name.endswith(REFUSED) and name.startswith(f"{step}-"):
+        if name.endswith(REJECTED) and name.startswith(f"{step}-"):
             folder.remove(f"index/{name}")
 
 
@@ -177,9 +222,9 @@ def remove_export(folder: Folder, step: int) -> None:
 
 
 class ChunkFile(NamedTuple):
-    """The vectors of rows first … last − 1 of a corpus segment, as they lie in a file."""
+    """A file with the vectors of rows first … last − 1 of a corpus segment."""
 
-    segment: str  # fingerprint of the segment, so that an edited corpus can share what did not change
+    segment: str  # fingerprint of the segment, so that an edited corpus can share the files of unchanged segments
     first: int
     last: int
     file: FileEntry
@@ -187,30 +232,24 @@ class ChunkFile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Manifest(_Record):
-    """What MANIFEST.json says of a generation.
+    """The record of a generation, in MANIFEST.json."""
 
-    step, parameters: of the export. corpus, tokenizer: fingerprints. rows × width vectors of dtype ('float32', or
-    'bfloat16', stored as uint16), in `chunks`, in the order of the rows. searcher: the ScaNN settings and files, if
-    any. recall: {'recall@k': share} of the searcher against exact search with the export's sample queries. seconds:
-    {part: time}.
-    """
-
-    generation: str
-    step: int
-    parameters: str
-    corpus: str
-    tokenizer: str
+    generation: str  # its name
+    step: int  # of its export
+    parameters: str  # fingerprint of the export's towers
+    corpus: str  # fingerprint
+    tokenizer: str  # fingerprint
     rows: int
-    width: int
-    dtype: str
-    chunks: tuple[ChunkFile, ...]
-    searcher: dict[str, Any] | None
-    recall: dict[str, float]
-    seconds: dict[str, float]
+    width: int  # of a vector
+    dtype: str  # 'float32', or 'bfloat16', which is stored as uint16
+    chunks: tuple[ChunkFile, ...]  # in the order of the rows
+    searcher: dict[str, Any] | None  # settings and files of ScaNN, if hosts search
+    recall: dict[str, float]  # {'recall@k': share} of the searcher against exact search, by the sample queries
+    seconds: dict[str, float]  # of each part of the build
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        chunks = tuple(ChunkFile(name, first, last, _entry(file)) for name, first, last, file in fields["chunks"])
+        chunks = tuple(ChunkFile(name, first, last, _file_entry(file)) for name, first, last, file in fields["chunks"])
         return cls(**fields | {"chunks": chunks})
 
     @property
@@ -221,41 +260,71 @@ class Manifest(_Record):
 
 
 def generation_names(folder: Folder) -> list[str]:
-    """Folders of generations, by step; a folder without a manifest is one that is being built or removed."""
+    """Return the names of generations by step; one without a manifest is being built or removed."""
     names = [name for name in folder.names("index") if re.fullmatch(r"\d+-[0-9a-f]+", name)]
     return sorted(names, key=lambda name: (export_step(name), name))
 
 
 def export_step(generation: str) -> int:
-    """The export step in a generation's name."""
+    """Return the export step in a generation's name."""
     return int(generation.partition("-")[0])
 
 
 def read_manifest(folder: Folder, generation: str) -> Manifest | None:
-    """The manifest of a generation; None if there is none (yet). Raises Damaged."""
+    """Return the manifest of a generation; None if there is none (yet).
+
+    Args:
+        folder: the shared folder.
+        generation: its name.
+
+    Raises:
+        Damaged: the manifest cannot be used.
+    """
     return _read_record(folder, f"index/{generation}/{MANIFEST}", Manifest)
 
 
-def manifests(folder: Folder, names: Iterable[str]) -> Iterator[Manifest]:
-    """The manifests of these generations, in their order, where they have a sound one. Each is read when it is asked
-    for, since a folder may be a bucket."""
+def read_manifests(folder: Folder, names: Iterable[str]) -> Iterator[Manifest]:
+    """Yield the manifests of those generations that have a sound one, in their order.
+
+    Each is read only when the caller takes it, because the folder may be a bucket.
+
+    Args:
+        folder: the shared folder.
+        names: of generations.
+    """
     for name in names:
         with contextlib.suppress(Damaged):
             if (manifest := read_manifest(folder, name)) is not None:
                 yield manifest
 
 
-def of_same_towers(folder: Folder, step: int, parameters: str, dtype: str, width: int) -> Iterator[Manifest]:
-    """The published generations of the towers of an export that are not refused, of any version of the corpus."""
+def indexes_with_same_encoder(folder: Folder, step: int, parameters: str, dtype: str, width: int) -> Iterator[Manifest]:
+    """Yield the published generations of an export that are not rejected, of any version of the corpus.
+
+    Args:
+        folder: the shared folder.
+        step: of the export.
+        parameters: fingerprint of its towers.
+        dtype: of the stored vectors.
+        width: of a vector.
+    """
     names = [name for name in generation_names(folder) if export_step(name) == step]
-    for other in manifests(folder, names):
+    for other in read_manifests(folder, names):
         same = (other.parameters, other.dtype, other.width) == (parameters, dtype, width)
-        if same and rejection(folder, other.generation) is None:
+        if same and read_rejection(folder, other.generation) is None:
             yield other
 
 
 def export_of(folder: Folder, manifest: Manifest) -> Export | None:
-    """The export that a generation was built from; None when it is gone, or another took its place. Raises Damaged."""
+    """Return the export of a generation; None if it is gone, or replaced by one of other parameters.
+
+    Args:
+        folder: the shared folder.
+        manifest: of the generation.
+
+    Raises:
+        Damaged: the export's record cannot be used.
+    """
     export = read_export(folder, manifest.step)
     return export if export is not None and export.parameters == manifest.parameters else None
 
@@ -263,137 +332,241 @@ def export_of(folder: Folder, manifest: Manifest) -> Export | None:
 def load_vectors(
     folder: Folder, manifest: Manifest, first: int = 0, last: int | None = None, dtype: Any = None
 ) -> NDArray:
-    """Rows first … last − 1 of a generation, all by default, verified: [rows, width] of its dtype, or of another.
+    """Return the verified vectors of rows first … last − 1 of a generation.
 
-    Raises Damaged, naming the file.
+    Args:
+        folder: the shared folder.
+        manifest: of the generation.
+        first: first row.
+        last: row after the last one; None for all rows.
+        dtype: of the result; None for that of the generation.
+
+    Returns:
+        [last − first, width].
+
+    Raises:
+        Damaged: a file is missing or damaged; the message names it.
     """
     return load_parts(folder, manifest, [slice(first, manifest.rows if last is None else last)], dtype)[0]
 
 
 def load_parts(folder: Folder, manifest: Manifest, parts: Sequence[slice], dtype: Any = None) -> list[NDArray]:
-    """`load_vectors` of several parts, rows start … stop − 1 each: a file is read once, and only if a part needs it."""
-    ends = np.cumsum([chunk.last - chunk.first for chunk in manifest.chunks], dtype=np.int64).tolist()
-    if (ends or [0])[-1] != manifest.rows:
+    """Return the verified vectors of several row ranges of a generation; each file is read at most once.
+
+    Args:
+        folder: the shared folder.
+        manifest: of the generation.
+        parts: row ranges, with start and stop.
+        dtype: of the results; None for that of the generation.
+
+    Returns:
+        [rows of the part, width] for each part.
+
+    Raises:
+        Damaged: a file is missing or damaged; the message names it.
+    """
+    chunk_ends = np.cumsum([chunk.last - chunk.first for chunk in manifest.chunks], dtype=np.int64).tolist()
+    if (chunk_ends or [0])[-1] != manifest.rows:
         raise Damaged(f"{folder.path('index/' + manifest.generation)}: its chunks hold other rows than it says")
-    kind = dtype or numpy_dtype(manifest.dtype)
-    found = [np.empty((part.stop - part.start, manifest.width), kind) for part in parts]
+    part_dtype = dtype or numpy_dtype(manifest.dtype)
+    part_vectors = [np.empty((part.stop - part.start, manifest.width), part_dtype) for part in parts]  # [rows, width]
 
-    def read(chunk: ChunkFile, stop: int) -> None:
+    def copy_chunk(chunk: ChunkFile, stop: int) -> None:
         start = stop - (chunk.last - chunk.first)
-        common = [(max(start, part.start), min(stop, part.stop)) for part in parts]
-        if any(low < high for low, high in common):
-            vectors = read_chunk(folder, manifest, chunk)
-            for one, part, (low, high) in zip(found, parts, common, strict=True):
+        overlaps = [(max(start, part.start), min(stop, part.stop)) for part in parts]
+        if any(low < high for low, high in overlaps):
+            chunk_vectors = read_chunk(folder, manifest, chunk)
+            for vectors, part, (low, high) in zip(part_vectors, parts, overlaps, strict=True):
                 if low < high:
-                    one[low - part.start : high - part.start] = vectors[low - start : high - start]
+                    vectors[low - part.start : high - part.start] = chunk_vectors[low - start : high - start]
 
-    side_by_side(read, manifest.chunks, ends)
-    return found
+    parallel_map(copy_chunk, manifest.chunks, chunk_ends)
+    return part_vectors
 
 
 def read_chunk(folder: Folder, manifest: Manifest, chunk: ChunkFile) -> NDArray:
-    """The vectors of a chunk, verified: its checksum, and no vector that is zero or not finite."""
+    """Return the vectors of a chunk, [rows, width], after checking their checksum and values.
+
+    Args:
+        folder: the shared folder.
+        manifest: of the generation.
+        chunk: one of its chunks.
+
+    Raises:
+        Damaged: the file is missing or damaged, or holds a vector that is zero or not finite.
+    """
     stored = np.frombuffer(folder.read_verified(chunk.file), numpy_dtype(manifest.dtype))
     if len(stored) != (chunk.last - chunk.first) * manifest.width:
         raise Damaged(f"{folder.path(chunk.file.name)} holds other rows than its manifest says")
-    vectors = stored.reshape(-1, manifest.width)
+    vectors = stored.reshape(-1, manifest.width)  # [rows, width]
     check_vectors(vectors, folder.path(chunk.file.name))
     return vectors
 
 
-def rows_name(first: int, last: int) -> str:
-    """How the files of rows first … last − 1 begin, so that builders with other chunk sizes do not meet."""
+def row_range_name(first: int, last: int) -> str:
+    """Return how the names of files of a row range begin, so that builders with other chunk sizes use other files.
+
+    Args:
+        first: first row.
+        last: row after the last one.
+    """
     return f"{first:09d}-{last:09d}"
 
 
-def by_rows(folder: Folder, home: str, suffix: str) -> dict[str, str]:
-    """`rows_name` → file of a kind in a folder; of several writers' the first by name."""
-    names = [name for name in folder.names(home) if name.endswith(suffix)]
+def files_by_row_range(folder: Folder, parent: str, suffix: str) -> dict[str, str]:
+    """Return `row_range_name` → file name; if several processes wrote the same rows, the first by name.
+
+    Args:
+        folder: the shared folder.
+        parent: the folder in it whose files are listed.
+        suffix: ending of their names.
+    """
+    names = [name for name in folder.names(parent) if name.endswith(suffix)]
     return {name.rpartition("-")[0]: name for name in reversed(names)}
 
 
-def check_vectors(vectors: NDArray, where: str) -> None:
-    """Raise Damaged when a vector is zero or not finite: from a diverged tower or faulty memory."""
-    lengths = np.linalg.norm(vectors.astype(np.float32), axis=1)
-    bad = np.flatnonzero(~np.isfinite(lengths) | (lengths == 0))
-    if len(bad):
-        raise Damaged(f"{where}: row {bad[0]} and {len(bad) - 1} others have a vector that is zero or not finite")
+def check_vectors(vectors: NDArray, path: str) -> None:
+    """Check that vectors are finite and not zero, as those of a diverged encoder or of faulty memory may be.
+
+    Args:
+        vectors: [rows, width].
+        path: of their file, for the message.
+
+    Raises:
+        Damaged: a vector is zero or not finite.
+    """
+    lengths = np.linalg.norm(vectors.astype(np.float32), axis=1)  # [rows]
+    bad_rows = np.flatnonzero(~np.isfinite(lengths) | (lengths == 0))
+    if len(bad_rows):
+        others = len(bad_rows) - 1
+        raise Damaged(f"{path}: row {bad_rows[0]} and {others} others have a vector that is zero or not finite")
 
 
 def numpy_dtype(name: str) -> Any:
-    """The NumPy dtype of stored vectors."""
+    """Return the NumPy dtype of stored vectors."""
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
-def sharing(folder: Folder, generation: str) -> list[Manifest]:
-    """The other generations, of edited corpora, that have files of this one."""
-    others = manifests(folder, [name for name in generation_names(folder) if name != generation])
+def indexes_sharing_files(folder: Folder, generation: str) -> list[Manifest]:
+    """Return the other generations, of edited corpora, whose manifests list files of this one.
+
+    Args:
+        folder: the shared folder.
+        generation: its name.
+    """
+    others = read_manifests(folder, [name for name in generation_names(folder) if name != generation])
     return [other for other in others if any(file.name.startswith(f"index/{generation}/") for file in other.files)]
 
 
 def remove_generation(folder: Folder, generation: str) -> None:
-    """The manifest first; then every file that no other generation shares."""
+    """Remove the manifest of a generation, then every file of it that no other generation shares.
+
+    Args:
+        folder: the shared folder.
+        generation: its name.
+    """
     folder.remove(f"index/{generation}/{MANIFEST}")
-    home = f"index/{generation}"
-    needed = {file.name for other in sharing(folder, generation) for file in other.files}
-    if not needed:
-        folder.remove(home)
+    parent = f"index/{generation}"
+    shared_files = {file.name for other in indexes_sharing_files(folder, generation) for file in other.files}
+    if not shared_files:
+        folder.remove(parent)
         return
-    used = {name.removeprefix(f"{home}/").partition("/")[0] for name in needed if name.startswith(f"{home}/")}
-    for name in folder.names(home):
+    used = {name.removeprefix(f"{parent}/").partition("/")[0] for name in shared_files if name.startswith(f"{parent}/")}
+    for name in folder.names(parent):
         if name not in used:
-            folder.remove(f"{home}/{name}")
+            folder.remove(f"{parent}/{name}")
 
 
 # --- Names, and generations that must not be served -------------------------------------------------------------------
 
 
-def names_of_export(folder: Folder, export: Export, corpus: str) -> list[str]:
-    """The names of an export's generation: those found damaged after they were published, and the one that counts.
+class RejectedIndex(NamedTuple):
+    """The record of a generation that must not be served."""
 
-    They are the same for every builder process, so that all work on one generation without talking to each other.
+    reason: str
+    retryable: bool  # whether another build may succeed: its files were damaged, and its settings are not at fault
+
+
+def names_of_export(folder: Folder, export: Export, corpus: str) -> list[str]:
+    """Return the names of an export's generations: those found damaged after publication, then the current one.
+
+    Every builder process gets the same names, so all work on one generation without talking to each other.
+
+    Args:
+        folder: the shared folder.
+        export: of the generation.
+        corpus: fingerprint of the corpus.
     """
     names: list[str] = []
     while True:
-        made_of = f"{export.parameters} {corpus} {len(names)}"
-        names.append(f"{export.step}-{digest(made_of.encode())[:8]}")
-        if not (rejection(folder, names[-1]) or {}).get("again"):
+        content = f"{export.parameters} {corpus} {len(names)}"
+        names.append(f"{export.step}-{sha256_hex(content.encode())[:8]}")
+        rejection = read_rejection(folder, names[-1])
+        if rejection is None or not rejection.retryable:
             return names
 
 
 def current_name(folder: Folder, export: Export, corpus: str) -> str:
-    """The generation of an export: the first one that was not found damaged after it was published."""
+    """Return the name of an export's generation: the first one that was not found damaged after publication.
+
+    Args:
+        folder: the shared folder.
+        export: of the generation.
+        corpus: fingerprint of the corpus.
+    """
     return names_of_export(folder, export, corpus)[-1]
 
 
-def rejection(folder: Folder, generation: str) -> dict | None:
-    """Why a generation must not be served: {"reason", "again": whether it is worth building once more}."""
+def read_rejection(folder: Folder, generation: str) -> RejectedIndex | None:
+    """Return why a generation must not be served; None if it may be.
+
+    Args:
+        folder: the shared folder.
+        generation: its name.
+    """
     try:
-        return folder.read_json(f"index/{generation}{REFUSED}")
+        fields = folder.read_json(f"index/{generation}{REJECTED}")
     except FileNotFoundError:
         return None
-    except Damaged as fault:
-        return {"reason": str(fault), "again": True}
+    except Damaged as error:
+        return RejectedIndex(str(error), retryable=True)
+    return RejectedIndex(str(fields.get("reason", "")), bool(fields.get("again")))
 
 
-def reject(folder: Folder, generation: str, reason: str, again: bool) -> None:
-    """Mark a generation as not to be served."""
-    folder.write_json(f"index/{generation}{REFUSED}", {"reason": reason, "again": again})
+def reject(folder: Folder, generation: str, reason: str, retryable: bool) -> None:
+    """Mark a generation as one that must not be served.
+
+    Args:
+        folder: the shared folder.
+        generation: its name.
+        reason: for messages.
+        retryable: whether another build may succeed.
+    """
+    folder.write_json(f"index/{generation}{REJECTED}", {"reason": reason, "again": retryable})
 
 
-def drop_damaged(folder: Folder, manifest: Manifest, path: str, fault: Damaged) -> None:
-    """Have a file of a generation that is being built made again: remove it (`path`: it, or its done mark), or refuse
-    the generation that it is shared with."""
-    home = path.split("/")[1]
-    if home == manifest.generation:
+def discard_damaged_file(folder: Folder, manifest: Manifest, path: str, error: Damaged) -> None:
+    """Remove a damaged file, so that it is made again, or reject the generation that it is shared with.
+
+    Args:
+        folder: the shared folder.
+        manifest: of the generation that is being built.
+        path: of the file, or of the mark that its shard is done.
+        error: how it is damaged.
+    """
+    owner = path.split("/")[1]
+    if owner == manifest.generation:
         folder.remove(path)
     else:
-        reject(folder, home, str(fault), again=True)
+        reject(folder, owner, str(error), retryable=True)
 
 
 def clear_rejections(folder: Folder) -> None:
     """Clear rejections that depend on settings: the next builder resumes where the last one stopped."""
     for name in folder.names("index"):
-        generation = name.removesuffix(REFUSED)
-        if generation != name and not (rejection(folder, generation) or {}).get("again"):
+        generation = name.removesuffix(REJECTED)
+        if generation == name:
+            continue
+        rejection = read_rejection(folder, generation)
+        if rejection is None or not rejection.retryable:
             folder.remove(f"index/{name}")

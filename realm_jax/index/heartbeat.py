@@ -28,28 +28,27 @@ RUN_ID = "run.json"  # in the run folder
 
 
 def process_name(job: str, number: int) -> str:
-    """What a process of TRAINER or BUILDER is called everywhere: its status, its log, its machines in a cloud."""
+    """Return the name of a process, for its status, its log and its machines in a cloud.
+
+    Args:
+        job: TRAINER or BUILDER.
+        number: of the process.
+    """
     return f"{job}-{number}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """The status of one job.
+    """The status of one job."""
 
-    run: id of the run, the same over restarts. stage: what it is at. step: of REALM's training; of a builder, that of
-    the export it builds; −1 for none. counter: grows while the job is alive. index_done: whether the trainer needs no
-    further generation. index: export step of the generation in use, −1 for none. pins: export steps whose generations
-    must stay.
-    """
-
-    run: str
+    run: str  # id of the run, the same over restarts
     stage: str = "starting"
-    step: int = -1
-    counter: int = 0
+    step: int = -1  # of REALM's training; of a builder, of the export that it builds; −1 for none
+    counter: int = 0  # grows while the job is alive
     done: bool = False
-    index_done: bool = False
-    index: int = -1
-    pins: tuple[int, ...] = ()
+    index_done: bool = False  # whether the trainer needs no further generation
+    index: int = -1  # export step of the generation in use, −1 for none
+    pins: tuple[int, ...] = ()  # export steps whose generations must stay
 
     @property
     def needs_index(self) -> bool:
@@ -58,28 +57,55 @@ class Status:
 
 
 def read_status(folder: Folder, job: str) -> Status | None:
-    """The status of a job; None if it never wrote one, or where what is there cannot be read."""
+    """Read the status of a job.
+
+    Args:
+        folder: the shared folder.
+        job: its name.
+
+    Returns:
+        The status; None if the job never wrote one, or if its file cannot be read.
+    """
     try:
-        found = folder.read_json(f"jobs/{job}.json")
+        fields = folder.read_json(f"jobs/{job}.json")
     except (FileNotFoundError, Damaged):
         return None
-    kinds = {"run": str, "stage": str, "step": int, "counter": int, "done": bool, "index_done": bool, "index": int}
-    if any(type(found.get(name)) is not kind for name, kind in (kinds | {"pins": list}).items()):
+    types = {"run": str, "stage": str, "step": int, "counter": int, "done": bool, "index_done": bool, "index": int}
+    if any(type(fields.get(name)) is not kind for name, kind in (types | {"pins": list}).items()):
         return None
-    return Status(**{name: found[name] for name in kinds}, pins=tuple(found["pins"]))
+    return Status(**{name: fields[name] for name in types}, pins=tuple(fields["pins"]))
 
 
 def write_status(folder: Folder, job: str, status: Status) -> None:
-    """Raises StorageError."""
+    """Write the status of a job.
+
+    Args:
+        folder: the shared folder.
+        job: its name.
+        status: of the job.
+
+    Raises:
+        StorageError: the folder cannot be written to.
+    """
     folder.write_json(f"jobs/{job}.json", dataclasses.asdict(status))
 
 
 class StatusWriter:
-    """Writes the status of a job. A context manager: inside, a thread does so again and again; leaving writes the last
-    one. The work is whole without it, so storage that fails is a warning."""
+    """Write the status of a job again and again, in a thread.
+
+    A context manager: leaving writes the last status. The job does not depend on it, so failing storage is only a
+    warning.
+    """
 
     def __init__(self, folder: Folder, job: str, status: Status, writes: bool = True) -> None:
-        """writes: False in a process that leaves it to another."""
+        """Make a writer that has not started.
+
+        Args:
+            folder: the shared folder.
+            job: its name.
+            status: its first status.
+            writes: False in a process that leaves it to another one.
+        """
         self._folder, self._job, self._status, self._writes = folder, job, status, writes
         self._changing, self._writing = threading.Lock(), threading.Lock()
         self._changed, self._closed = threading.Event(), False
@@ -97,16 +123,18 @@ class StatusWriter:
             self._thread.join()
 
     def update(self, wait: bool = False, **changes: Any) -> None:
-        """Set fields of `Status`, to be written soon; another step alone can wait for the next heartbeat.
+        """Set fields of the status, to be written soon; a change of only the step can wait for the next heartbeat.
 
-        wait: return once it is written, or could not be.
+        Args:
+            wait: whether to return only after a try to write it.
+            **changes: fields of `Status`.
         """
         with self._changing:
             before, self._status = self._status, dataclasses.replace(self._status, **changes)
-            now = self._status != dataclasses.replace(before, step=self._status.step)
+            is_urgent = self._status != dataclasses.replace(before, step=self._status.step)
         if wait:
             self._write()
-        elif now:
+        elif is_urgent:
             self._changed.set()
 
     def _run(self) -> None:
@@ -117,52 +145,55 @@ class StatusWriter:
         self._write()
 
     def _write(self) -> None:
-        """The newest status with the next count, whichever thread asks: a counter seen twice is no heartbeat."""
+        """Write the newest status with the next count: a counter that is read twice is no heartbeat."""
         if not self._writes:
             return
-        with self._writing:  # one after another, so that the newest stays
+        with self._writing:  # one write after another, so that the newest status stays
             with self._changing:
                 self._status = dataclasses.replace(self._status, counter=self._status.counter + 1)
             try:
                 write_status(self._folder, self._job, self._status)
-            except Exception as fault:  # of whatever kind: the heartbeat goes on
-                news = "is done" if self._status.done else "goes on"
-                logger.warning("%s; other jobs cannot see that the %s %s", fault, self._job, news)
+            except Exception as error:  # of any kind: the heartbeat goes on
+                state = "is done" if self._status.done else "goes on"
+                logger.warning("%s; other jobs cannot see that the %s %s", error, self._job, state)
 
 
 @contextmanager
 def trainer_status(folder: Folder, workdir: Path, needs_index: bool) -> Iterator[StatusWriter]:
-    """The trainer's status, which says at the end of the block that all is done, unless the block raises.
+    """Write the trainer's status within the block, and at its end that the trainer is done, unless the block raises.
 
-    needs_index: whether any step to come takes generations of a builder. Several processes call it together, and the
-    first one writes. Raises UserError if the folder is another run's, StorageError where a builder has to hear of the
-    trainer and the folder cannot be written to.
+    All processes call it together, and process 0 writes.
+
+    Args:
+        folder: the shared folder.
+        workdir: the run folder.
+        needs_index: whether a later step takes generations of a builder.
+
+    Raises:
+        UserError: the shared folder is another run's.
+        StorageError: a builder needs the status, and it cannot be written.
     """
-    from realm_jax.processes import is_process_0, run_on_process_0  # here, since who reads a status needs no JAX
+    # Imported here because readers of a status need no JAX.
+    from realm_jax.processes import is_process_0, run_on_process_0
 
     status = Status("")
 
-    def claim() -> None:
+    def claim_folder() -> None:
         nonlocal status
-        run, earlier = _run_id(workdir), read_status(folder, TRAINER)
+        id_file = workdir / RUN_ID  # the id of a run is the same over its restarts
+        if not id_file.is_file():
+            write_json_atomic(id_file, {"id": uuid.uuid4().hex[:12]})
+        run, earlier = str(read_json(id_file)["id"]), read_status(folder, TRAINER)
         if earlier is not None and earlier.run != run:
             raise UserError(f"config.refresh.shared: {folder.url} is another run's; give each a folder of its own")
         before = earlier or Status(run)
         status = dataclasses.replace(
             before, stage="starting", done=False, index_done=not needs_index, counter=before.counter + 1
         )
-        if needs_index:  # else the writer says that it cannot be written
+        if needs_index:  # else a status that cannot be written is only a warning
             write_status(folder, TRAINER, status)
 
-    run_on_process_0(claim)
+    run_on_process_0(claim_folder)
     with StatusWriter(folder, TRAINER, status, writes=is_process_0()) as writer:
         yield writer
         writer.update(stage="ended", done=True)
-
-
-def _run_id(workdir: Path) -> str:
-    """The name of a run, the same over its restarts."""
-    path = workdir / RUN_ID
-    if not path.is_file():
-        write_json_atomic(path, {"id": uuid.uuid4().hex[:12]})
-    return str(read_json(path)["id"])

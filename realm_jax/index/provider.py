@@ -1,7 +1,8 @@
-"""Where a task's index comes from: the trainer embeds the corpus itself, or adopts what another job built.
+"""Provide the index of a task: the trainer embeds the corpus itself, or adopts what another job built.
 
-Both answer the loop's one question, `maybe_refresh(step, …)`: is there a fresh index to use from this step on?
-`InlineIndexProvider` embeds, every so many steps; `AsyncIndexProvider` (`async_provider.py`) waits for a generation.
+The train loop calls `maybe_refresh(step, …)` of both providers: it returns a new index to use from this step on, or
+None. `InlineIndexProvider` embeds the corpus every so many steps; `AsyncIndexProvider` (`async_provider.py`) waits for
+a generation.
 """
 
 from collections.abc import Callable
@@ -27,28 +28,28 @@ StartVectors = Callable[[Run, str, Params, Callable[[], None]], NDArray[np.float
 
 
 class Interrupted(Exception):
-    """SIGTERM came to a process while training waited for an index; every process raises it."""
+    """SIGTERM reached a process while training waited for an index; every process raises it."""
 
 
 def shared_folder(run: Run) -> Folder:
-    """Where exports, generations and job status lie: the run folder, or `refresh.shared`."""
+    """Return the folder of exports, generations and job status: the run folder, or `refresh.shared`."""
     return open_folder(run.config.refresh.shared or run.workdir)
 
 
 class InlineIndexProvider:
-    """A task's index, embedded by the trainer on its own devices: at the start of the task, unless that before it left
-    the vectors, for REALM every `refresh.every` steps, and for fine-tuning every `qa.refresh_every` (0: never again).
+    """Provide a task's index by embedding the corpus on the trainer's own devices.
 
-    A context manager. A task without a corpus asks for none.
+    It does so at the start of the task, unless the task before left the vectors, and again for REALM every
+    `refresh.every` steps, for fine-tuning every `qa.refresh_every` (0: never). A context manager.
     """
 
     def __init__(self, task: Task, on_progress: Callable[[], None], start_vectors: StartVectors | None = None) -> None:
         """Make the provider of a task's index.
 
         Args:
-            task: whose index it is.
+            task: the task.
             on_progress: called again and again while the corpus is embedded.
-            start_vectors: gives the corpus by the parameters that the task starts with, [rows, width]; None if the
+            start_vectors: returns the vectors by the parameters with which the task starts, [rows, width]; None if the
                 first index comes from elsewhere.
         """
         self._run, self._task, self._on_progress, self._start_vectors = task.run, task, on_progress, start_vectors
@@ -64,31 +65,54 @@ class InlineIndexProvider:
     def maybe_refresh(
         self, step: int, params: Params, index: LoadedIndex | None, control: ControlSignal
     ) -> LoadedIndex | None:
-        """A fresh index to use from `step` on, or None to go on with the one in use.
+        """Return a new index to use from `step` on, or None to go on with the one in use.
 
-        control: what the processes announced two steps ago. Raises Interrupted, UserError.
+        Args:
+            step: of training.
+            params: parameters of the model.
+            index: the one in use; None if there is none yet.
+            control: the reduced signal of two steps ago.
+
+        Raises:
+            Interrupted: a process was asked to stop.
+            UserError: there is no index.
         """
         every = self._task.refresh_every
         due = every > 0 and step % every == 0 and index is not None and step != index.step
         if index is not None and not due:
             return None
         tower = None
-        if self._run.config.retrieval.query_params == "generation":  # a copy: the step donates its state
+        if self._run.config.retrieval.query_params == "generation":  # a copy, because the step donates its state
             tower = jax.tree.map(jnp.copy, params[self._run.model.embedder_names[0]])
         return self._embed(step, params, tower, first=index is None, exact=self._searches_exactly)
 
     def control_signal(self, step: int) -> ControlSignal:
-        """The generation that this process has ready; called once a step, after `maybe_refresh`."""
+        """Return which generation this process has ready; called once a step, after `maybe_refresh`."""
         return ControlSignal()
 
     def on_checkpoint(self, step: int, generation: str) -> None:
-        """A checkpoint of `step` is about to be written, which names this generation."""
+        """Prepare for the writing of a checkpoint.
+
+        Args:
+            step: of the checkpoint.
+            generation: that it names; '' for none.
+        """
 
     def resume(
         self, step: int, record: dict[str, Any], vectors: NDArray | None, tower: Params | None
     ) -> LoadedIndex | None:
-        """The index that was in use when a checkpoint was saved: of saved vectors, or the generation that it names.
-        Raises Interrupted, UserError."""
+        """Return the index that was in use when a checkpoint was saved, from saved vectors or from its generation.
+
+        Args:
+            step: of the checkpoint.
+            record: of the checkpoint.
+            vectors: saved with it, [rows or more, width]; None if none were.
+            tower: the saved query encoder that searches; None for the current one.
+
+        Raises:
+            Interrupted: a process was asked to stop.
+            UserError: the generation cannot be restored.
+        """
         index_step = record["index_step"]
         if index_step < 0:
             return None
@@ -102,40 +126,61 @@ class InlineIndexProvider:
         return self._of_vectors(vectors, index_step, tower, exact=self._searches_exactly)
 
     def restore(self, generation: str, step: int) -> LoadedIndex:
-        """The generation that a checkpoint of `step` names. Raises Interrupted, UserError."""
+        """Return the index of the generation that a checkpoint names.
+
+        Args:
+            generation: its name.
+            step: of the checkpoint.
+
+        Raises:
+            Interrupted: a process was asked to stop.
+            UserError: the generation cannot be restored.
+        """
         raise UserError(
             f"{self._run.workdir}: step {step} was trained with generation {generation}; set config.refresh.mode=async"
         )
 
-    def as_exact(self, fresh: LoadedIndex) -> Index:
-        """The index for exact search on the devices, with which everything but REALM's own search works."""
-        if fresh.index.vectors is not None or not self._needs_vectors:
-            return fresh.index
-        assert fresh.vectors is not None, "where hosts search, they have the vectors"
-        return self._run.index(fresh.vectors)
+    def as_exact(self, loaded: LoadedIndex) -> Index:
+        """Return the index for exact search on the devices, which everything but REALM's own search needs."""
+        if loaded.index.vectors is not None or not self._needs_vectors:
+            return loaded.index
+        assert loaded.vectors is not None, "hosts that search have the vectors"
+        return self._run.index(loaded.vectors)
 
     def index_for_eval(self, step: int, params: Params, index: LoadedIndex | None) -> Index | None:
-        """The index that the parameters are measured with before `step`: the one in use, unless the document tower has
-        moved since it was made."""
+        """Return the index for an evaluation before `step`: the one in use, unless the passage encoder has changed.
+
+        Args:
+            step: of training.
+            params: parameters of the model.
+            index: the one in use; None if there is none.
+        """
         if index is None:
             return None
         return self.as_exact(index if self._is_current(step, index) else self._embed(step, params))
 
     def final_index(self, step: int, params: Params, index: LoadedIndex | None) -> LoadedIndex | None:
-        """The index that the parameters at the end of the task are measured with: the one in use, unless the document
-        tower has moved since; None for a reader's own task."""
+        """Return the index for the evaluation at the end: the one in use, unless the passage encoder has changed.
+
+        None for a task that trains only the reader.
+
+        Args:
+            step: the last one.
+            params: parameters of the model.
+            index: the one in use; None if there is none.
+        """
         if self._task.name in ("mlm", "closed_book"):
             return None
         return index if index is not None and self._is_current(step, index) else self._embed(step, params)
 
     def _is_current(self, step: int, index: LoadedIndex) -> bool:
-        """Whether the document embedder is at `step` what it was when an index was made."""
+        """Return whether the passage encoder at `step` is that with which an index was made."""
         frozen = self._task.retrieves and self._run.model.embedder_names[-1] not in self._task.trained
         return index.step == step or frozen
 
     def _embed(self, step: int, params: Params, tower: Params | None = None, first: bool = False,
               exact: bool = True) -> LoadedIndex:  # fmt: skip
-        """An index of parameters. first: whether the task starts with them; else see `_of_vectors`."""
+        """Embed the corpus and return its index; `first`: by the parameters with which the task starts."""
         if not self._needs_vectors:
             return LoadedIndex(self._run.index_without_vectors, None, step)
         if first:
@@ -146,10 +191,16 @@ class InlineIndexProvider:
         return self._of_vectors(vectors, step, tower, exact)
 
     def _of_vectors(self, vectors: NDArray, step: int, tower: Params | None, exact: bool) -> LoadedIndex:
-        """An index of vectors that the trainer made itself. tower: the query embedder that shall search, None for the
-        current one. exact: on the devices also where hosts search for REALM."""
+        """Return the index of vectors that the trainer made.
+
+        Args:
+            vectors: [rows, width].
+            step: at which they were made.
+            tower: the query encoder that searches; None for the current one.
+            exact: whether devices search, also if hosts search for REALM.
+        """
         run = self._run
-        stored = vectors.astype(numpy_dtype(run.config.model.dtype))
+        stored = vectors.astype(numpy_dtype(run.config.model.dtype))  # [rows, width]
         if run.scann_config is None or exact:
             return LoadedIndex(run.index(stored)._replace(tower=tower), stored, step)
         searcher = Searcher.build(stored, run.scann_config)

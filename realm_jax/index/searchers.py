@@ -3,12 +3,12 @@
     index/<generation>/scann-<settings>/<first>-<last>-<writer>/…      what ScaNN writes for the rows first … last − 1
     index/<generation>/scann-<settings>/<first>-<last>-<writer>.done   what was chosen; every file, size and checksum
 
-Shards are shared out like chunks (`build.py`), and those with a `.done` mark are not built again. What a searcher
-learns, the centroids of its tree and the codebook of its quantiser, takes a third of a build's time for 13 million rows
-and two thirds for 400,000 (`benchmarks/README.md`). So the shards of a generation take both from the generation before,
-as long as the measured recall holds (`LOSS`). After an edit of the corpus the shards of what it left as it was are
-shared, and the rows that it added have a shard of their own: searched exactly while they are few, with a tree once they
-are many (`ScannConfig.tree_from`). How they search is `retrieval/scann.py`.
+Shards are distributed like chunks (`build.py`), and those with a `.done` mark are not built again. Learning the
+centroids of a searcher's tree and the codebook of its quantizer takes a third of a build's time for 13 million rows and
+two thirds for 400,000 (`benchmarks/README.md`). So the shards of a generation take both from an earlier generation, as
+long as the measured recall is good enough (`MAX_RECALL_LOSS`). After an edit of the corpus, shards of unchanged rows
+are shared, and the new rows have a shard of their own: it is searched exactly while it is small, and with a tree once
+it is large (`ScannConfig.tree_from`). How shards are searched is `retrieval/scann.py`.
 """
 
 import dataclasses
@@ -30,15 +30,15 @@ from realm_jax.host import usable_cores
 from realm_jax.index.files import (
     IncompatibleIndex,
     Manifest,
-    by_rows,
-    drop_damaged,
+    discard_damaged_file,
     export_step,
+    files_by_row_range,
     generation_names,
+    indexes_with_same_encoder,
     load_vectors,
-    manifests,
-    of_same_towers,
-    rejection,
-    rows_name,
+    read_manifests,
+    read_rejection,
+    row_range_name,
 )
 from realm_jax.retrieval.scann import (
     ScannConfig,
@@ -51,150 +51,197 @@ from realm_jax.retrieval.scann import (
     renew_shard,
     shard_ranges,
 )
-from realm_jax.storage import Damaged, FileEntry, Folder, StorageError, digest
+from realm_jax.storage import Damaged, FileEntry, Folder, StorageError, sha256_hex
 
 logger = logging.getLogger(__name__)
 
 DONE = ".done"
 MEASURED_QUERIES = 256
 MEASURED_DEPTH = 8  # K of the paper
-LOSS = 0.01  # of recall that kept centroids and codebooks may cost; twice the standard error of 2,048 hits at .95
+# Recall that reused centroids and codebooks may cost: twice the standard error of 2,048 hits at 0.95.
+MAX_RECALL_LOSS = 0.01
 UNUSABLE = (Damaged, StorageError, FileNotFoundError, RuntimeError, ValueError)  # files: damaged, gone, another ScaNN's
-RENEWED_AT_A_TIME = 8  # shards, each with 2 GB of its own where it has the most rows
+PARALLEL_RENEWALS = 8  # shards, each of which needs up to 2 GB of memory
 
 
-class Earlier(NamedTuple):
-    """A generation that spares another one some learning. shared: its first shards, which the other begins with too;
-    without any, every shard of the other takes the centroids and the codebook of the one of the same rows."""
+class ReusableIndex(NamedTuple):
+    """A generation from which another one takes shards, or centroids and codebooks."""
 
-    generation: Manifest
-    shared: tuple[dict[str, Any], ...] = ()
+    manifest: Manifest
+    shared: tuple[dict[str, Any], ...] = ()  # its first shards, if the other begins with the same vectors
+    # If no shard is shared, every shard of the other takes the centroids and codebook of the shard of the same rows.
 
 
-class ShardWork(NamedTuple):
-    """A shard to be built: its rows, where its files go, and the done mark of the shard whose centroids it takes."""
+class ShardTask(NamedTuple):
+    """A shard to build."""
 
-    rows: tuple[int, int]
-    name: str
-    before: dict[str, Any] | None
+    rows: tuple[int, int]  # first, and the one after the last
+    name: str  # of its folder
+    earlier: dict[str, Any] | None  # the entry of the shard whose centroids and codebook it takes
 
 
 def build_searchers(
     folder: Folder,
     manifest: Manifest,
     settings: ScannConfig,
-    order: Callable[[int], list[int]],
+    work_order: Callable[[int], list[int]],
     check: Callable[[], None],
-    earlier: Earlier | None = None,
+    reusable: ReusableIndex | None = None,
 ) -> dict[str, Any]:
-    """Build every shard that has no done mark; the manifest's entry of the searcher. order: of this process's work;
-    earlier: what to take from another generation (None: all is learnt)."""
-    shards = list(earlier.shared) if earlier else []
-    trained = earlier.generation if earlier and not earlier.shared else None
+    """Build every shard of a generation that has no done mark.
+
+    Args:
+        folder: the shared folder.
+        manifest: of the generation.
+        settings: of ScaNN.
+        work_order: gives the order in which this process builds so many shards.
+        check: called between shards; an exception that it raises ends the work.
+        reusable: the generation from which shards or codebooks are taken; None to learn everything.
+
+    Returns:
+        The entry of the searcher in the manifest.
+
+    Raises:
+        Damaged: a shard is missing, or its mark is damaged.
+    """
+    shards = list(reusable.shared) if reusable else []
+    teacher = reusable.manifest if reusable and not reusable.shared else None  # its codebooks are taken
     start = shards[-1]["last"] if shards else 0
-    ranges, chosen = shard_ranges(manifest.rows, settings.shard_rows, start), dataclasses.asdict(settings)
-    key = digest(json.dumps([chosen, trained and trained.generation], sort_keys=True).encode())[:6]
-    home = f"index/{manifest.generation}/scann-{key}"  # builders with other settings do not meet
+    ranges, settings_json = shard_ranges(manifest.rows, settings.shard_rows, start), dataclasses.asdict(settings)
+    key = sha256_hex(json.dumps([settings_json, teacher and teacher.generation], sort_keys=True).encode())[:6]
+    parent = f"index/{manifest.generation}/scann-{key}"  # builders with other settings use other folders
 
-    def missing() -> Iterator[ShardWork]:
-        for number in order(len(ranges)):
+    def missing_shards() -> Iterator[ShardTask]:
+        for number in work_order(len(ranges)):
             check()
-            name = rows_name(*ranges[number])
-            if name not in by_rows(folder, home, DONE):
-                before = trained.searcher["shards"][number] if trained and trained.searcher else None
-                yield ShardWork(ranges[number], f"{home}/{name}-{uuid.uuid4().hex[:8]}", before)
+            name = row_range_name(*ranges[number])
+            if name not in files_by_row_range(folder, parent, DONE):
+                earlier = teacher.searcher["shards"][number] if teacher and teacher.searcher else None
+                yield ShardTask(ranges[number], f"{parent}/{name}-{uuid.uuid4().hex[:8]}", earlier)
 
-    # ScaNN learns with all cores, but encodes the rows of a searcher that it has with one.
-    workers = 1 if trained is None else min(len(ranges), usable_cores(), RENEWED_AT_A_TIME)
+    # ScaNN learns with all cores, but encodes rows with centroids that are given with one core.
+    workers = 1 if teacher is None else min(len(ranges), usable_cores(), PARALLEL_RENEWALS)
     build = partial(_build, folder, manifest, settings)
-    for failure in ordered_parallel_map(build, missing(), workers, few=2):
+    for failure in ordered_parallel_map(build, missing_shards(), workers, few=2):
         if failure:
             logger.warning("%s; the shard learns its centroids anew", failure)
-    marks = by_rows(folder, home, DONE)
+    marks = files_by_row_range(folder, parent, DONE)
     for first, last in ranges:
-        path = f"{home}/{marks.get(rows_name(first, last))}"
+        path = f"{parent}/{marks.get(row_range_name(first, last))}"
         try:
             shards.append(folder.read_json(path) | {"first": first, "last": last})
         except FileNotFoundError:
-            raise Damaged(f"{folder.path(home)}: rows {first} to {last} have no searcher") from None
+            raise Damaged(f"{folder.path(parent)}: rows {first} to {last} have no searcher") from None
         except Damaged:
             folder.remove(path)
             raise
-    return {"settings": chosen, "shards": shards, "trained": trained_on(earlier.generation) if earlier else None}
+    source = codebook_source(reusable.manifest) if reusable else None
+    return {"settings": settings_json, "shards": shards, "trained": source}
 
 
-def trained_on(manifest: Manifest) -> dict[str, Any]:
-    """The generation that a searcher's centroids and codebooks were learnt from, and the recall that it had."""
+def codebook_source(manifest: Manifest) -> dict[str, Any]:
+    """Return name and recall of the generation from whose vectors a searcher's centroids and codebooks were learned."""
     assert manifest.searcher is not None, "hosts search"
     return manifest.searcher.get("trained") or {"generation": manifest.generation, "recall": manifest.recall}
 
 
-def earlier_searcher(folder: Folder, manifest: Manifest, settings: ScannConfig) -> Earlier | None:
-    """The newest generation of an earlier step whose centroids and codebooks suit the shards of this one."""
+def reusable_codebooks(folder: Folder, manifest: Manifest, settings: ScannConfig) -> ReusableIndex | None:
+    """Return the newest generation of an earlier step whose centroids and codebooks fit the shards of this one.
+
+    Args:
+        folder: the shared folder.
+        manifest: of the generation that is being built.
+        settings: of ScaNN.
+    """
     names = [name for name in reversed(generation_names(folder)) if export_step(name) < manifest.step]
-    wanted = (dataclasses.asdict(settings), manifest.rows, manifest.width)
+    required = (dataclasses.asdict(settings), manifest.rows, manifest.width)
     ranges = shard_ranges(manifest.rows, settings.shard_rows)
-    for other in manifests(folder, names):
+    for other in read_manifests(folder, names):
         searcher = other.searcher
-        if searcher is None or (searcher["settings"], other.rows, other.width) != wanted:
+        if searcher is None or (searcher["settings"], other.rows, other.width) != required:
             continue
         trees = [(shard["first"], shard["last"]) for shard in searcher["shards"] if shard["leaves"]]
-        if trees == ranges and rejection(folder, other.generation) is None:
-            return Earlier(other)
+        if trees == ranges and read_rejection(folder, other.generation) is None:
+            return ReusableIndex(other)
     return None
 
 
-def shared_shards(folder: Folder, manifest: Manifest, settings: ScannConfig) -> Earlier | None:
-    """What an edit of the corpus left as it was: of the generations of the same towers, the longest run of shards with
-    a tree over rows that this one begins with too. None if there is none."""
-    best, chosen = None, dataclasses.asdict(settings)
-    for other in of_same_towers(folder, manifest.step, manifest.parameters, manifest.dtype, manifest.width):
-        if other.searcher is None or other.searcher["settings"] != chosen:
+def reusable_shards(folder: Folder, manifest: Manifest, settings: ScannConfig) -> ReusableIndex | None:
+    """Return the generation of the same encoder with the most shards of rows that an edit of the corpus did not change.
+
+    Only its first shards count, and only those with a tree. None if it has no such shard.
+
+    Args:
+        folder: the shared folder.
+        manifest: of the generation that is being built.
+        settings: of ScaNN.
+    """
+    best, settings_json = None, dataclasses.asdict(settings)
+    for other in indexes_with_same_encoder(folder, manifest.step, manifest.parameters, manifest.dtype, manifest.width):
+        if other.searcher is None or other.searcher["settings"] != settings_json:
             continue
+        # How many rows both generations begin with that have the same vectors, in complete chunks.
+        equal_chunks = takewhile(lambda pair: pair[0] == pair[1], zip(manifest.chunks, other.chunks, strict=False))
+        rows = sum(chunk.last - chunk.first for chunk, _ in equal_chunks)
         trees = takewhile(lambda shard: shard["leaves"], other.searcher["shards"])
-        rows = equal_rows(manifest, other)
         shared = tuple(shard for shard in trees if shard["last"] <= rows)
         if shared and (best is None or shared[-1]["last"] > best.shared[-1]["last"]):
-            best = Earlier(other, shared)
+            best = ReusableIndex(other, shared)
     return best
 
 
-def equal_rows(one: Manifest, other: Manifest) -> int:
-    """How many rows two generations begin with that have the same vectors, in whole chunks."""
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one.chunks, other.chunks, strict=False))
-    return sum(chunk.last - chunk.first for chunk, _ in pairs)
-
-
 def load_searcher(
-    folder: Folder, manifest: Manifest, vectors: NDArray, places: NDArray[np.int32] | None = None
+    folder: Folder, manifest: Manifest, vectors: NDArray, stored_to_row: NDArray[np.int32] | None = None
 ) -> Searcher:
-    """The searcher of a generation over its stored vectors. places: as of `Searcher`. Raises Damaged."""
+    """Load the searcher of a generation.
+
+    Args:
+        folder: the shared folder.
+        manifest: of the generation.
+        vectors: its stored vectors, [stored rows, width].
+        stored_to_row: the row in the corpus of each stored row, as of `Searcher`.
+
+    Raises:
+        Damaged: a file is missing or damaged.
+        IncompatibleIndex: there is no searcher, or this machine's ScaNN cannot load it.
+    """
     if manifest.searcher is None:
         raise IncompatibleIndex(
             f"generation {manifest.generation} has no searcher; its builder needs retrieval.backend=scann"
         )
     shards = tuple(_load(folder, shard) for shard in manifest.searcher["shards"])
-    return Searcher(shards, vectors, manifest.searcher["settings"]["budget"], places)
+    return Searcher(shards, vectors, manifest.searcher["settings"]["budget"], stored_to_row)
 
 
 def _load(folder: Folder, shard: dict[str, Any]) -> Shard:
-    where = f"searcher of rows {shard['first']} to {shard['last']}"
+    searcher_name = f"searcher of rows {shard['first']} to {shard['last']}"
     try:
-        paths = [folder.local(FileEntry(*file)) for file in shard["files"]]
+        paths = [folder.local_path(FileEntry(*file)) for file in shard["files"]]
         return load_shard(paths[0].parent, shard["first"], shard["last"])
-    except Damaged as fault:
-        raise Damaged(f"{where}: {fault}") from None
-    except FileNotFoundError as fault:  # staged, and removed by another process of this machine
-        raise StorageError(f"{where}: {fault}") from None
-    except (RuntimeError, ValueError, OSError) as fault:  # its files are sound
-        raise IncompatibleIndex(f"{where} cannot be loaded here: {fault}") from None
+    except Damaged as error:
+        raise Damaged(f"{searcher_name}: {error}") from None
+    except FileNotFoundError as error:  # staged, and removed by another process of this machine
+        raise StorageError(f"{searcher_name}: {error}") from None
+    except (RuntimeError, ValueError, OSError) as error:  # its files are sound
+        raise IncompatibleIndex(f"{searcher_name} cannot be loaded here: {error}") from None
 
 
 def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) -> dict[str, float]:
-    """Recall of a generation's searcher against exact search, with sample queries of the same export.
+    """Measure the recall of a generation's searcher against exact search.
 
-    A shard that cannot be loaded loses its done mark, or the generation that it is shared with is refused, so that it
-    is built again. Raises Damaged.
+    A shard that cannot be loaded loses its done mark, or the generation that it is shared with is rejected, so that it
+    is built again.
+
+    Args:
+        folder: the shared folder.
+        manifest: of the generation.
+        queries: vectors of the export's sample queries, [count, width].
+
+    Returns:
+        {'recall@k': share}.
+
+    Raises:
+        Damaged: a shard cannot be loaded.
     """
     assert manifest.searcher is not None, "hosts search"
     vectors, shards = load_vectors(folder, manifest), []
@@ -202,42 +249,40 @@ def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) ->
         for shard in manifest.searcher["shards"]:
             try:
                 shards.append(_load(folder, shard))
-            except Damaged as fault:
-                home = shard["files"][0][0].rpartition("/")[0]
-                drop_damaged(folder, manifest, f"{home}{DONE}", fault)
+            except Damaged as error:
+                parent = shard["files"][0][0].rpartition("/")[0]
+                discard_damaged_file(folder, manifest, f"{parent}{DONE}", error)
                 raise
     finally:
-        folder.unstage(f"index/{manifest.generation}")
+        folder.remove_local_copies(f"index/{manifest.generation}")
     searcher = Searcher(tuple(shards), vectors, manifest.searcher["settings"]["budget"])
-    asked, depth = queries[:MEASURED_QUERIES], min(MEASURED_DEPTH, manifest.rows)
-    return {f"recall@{depth}": recall(searcher.search(asked, depth), exact_rows(asked, vectors, depth))}
+    queries, depth = queries[:MEASURED_QUERIES], min(MEASURED_DEPTH, manifest.rows)
+    approximate_rows = searcher.search(queries, depth)  # [queries, depth]
+    return {f"recall@{depth}": recall(approximate_rows, exact_rows(queries, vectors, depth))}
 
 
-def _build(folder: Folder, manifest: Manifest, settings: ScannConfig, work: ShardWork) -> str:
-    """Build one shard; why it could not be with what an earlier one has learnt, '' if it was or was not meant to."""
-    vectors = load_vectors(folder, manifest, *work.rows, np.float32)
+def _build(folder: Folder, manifest: Manifest, settings: ScannConfig, task: ShardTask) -> str:
+    """Build one shard; return why an earlier shard's centroids could not be used, '' if they were or none exist."""
+    vectors = load_vectors(folder, manifest, *task.rows, np.float32)  # [rows, width]
     with tempfile.TemporaryDirectory(prefix="realm-scann-") as scratch:
-        made, chosen, failure = Path(scratch, "renewed"), None, ""
-        made.mkdir()
-        if work.before is not None:
+        output, tree_size, failure = Path(scratch, "renewed"), None, ""
+        output.mkdir()
+        if task.earlier is not None:
             try:
-                chosen = _renew(folder, vectors, work.before, made)
-            except UNUSABLE as fault:
-                failure = str(fault)
-        if chosen is None:
-            made = Path(scratch, "learnt")
-            made.mkdir()
-            chosen = build_shard(vectors, settings, made)
-        files = [folder.put(f"{work.name}/{path.name}", path.read_bytes()) for path in sorted(made.iterdir())]
-    folder.write_json(f"{work.name}{DONE}", chosen | {"files": files})
+                with tempfile.TemporaryDirectory(
+                    prefix="realm-scann-"
+                ) as copy:  # others may remove the files meanwhile
+                    for file in task.earlier["files"]:
+                        entry = FileEntry(*file)
+                        Path(copy, Path(entry.name).name).write_bytes(folder.read_verified(entry))
+                    renew_shard(vectors, Path(copy), output)
+                tree_size = {key: task.earlier[key] for key in ("leaves", "leaves_searched")}
+            except UNUSABLE as error:
+                failure = str(error)
+        if tree_size is None:
+            output = Path(scratch, "learnt")
+            output.mkdir()
+            tree_size = build_shard(vectors, settings, output)
+        files = [folder.write_entry(f"{task.name}/{path.name}", path.read_bytes()) for path in sorted(output.iterdir())]
+    folder.write_json(f"{task.name}{DONE}", tree_size | {"files": files})
     return failure
-
-
-def _renew(folder: Folder, vectors: NDArray[np.float32], before: dict[str, Any], made: Path) -> dict[str, Any]:
-    """Write the files of a shard with the centroids and the codebook of an earlier one into `made`; what was chosen."""
-    with tempfile.TemporaryDirectory(prefix="realm-scann-") as copied:  # others may remove the files meanwhile
-        for file in before["files"]:
-            entry = FileEntry(*file)
-            Path(copied, Path(entry.name).name).write_bytes(folder.read_verified(entry))
-        renew_shard(vectors, Path(copied), made)
-    return {key: before[key] for key in ("leaves", "leaves_searched")}

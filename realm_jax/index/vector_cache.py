@@ -28,7 +28,7 @@ from realm_jax.models.layers import Params
 from realm_jax.processes import is_process_0, same_on_all_processes
 from realm_jax.retrieval.embed import BUCKET, EMBED_BATCH, GROUPS, CorpusRows
 from realm_jax.run import Run
-from realm_jax.storage import Damaged, digest
+from realm_jax.storage import Damaged, sha256_hex
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class VectorCache:
             return
         try:
             arrays = {"keys": keys.view(np.uint32), "vectors": vectors}
-            if not self._entry.write(digest(keys.tobytes())[:16], arrays):
+            if not self._entry.write(sha256_hex(keys.tobytes())[:16], arrays):
                 logger.info("%d vectors are not kept: all together may have %d bytes", len(keys), cache_bytes())
         except OSError as error:
             logger.warning("vectors are not kept for the next run: %s", error)

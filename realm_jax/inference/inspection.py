@@ -186,7 +186,7 @@ def inspect_sentence(
         words = example["query"][1 : example["query_length"] - 1]
         asked = query_arrays(words[words != tokenizer.mask_id], run.lengths.query, tokenizer)
         example = with_reader_query(example) | asked
-    if (find := run.find_sentence) is not None:
+    if (find := run.bm25_for_masked_sentence) is not None:
         example |= find(f"{text.before} {text.after}", -1)
     (outputs,) = _inspect_examples(trained, [example])
     targets = example["targets"][:count]

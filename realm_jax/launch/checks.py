@@ -7,12 +7,20 @@ from realm_jax.errors import UserError
 from realm_jax.index.heartbeat import BUILDER, TRAINER
 from realm_jax.launch.spec import BUCKET, MOUNTED, Launch
 
-SAVE_SECONDS = 60  # an upper bound on the time of a save: a grace period below it loses steps
+SAVE_SECONDS = 60  # an upper bound of the time of a save: a shorter grace period loses steps
 IN_IMAGE = ("configs", "launch", "realm_jax")  # folders of the source that launch/Dockerfile copies
 
 
-def check_place(workdir: str, target: str) -> None:
-    """Raise UserError for a work directory that no run in a cloud can have."""
+def check_remote_workdir(workdir: str, target: str) -> None:
+    """Check a work directory for a run in a cloud.
+
+    Args:
+        workdir: the work directory.
+        target: of the launch, for the message.
+
+    Raises:
+        UserError: it is not in a bucket.
+    """
     folders = workdir.removeprefix(BUCKET).split("/")
     if not re.fullmatch(r"gs://[a-z0-9][-_.a-z0-9]*/.+", workdir) or not {".", ".."}.isdisjoint(folders):
         raise UserError(
@@ -22,14 +30,22 @@ def check_place(workdir: str, target: str) -> None:
 
 
 def check_cloud(launch: Launch, target: str) -> None:
-    """Raise UserError for what no cloud can start."""
+    """Check a launch for what no cloud, or not this one, can start.
+
+    Args:
+        launch: the description.
+        target: of the launch.
+
+    Raises:
+        UserError: a key of the spec, or --config, does not suit it.
+    """
     if not launch.spec.image:
         raise UserError(
             f"spec.image: --target={target} needs a container; build launch/Dockerfile, push it, and name it"
         )
-    steps = launch.config.split("/")
-    named = is_name(launch.config.partition(":")[0])
-    if launch.config and not named and (steps[0] not in IN_IMAGE or ".." in steps):
+    parts = launch.config.split("/")
+    is_shipped = is_name(launch.config.partition(":")[0])
+    if launch.config and not is_shipped and (parts[0] not in IN_IMAGE or ".." in parts):
         raise UserError(
             f"--config={launch.config}: has to be a file of the container; put it into configs/ and give its name, "
             "such as realm_wiki, or its path from the folder of the source"
@@ -51,7 +67,18 @@ def check_cloud(launch: Launch, target: str) -> None:
 
 
 def check_training(launch: Launch, config: Config, builders: int, remote: bool) -> None:
-    """Raise UserError for a validated config that cannot be trained as the launch says. builders: processes of it."""
+    """Check that a config can be trained as a launch describes.
+
+    Args:
+        launch: the description.
+        config: validated.
+        builders: number of builder processes.
+        remote: whether it runs in a cloud.
+
+    Raises:
+        UserError: no builder is started though the config needs one, machines do not see a path, or the batches cannot
+            be sharded over the chips.
+    """
     follows = "realm" in task_names(config)
     if config.refresh.mode == "async" and follows and not builders:
         key = "slices" if remote else "processes"
@@ -59,19 +86,19 @@ def check_training(launch: Launch, config: Config, builders: int, remote: bool) 
     if not remote:
         return
     values, mounted = flatten(config.to_dict()), f"{MOUNTED}/{launch.bucket}/"
-    for key, elsewhere in (("data.path", BUCKET), ("init_from", "hf:"), ("reader_from", "hf:")):
-        if values[key] and not values[key].startswith((mounted, elsewhere)):
-            raise UserError(f"config.{key}={values[key]}: the machines do not see it; name {elsewhere}… or {mounted}…")
+    for key, prefix in (("data.path", BUCKET), ("init_from", "hf:"), ("reader_from", "hf:")):
+        if values[key] and not values[key].startswith((mounted, prefix)):
+            raise UserError(f"config.{key}={values[key]}: the machines do not see it; name {prefix}… or {mounted}…")
     if config.refresh.shared not in ("", launch.workdir):
         raise UserError("config.refresh.shared: in a cloud the jobs meet in --workdir; leave it out")
 
-    # Whether mesh and batches can be shared out over the trainer's chips, as the trainer itself would say.
-    from realm_jax.mesh import mesh_sizes  # here, since listing and stopping need no JAX
+    # Mesh and batches must be divisible over the trainer's chips, or the trainer itself would raise.
+    from realm_jax.mesh import mesh_sizes  # imported here because listing and stopping need no JAX
     from realm_jax.run import check_batches
 
     chips, count = launch.slice(TRAINER), launch.spec.trainer.slices
     try:
         data, fsdp, _ = mesh_sizes(-1, config.mesh.fsdp, config.mesh.model, chips.chips * count, count)
         check_batches(config, data * fsdp)
-    except UserError as fault:
-        raise UserError(f"spec.trainer: {count} × {chips}: {fault}") from None
+    except UserError as error:
+        raise UserError(f"spec.trainer: {count} × {chips}: {error}") from None

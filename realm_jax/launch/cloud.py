@@ -1,5 +1,8 @@
-"""What the targets in a cloud have in common: the parts of a run are resources that bear its name, templates say what
-is sent, and gcloud and kubectl send it. Their errors become one line that says what to do."""
+"""The common parts of targets in a cloud.
+
+The parts of a run are resources whose names begin with the run's name. Templates are filled in, and gcloud and kubectl
+send them. Their errors become one line with advice.
+"""
 
 import abc
 import json
@@ -19,7 +22,7 @@ INSTALL = {
     "gcloud": "install the Google Cloud CLI (cloud.google.com/sdk) and run `gcloud auth login`",
     "kubectl": "install it (`gcloud components install kubectl`) and run `gcloud container clusters get-credentials`",
 }
-# What their messages have in common over versions, and what a user does about it; the first that is found counts.
+# Patterns in their messages that several versions share, and advice for the user; the first match counts.
 ERROR_HINTS = (
     (r"gke-gcloud-auth-plugin.*(not found|not installed|executable)|executable gke-gcloud-auth-plugin",
      "kubectl cannot log in; run `gcloud components install gke-gcloud-auth-plugin`, then run the command again"),
@@ -54,26 +57,26 @@ ERROR_HINTS = (
 
 
 class Resource(NamedTuple):
-    """A resource that has the name of the run. script, nodes: of a queued resource."""
+    """A resource whose name is that of a part of the run."""
 
     name: str
     state: str
     detail: str
-    owner: str  # the flag that names whose it is, where it is another run's of the same name; else ''
-    script: str | None = None  # the startup script that it was created with, if known
-    nodes: tuple[str, ...] = ()  # its TPU nodes: several for a trainer of several slices
+    owner: str  # the flag of another run with the same name to which it belongs; else ''
+    script: str | None = None  # of a queued resource: the startup script with which it was created, if known
+    nodes: tuple[str, ...] = ()  # of a queued resource: its TPU nodes, several for a trainer of several slices
 
 
 class CloudTarget(abc.ABC):
-    """The base of `JobSets` and `QueuedResources`. kind: what a resource is called in messages."""
+    """The base of `JobSets` and `QueuedResources`."""
 
-    kind: str
+    kind: str  # name of a resource in messages
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
 
     def items(self) -> list[dict[str, str]]:
-        """{"name", "state", "detail"} of each resource of the run."""
+        """Return {"name", "state", "detail"} of each resource of the run."""
         return [{"name": item.name, "state": item.state, "detail": item.detail} for item in self._list()]
 
     def _name(self, part: str) -> str:
@@ -81,10 +84,13 @@ class CloudTarget(abc.ABC):
 
     @abc.abstractmethod
     def _list(self) -> list[Resource]:
-        """The resources that have the run's name."""
+        """List the resources whose names are those of parts of the run."""
 
-    def _own(self, required: bool = True) -> dict[str, Resource]:
-        """Name → resource of the run. Raises UserError for one of another run, and where there is none if required."""
+    def _resources_of_run(self, required: bool = True) -> dict[str, Resource]:
+        """Return name → resource of the run.
+
+        Raises UserError if one belongs to another run, or if there is none although one is required.
+        """
         resources = self._list()
         for resource in resources:
             if resource.owner:
@@ -97,7 +103,15 @@ class CloudTarget(abc.ABC):
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill in a template of `templates/`. Raises jinja2.UndefinedError for a value that is not given."""
+    """Fill in a template.
+
+    Args:
+        template: name of a file in `templates/`.
+        **values: its variables.
+
+    Raises:
+        jinja2.UndefinedError: a variable has no value.
+    """
     loader = PackageLoader("realm_jax.launch")
     environment = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True)
     # One line, in double quotes: any text is one value, whatever characters it has.
@@ -106,17 +120,34 @@ def render(template: str, **values: Any) -> str:
 
 
 def run_tool(words: Sequence[str], about: str, stdin: str | None = None) -> str:
-    """What a tool prints. about: the request, for messages. Raises UserError, with what to do, where it fails."""
+    """Run a tool and return its output.
+
+    Args:
+        words: of the command.
+        about: what is requested, for messages.
+        stdin: its input.
+
+    Raises:
+        UserError: the tool is not installed, or failed; with advice.
+    """
     _require(words[0])
-    # Never this terminal as its input: a question would wait for ever.
-    done = subprocess.run(list(words), input=stdin or "", capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(explain_error(words[0], about, done.stderr or done.stdout))
-    return done.stdout
+    # Its input is never this terminal: a question would wait forever.
+    result = subprocess.run(list(words), input=stdin or "", capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise UserError(explain_error(words[0], about, result.stderr or result.stdout))
+    return result.stdout
 
 
 def call_json(words: Sequence[str], about: str) -> Any:
-    """The JSON that a tool prints; see `run_tool`."""
+    """Run a tool and return the value of its output, which is JSON.
+
+    Args:
+        words: of the command.
+        about: what is requested, for messages.
+
+    Raises:
+        UserError: as `run_tool`, or the output is not JSON.
+    """
     reply = run_tool(words, about)
     try:
         return json.loads(reply)
@@ -125,7 +156,10 @@ def call_json(words: Sequence[str], about: str) -> Any:
 
 
 def stream(words: Sequence[str]) -> int:
-    """Run a tool with its output on this terminal, until it ends or Ctrl-C; its exit code. Raises UserError."""
+    """Run a tool with its output on this terminal until it ends or Ctrl-C, and return its exit code.
+
+    Raises UserError if the tool is not installed.
+    """
     _require(words[0])
     return subprocess.call(list(words), stdin=subprocess.DEVNULL)
 
@@ -136,7 +170,13 @@ def _require(tool: str) -> None:
 
 
 def explain_error(tool: str, about: str, stderr: str) -> str:
-    """One line for a tool's error."""
+    """Return one line for a tool's error.
+
+    Args:
+        tool: its name.
+        about: what was requested.
+        stderr: its messages.
+    """
     reply = " ".join(stderr.split())
     advice = next((advice for pattern, advice in ERROR_HINTS if re.search(pattern, reply)), None)
     reason = reply.removeprefix("ERROR: ")[:300] or "it failed without a message"

@@ -76,7 +76,7 @@ class TopK(NamedTuple):
     """The largest of many numbers."""
 
     size: int  # bytes of the input
-    wanted: int  # numbers of each row
+    k: int  # numbers of each row that are returned
 
 
 class Cost(NamedTuple):
@@ -91,17 +91,23 @@ class Cost(NamedTuple):
 
 
 class Time(NamedTuple):
-    """Seconds on every device. parts: of each kind of work, the least, as if it did not overlap with other work."""
+    """Seconds on every device."""
 
     low: float
     high: float
-    parts: dict[str, float]
+    parts: dict[str, float]  # of each kind of work: the minimum, as if it did not overlap with other work
 
 
 def program_time(cost: Cost, chip: Chip, slices: Sequence[int]) -> Time:
-    """Estimate the time of a program. slices: for each device in the program's order, the number of its slice.
+    """Estimate the time of a program.
 
-    Raises KeyError for an unknown kernel or an unknown kind of transfer.
+    Args:
+        cost: of the program.
+        chip: on which it runs.
+        slices: for each device, in the program's order, the number of its slice.
+
+    Raises:
+        KeyError: a kernel or a kind of transfer is unknown.
     """
     between = sum(times * sent(collective, slices)[1] for collective, times in cost.collectives.items())
     between += sum(times * transferred(transfer, len(set(slices))) for transfer, times in cost.transfers.items())
@@ -114,20 +120,28 @@ def program_time(cost: Cost, chip: Chip, slices: Sequence[int]) -> Time:
         "collectives between slices": between / chip.dcn,
     }
     operations, moved, kernels, top_k, inside, between = parts.values()
-    passes = sum(times * top.size * top.wanted for top, times in cost.top_k.items()) / chip.bandwidth
+    passes = sum(times * top.size * top.k for top, times in cost.top_k.items()) / chip.bandwidth
     low = max(operations + moved + kernels + top_k, inside, between)
     return Time(low, operations + moved + kernels + passes + inside * chip.axes + between, parts)
 
 
 def kernel_cycles(kernel: Kernel, chip: Chip) -> float:
-    """Cycles of one run of an attention kernel over [batch, length, width]."""
+    """Return the cycles of one run of an attention kernel over [batch, length, width].
+
+    Args:
+        kernel: the kernel.
+        chip: on which it runs.
+
+    Raises:
+        KeyError: the kernel is unknown.
+    """
     batch, length, width = kernel.shape
     scores = batch * (width // LANES) * scores_held(length)
     return scores * CYCLES[kernel.name][chip] / chip.cores
 
 
 def scores_held(length: int) -> int:
-    """Scores of a sequence that registers hold: its keys are padded to whole lanes."""
+    """Return the scores of a sequence that registers hold: its keys are padded to complete lanes."""
     return length * -(-length // LANES) * LANES
 
 
@@ -135,6 +149,10 @@ def sent(collective: Collective, slices: Sequence[int]) -> tuple[float, float]:
     """Return the bytes that a device sends inside of its slice, and to other slices.
 
     We assume a ring in every slice, whose members then exchange their share with those of the other slices.
+
+    Args:
+        collective: the collective.
+        slices: for each device, in the program's order, the number of its slice.
     """
     size, members = collective.size, len(collective.group)
     num_slices = len({slices[index] for index in collective.group})
@@ -148,7 +166,15 @@ def sent(collective: Collective, slices: Sequence[int]) -> tuple[float, float]:
 
 
 def transferred(transfer: Transfer, num_slices: int) -> float:
-    """Bytes that a device sends to other slices."""
+    """Return the bytes that a device sends to other slices.
+
+    Args:
+        transfer: the transfer.
+        num_slices: number of slices.
+
+    Raises:
+        KeyError: its kind is unknown.
+    """
     others = num_slices - 1
     shares = {
         "all-reduce": 2 * others / num_slices,
@@ -232,7 +258,7 @@ def program_cost(text: str) -> Cost:
             size = max(_sizes(results)) if started and kind != "all-reduce" else sum(_sizes(results))
             if kind == "reduce-scatter":
                 size *= len(group)
-            if computation.startswith("all-reduce-scatter"):  # a part of the sum is taken at once: no more is sent
+            if computation.startswith("all-reduce-scatter"):  # each device takes only a part of the sum
                 kind = "reduce-scatter"
             # A collective that overlaps with other work is in several computations: each channel counts once.
             channel = re.search(r"channel_id=(\d+)", line)
@@ -241,8 +267,8 @@ def program_cost(text: str) -> Cost:
         elif transfer := TRANSFER.search(line):
             transfers[Transfer(transfer[2].lower().replace("_", "-"), sum(_sizes(transfer[1])))] += times
     collectives: Counter[Collective] = Counter()
-    for times, found in channels.values():
-        collectives[found] += times
+    for times, counted_collective in channels.values():
+        collectives[counted_collective] += times
     return Cost(cycles, moved, kernels, top_k, collectives, transfers)
 
 
@@ -255,7 +281,7 @@ def _search(pattern: str | re.Pattern[str], text: str, line: str) -> re.Match[st
 
 
 def _loop_length(loop: str, lines: list[str]) -> int:
-    """How often a loop runs: its condition compares a counter with a constant, and JAX's loops count from 0 by 1."""
+    """Return how often a loop runs: its condition compares a counter with a constant, and JAX counts from 0 by 1."""
     text = "\n".join(lines)
     constants = dict(re.findall(r"%([\w.\-]+) = s32\[\]\S* constant\((\d+)\)", text))
     compared = re.search(r"ROOT .*compare\((.*?)\), direction=[LG]T", text)
@@ -267,12 +293,12 @@ def _loop_length(loop: str, lines: list[str]) -> int:
 
 
 def _group(line: str) -> tuple[int, ...]:
-    """The first group of devices of a collective; of pairs, the first of two different devices."""
+    """Return the first group of devices of a collective; of pairs, the first with two different devices."""
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line):
-        both = [(int(source), int(target)) for source, target in re.findall(r"\{(\d+),(\d+)", pairs[1] + "}")]
-        return next((pair for pair in both if pair[0] != pair[1]), both[0])
-    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
-        return _numbers(listed[1])
+        device_pairs = [(int(source), int(target)) for source, target in re.findall(r"\{(\d+),(\d+)", pairs[1] + "}")]
+        return next((pair for pair in device_pairs if pair[0] != pair[1]), device_pairs[0])
+    if explicit := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return _numbers(explicit[1])
     if tiled := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
         groups = _device_ids(tiled[2], tiled[3]).reshape(_numbers(tiled[1]))  # [..., devices of a group]
         return tuple(groups.reshape(-1, groups.shape[-1])[0].tolist())
@@ -295,12 +321,12 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Dtype and dimensions of each array that a text names; layouts in braces are left out."""
+    """Return dtype and dimensions of each array that a text names, without layouts in braces."""
     return [(array[1], _numbers(array[2])) for array in ARRAY.finditer(re.sub(r"\{[^}]*\}", "", text))]
 
 
 def _sizes(text: str) -> list[int]:
-    """Bytes of each array that a text names; a number of less than eight bits takes one."""
+    """Return the bytes of each array that a text names; a number of fewer than eight bits takes one byte."""
     sizes = []
     for dtype, shape in _arrays(text):
         bits = re.search(r"\d+", dtype)

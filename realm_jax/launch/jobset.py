@@ -1,9 +1,9 @@
-"""GKE: the trainer and every builder slice as a JobSet of its own (jobset.x-k8s.io/v1alpha2), so that no end of one
-restarts another, and GKE does not take slices that know nothing of each other for one multislice program.
+"""GKE: the trainer and every builder slice is a separate JobSet (jobset.x-k8s.io/v1alpha2).
 
-A slice is one Job of as many pods as it has machines; all slices of the trainer are one JobSet and restart together.
-Exit code 2 ends a JobSet, 75 and evictions restart it without counting, all else counts.
-Not here: the cluster, its node pools and JobSet itself (docs/launch.md).
+So the end of one does not restart another, and GKE does not treat independent slices as one multislice program. A slice
+is one Job of as many pods as it has machines; all slices of the trainer are one JobSet and restart together. Exit code
+2 ends a JobSet, 75 and evictions restart it without counting, every other failure counts. The cluster, its node pools
+and JobSet itself must exist already (docs/launch.md).
 """
 
 import json
@@ -27,7 +27,7 @@ Manifest = dict[str, Any]
 
 
 def manifests(launch: Launch) -> list[Manifest]:
-    """The JobSets of a launch, the trainer's first."""
+    """Return the JobSets of a launch, the trainer's first."""
     jobsets = []
     for part in job_specs(launch):
         text = render(
@@ -49,7 +49,7 @@ def manifests(launch: Launch) -> list[Manifest]:
 
 
 def to_yaml(jobsets: Sequence[Manifest]) -> str:
-    """Manifests as `kubectl apply` takes them."""
+    """Format manifests for `kubectl apply`."""
     return "---\n".join(yaml.safe_dump(manifest, sort_keys=False, width=1000) for manifest in jobsets)
 
 
@@ -62,24 +62,29 @@ class JobSets(CloudTarget):
     kind = "JobSet"
 
     def plan(self) -> str:
-        """All that would be sent, as the commands that send it."""
+        """Return everything that would be sent, as the commands that send it."""
         return f"# {' '.join(self._kubectl('apply', '--filename=-'))}\n{to_yaml(manifests(self._launch))}"
 
     def start(self) -> None:
-        """Create them. What was stopped or has ended is removed first: almost nothing of a JobSet can be changed, and
-        the run lies in the bucket. What runs and is not wanted any more goes last, once the others could be applied."""
-        wanted = {manifest["metadata"]["name"]: manifest for manifest in manifests(self._launch)}
-        there = {name: resource.state for name, resource in self._own(required=False).items()}
+        """Create the JobSets.
+
+        Stopped and ended ones are removed first, because almost nothing of a JobSet can be changed, and the run's files
+        are in the bucket. Running ones that are no longer needed are removed last, after the others could be applied.
+        """
+        required = {manifest["metadata"]["name"]: manifest for manifest in manifests(self._launch)}
+        states = {name: resource.state for name, resource in self._resources_of_run(required=False).items()}
         record_expected_jobs(self._launch.workdir, [part.name for part in job_specs(self._launch)])
-        over = ("completed", "failed") if self._queued else ("completed", "failed", "suspended")
-        self._delete([name for name, state in there.items() if state in over])
-        for name, manifest in wanted.items():
+        # In a queue, suspended JobSets wait for their turn.
+        queue = self._launch.spec.kubernetes.queue
+        ended_states = ("completed", "failed") if queue else ("completed", "failed", "suspended")
+        self._delete([name for name, state in states.items() if state in ended_states])
+        for name, manifest in required.items():
             run_tool(self._kubectl("apply", "--filename=-"), f"JobSet {name}", to_yaml([manifest]))
             print(f"JobSet {name}: applied")
-        self._delete([name for name, state in there.items() if name not in wanted and state not in over])
+        self._delete([name for name, state in states.items() if name not in required and state not in ended_states])
 
     def _list(self) -> list[Resource]:
-        """States: completed, failed, suspended, running, or pending while a Job lacks pods that are ready."""
+        # States: completed, failed, suspended, running, or pending while a Job lacks pods that are ready.
         selected = f"--selector={RUN}={self._launch.spec.name}"
         command = self._kubectl("get", "jobset", selected, "--output=json")
         resources = []
@@ -88,8 +93,8 @@ class JobSets(CloudTarget):
             conditions = [condition for condition in status.get("conditions", []) if condition.get("status") == "True"]
             ended = next((condition for condition in conditions if condition["type"] in ("Completed", "Failed")), None)
             ready = sum(job.get("ready", 0) + job.get("succeeded", 0) for job in status.get("replicatedJobsStatus", []))
-            wanted = sum(job.get("replicas", 1) for job in item["spec"].get("replicatedJobs", []))
-            state = "running" if ready >= wanted else "pending"
+            replicas = sum(job.get("replicas", 1) for job in item["spec"].get("replicatedJobs", []))
+            state = "running" if ready >= replicas else "pending"
             state = "suspended" if item["spec"].get("suspend") else state
             state = ended["type"].lower() if ended else state
             detail = (ended or {}).get("message") or f"{status.get('restarts', 0)} restarts"
@@ -99,33 +104,39 @@ class JobSets(CloudTarget):
         return resources
 
     def logs(self, job: str, follow: bool) -> int:
-        """What the first pod of a job printed."""
-        name = self._name(choose(job, [name.removeprefix(self._name("")) for name in self._own()]))
+        """Show the output of the first pod of a job.
+
+        Args:
+            job: 'trainer', 'builder-0', …
+            follow: whether to wait for further lines.
+
+        Returns:
+            The exit code of kubectl.
+        """
+        name = self._name(choose(job, [name.removeprefix(self._name("")) for name in self._resources_of_run()]))
         labels = f"{POD}/jobset-name={name},{POD}/job-index=0,batch.kubernetes.io/job-completion-index=0"
-        more = ["--follow"] if follow else []
-        return stream(self._kubectl("logs", f"--selector={labels}", f"--container={CONTAINER}", "--tail=200", *more))
+        flags = ["--follow"] if follow else []
+        return stream(self._kubectl("logs", f"--selector={labels}", f"--container={CONTAINER}", "--tail=200", *flags))
 
     def stop(self) -> None:
-        """Suspend them: their pods get SIGTERM, save, and are not started again until `start`. In a queue suspended
-        ones wait for their turn, so there they are removed."""
-        if self._queued:
+        """Suspend the JobSets: their pods get SIGTERM, save, and are not started again until `start`.
+
+        With a queue they are removed, because the queue would start suspended ones again.
+        """
+        if self._launch.spec.kubernetes.queue:
             self.delete()
             return
-        for name in self._own():
+        for name in self._resources_of_run():
             patch = json.dumps({"spec": {"suspend": True}})
             run_tool(self._kubectl("patch", "jobset", name, "--type=merge", f"--patch={patch}"), f"JobSet {name}")
             print(f"JobSet {name}: suspended")
 
     def delete(self) -> None:
-        """Remove them; the work directory stays."""
-        self._delete(list(self._own()))
-
-    @property
-    def _queued(self) -> bool:
-        return bool(self._launch.spec.kubernetes.queue)
+        """Remove the JobSets; the work directory stays."""
+        self._delete(list(self._resources_of_run()))
 
     def _delete(self, names: list[str]) -> None:
-        """Remove some and wait until their pods have saved and ended."""
+        """Remove JobSets and wait until their pods have saved and ended."""
         if names:
             run_tool(self._kubectl("delete", "jobset", *names, "--cascade=foreground", "--ignore-not-found"), "JobSets")
         for name in names:

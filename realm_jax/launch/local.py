@@ -1,14 +1,14 @@
-"""Local target: supervises the trainer's processes as a group and each builder process by itself until training ends.
+"""Local target: supervise the trainer's processes as a group, and each builder process separately, until training ends.
 
-When a trainer process dies the others cannot go on (a collective would wait for it for ever), so all of them are ended
-and started again, on a new port. A builder process is started again by itself. Exit code 0 is an end; 2 an error in the
-configuration, after which nothing is restarted; 75 a preemption that does not count; all else is a failure, after which
-there is a pause that doubles, and after `spec.restarts` of them without progress between them the job is given up.
+When a trainer process dies, the others cannot go on (a collective would wait for it forever), so all of them are ended
+and started again, on a new port. A builder process is started again separately. Exit code 0 is an end; 2 is an error in
+the configuration, after which nothing is restarted; 75 is a preemption, which does not count. Every other code is a
+failure: the job is restarted after a pause that doubles, and not after `spec.restarts` failures without progress.
 Progress is a new checkpoint for the trainer, a new generation for a builder.
 
-Everything that a process prints goes to this terminal with its name before it, and to WORKDIR/logs/NAME.log. Read
-`Supervisor.run`, which looks at all processes once a `POLL_SECONDS`; `Supervisor.in_background` does so for builders of
-a trainer that is this process.
+The output of a process goes to this terminal, each line after its name, and to WORKDIR/logs/NAME.log. Read
+`Supervisor.run`, which polls all processes; `Supervisor.in_background` does so for the builders of a trainer that is
+this process.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from realm_jax.console import go_silent
 from realm_jax.errors import USER_ERROR, UserError
 from realm_jax.host import PREEMPTED
 from realm_jax.index.heartbeat import BUILDER, TRAINER, process_name
-from realm_jax.launch.spec import Launch, choose, share
+from realm_jax.launch.spec import Launch, choose, process_flags
 from realm_jax.launch.status import (
     clear_expected_jobs,
     newest_checkpoint,
@@ -46,11 +46,11 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 STATUS_SECONDS = 30.0  # between two lines about the run
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # before a failed job is started again
-SHORT_GRACE = 5.0  # seconds for what is left of a job that crashed: without the others it cannot save
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a failed job is started again
+SHORT_GRACE = 5.0  # seconds for the other processes of a job that crashed, which cannot save without it
 LONGEST_LINE = 1 << 16  # bytes
 PROGRAM = [sys.executable, "-m", "realm_jax"]  # `realm` of this environment
-# Executes its arguments, and gets SIGTERM when the supervisor dies for any reason.
+# Executes its arguments in a process that gets SIGTERM when the supervisor dies for any reason.
 EXIT_WITH_PARENT = (
     "import ctypes, os, signal, sys\n"
     "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"  # PR_SET_PDEATHSIG
@@ -64,27 +64,32 @@ _T = TypeVar("_T")
 
 
 class Process(NamedTuple):
-    """What is to be run. environment: what it has beside that of this process."""
+    """A process to run."""
 
     name: str
-    words: list[str]
-    environment: dict[str, str]
+    words: list[str]  # of its command
+    environment: dict[str, str]  # variables in addition to those of this process
 
 
 Jobs = dict[str, list[Process]]  # job → its processes, which live and die together
 
 
 def processes(launch: Launch, port: int | str) -> Jobs:
-    """The jobs of a launch. port: of this machine, where the processes of a trainer meet."""
+    """Return the jobs of a launch.
+
+    Args:
+        launch: the description.
+        port: of this machine, through which the processes of a trainer connect.
+    """
     trainers, builders, local = launch.spec.trainer.processes, launch.spec.builder.processes, launch.spec.local
     jobs = Jobs()
     for number in range(trainers + builders):
         if number < trainers:
             job, name = TRAINER, process_name(TRAINER, number)
-            flags = [*share(number, trainers), f"--coordinator=localhost:{port}"] if trainers > 1 else []
+            flags = [*process_flags(number, trainers), f"--coordinator=localhost:{port}"] if trainers > 1 else []
         else:
             job, name = BUILDER, process_name(BUILDER, number - trainers)
-            flags = share(number - trainers, builders)
+            flags = process_flags(number - trainers, builders)
         environment = {"CUDA_VISIBLE_DEVICES": local.gpus[number]} if local.gpus else {}
         if local.devices:
             environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(local.devices)}
@@ -94,7 +99,7 @@ def processes(launch: Launch, port: int | str) -> Jobs:
 
 
 class Child(NamedTuple):
-    """A process that was started, and the thread that copies what it prints."""
+    """A process that was started, and the thread that copies its output."""
 
     process: subprocess.Popen[bytes]
     reader: threading.Thread
@@ -107,54 +112,63 @@ class Child(NamedTuple):
 
 @dataclass
 class Job:
-    """Processes that live and die together. reached: how far the job is; failures: without progress between them."""
+    """Processes that live and die together."""
 
     name: str
-    reached: Callable[[], object]
+    read_progress: Callable[[], object]
     children: list[Child] = field(default_factory=list)
-    failures: int = 0
+    failures: int = 0  # without progress between them
     resume_at: float = 0.0  # when it is started again
-    code: int | None = None  # with which it ended for good
-    over_at: float = 0.0  # when that was
-    progress: object = None  # what had been reached when it was started
+    code: int | None = None  # its exit code after its last end
+    over_at: float = 0.0  # time of its last end
+    progress: object = None  # when it was started
 
 
 class Supervisor:
-    """Starts and supervises jobs, in this thread or in one of its own; for a single use.
-
-    jobs: given a free port of this machine. restarts: failures without progress after which a job is given up.
-    grace_seconds: from SIGTERM to SIGKILL. echo: whether the run and what its processes print are shown here.
-    """
+    """Start and supervise jobs, in this thread or in the background; for a single use."""
 
     def __init__(
         self, jobs: Callable[[int], Jobs], workdir: Path, restarts: int, grace_seconds: float, echo: bool = True
     ) -> None:
+        """Make a supervisor.
+
+        Args:
+            jobs: returns the jobs for a free port of this machine.
+            workdir: the work directory.
+            restarts: failures without progress after which a job is not restarted.
+            grace_seconds: from SIGTERM to SIGKILL.
+            echo: whether to show the progress of the run and the output of its processes here.
+        """
         self._processes, self._workdir, self._echo = jobs, workdir, echo
         self._restarts, self._grace_seconds = restarts, grace_seconds
         folder = open_folder(workdir)
-        self._signals: list[int] = []  # signals that came
-        self._fault: Exception | None = None  # why builders in the background ended
-        self._status_at = time.monotonic()  # when a line about the run was logged last
+        self._signals: list[int] = []  # signals that were received
+        self._error: Exception | None = None  # why builders in the background ended
+        self._status_at = time.monotonic()  # of the last line about the run
         self._print = threading.Lock()
         self._summary = lambda: summary(folder)
-        reached = {TRAINER: lambda: newest_checkpoint(folder)}
-        self._jobs = [Job(name, reached.get(name, lambda: newest_generation(folder))) for name in jobs(0)]
+        progress = {TRAINER: lambda: newest_checkpoint(folder)}
+        self._jobs = [Job(name, progress.get(name, lambda: newest_generation(folder))) for name in jobs(0)]
 
     @classmethod
     def of(cls, launch: Launch) -> "Supervisor":
-        """The supervisor of a launch on this machine."""
+        """Return the supervisor of a launch on this machine."""
         jobs, spec = functools.partial(processes, launch), launch.spec
         return cls(jobs, Path(launch.workdir), spec.restarts, spec.grace_seconds)
 
     def run(self) -> int:
-        """Until training has ended and the builders with it, or until a signal has ended them.
+        """Supervise until training and the builders have ended, by themselves or by a signal.
 
-        Returns the exit code: what a signal means, else the trainer's, else the first that is not 0. Raises UserError
-        for a process that cannot be started.
+        Returns:
+            The exit code for a signal, else the trainer's, else the first that is not 0.
+
+        Raises:
+            UserError: a process cannot be started.
         """
         signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
-        heard = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]  # else nohup's, or &'s
-        before = {number: signal.signal(number, self._on_signal) for number in heard}
+        # A signal that is ignored, by nohup or in a shell's background, stays ignored.
+        handled = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._on_signal) for number in handled}
         try:
             self._watch()
             if self._signals:
@@ -166,7 +180,7 @@ class Supervisor:
         if self._signals:
             return INTERRUPTED if self._signals[0] == signal.SIGINT else PREEMPTED
         code = next((job.code for job in self._jobs if job.code), 0)
-        return 128 - code if code < 0 else code  # as shells tell a signal
+        return 128 - code if code < 0 else code  # as shells encode a signal
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signals.append(number)
@@ -177,8 +191,10 @@ class Supervisor:
 
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
-        """Watch over builders while the block trains in this process. A builder that is given up ends the block, by
-        SIGTERM, at which it saves; then raises UserError."""
+        """Supervise builders while the block trains in this process.
+
+        If a builder fails for good, SIGTERM ends the block, which saves, and UserError is raised.
+        """
         watcher = threading.Thread(target=self._watch_builders, daemon=True)
         watcher.start()
         try:
@@ -186,8 +202,8 @@ class Supervisor:
         finally:
             self._signals.append(signal.SIGTERM)
             watcher.join()
-            if self._fault:
-                raise self._fault
+            if self._error:
+                raise self._error
 
     def _watch_builders(self) -> None:
         try:
@@ -196,8 +212,8 @@ class Supervisor:
                 if job.code:
                     log = self._workdir / "logs" / f"{job.name}.log"
                     raise UserError(f"{job.name} failed; no index will arrive. {log} says why")
-        except Exception as fault:  # also a defect: training would wait for an index that no builder makes
-            self._fault = fault
+        except Exception as error:  # also a defect: training would wait for an index that no builder makes
+            self._error = error
             if not self._signals:
                 os.kill(os.getpid(), signal.SIGTERM)
         finally:
@@ -214,29 +230,29 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
     def _is_over(self) -> bool:
-        """Builders see in the work directory that training has ended; for the grace period they are waited for."""
         trainer = next((job for job in self._jobs if job.name == TRAINER), None)
         if trainer is None:  # it is this process
             return any(job.code for job in self._jobs)
         if trainer.code is None:
             return False
-        patient = trainer.code == 0 and time.monotonic() - trainer.over_at < self._grace_seconds
-        return not patient or all(job.code is not None for job in self._jobs)
+        # Builders read in the work directory that training has ended; for the grace period we wait for them.
+        is_waiting = trainer.code == 0 and time.monotonic() - trainer.over_at < self._grace_seconds
+        return not is_waiting or all(job.code is not None for job in self._jobs)
 
     def _check_job(self, job: Job) -> None:
-        """Start a job, or decide what follows from the exit code of the process that ended first.
+        """Start a job that does not run, or end or restart one by the exit code of the process that ended first.
 
-        Raises UserError if a process cannot be started; what was started by then is among the job's children.
+        Raises UserError if a process cannot be started; those that were started before are among the job's children.
         """
         if not job.children:
             if time.monotonic() < job.resume_at:
                 return
-            job.progress = self._try_read(job.reached, job.progress)
+            job.progress = self._try_read(job.read_progress, job.progress)
             for process in self._processes(free_port())[job.name]:
                 try:
                     job.children.append(self._spawn(process))
-                except OSError as fault:
-                    raise UserError(f"{process.name} cannot be started: {fault}") from None
+                except OSError as error:
+                    raise UserError(f"{process.name} cannot be started: {error}") from None
             return
         codes = [child.process.poll() for child in job.children]
         if not any(codes):
@@ -255,8 +271,8 @@ class Supervisor:
         cause = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         pause = 0.0
         if code != PREEMPTED:
-            moved = self._try_read(job.reached, job.progress) != job.progress
-            job.failures = 1 if moved else job.failures + 1
+            has_progress = self._try_read(job.read_progress, job.progress) != job.progress
+            job.failures = 1 if has_progress else job.failures + 1
             if job.failures > self._restarts:
                 logger.error("%s: %s; failures without progress: %d; given up", job.name, cause, job.failures)
                 self._end(job, code)
@@ -273,47 +289,49 @@ class Supervisor:
         self._finish([child for job in self._jobs for child in job.children], self._grace_seconds)
 
     def _finish(self, children: Sequence[Child], seconds: float) -> None:
-        """End processes and all that they started: SIGTERM, and SIGKILL for what is left after so many seconds."""
+        """End processes and their children: SIGTERM, and SIGKILL for the remaining ones after so many seconds."""
         for child in children:
             child.signal(signal.SIGTERM)
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         for child in children:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(max(0.0, until - time.monotonic()))
+                child.process.wait(max(0.0, deadline - time.monotonic()))
             child.signal(signal.SIGKILL)
             child.process.wait()
             child.reader.join(5)
 
-    def _try_read(self, look: Callable[[], _T], otherwise: _T) -> _T:
-        """The result of reading the work directory. An error there is logged and never ends the run."""
+    def _try_read(self, read: Callable[[], _T], default: _T) -> _T:
+        """Read the work directory; an error is logged, gives `default`, and never ends the run."""
         try:
-            return look()
-        except Exception as fault:
-            logger.warning("%s: cannot be read (%s)", self._workdir, fault)
-            return otherwise
+            return read()
+        except Exception as error:
+            logger.warning("%s: cannot be read (%s)", self._workdir, error)
+            return default
 
     def _spawn(self, process: Process) -> Child:
         log = open(self._workdir / "logs" / f"{process.name}.log", "ab", buffering=0)
-        started = subprocess.Popen(
+        popen = subprocess.Popen(
             [sys.executable, "-IS", "-c", EXIT_WITH_PARENT, str(os.getpid()), *PROGRAM, *process.words[1:]],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONUNBUFFERED": "1"} | process.environment,
-            start_new_session=True,  # Ctrl-C comes here, and from here in order
+            start_new_session=True,  # only this process gets Ctrl-C, and ends the others in order
         )
-        assert started.stdout is not None
-        reader = threading.Thread(target=self._copy, args=(process.name, started.stdout, log), daemon=True)
+        assert popen.stdout is not None
+        reader = threading.Thread(target=self._copy, args=(process.name, popen.stdout, log), daemon=True)
         reader.start()
-        logger.info("%s: process %d", process.name, started.pid)
-        return Child(started, reader)
+        logger.info("%s: process %d", process.name, popen.pid)
+        return Child(popen, reader)
 
     def _copy(self, name: str, stream: IO[bytes], log: IO[bytes]) -> None:
-        """Every line of a process, to its log and, with its name, to this terminal. Where one of them takes no more it
-        is skipped: a process whose lines nobody takes would stand still."""
+        """Copy every line of a process to its log and, after its name, to this terminal.
+
+        Errors of the log or the terminal are ignored: a process whose output nobody reads would stop.
+        """
         with stream, log:
-            while piece := stream.readline(LONGEST_LINE):
-                line = piece if piece.endswith(b"\n") else piece + b"\n"
+            while part := stream.readline(LONGEST_LINE):
+                line = part if part.endswith(b"\n") else part + b"\n"
                 with contextlib.suppress(OSError):
                     log.write(line)
                 if not self._echo:
@@ -327,12 +345,12 @@ class Supervisor:
 
 
 def _overall_exit_code(codes: Sequence[int | None]) -> int:
-    """The exit code of several processes: that of a user error, else a failure, else a preemption."""
+    """Return the exit code of several processes: that of a user error, else of a failure, else of a preemption."""
     return min((code for code in codes if code), key=lambda code: {USER_ERROR: 0, PREEMPTED: 2}.get(code, 1))
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on."""
+    """Return a port of this machine on which nothing listens."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         return int(listener.getsockname()[1])
@@ -349,7 +367,7 @@ class Local:
         self._logs = self._workdir / "logs"
 
     def plan(self) -> str:
-        """The commands, one a line, with what their environment has besides."""
+        """Return the commands, one per line, with their additional environment variables."""
         self._check()
         lines = []
         for job in processes(self._launch, "PORT").values():
@@ -359,7 +377,7 @@ class Local:
         return "".join(lines)
 
     def start(self) -> int:
-        """Run it here, until it ends; the exit code."""
+        """Run the launch here until it ends; return the exit code."""
         self._check()
         make_folder(self._logs, "--workdir")
         with exclusive_lock(self._logs):
@@ -375,18 +393,26 @@ class Local:
                 (self._logs / RECORD).unlink(missing_ok=True)
 
     def items(self) -> list[dict[str, str]]:
-        """{"name", "state", "detail"} of the supervisor."""
+        """Return {"name", "state", "detail"} of the supervisor."""
         record = self._running()
         state, detail = ("not running", "") if record is None else ("running", f"process {record['pid']}")
         return [{"name": self._launch.spec.name, "state": state, "detail": detail}]
 
     def logs(self, job: str, follow: bool) -> int:
-        """What a process printed. job: 'trainer-0' or 'trainer', 'builder-1', …"""
+        """Show the output of a process.
+
+        Args:
+            job: 'trainer-0' or 'trainer', 'builder-1', …
+            follow: whether to wait for further lines.
+
+        Returns:
+            The exit code of tail.
+        """
         name = choose(job, sorted(path.stem for path in self._logs.glob("*.log")))
         return subprocess.call(["tail", "-n", "200", *(["-F"] if follow else []), str(self._logs / f"{name}.log")])
 
     def stop(self) -> None:
-        """SIGTERM to the supervisor, which hands it on, and waits until everything is saved."""
+        """Send SIGTERM to the supervisor, which ends its processes, and wait until everything is saved."""
         record = self._running()
         if record is None:
             raise UserError(f"--workdir={self._workdir}: nothing runs there")
@@ -395,19 +421,19 @@ class Local:
             os.kill(pid, signal.SIGTERM)
         except PermissionError:
             raise UserError(f"process {pid} belongs to someone else; ask them to stop it") from None
-        until = time.monotonic() + record["grace_seconds"] + 10
+        deadline = time.monotonic() + record["grace_seconds"] + 10
         while is_held(self._logs):
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise UserError(f"process {pid} does not end; look into {self._logs}")
             time.sleep(POLL_SECONDS)
         print(f"{self._launch.spec.name}: stopped")
 
     def delete(self) -> None:
-        """There is nothing here but the work directory."""
+        """Raise UserError: there is nothing to delete but the work directory."""
         raise UserError("--target=local: has nothing to delete but the work directory; remove that yourself")
 
     def _running(self) -> dict[str, int] | None:
-        """The record of the supervisor, if it lives: then it holds the folder of the logs."""
+        """Return the record of the supervisor; None if it is dead and does not lock the folder of the logs."""
         if not is_held(self._logs):
             return None
         try:
@@ -422,7 +448,7 @@ class Local:
             raise UserError(f"--workdir={launch.workdir}: --target=local needs a folder of this machine")
         if local.devices and local.gpus:
             raise UserError("spec.local.devices: emulates devices of a CPU; leave it or spec.local.gpus out")
-        wanted = launch.spec.trainer.processes + launch.spec.builder.processes
-        if local.gpus and (len(local.gpus) != wanted or not all(isinstance(gpus, str) for gpus in local.gpus)):
-            example = str(tuple(str(number) for number in range(wanted)))
-            raise UserError(f"spec.local.gpus: name the devices of each of the {wanted} processes, such as {example}")
+        count = launch.spec.trainer.processes + launch.spec.builder.processes
+        if local.gpus and (len(local.gpus) != count or not all(isinstance(gpus, str) for gpus in local.gpus)):
+            example = str(tuple(str(number) for number in range(count)))
+            raise UserError(f"spec.local.gpus: name the devices of each of the {count} processes, such as {example}")

@@ -1,4 +1,4 @@
-"""Estimate what a run needs before it starts: memory, collectives, time and money (`realm launch plan`).
+"""Estimate memory, collectives, time and cost of a run before it starts (`realm launch plan`).
 
 We compile the real step and the real embedding program ahead of time for the slices of the spec. That needs no TPU,
 only its compiler (`pip install 'realm_jax[tpu]'`). Memory and collectives are the compiler's; times are ranges, from
@@ -141,7 +141,12 @@ def plan(trainer: Run, builder: Run | None, task: str, price: float | None = Non
 
 
 def plan_of_builder(builder: Run, builders: int) -> dict[str, Any]:
-    """Plan the program of an index builder, and the time in which all builders embed every passage with it."""
+    """Plan the program of an index builder, and the time in which all builders embed every passage with it.
+
+    Args:
+        builder: an abstract run on the builder's devices.
+        builders: how many share the work.
+    """
     documents = abstract_documents(builder, EMBED_BATCH * builder.mesh.size, "batch")
     sharding = replicated(builder.mesh)
     tower = {name: builder.abstract_params[name] for name in builder.model.embedder_names}
@@ -163,12 +168,21 @@ def plan_of_builder(builder: Run, builders: int) -> dict[str, Any]:
 
 
 def useful_share(trainer: Run, task: str) -> dict[str, float]:
-    """Estimate the share of a step's operations that are of tokens and not of padding: operations at the mean lengths
-    of the data over those at the padded lengths. Attention grows with the square of a length, so the truth is a little
-    more.
+    """Estimate the share of a step's operations that tokens need, and not padding.
 
-    Returns the mean number of tokens of queries (of the sentences that exports are sampled with) and of passages,
-    special tokens counted, and the share. Raises UserError if no passage has a salient span.
+    It is the operations at the mean lengths of the data over those at the padded lengths. Attention grows with the
+    square of a length, so the true share is a little higher.
+
+    Args:
+        trainer: a run with data.
+        task: to plan.
+
+    Returns:
+        The mean number of tokens of queries (of the sample queries of exports) and of passages, including special
+        tokens, and the share.
+
+    Raises:
+        UserError: no passage has a salient span.
     """
     query = float(sample_queries(trainer)["query_length"].mean())
     bodies, titles = clipped_lengths(trainer.sources.passages, trainer.lengths.document)
@@ -190,7 +204,16 @@ def useful_share(trainer: Run, task: str) -> dict[str, float]:
 
 
 def tpu_devices(launch: Launch, job: str, slices: int) -> list[jax.Device]:
-    """Devices of a number of slices of a job, only to compile for. Raises UserError."""
+    """Return devices of a job to compile for.
+
+    Args:
+        launch: the description.
+        job: 'trainer' or 'builder'.
+        slices: number of its slices.
+
+    Raises:
+        UserError: there is no compiler, or it does not know the slice.
+    """
     name = str(launch.slice(job))
     try:
         return devices_to_compile_for(name, slices)
@@ -201,9 +224,17 @@ def tpu_devices(launch: Launch, job: str, slices: int) -> list[jax.Device]:
 
 
 def devices_to_compile_for(name: str, slices: int = 1) -> list[jax.Device]:
-    """Devices of slices such as 'v5e:2x4', which need not exist. Raises what the TPU compiler raises."""
+    """Return devices of slices to compile for; they need not exist.
+
+    Args:
+        name: such as 'v5e:2x4'.
+        slices: number of slices.
+
+    Raises:
+        Exception: the TPU compiler is missing or does not know the slice.
+    """
     enlarge_compiler_stacks()
-    from jax.experimental import topologies  # here, since it starts the compiler
+    from jax.experimental import topologies  # imported here because it starts the compiler
 
     for variable, value in SINGLE_HOST_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
@@ -211,10 +242,15 @@ def devices_to_compile_for(name: str, slices: int = 1) -> list[jax.Device]:
 
 
 def step_needs(trainer: Run, task: str) -> dict[str, Any]:
-    """Compile a task's step, and return its needs as `compiled_needs`, with the versions of the compiler."""
+    """Compile a task's step, and return its needs as `compiled_needs`, with the versions of the compiler.
+
+    Args:
+        trainer: an abstract run on the devices to compile for.
+        task: to plan.
+    """
     state, batch, index, control = abstract_arguments(trainer, task)
     lowered = make_step(make_task(task, trainer)).lower(state, batch, index, control)  # type: ignore[attr-defined]
-    second_index = 0  # bytes a device of the vectors of the index that is being loaded
+    second_index = 0  # bytes per device of the vectors of an index that is being loaded
     for leaf in jax.tree.leaves(index.vectors if index is not None else None):
         second_index += jnp.dtype(leaf.dtype).itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
     compiler = {name: version(name) for name in ("jax", "jaxlib", "libtpu")}
@@ -224,7 +260,10 @@ def step_needs(trainer: Run, task: str) -> dict[str, Any]:
 def compiled_needs(lowered: jax.stages.Lowered, run: Run, second: int = 0) -> dict[str, Any]:
     """Compile a program, and return its peak bytes, seconds and collectives on each device, or that it does not fit.
 
-    second: bytes that a device needs in addition, for the index that is being loaded.
+    Args:
+        lowered: the program.
+        run: on whose devices it runs.
+        second: bytes that a device needs in addition, for an index that is being loaded.
     """
     try:
         compiled: Any = lowered.compile()
@@ -246,14 +285,19 @@ def compiled_needs(lowered: jax.stages.Lowered, run: Run, second: int = 0) -> di
     try:
         cost = program_cost(compiled.as_text())
         time = program_time(cost, device, slices)
-    except (ValueError, KeyError) as error:  # from a compiler that writes its programs in another way
+    except (ValueError, KeyError) as error:  # from a compiler with another text format
         return needs | {"time_unknown": f"{error}"}
     needs |= {"seconds": [time.low, time.high], "seconds_by_part": time.parts, "cycles": cost.cycles}
     return needs | {"collectives": collectives(cost, slices)}
 
 
 def collectives(cost: Cost, slices: Sequence[int]) -> dict[str, dict[str, float]]:
-    """How often collectives run and how many bytes a device sends, by kind, number of devices and number of slices."""
+    """Return how often collectives run and how many bytes a device sends, by kind, number of devices and of slices.
+
+    Args:
+        cost: of the program.
+        slices: for each device, in the program's order, the number of its slice.
+    """
     by_name: dict[str, Counter[str]] = {}
     for collective, times in cost.collectives.items():
         num_slices = len({slices[index] for index in collective.group})
@@ -271,25 +315,30 @@ def collectives(cost: Cost, slices: Sequence[int]) -> dict[str, dict[str, float]
 
 
 def known_chip(run: Run) -> Chip:
-    """What the devices of a run can do; we know it of all that a spec can name."""
-    known = chip(run.mesh.devices.flat[0].device_kind)
-    assert known is not None
-    return known
+    """Return the accelerator of a run's devices; a spec can name only those in our table."""
+    accelerator = chip(run.mesh.devices.flat[0].device_kind)
+    assert accelerator is not None
+    return accelerator
 
 
 # --- arguments of programs: shapes, dtypes and shardings --------------------------------------------------------------
 
 
 def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
-    """The arguments of a step: state, batch, index, control words."""
+    """Return the arguments of a step: state, batch, index and control signals.
+
+    Args:
+        trainer: an abstract run on the devices to compile for.
+        task: to plan.
+    """
     mesh, config = trainer.mesh, trainer.config
-    made = make_task(task, trainer)
-    state = abstract_state(made, trainer.abstract_params)
+    planned_task = make_task(task, trainer)
+    state = abstract_state(planned_task, trainer.abstract_params)
     size = config[task].batch_size
-    shapes = made.example_spec().items()
+    shapes = planned_task.example_spec().items()
     batch = {name: abstract_sharded(trainer, (size, *shape), dtype, "batch") for name, (shape, dtype) in shapes}
     index = None
-    if made.retrieves:
+    if planned_task.retrieves:
         rows = padded_rows(trainer.context.rows, corpus_devices(mesh))
         on_hosts = task == "realm" and trainer.scann_config is not None
         if on_hosts:
@@ -299,12 +348,18 @@ def abstract_arguments(trainer: Run, task: str) -> tuple[Any, Any, Any, Any]:
             shape = (rows, trainer.model.vector_size)
             vectors = abstract_sharded(trainer, shape, jnp.dtype(config.model.dtype), "rows")
         index = Index(vectors, abstract_documents(trainer, rows, "rows"))
-    words = jax.ShapeDtypeStruct((mesh.size, len(ControlSignal())), jnp.int32, sharding=control_sharding(mesh))
-    return state, batch, index, words
+    control = jax.ShapeDtypeStruct((mesh.size, len(ControlSignal())), jnp.int32, sharding=control_sharding(mesh))
+    return state, batch, index, control
 
 
 def abstract_documents(run: Run, rows: int, axis: str) -> PassageBatch:
-    """Passages as the corpus has them, their rows sharded as a logical axis."""
+    """Return abstract passages as in the corpus.
+
+    Args:
+        run: the abstract run.
+        rows: number of passages.
+        axis: logical axis as which rows are sharded.
+    """
     shape = (rows, run.config.data.document_length)
     ids = abstract_sharded(run, shape, id_dtype(run.model.bert.vocabulary_size), axis)
     lengths = abstract_sharded(run, (rows,), jnp.uint16, axis)
@@ -312,7 +367,14 @@ def abstract_documents(run: Run, rows: int, axis: str) -> PassageBatch:
 
 
 def abstract_sharded(run: Run, shape: tuple[int, ...], dtype: Any, axis: str) -> jax.ShapeDtypeStruct:
-    """An array whose first dimension is sharded as a logical axis."""
+    """Return an abstract array whose first dimension is sharded.
+
+    Args:
+        run: the abstract run.
+        shape: of the array.
+        dtype: of the array.
+        axis: logical axis as which the first dimension is sharded.
+    """
     sharding = logical_sharding(run.mesh, axis, *[None] * (len(shape) - 1))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=row_major(sharding, len(shape)) if axis == "rows" else sharding)
 
@@ -369,6 +431,13 @@ def show(planned: dict[str, Any]) -> None:
 
 
 def between(values: Sequence[float], factor: float = 1, unit: str = "", digits: int = 0) -> str:
-    """Format a range, or one number if both ends are printed alike."""
+    """Format a range, or one number if both ends are printed alike.
+
+    Args:
+        values: low and high.
+        factor: by which they are multiplied.
+        unit: after the last number.
+        digits: after the decimal point.
+    """
     low, high = (f"{value * factor:,.{digits}f}" for value in values)
     return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"

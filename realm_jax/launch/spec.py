@@ -1,4 +1,4 @@
-"""What is to be started: one description, from which every target makes its own commands and manifests.
+"""The description of a launch, from which every target makes its commands and manifests.
 
 A spec is a Python file like a config, `get_spec() -> ConfigDict` over `default()`, and its keys are set with
 `--spec.section.key=value`. The sections below declare them; `realm launch --help-spec` lists them.
@@ -59,32 +59,32 @@ class Slice:
 
     @property
     def generation(self) -> Generation:
-        """What is true of all slices of its version."""
+        """The properties of its version of TPUs."""
         return GENERATIONS[self.version]
 
     @property
     def chips(self) -> int:
-        """Of the whole slice."""
+        """Number of chips."""
         return math.prod(map(int, self.topology.split("x")))
 
     @property
     def chips_per_host(self) -> int:
-        """Of a machine of GKE: all of a slice up to eight where the version has such machines, else four."""
+        """Chips of a GKE machine: all chips of a slice of up to eight if the version has such machines, else four."""
         return self.chips if self.version != "v5p" and self.chips <= 8 else 4
 
     @property
     def hosts(self) -> int:
-        """Machines of GKE."""
+        """Number of GKE machines."""
         return self.chips // self.chips_per_host
 
     @property
     def gcloud(self) -> str:
-        """The accelerator type with which gcloud is asked for the `default_topology` slice of as many chips."""
+        """The accelerator type that requests a slice of as many chips from gcloud, with the `default_topology`."""
         return f"{self.generation.gcloud}-{self.chips * self.generation.cores_per_chip}"
 
     @property
     def default_topology(self) -> "Slice":
-        """The most compact one of as many chips, which is what an accelerator type of so many means."""
+        """The most compact slice of as many chips, which gcloud creates for an accelerator type."""
         if self.version != "v5p" or self.topology in SMALL_CUBES:
             return self
         sides = range(4, self.chips + 1, 4)
@@ -93,20 +93,28 @@ class Slice:
 
 
 def parse(name: str, key: str) -> Slice:
-    """The slice of a name such as 'v5e:8x8'. key: of the spec, for messages. Raises UserError."""
+    """Return the slice of a name such as 'v5e:8x8'.
+
+    Args:
+        name: of the slice.
+        key: of the spec, for messages.
+
+    Raises:
+        UserError: there is no such slice.
+    """
     version, colon, topology = name.partition(":")
     if version not in GENERATIONS or not colon:
         known = ", ".join(GENERATIONS)
         raise UserError(f"{key}={name}: write VERSION:TOPOLOGY, such as v5e:8x8; versions are {known}")
-    exists, some = topology in FLAT, ", ".join(FLAT)
-    if version == "v5p":  # small ones, and whole cubes of 4 × 4 × 4, their sides in order, to 16x16x24
-        some = f"{', '.join(SMALL_CUBES)}, 4x4x4, 4x4x8, …"
-        is_cube = re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology)
-        sides = [int(side) for side in topology.split("x")] if is_cube else [1]
-        whole = all(side % 4 == 0 for side in sides) and sides == sorted(sides) and math.prod(sides) <= 16 * 16 * 24
-        exists = topology in SMALL_CUBES or whole
+    exists, choices = topology in FLAT, ", ".join(FLAT)
+    if version == "v5p":  # small ones, and multiples of 4 × 4 × 4 cubes, with sides in order, up to 16x16x24
+        choices = f"{', '.join(SMALL_CUBES)}, 4x4x4, 4x4x8, …"
+        is_cuboid = re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology)
+        sides = [int(side) for side in topology.split("x")] if is_cuboid else [1]
+        is_large = all(side % 4 == 0 for side in sides) and sides == sorted(sides) and math.prod(sides) <= 16 * 16 * 24
+        exists = topology in SMALL_CUBES or is_large
     if not exists:
-        raise UserError(f"{key}={name}: {version} has no such topology; choose among {some}")
+        raise UserError(f"{key}={name}: {version} has no such topology; choose among {choices}")
     return Slice(version, topology)
 
 
@@ -190,34 +198,40 @@ class Spec(Section):
 
 
 def default() -> ConfigDict:
-    """A spec with every key: one process on this machine and no image."""
+    """Return a spec with every key: one process on this machine and no image."""
     return ConfigDict(Spec().to_dict())
 
 
 def reference() -> str:
-    """The page that lists all keys."""
+    """Return the page that lists all keys."""
     return help_text(Spec())
 
 
 class Launch(NamedTuple):
-    """What is to be started, whole. workdir: a folder of this machine, or gs://BUCKET/FOLDER."""
+    """The complete description of a launch."""
 
     spec: Spec
-    config: str
-    overrides: tuple[str, ...]
-    workdir: str
+    config: str  # the value of --config
+    overrides: tuple[str, ...]  # --config.key=value
+    workdir: str  # a folder of this machine, or gs://BUCKET/FOLDER
 
     def slice(self, job: str) -> Slice:
-        """The slice of 'trainer' or 'builder'."""
+        """Return the slice of 'trainer' or 'builder'."""
         return parse(self.spec[job].slice, f"spec.{job}.slice")
 
-    def command(self, job: str, *process: str) -> list[str]:
-        """The command of a process of 'trainer' or 'builder'. process: its flags of processes."""
-        program, patient = ("train", []) if job == TRAINER else ("build-index", [WAIT_FOREVER])
+    def command(self, job: str, *flags: str) -> list[str]:
+        """Return the command of a process.
+
+        Args:
+            job: 'trainer' or 'builder'.
+            *flags: further flags, such as `process_flags`.
+        """
+        program, wait = ("train", []) if job == TRAINER else ("build-index", [WAIT_FOREVER])
         config = [f"--config={self.config}"] if self.config else []
-        # Trainer and builder meet in the bucket itself; what they say of that comes last, so that it counts.
+        # Trainer and builder share the bucket itself; this flag comes after the user's, so that it takes effect.
         shared = [f"--config.refresh.shared={self.workdir}"] if self.is_remote else []
-        return ["realm", program, *config, *patient, *self.overrides, *shared, f"--workdir={self.place}", *process]
+        workdir = f"--workdir={self.mounted_workdir}"
+        return ["realm", program, *config, *wait, *self.overrides, *shared, workdir, *flags]
 
     @property
     def is_remote(self) -> bool:
@@ -230,57 +244,81 @@ class Launch(NamedTuple):
         return self.workdir.removeprefix(BUCKET).partition("/")[0]
 
     @property
-    def place(self) -> str:
-        """The work directory as the programs see it."""
+    def mounted_workdir(self) -> str:
+        """The work directory as the processes see it."""
         return self.workdir.replace(BUCKET, f"{MOUNTED}/", 1) if self.is_remote else self.workdir
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the programs of a cloud find in their environment: compiled programs stay with the run, so that another
-        machine starts with them."""
-        return {"JAX_COMPILATION_CACHE_DIR": f"{self.place}/{PROGRAMS}"}
+        """The environment variables in a cloud: compiled programs stay with the run, for the next machine."""
+        return {"JAX_COMPILATION_CACHE_DIR": f"{self.mounted_workdir}/{PROGRAMS}"}
 
 
 class JobSpec(NamedTuple):
-    """What a cloud creates, restarts and ends by itself. job: 'trainer' or 'builder'; words: of its command."""
+    """A part of a launch that a cloud creates, restarts and ends separately."""
 
     name: str
-    job: str
+    job: str  # 'trainer' or 'builder'
     slice: Slice
     slices: int
-    words: list[str]
+    words: list[str]  # of its command
 
 
 def job_specs(launch: Launch) -> list[JobSpec]:
-    """The parts of a launch in a cloud: the trainer on all its slices, and a builder on each of its own."""
+    """Return the parts of a launch in a cloud: the trainer on all its slices, and a builder on each of its slices."""
     slices, count, chips = launch.spec.trainer.slices, launch.spec.builder.slices, launch.slice(BUILDER)
     trainer = JobSpec(TRAINER, TRAINER, launch.slice(TRAINER), slices, launch.command(TRAINER, "--processes=auto"))
     builders = [
-        JobSpec(process_name(BUILDER, number), BUILDER, chips, 1, launch.command(BUILDER, *share(number, count)))
+        JobSpec(
+            process_name(BUILDER, number), BUILDER, chips, 1, launch.command(BUILDER, *process_flags(number, count))
+        )
         for number in range(count)
     ]
     return [trainer, *builders]
 
 
-def share(number: int, count: int) -> list[str]:
-    """The flags of one of several processes."""
+def process_flags(number: int, count: int) -> list[str]:
+    """Return the flags of one of several processes.
+
+    Args:
+        number: of the process.
+        count: of processes.
+    """
     return [f"--process={number}", f"--processes={count}"]
 
 
 def choose(job: str, names: Iterable[str]) -> str:
-    """The name that --job means: itself, or the first process of a job. Raises UserError with the choices."""
-    known = list(names)
+    """Return the name of the process that --job means: itself, or the first process of a job.
+
+    Args:
+        job: the value of --job.
+        names: of the processes.
+
+    Raises:
+        UserError: there is no such process; the message lists the choices.
+    """
+    choices = list(names)
     for name in (job, process_name(job, 0)):
-        if name in known:
+        if name in choices:
             return name
-    raise UserError(f"--job={job}: there is no such job; choose among {', '.join(known) or 'none'}")
+    raise UserError(f"--job={job}: there is no such job; choose among {', '.join(choices) or 'none'}")
 
 
 def describe(spec: ConfigDict, config: str, overrides: Sequence[str], workdir: str) -> Launch:
-    """A checked description. Raises UserError, with the key's name, for what cannot be started anywhere."""
+    """Return the description of a launch after checking it.
+
+    Args:
+        spec: of the launch.
+        config: the value of --config.
+        overrides: --config.key=value.
+        workdir: a folder of this machine, or gs://BUCKET/FOLDER.
+
+    Raises:
+        UserError: no target can start it; the message names the key.
+    """
     for override in overrides:
         if "\n" in override:
             raise UserError(f"{override.partition('=')[0]}: a value of one line is needed; set it in a config file")
     launch = Launch(from_config_dict(Spec(), spec, "spec"), config, tuple(overrides), workdir.rstrip("/") or workdir)
-    job_specs(launch)  # raises for a slice that there is not
+    job_specs(launch)  # raises for a slice that does not exist
     return launch

@@ -1,4 +1,4 @@
-"""The status of a run, from its work directory alone: for every target, from any machine that can read the folder.
+"""Read the status of a run from its work directory, for every target, on any machine that can read the folder.
 
 `RunState` is what `realm launch status` shows, `run_status` what `realm watch` shows; neither needs JAX. A job that is
 alive writes its status every HEARTBEAT_SECONDS. Clocks are never compared: a job whose counter does not move within two
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from realm_jax.errors import UserError
-from realm_jax.index.files import MANIFEST, export_step, generation_names, manifests, rejection
+from realm_jax.index.files import MANIFEST, export_step, generation_names, read_manifests, read_rejection
 from realm_jax.index.heartbeat import BUILDER, HEARTBEAT_SECONDS, TRAINER, Status, read_status, write_status
 from realm_jax.storage import Damaged, Folder, open_folder
 from realm_jax.train.records import (
@@ -33,29 +33,30 @@ from realm_jax.train.records import (
 logger = logging.getLogger(__name__)
 
 STALE_AFTER = 2 * HEARTBEAT_SECONDS
-UNKNOWN = "unknown"  # state of a job whose counter was not looked at for that long
+UNKNOWN = "unknown"  # state of a job that was not watched for that long
 EXPECTED = "jobs/expected.json"  # {"jobs": names of those that should live}
 NEVER_STARTED = Status("", stage="never started", counter=-1)
-POINTS = 120  # of a curve at most; longer ones are means of as many parts
-RECENT = 20  # records that the speed is taken of
-GENERATIONS = 5  # newest that are told of
-ADOPTION = ("step", "generation", "index_step", "waited", "drift")  # of a record, what is told
+POINTS = 120  # of a curve at most; each point of a longer curve is a mean
+RECENT = 20  # records from which the speed is measured
+GENERATIONS = 5  # the newest, which are reported
+ADOPTION = ("step", "generation", "index_step", "waited", "drift")  # keys of a record that are reported
 NOT_BEGUN, RUNNING, SILENT, STOPPED, DONE = "not begun", "running", "no heartbeat", "stopped", "done"
 STATES = {"alive": RUNNING, "late": SILENT, "stopped": STOPPED, "done": DONE, UNKNOWN: UNKNOWN}  # by the trainer's
 JSON = dict[str, Any]
 
 
 class JobState(NamedTuple):
-    """A job and what it says of itself. state: 'done', 'alive', 'late' where it should live and has no heartbeat while
-    somebody looks, 'stopped' where it need not, UNKNOWN until that is clear."""
+    """A job, its status, and whether it lives."""
 
     name: str
     status: Status
+    # 'done', 'alive', 'late' if it should live and has no heartbeat while we poll, 'stopped' if it need not live,
+    # UNKNOWN until that is clear.
     state: str
 
 
 class RunState(NamedTuple):
-    """A run at one look."""
+    """A run at one time."""
 
     task: str  # the newest that has records; '' for none
     checkpoint: tuple[str, int] | None  # (task, step) of the newest
@@ -65,12 +66,15 @@ class RunState(NamedTuple):
 
     @property
     def late(self) -> list[str]:
-        """The jobs without a heartbeat."""
+        """The names of jobs without a heartbeat."""
         return [job.name for job in self.jobs if job.state == "late"]
 
     def record(self) -> JSON:
-        """As JSON: {"task", "checkpoint", "metrics", "generation", "jobs": [{"name", "state", "stage", "step",
-        "index"}]}; a metric that is not finite is None."""
+        """Return it as JSON; a metric that is not finite is None.
+
+        Its keys are {"task", "checkpoint", "metrics", "generation", "jobs": [{"name", "state", "stage", "step",
+        "index"}]}.
+        """
         saved, jobs = self.checkpoint, []
         for name, status, state in self.jobs:
             details = {"stage": status.stage, "step": status.step, "index": status.index}
@@ -85,7 +89,7 @@ class RunState(NamedTuple):
 
 
 def finite(value: Any) -> Any:
-    """A value of JSON with None for numbers that are not finite, for which JSON has no number."""
+    """Replace numbers in a JSON value that are not finite, which JSON does not allow, by None."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -97,10 +101,16 @@ def finite(value: Any) -> Any:
 
 
 def record_expected_jobs(workdir: str, jobs: Sequence[str]) -> None:
-    """Record which jobs are being started, and clear those of an earlier start, and those that were done.
+    """Record which jobs are being started, and remove the status of other jobs and of those that were done.
 
-    The trainer's status stays, but that it is not done: it says which run this is, and what of its indexes is needed.
-    Raises UserError for a folder that cannot be written to.
+    The trainer's status stays, but not as done: it identifies the run and lists the required generations.
+
+    Args:
+        workdir: the work directory.
+        jobs: their names.
+
+    Raises:
+        UserError: the folder cannot be written to.
     """
     folder = open_folder(workdir)
     shared = shared_folder(folder)
@@ -116,58 +126,78 @@ def clear_expected_jobs(workdir: str) -> None:
     """Record that all jobs were stopped. An unreachable folder is only a warning."""
     try:
         open_folder(workdir).write_json(EXPECTED, {"jobs": []})
-    except UserError as fault:
-        logger.warning("%s; `realm launch status` will call the jobs late", fault)
+    except UserError as error:
+        logger.warning("%s; `realm launch status` will call the jobs late", error)
 
 
-# ---- looking
+# ---- polling
 
 
 class Heartbeats:
-    """The jobs of a run, by what their counters did since the first look."""
+    """The states of a run's jobs, by the changes of their counters since the first poll."""
 
     def __init__(self, folder: Folder, needs_trainer: bool = True) -> None:
-        """needs_trainer: whether a trainer is missed that never came to a run of which nothing is expected."""
-        self._folder, self._missed = folder, [TRAINER] if needs_trainer else []
-        # Counter, since when, and whether it was seen to move; None before the first look.
-        self._moved: dict[str, tuple[int, float, bool]] | None = None
+        """Watch a run.
 
-    def look(self, now: float) -> list[JobState]:
-        """What the jobs say at a time in seconds, which does not go back."""
-        recorded, before = read_object(self._folder, EXPECTED).get("jobs"), self._moved
+        Args:
+            folder: its work directory.
+            needs_trainer: whether to report a trainer that never started, if no expected jobs are recorded.
+        """
+        self._folder, self._default_jobs = folder, [TRAINER] if needs_trainer else []
+        # Job → counter, time of its last change, whether a change was observed; None before the first poll.
+        self._counters: dict[str, tuple[int, float, bool]] | None = None
+
+    def poll(self, now: float) -> list[JobState]:
+        """Return the states of the jobs; `now`: seconds of a clock that never goes back."""
+        recorded, before = read_object(self._folder, EXPECTED).get("jobs"), self._counters
         expected = [str(name) for name in recorded] if isinstance(recorded, list) else None
-        statuses = _statuses(shared_folder(self._folder), self._missed if expected is None else expected)
-        self._moved = {}
+        statuses = _statuses(shared_folder(self._folder), self._default_jobs if expected is None else expected)
+        self._counters = {}
         jobs = []
         for name, status in statuses.items():
-            counter, since, seen = (before or {}).get(name, (None, now, False))
+            counter, changed_at, is_alive = (before or {}).get(name, (None, now, False))
             if counter != status.counter:
-                since, seen = now, before is not None
-            self._moved[name] = status.counter, since, seen
+                changed_at, is_alive = now, before is not None
+            self._counters[name] = status.counter, changed_at, is_alive
             silent = "late" if expected is None or name in expected else "stopped"
-            state = ("alive" if seen else UNKNOWN) if now - since < STALE_AFTER else silent
+            state = ("alive" if is_alive else UNKNOWN) if now - changed_at < STALE_AFTER else silent
             jobs.append(JobState(name, status, "done" if status.done else state))
         return jobs
 
 
 def poll(folder: Folder, wait: Callable[[float], None] = time.sleep) -> RunState:
-    """The state of a run; takes as long as `poll_jobs`."""
+    """Return the state of a run; takes as long as `poll_jobs`.
+
+    Args:
+        folder: its work directory.
+        wait: called with the seconds to wait.
+    """
     return run_state(folder, poll_jobs(Heartbeats(folder), wait))
 
 
 def poll_jobs(heartbeats: Heartbeats, wait: Callable[[float], None] = time.sleep) -> list[JobState]:
-    """The jobs, none of them UNKNOWN; takes STALE_AFTER when one has no heartbeat, and less when all do."""
+    """Poll jobs until none is UNKNOWN: for STALE_AFTER seconds if one has no heartbeat, for less if all have one.
+
+    Args:
+        heartbeats: of the run.
+        wait: called with the seconds to wait.
+    """
     waited = 0.0
-    jobs = heartbeats.look(waited)
+    jobs = heartbeats.poll(waited)
     while any(job.state == UNKNOWN for job in jobs):
         wait(0.5)
         waited += 0.5
-        jobs = heartbeats.look(waited)
+        jobs = heartbeats.poll(waited)
     return jobs
 
 
 def run_state(folder: Folder, jobs: list[JobState]) -> RunState:
-    """A run now, as far as can be read. jobs: what is known of them."""
+    """Return the current state of a run, as far as it can be read.
+
+    Args:
+        folder: its work directory.
+        jobs: their states.
+    """
     generation = max(map(export_step, generation_names(shared_folder(folder))), default=-1)
     for task in reversed(task_names(folder)):  # a task that has just started has no records yet
         if lines := read_records(folder, f"{task}/metrics.jsonl"):
@@ -176,7 +206,7 @@ def run_state(folder: Folder, jobs: list[JobState]) -> RunState:
 
 
 def newest_checkpoint(folder: Folder) -> tuple[str, int] | None:
-    """(task, step) of the newest checkpoint of the last task that has one."""
+    """Return task and step of the newest checkpoint of the last task that has one."""
     for task in reversed(task_names(folder)):
         steps = [int(name) for name in folder.names(f"{task}/checkpoints") if name.isdigit()]
         if steps:
@@ -185,21 +215,27 @@ def newest_checkpoint(folder: Folder) -> tuple[str, int] | None:
 
 
 def newest_generation(folder: Folder) -> str:
-    """The name of the newest whole generation; '' for none."""
+    """Return the name of the newest published generation; '' for none."""
     shared = shared_folder(folder)
-    whole = (name for name in reversed(generation_names(shared)) if MANIFEST in shared.names(f"index/{name}"))
-    return next(whole, "")
+    published = (name for name in reversed(generation_names(shared)) if MANIFEST in shared.names(f"index/{name}"))
+    return next(published, "")
 
 
-def _statuses(folder: Folder, wanted: Sequence[str] = ()) -> dict[str, Status]:
-    """What the jobs say of themselves, the trainer first, and those that are wanted in any case."""
+def _statuses(folder: Folder, expected: Sequence[str] = ()) -> dict[str, Status]:
+    """Return job → status, the trainer first, including expected jobs that never started."""
     names = [name.removesuffix(".json") for name in folder.names("jobs") if name.endswith(".json")]
     read = {name: read_status(folder, name) for name in (TRAINER, *names) if name.startswith((TRAINER, BUILDER))}
-    return dict.fromkeys(wanted, NEVER_STARTED) | {name: status for name, status in read.items() if status is not None}
+    started = {name: status for name, status in read.items() if status is not None}
+    return dict.fromkeys(expected, NEVER_STARTED) | started
 
 
 def read_object(folder: Folder, name: str) -> dict[str, Any]:
-    """A JSON object; empty where there is none that can be read."""
+    """Return the JSON object of a file; {} if it is missing or damaged.
+
+    Args:
+        folder: of the file.
+        name: of the file.
+    """
     try:
         return folder.read_json(name)
     except (FileNotFoundError, Damaged):
@@ -207,7 +243,12 @@ def read_object(folder: Folder, name: str) -> dict[str, Any]:
 
 
 def read_records(folder: Folder, name: str) -> list[dict[str, Any]]:
-    """The whole lines of a file of records; [] where there is none."""
+    """Return the complete lines of a file of records; [] if it is missing.
+
+    Args:
+        folder: of the file.
+        name: of the file.
+    """
     try:
         return parse_lines(folder.read(name))
     except FileNotFoundError:
@@ -215,28 +256,33 @@ def read_records(folder: Folder, name: str) -> list[dict[str, Any]]:
 
 
 def shared_folder(folder: Folder) -> Folder:
-    """Where the jobs of a run meet: `refresh.shared`, or its own folder."""
+    """Return the folder that the jobs of a run share: `refresh.shared`, or the work directory."""
     refresh = read_object(folder, "config.json").get("refresh")
-    elsewhere = refresh.get("shared") if isinstance(refresh, dict) else ""
-    return open_folder(elsewhere) if elsewhere and isinstance(elsewhere, str) else folder
+    shared = refresh.get("shared") if isinstance(refresh, dict) else ""
+    return open_folder(shared) if shared and isinstance(shared, str) else folder
 
 
 def task_names(folder: Folder) -> list[str]:
-    """The tasks of a run's recipe; [] where it has not begun."""
+    """Return the tasks of a run's recipe; [] if it has not begun."""
     tasks = read_object(folder, "config.json").get("tasks", "")
     return [name.strip() for name in str(tasks).split(",") if name.strip()]
 
 
-# ---- telling, in a line
+# ---- one line
 
 
 def summary(folder: Folder) -> str:
-    """A run in one line."""
+    """Return the state of a run in one line."""
     return one_line(run_state(folder, []), _statuses(shared_folder(folder)))
 
 
 def one_line(state: RunState, jobs: Mapping[str, Status]) -> str:
-    """Step, loss and speed, the index's age, the last checkpoint, and what the builders do."""
+    """Return step, loss and speed, the index's age, the last checkpoint, and the stages of the builders.
+
+    Args:
+        state: of the run.
+        jobs: job → status.
+    """
     parts = ["not started"]
     if state.metrics:
         numbers = {name: value for name, value in state.metrics.items() if isinstance(value, int | float)}
@@ -250,19 +296,24 @@ def one_line(state: RunState, jobs: Mapping[str, Status]) -> str:
 
 
 def describe_status(name: str, status: Status) -> str:
-    """A job's stage in words."""
+    """Return a job's stage in words.
+
+    Args:
+        name: of the job.
+        status: of the job.
+    """
     if status.done:
         return "done"
     return f"{status.stage} {status.step}" if status.step >= 0 and name != TRAINER else status.stage
 
 
-# ---- all that is known, for `realm watch`
+# ---- everything that is known, for `realm watch`
 
 
 def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
-    """The status of the run in a folder. jobs: as `Heartbeats.look` finds them.
+    """Return the status of a run.
 
-    Times are in seconds, steps those of the task; what is not known is None. The keys, beside those of
+    Times are in seconds, steps those of the task; unknown values are None. The keys, in addition to those of
     `RunState.record`:
 
     * state: one of `STATES`' values, or 'not begun'; 'unknown' also of a run without a trainer's status.
@@ -281,23 +332,30 @@ def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
     * results: of `results.json`, {} where there is none; adapted: whether `realm adapt` kept what was learned;
       warnings: tasks that ended worse than they began.
 
-    A curve is [[step, value], …] of at most POINTS points. Raises StorageError.
+    A curve is [[step, value], …] of at most POINTS points.
+
+    Args:
+        folder: the work directory.
+        jobs: as `Heartbeats.poll` returns them.
+
+    Raises:
+        StorageError: the folder cannot be read.
     """
     names, files = task_names(folder), {*folder.names()}
 
     def read(name: str) -> JSON:
         return read_object(folder, name) if name in files else {}
 
-    def read_tasks(kind: str, *needed: str) -> dict[str, Lines]:
-        """Task → its records that have these numbers."""
+    def read_tasks(kind: str, *keys: str) -> dict[str, Lines]:
+        """Return task → its records that have numbers under these keys."""
         records = {name: read_records(folder, f"{name}/{kind}.jsonl") for name in names}
-        return {name: [line for line in lines if _has_numbers(line, *needed)] for name, lines in records.items()}
+        return {name: [line for line in lines if _has_numbers(line, *keys)] for name, lines in records.items()}
 
     config, adaptation, results = read("config.json"), read("adapt.json"), read("results.json")
     metrics, evaluations = read_tasks("metrics", "step", "seconds"), read_tasks("evaluations", "step")
     untrained = _section(read("baselines.json"), "untrained")
 
-    # --- how it does: by the trainer's heartbeat, else by what is written at the end
+    # --- state: by the trainer's heartbeat, else by the files that are written at the end
     trainer = next((job for job in jobs if job.name == TRAINER), None)
     if trainer is not None:
         state, stage = STATES[trainer.state], trainer.status.stage
@@ -305,8 +363,8 @@ def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
         state, stage = DONE, ""
     else:
         state, stage = UNKNOWN if names else NOT_BEGUN, ""
-    begun = [name for name, lines in metrics.items() if lines]
-    current = stage if stage in metrics else (begun or [""])[-1]  # the task that is trained, or was last
+    started_tasks = [name for name, lines in metrics.items() if lines]
+    current = stage if stage in metrics else (started_tasks or [""])[-1]  # the task that is trained, or was last
 
     # --- tasks; one that has not begun is as long as `realm adapt` planned it
     planned = _section(_section(_section(adaptation, "plan"), "estimate"), "step")  # task → seconds a step
@@ -319,27 +377,28 @@ def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
             task_state = "done"
         elif name == current and state in (RUNNING, UNKNOWN):
             task_state = "running"
-        left = None  # seconds, at the speed of the last steps
+        remaining_seconds = None  # at the speed of the last steps
         if task_state != "done" and steps is not None and lines:
             first = lines[-RECENT:][0] if len(lines) > 1 else {"step": 0, "seconds": 0.0}
-            if (done := step - first["step"]) > 0:
-                left = max(0, steps - step) * (lines[-1]["seconds"] - first["seconds"]) / done
+            if (recent_steps := step - first["step"]) > 0:
+                seconds = lines[-1]["seconds"] - first["seconds"]
+                remaining_seconds = max(0, steps - step) * seconds / recent_steps
         tasks.append({
             "name": name,
             "state": task_state,
             "step": step,
             "steps": steps,
             "seconds": seconds_spent(lines, evaluations[name]) if lines else None,
-            "seconds_left": left,
+            "seconds_left": remaining_seconds,
             "loss": _curve(lines, "loss"),
             "end": compare_with_start(evaluations[name], untrained),
         })  # fmt: skip
-        if left is None and steps is not None and _has_numbers(planned, name):
-            left = steps * planned[name]
-        seconds_left.append(0.0 if task_state == "done" else left)
+        if remaining_seconds is None and steps is not None and _has_numbers(planned, name):
+            remaining_seconds = steps * planned[name]
+        seconds_left.append(0.0 if task_state == "done" else remaining_seconds)
     known = [seconds for seconds in seconds_left if seconds is not None]
 
-    # --- what is learned
+    # --- metrics
     history = recall_history(evaluations)
     measure = primary_metric({key: True for point in history for key in point})
     points = [
@@ -373,7 +432,7 @@ def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
 
 
 def _section(record: JSON, name: str) -> JSON:
-    """A section of an object; {} where there is none."""
+    """Return a section of an object; {} if it is missing."""
     section = record.get(name)
     return section if isinstance(section, dict) else {}
 
@@ -383,7 +442,8 @@ def _has_numbers(line: JSON, *keys: str) -> bool:
 
 
 def _curve(lines: Lines, key: str) -> list[list[float]]:
-    """A value by step, at most POINTS of them: the last step of each part, and its mean."""
+    """Return a value by step in at most POINTS parts: the last step of each part, and its mean."""
+    # [records, 2]: step and value
     points = np.array([(line["step"], line[key]) for line in lines if _has_numbers(line, key)], np.float64)
     if not len(points):
         return []
@@ -394,13 +454,13 @@ def _curve(lines: Lines, key: str) -> list[list[float]]:
 def _index(
     shared: Folder, mode: str | None, metrics: dict[str, Lines], evaluations: dict[str, Lines], current: str
 ) -> JSON | None:
-    """The index of the task that last had its passages embedded anew, and what the builders have made."""
+    """Return the index of the task that last had its passages embedded again, and the builders' generations."""
     refreshes = {
         name: [line for line in lines if line.get("refresh") and _has_numbers(line, "index_step")]
         for name, lines in evaluations.items()
     }
-    # A task that refreshed twice counts before one that only made its first index.
-    tasks = [name for least in (1, 2) for name, lines in refreshes.items() if len(lines) >= least]
+    # A task that refreshed twice takes precedence over one that only made its first index.
+    tasks = [name for minimum in (1, 2) for name, lines in refreshes.items() if len(lines) >= minimum]
     names, adopted = generation_names(shared)[-GENERATIONS:], adoptions(evaluations)
     if not tasks and not names:
         return None
@@ -408,12 +468,12 @@ def _index(
     now = max((int(line["step"]) for records in (metrics, evaluations) for line in records.get(task, [])), default=0)
     index_step = refreshes[task][-1]["index_step"] if tasks else -1
     in_use = adopted[-1]["generation"] if adopted else ""
-    published = {manifest.generation: manifest for manifest in manifests(shared, names)}
+    published = {manifest.generation: manifest for manifest in read_manifests(shared, names)}
     generations: list[JSON] = []
     for name in names:
         manifest, step = published.get(name), export_step(name)
         state = "in use" if name == in_use else "published" if manifest else "being built"
-        state = "refused" if rejection(shared, name) else state
+        state = "refused" if read_rejection(shared, name) else state
         measured = {"recall": manifest.recall, "seconds": sum(manifest.seconds.values())} if manifest else {}
         generations.append({"generation": name, "step": step, "age": max(0, now - step), "state": state} | measured)
     is_refreshed = adopted or len(refreshes.get(task, [])) > 1

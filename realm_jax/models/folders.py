@@ -15,7 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import realm_jax
 from realm_jax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE
 from realm_jax.data.wordpiece import VOCABULARY_FILE
 from realm_jax.errors import UserError
@@ -27,6 +26,7 @@ from realm_jax.models.sentence_transformers import (
     transformer_folder,
 )
 from realm_jax.models.weights import SETTINGS, SHARDS, WEIGHTS, has_weights
+from realm_jax.version import __version__
 
 HUB, PACKAGE, IN_PACKAGE = "hf:", "py:", "model"
 SHARED, TOWERS, READER = "embedder", ("query_embedder", "document_embedder"), "reader"
@@ -88,7 +88,7 @@ def open_hub(feature: str) -> Any:
     hub = _hub(feature)
     if not (token := hub.get_token()):
         raise UserError(f"{feature}: no token of the hub is known; run `hf auth login`, or set HF_TOKEN")
-    return hub.HfApi(token=token, library_name="realm_jax", library_version=realm_jax.__version__)
+    return hub.HfApi(token=token, library_name="realm_jax", library_version=__version__)
 
 
 def upload_model(hub: Any, folder: Path, name: str, private: bool, flag: str, excluded: Sequence[str] = ()) -> str:

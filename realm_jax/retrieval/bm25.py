@@ -27,12 +27,12 @@ from realm_jax.storage import (
     Damaged,
     PosixFolder,
     check_files,
-    digest,
     list_files,
     make_folder,
     publish_folder,
     read_json,
     record_digest,
+    sha256_hex,
     write_json_atomic,
 )
 
@@ -201,7 +201,7 @@ def _index_folder(store: PassageStore, language: str, workdir: Path) -> Path:
     import Stemmer
 
     origin = [FORMAT, store.fingerprint, language, Stemmer.version(), _bm25s().__version__]
-    return workdir / FOLDER / digest(json.dumps(origin).encode())[:16]
+    return workdir / FOLDER / sha256_hex(json.dumps(origin).encode())[:16]
 
 
 def _bm25s() -> Any:

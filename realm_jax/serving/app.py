@@ -29,17 +29,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import TypedDict
 
-import realm_jax
 from realm_jax.errors import UserError
 from realm_jax.inference.answers import NEAREST, Answer, Nearest
 from realm_jax.inference.inspection import Inspection
 from realm_jax.serving.batching import Batcher, Full
 from realm_jax.serving.service import DEPTH, ModelFacts, Service
+from realm_jax.version import __version__
 
 logger = logging.getLogger(__name__)
 
 BODY, BODY_SECONDS = 1 << 20, 10  # bytes of a body at most, and the time that it may take to come
-MAX_CHARACTERS = 20_000  # of a text; a text that is longer than a run reads is refused, or cut if it is embedded
+MAX_CHARACTERS = 20_000  # of a text; a text that is too long for the run is rejected, or truncated if it is embedded
 MAX_TEXTS = 256  # of a request
 GONE = 499  # the status of a client that went away: nobody reads it, but metrics do
 HEADERS = {
@@ -236,10 +236,10 @@ def make_app(
         Route("/ready", ready),
         Route("/metrics", lambda _: Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)),
     ]
-    free = {"/health", "/ready", *(route.path for route in page)}  # the page itself holds nothing of the run
+    open_paths = {"/health", "/ready", *(route.path for route in page)}  # the page itself holds nothing of the run
     app = FastAPI(
         title="REALM",
-        version=realm_jax.__version__,
+        version=__version__,
         summary="Answers with their passages",
         docs_url=None,  # they would load scripts from other hosts, which HEADERS forbid
         redoc_url=None,
@@ -253,7 +253,7 @@ def make_app(
     # --- paths that need the devices
 
     async def computed(request: Request, kind: str, payloads: list[Any]) -> list[Any]:
-        """Results of payloads in their order, unless it takes too long or the client goes away."""
+        """Return the results of payloads. Raises RequestError if that takes too long or the client goes away."""
         if len(payloads) > limits.waiting:
             raise RequestError(422, "body", f"{len(payloads)} texts; send at most {limits.waiting} at a time")
         try:
@@ -264,7 +264,7 @@ def make_app(
             raise RequestError(400, "text", str(error)) from None
 
     async def answered(request: Request, kind: str, default_top: int | None) -> Response:
-        """The reply to questions; its lists of passages have the length that the client wants."""
+        """Return the reply to questions, with as many passages as the client requests."""
         body = await _parsed(request, QuestionRequest)
         replies = await computed(request, kind, _as_list(body.question))
         top = body.top or default_top
@@ -330,7 +330,7 @@ def make_app(
             host = None
         if hosts and host not in hosts:
             return _error_reply(400, "host", "this service is not known by that name; ask localhost")
-        if token is None or scope["path"] in free:
+        if token is None or scope["path"] in open_paths:
             return None
         scheme, _, sent_token = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer" and hmac.compare_digest(sent_token, token.encode()):
@@ -366,7 +366,7 @@ def make_app(
 
 
 def _described(reply: Any, body: type[BaseModel] | None = None) -> dict[str, Any]:
-    """What OpenAPI says of a path. We parse bodies ourselves, because FastAPI reads them without limits."""
+    """Return OpenAPI's description of a path. We parse bodies ourselves, because FastAPI reads them without limits."""
     responses = {
         status: {"model": ErrorReply, "description": meaning}
         for status, meaning in ERRORS.items()
@@ -380,7 +380,7 @@ def _described(reply: Any, body: type[BaseModel] | None = None) -> dict[str, Any
 
 
 async def _parsed(request: Request, schema: type[Schema]) -> Schema:
-    """The body of a request as its schema. Raises RequestError."""
+    """Return the body of a request as its schema. Raises RequestError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError(415, "body", "send JSON, with the header content-type: application/json")

@@ -1,6 +1,7 @@
-"""Requests that wait, answered together: a bounded queue, and one thread that takes from it as many as a batch holds.
+"""Answer waiting requests together: a bounded queue, and one thread that takes a batch of requests from it.
 
-Nothing waits for a batch to fill: while one is computed the next gathers. Not for what is computed: `service.py`.
+No request waits for a batch to fill: while one batch is computed, the next one gathers. The computation is in
+`service.py`.
 """
 
 import asyncio
@@ -27,14 +28,20 @@ class _Item(NamedTuple):
 
 
 class Batcher:
-    """An async context manager: within it `submit` gives the results of payloads.
+    """Compute payloads in batches. An async context manager, within which `submit` returns results."""
 
-    work: called in one thread, with at most `most` payloads of one kind. room: payloads that may wait. observe: called
-    with the size of each batch.
-    """
+    def __init__(
+        self, work: Work, max_batch: int, max_waiting: int, observe: Callable[[int], None] = lambda size: None
+    ) -> None:
+        """Make a batcher.
 
-    def __init__(self, work: Work, most: int, room: int, observe: Callable[[int], None] = lambda size: None) -> None:
-        self._work, self._most, self._room, self._observe = work, most, room, observe
+        Args:
+            work: called in one thread, with payloads of one kind.
+            max_batch: payloads of a batch at most.
+            max_waiting: payloads that may wait.
+            observe: called with the size of each batch.
+        """
+        self._work, self._max_batch, self._max_waiting, self._observe = work, max_batch, max_waiting, observe
         self._waiting: deque[_Item] = deque()
         self._filled = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="devices")
@@ -51,14 +58,26 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Payloads that wait, those of requests that went away included."""
+        """Number of waiting payloads, including those of clients that went away."""
         return len(self._waiting)
 
     async def submit(self, kind: str, payloads: Sequence[Any]) -> list[Any]:
-        """The results of some payloads. Raises Full where not all have room, and what the work gave for one of them."""
-        if len(self._waiting) + len(payloads) > self._room:
-            self._waiting = deque(item for item in self._waiting if not item.done.done())  # those that were given up
-        if len(self._waiting) + len(payloads) > self._room:
+        """Compute payloads in the next batches.
+
+        Args:
+            kind: of the payloads.
+            payloads: to compute.
+
+        Returns:
+            Their results.
+
+        Raises:
+            Full: the queue has no room for all of them.
+            Exception: the one that the work returned for one of them.
+        """
+        if len(self._waiting) + len(payloads) > self._max_waiting:
+            self._waiting = deque(item for item in self._waiting if not item.done.done())  # without canceled ones
+        if len(self._waiting) + len(payloads) > self._max_waiting:
             raise Full
         loop = asyncio.get_running_loop()
         items = [_Item(kind, payload, loop.create_future()) for payload in payloads]
@@ -67,7 +86,7 @@ class Batcher:
         try:
             return list(await asyncio.gather(*(item.done for item in items)))
         finally:
-            for item in items:  # of a request that went away, or of which another part failed
+            for item in items:  # if the client went away, or another payload of the request failed
                 item.done.cancel()
 
     async def _run(self) -> None:
@@ -86,19 +105,19 @@ class Batcher:
                     set_result(result)
 
     def _take(self) -> list[_Item]:
-        """The first that waits, and those of its kind after it, as far as a batch holds them."""
-        taken: list[_Item] = []
-        left: deque[_Item] = deque()
+        """Take the first item and as many later ones of its kind as fit into a batch from the queue."""
+        batch: list[_Item] = []
+        still_waiting: deque[_Item] = deque()
         for item in self._waiting:
             if item.done.done():
                 continue
-            fits = len(taken) < self._most and (not taken or item.kind == taken[0].kind)
-            (taken if fits else left).append(item)
-        self._waiting = left
-        return taken
+            fits = len(batch) < self._max_batch and (not batch or item.kind == batch[0].kind)
+            (batch if fits else still_waiting).append(item)
+        self._waiting = still_waiting
+        return batch
 
     def _results(self, kind: str, payloads: list[Any]) -> list[Any]:
-        """What the work gives; a defect in it ends these requests and no others."""
+        """Return the results of the work; a defect in it fails only these requests."""
         try:
             results = self._work(kind, payloads)
             if len(results) != len(payloads):

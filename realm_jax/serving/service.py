@@ -1,4 +1,4 @@
-"""What requests are answered with: a model, in batches of a few compiled sizes, and a newer one once there is one.
+"""Answer requests with a model, in batches of a few compiled sizes, and replace it by a newer model when there is one.
 
 `Service.work` runs in one thread, `Service.renew` in another: it opens the run again when its exported model or its
 corpus has changed, compiles what requests need, and puts the new model into the place of the old between two batches.
@@ -27,8 +27,8 @@ from realm_jax.train.workdir import recorded_config
 logger = logging.getLogger(__name__)
 
 EXAMPLE, BLANK = "What is it?", "It is ___."
-DEPTH = 100  # passages of a search at most: one compiled program gives that many, and a reply has the first of them
-SHORTEST, LONGEST = 30.0, 600.0  # seconds until what could not be opened is tried again; doubled each time
+DEPTH = 100  # passages of a search at most: one compiled program returns that many, and a reply has the first of them
+MIN_PAUSE, MAX_PAUSE = 30.0, 600.0  # seconds until a model that could not be opened is tried again; doubled each time
 
 
 class ModelFacts(TypedDict):
@@ -53,9 +53,15 @@ class Service:
     """A model that is kept up to date."""
 
     def __init__(self, workdir: Path, options: dict[str, Any], most: int) -> None:
-        """Open the model. options: arguments of `Model`; most: texts of a batch at most.
+        """Open the model.
 
-        Raises UserError as `Model`, and for a run that answers without passages.
+        Args:
+            workdir: the run folder.
+            options: arguments of `Model`.
+            most: texts of a batch at most.
+
+        Raises:
+            UserError: as `Model`, and for a run that answers without passages.
         """
         self._workdir, self._options = workdir, options
         # Batch sizes that are compiled: powers of two, and the largest.
@@ -63,7 +69,7 @@ class Service:
         self._files = _files(workdir, options)
         self.model = self._open()
         self._generations = _generations(self.model)
-        self._fault, self._pause, self._again = "", 0.0, math.inf
+        self._last_error, self._pause, self._retry_at = "", 0.0, math.inf
         self.ready = False
         self.renewed = self.failed = 0
 
@@ -73,11 +79,11 @@ class Service:
         return model
 
     def warm_up(self, stop: threading.Event) -> None:
-        """Compile what requests need, in all batch sizes; requests that come before wait for theirs alone."""
+        """Compile the programs of all requests, in all batch sizes; an earlier request waits only for its own."""
         self.ready = self._compile(self.model, stop)
 
     def facts(self) -> ModelFacts:
-        """What the model is."""
+        """Describe the model."""
         model, answers = self.model, self.model.generation is None
         learned: Literal["questions", "blanks"] = "blanks" if model.trained.reads_blanks else "questions"
         return ModelFacts(
@@ -93,13 +99,19 @@ class Service:
         )
 
     def tokens(self, kind: str, texts: Sequence[str]) -> int:
-        """How many tokens the tower of a kind reads of texts, special ones included."""
+        """Return how many tokens an encoder reads of texts, including special tokens.
+
+        Args:
+            kind: 'query' or 'document'.
+            texts: to embed.
+        """
         run = self.model.run
-        special, most = (2, run.lengths.query) if kind == "query" else (3, run.lengths.document)
-        return sum(min(len(one.ids) + special, most) for one in run.sources.tokenizer.encode_batch(texts))
+        special, max_length = (2, run.lengths.query) if kind == "query" else (3, run.lengths.document)
+        encodings = run.sources.tokenizer.encode_batch(texts)
+        return sum(min(len(encoding.ids) + special, max_length) for encoding in encodings)
 
     def _compile(self, model: Model, stop: threading.Event) -> bool:
-        """Answer an example in every batch size; returns whether it was not stopped."""
+        """Answer an example in every batch size; return False if that was stopped."""
         began = time.monotonic()
         kinds = (*(["ask"] if model.generation is None else []), "search", "query")
         examples: list[tuple[str, list[Any]]] = [(kind, [EXAMPLE] * size) for size in self._sizes for kind in kinds]
@@ -112,60 +124,67 @@ class Service:
         return True
 
     def renew(self, stop: threading.Event) -> bool:
-        """Take up what changed in the run or its corpus since the model was opened; returns whether anything did.
+        """Open the model again if the run or its corpus has changed; return whether the new model is in use.
 
-        Where that fails, whatever the reason, the model stays, and it is tried again later; a fault is logged once.
+        If that fails for any reason, the old model stays, and we try again later; each error is logged once.
         """
         try:
             files, generations = _files(self._workdir, self._options), _generations(self.model)
-            if (files, generations) == (self._files, self._generations) and time.monotonic() < self._again:
+            if (files, generations) == (self._files, self._generations) and time.monotonic() < self._retry_at:
                 return False
             self._files, self._generations = files, generations
             model = self._open()
             if not self._compile(model, stop):
                 return False
-        except Exception as fault:
-            reason = str(fault) or type(fault).__name__
-            if reason != self._fault:
-                details = None if isinstance(fault, UserError | OSError) else fault
+        except Exception as error:
+            reason = str(error) or type(error).__name__
+            if reason != self._last_error:
+                details = None if isinstance(error, UserError | OSError) else error
                 logger.warning("the run cannot be opened anew (%s); the model before goes on", reason, exc_info=details)
                 self.failed += 1
-            self._fault, self._pause = reason, min(max(2 * self._pause, SHORTEST), LONGEST)
-            self._again = time.monotonic() + self._pause
+            self._last_error, self._pause = reason, min(max(2 * self._pause, MIN_PAUSE), MAX_PAUSE)
+            self._retry_at = time.monotonic() + self._pause
             return False
-        # A generation that came meanwhile holds the vectors that were made for this model.
+        # A generation that was published meanwhile holds the vectors of this model.
         self.model, self._generations = model, _generations(model)
-        self._fault, self._pause, self._again = "", 0.0, math.inf
+        self._last_error, self._pause, self._retry_at = "", 0.0, math.inf
         self.renewed += 1
         return True
 
     def work(self, kind: str, payloads: list[Any]) -> list[Any]:
-        """A result, or the exception of what is wrong with it, for each payload of a kind.
+        """Compute payloads of one kind.
 
-        ask, search: questions; query, document: texts to embed; inspect: keyword arguments of `Model.inspect`.
+        Args:
+            kind: of the payloads.
+            payloads: questions for 'ask' and 'search'; texts to embed for 'query' and 'document'; keyword arguments of
+                `Model.inspect` for 'inspect'.
+
+        Returns:
+            For each payload its result, or a UserError.
         """
-        model, good, results = self.model, list[Any](), list[Any]()
+        model, valid_payloads = self.model, list[Any]()
+        errors: list[UserError | None] = []
         for payload in payloads:
-            fault = None
+            error = None
             try:
                 if kind in ("ask", "search"):
                     check_question(model.run, payload, model.trained.search)
-                elif kind != "inspect":  # which checks a text as it explains it
+                elif kind != "inspect":  # `Model.inspect` checks its text itself
                     payload.encode("utf-8")
-            except UserError as error:
-                fault = error
+            except UserError as invalid:
+                error = invalid
             except UnicodeEncodeError:
-                fault = UserError("a text is not valid UTF-8; send it as UTF-8")
-            results.append(fault)
-            if fault is None:
-                good.append(payload)
-        size = next(size for size in self._sizes if size >= len(good))
-        computed = iter(_computed(model, kind, good, size) if good else [])
-        return [next(computed) if fault is None else fault for fault in results]
+                error = UserError("a text is not valid UTF-8; send it as UTF-8")
+            errors.append(error)
+            if error is None:
+                valid_payloads.append(payload)
+        size = next(size for size in self._sizes if size >= len(valid_payloads))
+        results = iter(_computed(model, kind, valid_payloads, size) if valid_payloads else [])
+        return [next(results) if error is None else error for error in errors]
 
 
 def _computed(model: Model, kind: str, payloads: list[Any], size: int) -> list[Any]:
-    """Results of good payloads; of explanations each may be a UserError."""
+    """Return the results of valid payloads; those of 'inspect' may be UserErrors."""
     if kind == "ask":
         return model.ask(payloads, batch_size=size)
     if kind == "search":
@@ -176,8 +195,8 @@ def _computed(model: Model, kind: str, payloads: list[Any], size: int) -> list[A
     for payload in payloads:
         try:
             results.append(model.inspect(**payload))
-        except UserError as fault:
-            results.append(fault)
+        except UserError as error:
+            results.append(error)
     return results
 
 
@@ -200,6 +219,6 @@ def _files(workdir: Path, options: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _generations(model: Model) -> tuple[str, ...]:
-    """Names of the generations that the index of the model may be taken from; the others make no difference to it."""
-    taken = model.generation == "newest" or is_edited(model.run)
-    return tuple(generation_names(shared_folder(model.run))) if taken else ()
+    """Return the names of the generations if the model's index may come from one; else ()."""
+    uses_generations = model.generation == "newest" or is_edited(model.run)
+    return tuple(generation_names(shared_folder(model.run))) if uses_generations else ()

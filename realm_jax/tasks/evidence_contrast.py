@@ -69,7 +69,7 @@ class EvidenceContrast(Task):
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         passages, tokenizer, lengths = self.run.sources.passages, self.run.sources.tokenizer, self.run.lengths
-        evidence, training_rows = find_evidence(passages, *lengths.hidden), self.run.learned_rows(passages)
+        evidence, training_rows = find_evidence(passages, *lengths.hidden), self.run.training_rows(passages)
         if training_rows is not None:  # passages that are evidence are learned from as well
             evidence = evidence.among(training_rows)
         rows = np.unique(evidence.spans.rows)

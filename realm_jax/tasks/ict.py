@@ -70,7 +70,7 @@ class Ict(Task):
 
     def examples(self, params: Params, embed: Embed) -> Examples:
         passages = self.run.sources.passages
-        rows = sentence_rows(passages, self.run.learned_rows(passages))
+        rows = sentence_rows(passages, self.run.training_rows(passages))
         mask_rate = 0.0 if self.retrieves else MASK_RATE
         return ict_examples(passages, self.run.sources.tokenizer, self.run.lengths, mask_rate, rows)
 

@@ -68,7 +68,7 @@ class Mlm(Task):
     def fixed_examples(self) -> Examples:
         """Its examples, which depend on no parameters."""
         run, sources = self.run, self.run.sources
-        training_rows = run.learned_rows(sources.passages), run.learned_rows(sources.pretraining)
+        training_rows = run.training_rows(sources.passages), run.training_rows(sources.pretraining)
         return warmup_examples(
             sources.passages, sources.pretraining, sources.tokenizer, run.lengths, training_rows=training_rows
         )

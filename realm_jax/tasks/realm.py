@@ -81,7 +81,7 @@ class RealmTask(Task):
         run, sources = self.run, self.run.sources
         return MaskedSentences(
             sources.pretraining, sources.tokenizer, run.lengths, self.settings.masking, sources.pretraining_is_corpus,
-            run.find_sentence, run.learned_rows(sources.pretraining), self.settings.uses_span_marginal,
+            run.bm25_for_masked_sentence, run.training_rows(sources.pretraining), self.settings.uses_span_marginal,
         ).examples()  # fmt: skip
 
     def example_spec(self) -> ExampleSpec:

@@ -53,9 +53,9 @@ def _realm(task: RealmTask) -> dict[str, float]:
     candidates = realm.candidates - 1
 
     padded_query = embedding_flops(config, query_length)  # as hosts embed it
-    query = embedding_flops(config, query_length, places=packing.queries / packing.examples)
+    query = embedding_flops(config, query_length, packed_length=packing.queries / packing.examples)
     document_slots = packing.passages / (packing.examples * candidates)
-    document = embedding_flops(config, document_length, places=document_slots)
+    document = embedding_flops(config, document_length, packed_length=document_slots)
 
     if realm.uses_span_marginal:
         read = min(MAX_POINTED, candidates)
@@ -83,13 +83,13 @@ def _qa(task: Qa) -> dict[str, float]:
     spans = 2 * joint * reader.width * 2 * run.model.reader.span_hidden
     read = 1 if task.is_positive else qa.passages
     slots = packing.reader_inputs / (packing.examples * read)
-    parts = {"reader": 3 * read * (reader.forward(joint, places=slots) + spans)}
+    parts = {"reader": 3 * read * (reader.forward(joint, packed_length=slots) + spans)}
     if not qa.uses_bm25_only:
-        queries = embedding_flops(config, config.data.query_length, places=packing.queries / packing.examples)
+        queries = embedding_flops(config, config.data.query_length, packed_length=packing.queries / packing.examples)
         parts |= {"search": run.context.rows * score_flops(run), "queries": 3 * queries}
     if qa.trains_passages:
         document_slots = packing.passages / (packing.examples * read)
-        documents = embedding_flops(config, config.data.document_length, places=document_slots)
+        documents = embedding_flops(config, config.data.document_length, packed_length=document_slots)
         parts["documents"] = 3 * qa.passages * documents
     return parts
 

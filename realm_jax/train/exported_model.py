@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-import realm_jax
 from realm_jax.assemble import tower_lengths
 from realm_jax.checksums import arrays_digest, checksums, mismatched, named_arrays
 from realm_jax.config import Config
@@ -58,6 +57,7 @@ from realm_jax.storage import publish_folder, read_json, write_json_atomic
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.restore import saved_vectors
 from realm_jax.train.workdir import with_absolute_paths
+from realm_jax.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ def write_exported_model(
         arrays = named_arrays(params) | ({} if vectors is None else {VECTORS: vectors})
         manifest = {
             "format": FORMAT,
-            "realm_jax": realm_jax.__version__,
+            "realm_jax": __version__,
             "task": task,
             "step": step,
             "identity": arrays_digest(arrays) if identity is None else identity,

@@ -62,7 +62,7 @@ from realm_jax.models.weights import (
 )
 from realm_jax.processes import run_on_process_0
 from realm_jax.run import Run, abstract_params
-from realm_jax.storage import digest, make_folder, read_json, read_settings, write_json_atomic
+from realm_jax.storage import make_folder, read_json, read_settings, sha256_hex, write_json_atomic
 from realm_jax.tasks.answering import trains_qa_reader
 from realm_jax.train.exported_model import ExportedModel, exported_model
 from realm_jax.train.workdir import START, begins_with_reader, has_checkpoint, recorded_config, with_absolute_paths
@@ -443,4 +443,4 @@ def recorded_start(run: Run, workdir: Path) -> Params:
 def _start_digest(run: Run, params: Params) -> str:
     """A digest of the parameters that a run begins with, if some are from elsewhere."""
     sums = checksums(params) if init_sources(run.config) else {}
-    return digest(json.dumps(sums, sort_keys=True).encode())
+    return sha256_hex(json.dumps(sums, sort_keys=True).encode())

@@ -3,13 +3,13 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
-import realm_jax
 from realm_jax.config import Config, task_names
 from realm_jax.models.folders import HUB, PACKAGE, READER
 from realm_jax.models.weights import HF_REALM
 from realm_jax.run import Run
 from realm_jax.train.trained_run import recorded_metrics
 from realm_jax.train.workdir import recorded_config
+from realm_jax.version import __version__
 
 USES = {  # names of `realm weights export` → what a tower opens with, and the reader
     "bert": (
@@ -37,7 +37,7 @@ def run_card(run: Run, task: str, step: int, networks: Collection[str], names: s
         *([] if names == HF_REALM else [front_matter(base)]),
         "# A retriever and a reader of REALM",
         "",
-        f"Trained with realm_jax {realm_jax.__version__}: the parameters of step {step:,} of `{task}`.",
+        f"Trained with realm_jax {__version__}: the parameters of step {step:,} of `{task}`.",
         *(["", f"Base model: `{base}`."] if base.startswith((HUB, PACKAGE)) else []),
         "",
         "## Networks",

@@ -170,7 +170,7 @@ def run_recipe(run: Run, command: str) -> int:
             preemptible(),
         ):
             if searches - {"vectors"}:
-                run.words()  # raises before anything is trained
+                run.bm25()  # raises before anything is trained
                 save_bm25_index(run)
             warn_if_few_sentences(run, questions)
             if not questions or not all(map(reads_passages, names)):

@@ -27,10 +27,10 @@ from realm_jax.index.files import (
     Manifest,
     export_of,
     generation_names,
-    manifests,
     read_manifest,
+    read_manifests,
+    read_rejection,
     read_towers,
-    rejection,
 )
 from realm_jax.index.provider import shared_folder
 from realm_jax.index.vector_cache import embed_with_cache
@@ -233,7 +233,7 @@ def restore(
             "these are the parameters of task %s: answers come from a span head that was not fine-tuned", exported.task
         )
     if method != "vectors" and for_answers:
-        run.words()  # raises where there are none
+        run.bm25()  # raises where there are none
     return TrainedRun(run, exported.task, exported.step, params, index, method, rerank, exported)
 
 
@@ -361,8 +361,8 @@ def open_generation(run: Run, name: str) -> TrainedRun:
 def _generations(run: Run) -> Iterator[Manifest]:
     """The good generations of this version of the corpus, the newest first."""
     folder = shared_folder(run)
-    for manifest in manifests(folder, reversed(generation_names(folder))):
-        if manifest.corpus == run.sources.passages.fingerprint and rejection(folder, manifest.generation) is None:
+    for manifest in read_manifests(folder, reversed(generation_names(folder))):
+        if manifest.corpus == run.sources.passages.fingerprint and read_rejection(folder, manifest.generation) is None:
             yield manifest
 
 
@@ -387,7 +387,7 @@ def check_question(run: Run, question: str, search: str = "vectors") -> str:
     except UnicodeEncodeError:
         raise UserError("the question is not valid UTF-8; type or save it as UTF-8 text") from None
     pieces = len(run.sources.tokenizer.encode(question).ids)
-    if search == "bm25" and not run.words().has_terms(question):
+    if search == "bm25" and not run.bm25().has_terms(question):
         raise UserError(
             "the question has no word but stop words, which BM25 leaves out; ask with other words, or with "
             "--search=vectors"
