@@ -224,4 +224,4 @@ def test_what_scripts_import_from_the_package_is_there():
 
 def test_every_test_that_the_features_name_is_there():
     named = {*re.findall(r"`(test_\w+)`", text_of("docs/features.md"))}
-    assert named and not named - {path.stem for path in (ROOT / "tests").glob("test_*.py")}
+    assert named and not named - {path.stem for path in (ROOT / "tests").rglob("test_*.py")}

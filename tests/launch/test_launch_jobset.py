@@ -14,7 +14,7 @@ from realm_jax.launch.checks import SAVE_SECONDS
 from realm_jax.launch.jobset import manifests, to_yaml
 from realm_jax.launch.spec import GENERATIONS, parse
 
-GOLDEN = Path(__file__).resolve().parents[1] / "launch" / "golden"
+GOLDEN = Path(__file__).resolve().parents[2] / "launch" / "golden"
 
 
 def item(name, suspended=False, condition="", ready=1, restarts=0, workdir="gs://bucket/runs/one"):

@@ -25,7 +25,7 @@ from realm_jax.launch.status import poll
 from realm_jax.storage import StorageError, open_folder
 from realm_jax.train.records import read_lines
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def launched(workdir: Path, trainers=2, builders=1, **changes):
@@ -342,7 +342,7 @@ while True:
     code = f"""
 import sys
 from pathlib import Path
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}, {str(ROOT / "tests/launch")!r}]
 from realm_jax.launch import local
 from test_launch_local import launched
 local.PROGRAM = [sys.executable, "-IS", {str(program)!r}]

@@ -51,7 +51,7 @@ def paragraphs() -> list[Passage]:
     """
     found, title = [], ""
     for name in ("docs/design.md", "README.md"):
-        for line in (Path(__file__).parent.parent / name).read_text("utf-8").replace("[", "(").splitlines():
+        for line in (Path(__file__).parents[2] / name).read_text("utf-8").replace("[", "(").splitlines():
             title = line.strip("# ") if line.startswith("#") else title
             if len(line.split()) > 8:
                 found.append((title if len(found) % 10 else "", line.strip(" *|")[:300]))

@@ -17,7 +17,7 @@ from realm_jax.launch.jobset import manifests
 from realm_jax.launch.queued_resources import startup_script
 from realm_jax.launch.spec import choose, job_specs, parse
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 AWKWARD = 'it\'s $HOME, "two" words: {{ x }} # é 😀'
 
 

@@ -480,7 +480,7 @@ def test_beam_knows_every_option_that_the_document_names():
     pytest.importorskip("apache_beam")
     from realm_jax.corpora.pipelines import _parser
 
-    text = (Path(__file__).parents[1] / "docs" / "preparing.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "preparing.md").read_text(encoding="utf-8")
     commands = re.findall(r"--beam='(.*?)'", text, re.S)
     assert re.findall(r"--runner=(\w+)", " ".join(commands)) == ["DataflowRunner", "FlinkRunner", "DirectRunner"]
     for command in commands:

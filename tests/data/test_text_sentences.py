@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from realm_jax.data.sentences import split
 
-PASSAGES = Path(__file__).resolve().parents[2] / "shared" / "data" / "wiki_qa" / "passages.jsonl.gz"
+PASSAGES = Path(__file__).resolve().parents[3] / "shared" / "data" / "wiki_qa" / "passages.jsonl.gz"
 
 # Each case is the sentences of one text, joined by a space.
 PROSE = [

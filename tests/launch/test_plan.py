@@ -33,7 +33,7 @@ from realm_jax.tasks.qa_examples import positive_examples
 from realm_jax.tasks.step_flops import step_flops
 from realm_jax.train.step import make_step
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def needs_compiler(test):

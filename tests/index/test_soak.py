@@ -1,6 +1,6 @@
 """A soak: trainer and index builder, killed again and again at bad moments, end as if nobody had touched them.
 
-    REALM_SOAK_ROUNDS=30 REALM_SOAK_LOG=soak.log pytest -m nightly -s -n0 tests/test_soak.py
+    REALM_SOAK_ROUNDS=30 REALM_SOAK_LOG=soak.log pytest -m nightly -s -n0 tests/index/test_soak.py
 
 A round is a whole tiny run of `realm train` beside `realm build-index`, both real processes. What is killed, when and
 how follows from the round's number; it is started again by the same command. A round passes when parameters and records

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from realm_jax.data.wordpiece import SPECIAL_PIECES, WordPiece
 from realm_jax.errors import UserError
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 VOCABULARY = DATA / "bert_vocab" / "vocab.txt"
 needs_data = pytest.mark.skipif(not VOCABULARY.exists(), reason="the reference word pieces are not on this machine")
 
