@@ -53,7 +53,7 @@ PHASES = {
     "find passages with a salient span": ["realm_jax.tasks.realm:salient_rows"],
     "initial parameters": ["realm_jax.train.recipe:starting_params"],
     "restore the checkpoint": ["realm_jax.train.loop:restore"],
-    "lay out the corpus": ["realm_jax.run:Run._documents"],
+    "lay out the corpus": ["realm_jax.run:Run._shard_corpus_arrays"],
     "write an export": ["realm_jax.index.exporter:Exporter.flush"],
     "load a generation": ["realm_jax.index.watcher:IndexWatcher.load"],
     "build a generation": ["realm_jax.index.build:Builder.build"],

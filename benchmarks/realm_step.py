@@ -285,7 +285,7 @@ def our_way(run: Run, params: Any, batch: Any, vectors: NDArray[np.float32], pac
     def checked() -> Values:
         metrics = once()
         if packed and metrics["unplaced"] > 0:
-            print(f"packing had no place for {metrics['unplaced']:.1%} of the pieces", flush=True)
+            print(f"packing had no slot for {metrics['unplaced']:.1%} of the tokens", flush=True)
         return float(metrics["loss"]), float(metrics["gradient_norm"])
 
     return Way(once, checked, sum(step_flops(task).values()))

@@ -308,7 +308,7 @@ def search_passages(
     """Return the `depth` best passages of query vectors, with the retriever's scores.
 
     Args:
-        method: one of `sections.SEARCHES`; 'bm25' and 'hybrid' take BM25's list from the batch.
+        method: one of `config.SEARCHES`; 'bm25' and 'hybrid' take BM25's list from the batch.
         queries: [batch, projection].
         batch: with `bm25_rows` and `bm25_scores` [batch, list] if the method needs them.
         index: with vectors.

@@ -228,7 +228,7 @@ class AdaptEvaluator:
         Args:
             params: parameters whose query encoder searches.
             vectors: of the passages, [rows, width].
-            search: one of `sections.SEARCHES`.
+            search: one of `config.SEARCHES`.
 
         Returns:
             METRICS of the sentences, and the recall metrics of the questions.
@@ -328,7 +328,7 @@ def passage_vectors(run: Run, params: Params, weight: float) -> NDArray[np.float
         The vectors of the last checkpoint if they are the same, and else new ones, which the cache keeps.
     """
     trains_passages = any(trains_passage_encoder(task) for task in recipe_tasks(run))
-    vectors = saved_vectors(run, *last_checkpoint(run)) if weight == 1.0 or not trains_passages else None
+    vectors = saved_vectors(run, last_checkpoint(run)[1]) if weight == 1.0 or not trains_passages else None
     return embed_with_cache(run, params, bar=True) if vectors is None else vectors
 
 

@@ -180,7 +180,7 @@ def _check_trec(args: argparse.Namespace, asked: Sequence[Record], retrieves: bo
 
 
 def _evaluate_seeds(args: argparse.Namespace) -> dict[str, Any]:
-    """`metrics.over_seeds` of the files of --seeds. Raises UserError for other flags with it, or unequal numbers."""
+    """`over_seeds` of the files of --seeds. Raises UserError for other flags with it, or unequal numbers."""
     others = ("files", "workdir", "questions", "task", "search", "unseen", "trec", "qrels", "no_bm25", "overrides")
     if given := [name for name in others if vars(args)[name]]:
         raise UserError(f"--seeds: goes with --json alone; leave out {', '.join(given)}")

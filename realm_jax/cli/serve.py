@@ -39,7 +39,7 @@ EXAMPLES = """examples:
   POST /v1/embeddings   as OpenAI's clients ask; "model" is "query" or "document"
   GET  /model, /v1/models, /openapi.json, /health, /ready, /metrics (Prometheus)
 
-The run is opened again when it has newer checkpoints, or its corpus was edited; requests go on meanwhile.
+The run is opened again when it has exported a newer model, or its corpus was edited; requests go on meanwhile.
 """
 
 
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--waiting", type=positive, default=256, metavar="N", help="texts that may wait; beyond it requests get 429 "
         "(256)")  # fmt: skip
     add("--timeout", type=positive, default=60, metavar="SECONDS", help="for an answer; then 504 (60)")
-    add("--refresh", type=int, default=10, metavar="SECONDS", help="between two looks for a newer checkpoint or "
+    add("--refresh", type=int, default=10, metavar="SECONDS", help="between two looks for a newer model or "
         "corpus; 0: never (10)")  # fmt: skip
 
 

@@ -144,7 +144,7 @@ def _read(
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Questions against one run's corpus. search: what finds the passages, one of `sections.SEARCHES`; rerank: what
+    """Questions against one run's corpus. search: what finds the passages, one of `config.SEARCHES`; rerank: what
     orders them anew, if anything does; cloze: whether they are read as sentences with a blank (`cloze_pieces`);
     at_a_time: questions of a batch, None for `evaluation.batch_size`."""
 

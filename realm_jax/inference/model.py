@@ -54,8 +54,9 @@ BATCH = 32  # texts of a batch, if nothing else is asked for
 class Model:
     """A run of `realm train` or `realm quickstart`, or what `realm adapt` made, opened for inference.
 
-    Nothing in its folder is changed, so a run can answer while it trains: it is opened as it stands at its newest
-    checkpoint, and stays so. Texts go through the devices in batches; one object is for one thread at a time.
+    Nothing in its folder is changed, so a run can answer while it trains: it is opened with the model that its last
+    finished task exported, and keeps it. Texts go through the devices in batches; one object is for one thread at a
+    time.
     """
 
     def __init__(
@@ -69,12 +70,12 @@ class Model:
     ) -> None:
         """Open the run of a folder.
 
-        task: whose parameters (default: of the last task with a checkpoint; for blanks, of pre-training). search: what
+        task: whose parameters (default: of the last task that ended; for blanks, of pre-training). search: what
         finds passages, 'vectors', 'bm25' or 'hybrid' (default: the config's qa.search). generation: the index of this
         name, or the 'newest', which searches but does not answer. config: runtime and evaluation keys to change,
         such as {"answering.read": 50, "data.path": "moved/data"}.
 
-        Raises UserError where there is no run, no checkpoint, or no such task or generation, and where the prepared
+        Raises UserError where there is no run, no exported model, or no such task or generation, and where the prepared
         folder is gone or another one.
         """
         if search not in (None, *SEARCHES):

@@ -30,12 +30,11 @@ from realm_jax.data.tokenizer_files import FoundTokenizer, lower_case_of, tokeni
 from realm_jax.errors import UserError
 from realm_jax.models.bert import Bert
 from realm_jax.models.folders import HUB, resolve_model_path
-from realm_jax.models.layers import ACTIVATIONS, BertConfig
+from realm_jax.models.layers import ACTIVATIONS, BertConfig, Params
 from realm_jax.models.weights import (
     BERT_SETTINGS,
     SETTINGS,
     WEIGHTS,
-    Params,
     encoder,
     find,
     our_activation,

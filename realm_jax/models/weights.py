@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from realm_jax.errors import UserError
-from realm_jax.models.layers import LAYER_NORM_EPSILON, BertConfig, initializer_stddev
+from realm_jax.models.layers import LAYER_NORM_EPSILON, BertConfig, Params, initializer_stddev
 from realm_jax.models.networks import Realm
 from realm_jax.models.reader import SPAN_NORM_EPSILON
 from realm_jax.models.retriever import POOLINGS
@@ -30,7 +30,6 @@ WEIGHTS, SETTINGS = "model.safetensors", "config.json"  # of a network, and of a
 SHARDS = f"{WEIGHTS}.index.json"  # in the place of WEIGHTS: name of a tensor → the file that it is in
 PREFIXES = ("", "bert.", "realm.")  # of a bare encoder, of one with a head, and of REALM's networks in transformers
 HEADS = ("cls.", "qa_outputs.", "classifier.")  # their tensors' names have no prefix
-Params = dict[str, Any]
 
 LAYER = {  # ours → theirs
     "query": "attention.self.query",

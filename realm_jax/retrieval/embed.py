@@ -125,7 +125,7 @@ def embed_corpus(
     for entry in pending:
         collect(entry)
     if vectors is None or not np.isfinite(vectors).all():
-        raise UserError("the document embedder gives values that are not finite; the run has diverged")
+        raise UserError("the passage encoder gives values that are not finite; the run has diverged")
     return vectors
 
 

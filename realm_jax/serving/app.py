@@ -154,7 +154,7 @@ class Limits(NamedTuple):
     most: int = 8  # texts of a batch
     waiting: int = 256  # texts that may wait
     seconds: float = 60.0  # time for an answer
-    every: float = 10.0  # seconds between two looks for a newer checkpoint or corpus; 0 for none
+    every: float = 10.0  # seconds between two looks for a newer model or corpus; 0 for none
 
 
 # --- the application --------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def trains_cloze_reader(task: str, config: Config) -> bool:
 
 
 def question_search(task: str, config: Config) -> str:
-    """Return what finds the passages of questions unless they say how, one of `sections.SEARCHES`."""
+    """Return what finds the passages of questions unless they say how, one of `config.SEARCHES`."""
     return config.qa.search if reads_passages(task) else "vectors"
 
 

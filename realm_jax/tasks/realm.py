@@ -144,7 +144,7 @@ def realm_loss(
         frozen_passages: True if candidates are scored by the vectors of the index, False if they are embedded again.
 
     Returns:
-        The metrics of `realm_metrics`, and `unplaced` (see `MaskedReading`).
+        The metrics of `realm_metrics`, and `unplaced`: `MaskedReading.truncated_fraction`.
     """
     read = read_masked(realm, context, params, batch, index, key, frozen_passages)
     result = losses.masked_word_marginal(read.scores, read.log_p, batch["weights"], read.valid, realm.marginal)
@@ -156,7 +156,7 @@ def realm_metrics(result: losses.Marginal, is_top1: Array, batch: Batch, candida
 
     Args:
         result: the marginal likelihood of the batch.
-        is_top1: True if no token is likelier than the masked one, bool [batch, k, m].
+        is_top1: True if no token is likelier than the masked one, bool [batch, 1 + k, m].
         batch: of which `weights` [batch, m] is read.
         candidates: what was retrieved.
 
@@ -171,7 +171,7 @@ def realm_metrics(result: losses.Marginal, is_top1: Array, batch: Batch, candida
         prior_entropy: entropy of p(z|x), in nats.
         excluded: passages dropped as the example's own.
     """
-    prior = jnp.exp(result.log_prior)  # [batch, k]
+    prior = jnp.exp(result.log_prior)  # [batch, 1 + k]
     weights = batch["weights"].astype(jnp.float32)
     likeliest = result.log_prior.argmax(axis=1)  # [batch]
     correct = jnp.take_along_axis(is_top1, likeliest[:, None, None], axis=1)[:, 0] * weights  # [batch, m]

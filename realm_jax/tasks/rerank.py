@@ -2,8 +2,8 @@
 
 It reads the question beside a passage and adds to the passage's score. What it learns is the trained reader's posterior
 p(z|x,y) over the first passages: which of them the answer is read from, which a retriever's inner product cannot see.
-Its score starts at 0, so the start is the order of the search, and `evaluation.keep_best` can hand that on. It stays in
-checkpoints: `realm weights export` writes towers and reader. Read `rerank_loss`.
+Its score starts at 0, so the start is the order of the search, and `evaluation.keep_best` can hand that on. The
+exported model holds it; `realm weights export` writes encoders and reader only. Read `rerank_loss`.
 """
 
 import dataclasses

@@ -287,7 +287,7 @@ class SavedCheckpoint:
         """The parameters of some networks, by their top-level names, whichever of them the task trained.
 
         shardings: by network, what each array is loaded onto; None: all of them are on the host. Shapes are those that
-        were saved: tracing what a task's state looks like would cost a program that asks once more than reading it.
+        were saved.
         """
 
         def like(name: str, known: Any) -> Any:

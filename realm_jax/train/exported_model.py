@@ -213,7 +213,7 @@ def export_task(run: Run, task: str, params: Params, trained_reader: bool) -> No
         return exported is not None and exported.identity == identity
 
     if not run_on_process_0(is_exported):
-        vectors = saved_vectors(run, task, saved)
+        vectors = saved_vectors(run, saved)
         if vectors is None and saved.record["generation"] and saved.record["index_step"] == saved.step:
             shared = shared_folder(run)
             generation = read_manifest(shared, saved.record["generation"])

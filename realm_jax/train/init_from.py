@@ -307,7 +307,7 @@ def _find_network(folder: Path, model: Realm, network: str) -> NetworkFiles:
     if width not in (0, model.projection):
         raise UserError(
             f"{folder}: has a projection of {width} features, but config.encoder.projection is {model.projection}; set "
-            "it to -1"
+            "it to None (--config.encoder.projection=model)"
         )
     return find_tower(sentence, model.bert, parts)
 

@@ -239,7 +239,6 @@ def train_task(
                             )
                             watchdog.heartbeat()
                             best.update(step, state, measures)
-                        watchdog.heartbeat()
                         metrics.log_evaluation(step, measures)
 
                     with jax.profiler.StepTraceAnnotation(name, step_num=step):

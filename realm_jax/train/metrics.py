@@ -30,7 +30,7 @@ from realm_jax.train.trackers import CompositeTracker
 
 logger = logging.getLogger(__name__)
 
-SHOWN = ("loss", "retrieval_utility", "recall@5", "null_probability", "f1", "accuracy")
+SHOWN = ("loss", "retrieval_utility", "recall@5", "null_probability", "accuracy")
 WAITS = ("data", "index", "measurement", "checkpoint")
 SPEEDS = ("steps_per_second", "step_seconds", "tflops_per_device", "mfu", "goodput")
 TIMES = ("seconds", *SPEEDS, *(f"wait_{name}" for name in WAITS))  # entries of a record that no two runs share

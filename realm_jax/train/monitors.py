@@ -44,7 +44,7 @@ class TruncationMonitor:
             return None
         self._warned = True
         return (
-            f"step {record['step']}: packing had no place for {dropped:.1%} of the pieces, so the longest sequences "
+            f"step {record['step']}: packing had no slot for {dropped:.1%} of the tokens, so the longest sequences "
             "lost their last ones; texts or passages of batches are longer than those of the data (tasks/packed.py)"
         )
 

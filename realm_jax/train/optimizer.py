@@ -60,7 +60,7 @@ def learning_rate(step: Any, peak: float, total: int, warmup: int) -> Any:
 
 
 def weight_decay_mask(params: Any) -> Any:
-    """True on what weight decay applies to: everything but biases, LayerNorm parameters and a temperature."""
+    """True on what weight decay applies to: everything but biases and LayerNorm parameters."""
 
     def rule(path: tuple[Any, ...], _leaf: Any) -> bool:
         names = path_names(path)

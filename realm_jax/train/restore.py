@@ -14,13 +14,11 @@ from realm_jax.checksums import checksums
 from realm_jax.config import task_names, with_defaults
 from realm_jax.environment import differences, environment
 from realm_jax.errors import UserError
-from realm_jax.forward import Index
 from realm_jax.index.vector_cache import embed_with_cache
 from realm_jax.models.layers import Params
 from realm_jax.processes import allgather_flags
 from realm_jax.run import Run
 from realm_jax.storage import read_json
-from realm_jax.tasks.answering import needs_vectors
 from realm_jax.tasks.base import Task
 from realm_jax.train.checkpoints import CheckpointRemoved, DamagedCheckpoint, SavedCheckpoint
 from realm_jax.train.step import State, start_state, state_shardings
@@ -73,21 +71,17 @@ def restore_params(run: Run, task: str, saved: SavedCheckpoint | None = None) ->
     return saved.params(run.param_shardings, run.param_shardings)
 
 
-def saved_index(run: Run, name: str, saved: SavedCheckpoint) -> Index | None:
-    """The index in a checkpoint of a task; None when the parameters there would give another one."""
-    return saved_index_with_vectors(run, name, saved) if needs_vectors(name, run.config) else run.index_without_vectors
+def saved_vectors(run: Run, saved: SavedCheckpoint) -> NDArray | None:
+    """Read the passage vectors of a checkpoint, if its passage encoder gives them.
 
+    It does if it made them, or if the task leaves it as it was.
 
-def saved_index_with_vectors(run: Run, name: str, saved: SavedCheckpoint) -> Index | None:
-    """`saved_index` with vectors, whatever finds the passages of the task's questions."""
-    vectors = saved_vectors(run, name, saved)
-    return None if vectors is None else run.index(vectors)
+    Args:
+        run: the run.
+        saved: the checkpoint.
 
-
-def saved_vectors(run: Run, name: str, saved: SavedCheckpoint) -> NDArray | None:
-    """The corpus as the document embedder in a checkpoint of a task embeds it; None if the vectors there are others.
-
-    They fit it when they were made by it, or when the task leaves it as it was. [rows, projection].
+    Returns:
+        [passages, width]; None if the vectors there are others, or if there are none.
     """
     fits = not saved.trained(run.model.embedder_names[-1]) or saved.record["index_step"] == saved.step
     vectors = saved.read("vectors") if fits else None
@@ -114,7 +108,7 @@ def vectors_from_earlier_task(run: Run, name: str, params: Params) -> NDArray | 
             return None  # what is older has another embedder still
         found = None
         with contextlib.suppress(CheckpointRemoved, DamagedCheckpoint):
-            found = saved_vectors(run, task, saved)
+            found = saved_vectors(run, saved)
         if allgather_flags(found is not None).all():
             return found
     return None

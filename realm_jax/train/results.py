@@ -29,9 +29,16 @@ from realm_jax.processes import broadcast_from_process_0, is_process_0
 from realm_jax.retrieval.bm25 import load_or_build, save_index
 from realm_jax.run import Run
 from realm_jax.storage import read_json, write_json_atomic
-from realm_jax.tasks.answering import ANSWERING_TASKS, evaluation_search, question_search, reranker, trains_qa_reader
+from realm_jax.tasks.answering import (
+    ANSWERING_TASKS,
+    evaluation_search,
+    needs_vectors,
+    question_search,
+    reranker,
+    trains_qa_reader,
+)
 from realm_jax.train.best import keeps_best, selection_metric
-from realm_jax.train.checkpoints import SavedCheckpoint
+from realm_jax.train.exported_model import MODEL, find_exported_model
 from realm_jax.train.records import (
     adoptions,
     describe_regression,
@@ -42,7 +49,6 @@ from realm_jax.train.records import (
     seconds_spent,
     stage_summary,
 )
-from realm_jax.train.restore import saved_index
 from realm_jax.train.workdir import begins_with_reader
 
 logger = logging.getLogger(__name__)
@@ -141,9 +147,12 @@ def write_results(run: Run, params: Params, questions: Sequence[Question], comma
     # --- what the last task did not evaluate: recall by hybrid search, exact match of a reader that came with the run
     names, last = task_names(run.config), task_names(run.config)[-1]
     search, rerank = question_search(last, run.config), reranker(last, run.config)
-    saved = SavedCheckpoint.newest_on_process_0(run.workdir / last / "checkpoints")
-    index = None if saved is None else saved_index(run, last, saved)
-    index = run.index(run.embed(params)) if index is None else index
+    if needs_vectors(last, run.config):
+        exported = find_exported_model(run.workdir / last / MODEL)
+        vectors = None if exported is None else exported.vectors(run.sources.passages.fingerprint)
+        index = run.index(run.embed(params) if vectors is None else vectors)
+    else:
+        index = run.index_without_vectors
     came_with_reader = broadcast_from_process_0(begins_with_reader(run.workdir))
     measured = dict[str, Any]()
     if search != evaluation_search(last, run.config):

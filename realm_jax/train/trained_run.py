@@ -68,7 +68,7 @@ class TrainedRun:
         task, step: whose parameters these are.
         params: those that answering needs.
         index: the corpus by these parameters.
-        search: what finds the passages of questions, one of `sections.SEARCHES`.
+        search: what finds the passages of questions, one of `config.SEARCHES`.
         rerank: what reorders them; None: nothing.
         model: where the other parameters are; None for an index version that the run published.
     """

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from rich.console import Console
 from tiny_run import PEOPLE, go_back_to, prepare_people, question
@@ -19,8 +18,6 @@ from realm_jax.eval import prediction
 from realm_jax.eval.answer_matching import normalise
 from realm_jax.eval.prediction import Answer, Evaluator, merge
 from realm_jax.run import Run
-from realm_jax.train.checkpoints import SavedCheckpoint
-from realm_jax.train.restore import restore_params, saved_index
 from realm_jax.train.trained_run import open_run_for_inference, restore
 
 QUESTION = question(3)["question"]
@@ -107,23 +104,6 @@ def test_a_run_that_records_a_key_of_an_earlier_version_is_opened(copied_run):
     config["checkpoint"]["keep_every"] = 100
     path.write_text(json.dumps(config))
     assert "keep_every" not in open_run_for_inference(copied_run).config.checkpoint.to_dict()
-
-
-def newest(run, task):
-    return SavedCheckpoint.newest(run.workdir / task / "checkpoints")
-
-
-def test_the_saved_index_is_taken_only_if_the_parameters_give_it(trained_run, opened, monkeypatch):
-    run = opened.run
-    for task in ("ict", "qa"):
-        params = restore_params(trained_run, task, newest(run, task))
-        saved = np.asarray(saved_index(run, task, newest(run, task)).vectors)[: run.context.rows]
-        np.testing.assert_allclose(saved, trained_run.embed(params), atol=1e-5)
-    for task, fits in (("ict", False), ("qa", True)):  # fine-tuning leaves the document embedder as it was
-        saved = newest(run, task)
-        with monkeypatch.context() as patch:
-            patch.setattr(SavedCheckpoint, "record", saved.record | {"index_step": 1})  # training went on for a step
-            assert (saved_index(run, task, saved) is not None) == fits
 
 
 def test_a_run_before_fine_tuning_shows_passages_and_claims_no_answer(trained_run, tmp_path, capsys):

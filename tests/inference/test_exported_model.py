@@ -16,7 +16,7 @@ from realm_jax.train import exported_model as exported_model_module
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.exported_model import exported_model, find_exported_model, write_exported_model
 from realm_jax.train.recipe import train
-from realm_jax.train.restore import restore_params
+from realm_jax.train.restore import restore_params, saved_vectors
 
 
 def assert_same_bits(params: Params, expected: Params) -> None:
@@ -35,6 +35,17 @@ def test_holds_the_parameters_and_vectors_of_the_last_checkpoint_of_a_task(train
     vectors = exported.vectors(trained_run.sources.passages.fingerprint)
     np.testing.assert_array_equal(vectors, saved[: trained_run.context.rows])
     assert exported.vectors("another corpus") is None
+
+
+def test_vectors_of_a_checkpoint_are_taken_only_if_its_parameters_give_them(trained_run, monkeypatch):
+    for task, fits in (("ict", False), ("qa", True)):  # fine-tuning leaves the passage encoder as it was
+        saved = SavedCheckpoint.newest(trained_run.workdir / task / "checkpoints")
+        np.testing.assert_allclose(
+            saved_vectors(trained_run, saved), trained_run.embed(restore_params(trained_run, task, saved)), atol=1e-5
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(SavedCheckpoint, "record", saved.record | {"index_step": 1})  # training went on for a step
+            assert (saved_vectors(trained_run, saved) is not None) == fits
 
 
 def test_the_run_folder_has_the_model_of_the_last_task_by_links(trained_run):

@@ -180,8 +180,8 @@ def test_what_cannot_be_represented_is_refused_by_name(name, people, tmp_path):
 @pytest.mark.parametrize(
     "changes, says",
     [
-        ({"encoder.projection": 4}, "has a projection of 8 features, but config.encoder.projection is 4; set it to -1"),
-        ({"encoder.projection": 0}, "has a projection of 8 features, but config.encoder.projection is 0; set it to -1"),
+        ({"encoder.projection": 4}, "has a projection of 8 features, but config.encoder.projection is 4; set it"),
+        ({"encoder.projection": 0}, "has a projection of 8 features, but config.encoder.projection is 0; set it"),
         ({"model.width": 32}, r"word_embeddings.weight is \(\d+, 16\), but the model needs \(\d+, 32\)"),
     ],
 )

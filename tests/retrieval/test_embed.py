@@ -137,5 +137,5 @@ def test_vectors_that_are_not_finite_are_refused(value):
     def embed(rows: CorpusRows) -> np.ndarray:
         return np.where(rows.ids[:, :1] == 2, value, 1.0)
 
-    with pytest.raises(UserError, match="the document embedder gives values that are not finite"):
+    with pytest.raises(UserError, match="the passage encoder gives values that are not finite"):
         embed_corpus(embed, some_corpus([5, 5, 5], 16), 2)  # type: ignore[arg-type]
