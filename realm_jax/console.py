@@ -53,10 +53,10 @@ def printable(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-def set_up_logging(level: int = logging.INFO) -> None:
+def set_up_logging() -> None:
     """Send the log lines of this package to the console; those of other libraries are not changed."""
     package = logging.getLogger("realm_jax")
-    package.setLevel(level)
+    package.setLevel(logging.INFO)
     package.propagate = False  # absl, which other libraries set up, would print every line again
     package.handlers = [_ConsoleHandler()]
 

@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any, Self
 
 PREEMPTED = 75  # exit code: the state is saved, restart at any time
+INTERRUPTED = 130  # exit code: Ctrl-C
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
 

@@ -148,15 +148,10 @@ def exclusive_lock(folder: Path, lock: str = ".lock", wait: bool = False) -> Ite
         yield
 
 
-def is_held(folder: Path, lock: str = ".lock") -> bool:
-    """Return whether some process of this machine holds the lock of a folder.
-
-    Args:
-        folder: as in `exclusive_lock`.
-        lock: name of the lock file in it.
-    """
+def is_held(folder: Path) -> bool:
+    """Return whether some process of this machine holds the lock of a folder, see `exclusive_lock`."""
     try:
-        with open(folder / lock) as stream:
+        with open(folder / ".lock") as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

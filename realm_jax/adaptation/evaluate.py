@@ -25,6 +25,7 @@ from realm_jax.data.held_out import HeldOutSentence, held_out_sentences, passage
 from realm_jax.data.questions import Question
 from realm_jax.data.store import PassageStore
 from realm_jax.eval.prediction import Evaluator
+from realm_jax.eval.question_metrics import QueryMetrics
 from realm_jax.eval.retrieval_metrics import RANKED
 from realm_jax.eval.significance import clustered_interval, paired_interval
 from realm_jax.index.vector_cache import embed_with_cache
@@ -61,8 +62,6 @@ METRICS = {  # of sentences: name → title in the report
     SENTENCE_RANK: "the same: MRR@10",
     RECALL_WITHOUT_SENTENCE: "whole sentence, for its passage without that sentence: recall@5",
 }
-
-Metrics = dict[str, NDArray[np.float64]]  # metric → its value for each query, NaN if the query does not have it
 
 
 def measure(run: Run, sentences: Sequence[HeldOutSentence], merge: float | None) -> Measurement:
@@ -106,7 +105,7 @@ class EncoderResult(NamedTuple):
 
     params: Params
     vectors: NDArray[np.float32]
-    metrics: Metrics
+    metrics: QueryMetrics
 
 
 def choose_weight(decisions: Iterable[Decision]) -> Decision:
@@ -124,7 +123,7 @@ def choose_weight(decisions: Iterable[Decision]) -> Decision:
     return decision
 
 
-def _decide(weight: float, before: Metrics, after: Metrics, documents: NDArray[np.int64]) -> Decision:
+def _decide(weight: float, before: QueryMetrics, after: QueryMetrics, documents: NDArray[np.int64]) -> Decision:
     """Decide by the metrics of the base encoder and of encoders at a weight; see `compare` for `documents`."""
     mean_recall = compare(before[MEAN_RECALL], after[MEAN_RECALL], documents)
     without = compare(before[RECALL_WITHOUT_SENTENCE], after[RECALL_WITHOUT_SENTENCE], documents)
@@ -163,7 +162,7 @@ def compare(
     return Change(count, start, value, change, low, high, len(np.unique(documents[known])))
 
 
-def compare_with_baseline(rows: Mapping[str, Metrics], documents: NDArray[np.int64]) -> ChangeTable:
+def compare_with_baseline(rows: Mapping[str, QueryMetrics], documents: NDArray[np.int64]) -> ChangeTable:
     """Compare all metrics of all encoders with those of the base encoder.
 
     Args:
@@ -222,7 +221,7 @@ class AdaptEvaluator:
         )
         return positions, CorpusRows(*columns)
 
-    def metrics(self, params: Params, vectors: NDArray[np.floating], search: str) -> Metrics:
+    def metrics(self, params: Params, vectors: NDArray[np.floating], search: str) -> QueryMetrics:
         """Search and measure.
 
         Args:
@@ -254,7 +253,7 @@ class AdaptEvaluator:
             metrics |= {f"{QUESTION_PREFIX}{name}": values for name, values in recalls.items()}
         return metrics
 
-    def sentence_metrics(self, params: Params, vectors: NDArray[np.floating], search: str) -> Metrics:
+    def sentence_metrics(self, params: Params, vectors: NDArray[np.floating], search: str) -> QueryMetrics:
         """Search with the sentences among the passages as they are; see `metrics` for the arguments."""
         index = self.run.index(vectors)
         masked_queries = [Question(sentence.masked or sentence.text, []) for sentence in self.sentences]
@@ -280,7 +279,7 @@ class AdaptEvaluator:
 
 
 def _changed_examples(
-    store: PassageStore, sentences: Sequence[HeldOutSentence], before: Metrics, after: Metrics
+    store: PassageStore, sentences: Sequence[HeldOutSentence], before: QueryMetrics, after: QueryMetrics
 ) -> dict[str, list[dict[str, str]]]:
     """Return up to MAX_EXAMPLES sentences that only the adapted, or only the base encoder finds a passage for."""
     examples = dict[str, list[dict[str, str]]]()

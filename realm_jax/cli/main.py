@@ -22,6 +22,7 @@ from typing import Any
 import realm_jax
 from realm_jax.errors import LESS_MEMORY, MACHINE_FAULT, USER_ERROR, UserError, full_disk
 from realm_jax.host import (
+    INTERRUPTED,
     PREEMPTED,
     CtrlC,
     Preempted,
@@ -33,7 +34,6 @@ from realm_jax.host import (
 
 OVERRIDES = {"config": "overrides", "spec": "spec_overrides"}  # --config.key=value → args.overrides
 
-INTERRUPTED = 130
 BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
 
 JOBS = {  # command → what it does; its module is named like it

@@ -88,20 +88,19 @@ def lengths_from(query: int, document: int, masking: str, predictions: int, answ
     return Lengths(query, document, predictions or predictions_needed(masking, query - 2), answers, span_width)
 
 
-def query_arrays(ids: NDArray, length: int, tokenizer: Tokenizer, name: str = "query") -> Example:
+def query_arrays(ids: NDArray, length: int, tokenizer: Tokenizer) -> Example:
     """Lay out a query as `[CLS] ids [SEP]`, padded.
 
     Args:
         ids: tokens without special ones [n].
         length: tokens of the padded query.
         tokenizer: gives the special tokens and the dtype.
-        name: of the first array.
 
     Returns:
-        {name} [length], of the tokenizer's dtype, and {name}_length.
+        query [length], of the tokenizer's dtype, and query_length.
     """
     layout = layouts.query(ids, length, tokenizer.special)
-    return {name: layout.ids.astype(tokenizer.dtype), f"{name}_length": np.int32(layout.used)}
+    return {"query": layout.ids.astype(tokenizer.dtype), "query_length": np.int32(layout.used)}
 
 
 def document_arrays(title: NDArray, body: NDArray, length: int, tokenizer: Tokenizer) -> Example:

@@ -1,4 +1,4 @@
-"""Metrics of predictions: per-question values, means with intervals, paired differences. No model, no device.
+"""QueryMetrics of predictions: per-question values, means with intervals, paired differences. No model, no device.
 
 Every measure is an array over the questions, NaN where it has no meaning for one. Read `prediction_files.py` for the
 records that are measured, `answer_matching.py` for what is right, `significance.py` for intervals.
@@ -18,7 +18,7 @@ from realm_jax.eval.prediction_files import Record, check_same_questions
 from realm_jax.eval.retrieval_metrics import hit_at_k, rank_measures
 from realm_jax.eval.significance import METHODS, SEED_METHODS, difference, interval, mean_of, paired_mean
 
-Metrics = dict[str, NDArray[np.float64]]
+QueryMetrics = dict[str, NDArray[np.float64]]  # metric → its value for each query, NaN if the query does not have it
 
 DESCRIPTIONS = {
     "exact_match": "ORQA's and NQ-open's; patterns match from the start",
@@ -39,7 +39,7 @@ def describe_metric(name: str) -> str:
     return DESCRIPTIONS[name.partition("@")[0]]
 
 
-def compute_metrics(records: Sequence[Record]) -> Metrics:
+def compute_metrics(records: Sequence[Record]) -> QueryMetrics:
     """Each measure that some of the questions have, float64 [questions], in the order of DESCRIPTIONS.
 
     Beyond the last passage of a question nothing hits, as in TREC's evaluation: a search by words may find fewer for

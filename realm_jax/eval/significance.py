@@ -119,8 +119,13 @@ def paired_mean(a: Sequence[float], b: Sequence[float]) -> Mean:
     return mean_of([after - before for before, after in zip(a, b, strict=True)])
 
 
-def difference(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Difference:
-    """Compare two runs. a, b: float [questions], the same questions in the same order, one at least."""
+def difference(a: ArrayLike, b: ArrayLike) -> Difference:
+    """Compare two runs on the same questions.
+
+    Args:
+        a: values of the first run, float [questions], at least one.
+        b: values of the second run, in the same order.
+    """
     first, second = np.asarray(a, np.float64), np.asarray(b, np.float64)
     change = second - first
     only_a, only_b = int((change < 0).sum()), int((change > 0).sum())
@@ -137,10 +142,10 @@ def difference(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Difference:
             vectorized=True,
             n_resamples=PERMUTATIONS,
             batch=max(1, _AT_A_TIME // len(moved)),
-            rng=np.random.default_rng(seed),
+            rng=np.random.default_rng(0),
         )
         p = float(found.pvalue)
-    low, high = paired_interval(first, second, seed)
+    low, high = paired_interval(first, second)
     return Difference(float(change.mean()), low, high, p, mcnemar, only_a, only_b)
 
 

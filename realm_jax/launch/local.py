@@ -30,7 +30,7 @@ from typing import IO, NamedTuple, TypeVar
 
 from realm_jax.console import go_silent
 from realm_jax.errors import USER_ERROR, UserError
-from realm_jax.host import PREEMPTED
+from realm_jax.host import INTERRUPTED, PREEMPTED
 from realm_jax.index.heartbeat import BUILDER, TRAINER, process_name
 from realm_jax.launch.spec import Launch, choose, process_flags
 from realm_jax.launch.status import (
@@ -57,7 +57,6 @@ EXIT_WITH_PARENT = (
     f"os.getppid() == int(sys.argv[1]) or sys.exit({PREEMPTED})\n"
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
-INTERRUPTED = 130
 RECORD = "launch.json"  # in WORKDIR/logs: {"pid": of the supervisor, "grace_seconds": how long it lets others save}
 
 _T = TypeVar("_T")

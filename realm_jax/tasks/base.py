@@ -35,7 +35,7 @@ from realm_jax.storage import make_folder, read_json, write_json_atomic
 Array = jax.Array
 Metrics = dict[str, WeightedSum]  # what a loss returns: `loss` and what is reported
 ExampleSpec = dict[str, tuple[tuple[int, ...], Any]]  # name of an array → its shape in one example, and dtype
-Embed = Callable[[], NDArray]  # the corpus by the parameters that a task starts with, [rows, width]
+EmbedCorpus = Callable[[], NDArray]  # the corpus by the parameters that a task starts with, [rows, width]
 LOG_PERPLEXITY = "log_perplexity"
 
 
@@ -99,7 +99,7 @@ class Task(abc.ABC):
         return params
 
     @abc.abstractmethod
-    def examples(self, params: Params, embed: Embed) -> Examples:
+    def examples(self, params: Params, embed: EmbedCorpus) -> Examples:
         """List what it learns from.
 
         Args:

@@ -37,7 +37,7 @@ from realm_jax.models import losses
 from realm_jax.models.layers import Params
 from realm_jax.run import Run
 from realm_jax.tasks.base import (
-    Embed,
+    EmbedCorpus,
     ExampleSpec,
     Metrics,
     Task,
@@ -67,7 +67,7 @@ class EvidenceContrast(Task):
         super().__init__(run)
         self.trained = run.context.model.embedder_names
 
-    def examples(self, params: Params, embed: Embed) -> Examples:
+    def examples(self, params: Params, embed: EmbedCorpus) -> Examples:
         passages, tokenizer, lengths = self.run.sources.passages, self.run.sources.tokenizer, self.run.lengths
         evidence, training_rows = find_evidence(passages, *lengths.hidden), self.run.training_rows(passages)
         if training_rows is not None:  # passages that are evidence are learned from as well
@@ -171,7 +171,7 @@ def without_span(store: PassageStore, evidence: Evidence, span: int) -> NDArray:
     return shown if len(shown) >= MINIMUM_SENTENCE else sentence
 
 
-def grouped_rows(task: Task, embed: Embed, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def grouped_rows(task: Task, embed: EmbedCorpus, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """List rows in groups of GROUP, one group after another: as many as the task's steps take, or as there are.
 
     The groups are kept in a file of the task, so that a resumed run has the same.

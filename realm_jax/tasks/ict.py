@@ -31,7 +31,7 @@ from realm_jax.retrieval.exact import search
 from realm_jax.run import Run
 from realm_jax.tasks.base import (
     ContrastiveLoss,
-    Embed,
+    EmbedCorpus,
     ExampleSpec,
     Metrics,
     Task,
@@ -68,7 +68,7 @@ class Ict(Task):
         """Return 1 if it retrieves, because it then embeds short texts alone: there is little memory to save."""
         return 1 if self.retrieves else super().num_microbatches
 
-    def examples(self, params: Params, embed: Embed) -> Examples:
+    def examples(self, params: Params, embed: EmbedCorpus) -> Examples:
         passages = self.run.sources.passages
         rows = sentence_rows(passages, self.run.training_rows(passages))
         mask_rate = 0.0 if self.retrieves else MASK_RATE

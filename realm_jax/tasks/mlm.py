@@ -31,7 +31,7 @@ from realm_jax.forward import Batch, PackingSpec, StaticContext, batch_candidate
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.layers import Params
 from realm_jax.models.losses import WeightedSum
-from realm_jax.tasks.base import Embed, ExampleSpec, Metrics, Task, document_spec, masked_spec, query_spec
+from realm_jax.tasks.base import EmbedCorpus, ExampleSpec, Metrics, Task, document_spec, masked_spec, query_spec
 from realm_jax.tasks.packed import SAMPLED, PackingEstimator
 
 Array = jax.Array
@@ -73,7 +73,7 @@ class Mlm(Task):
             sources.passages, sources.pretraining, sources.tokenizer, run.lengths, training_rows=training_rows
         )
 
-    def examples(self, params: Params, embed: Embed) -> Examples:
+    def examples(self, params: Params, embed: EmbedCorpus) -> Examples:
         return self.fixed_examples
 
     def example_spec(self) -> ExampleSpec:

@@ -30,7 +30,7 @@ from realm_jax.models.inputs import ReaderInput, has_answer_span, token_mask
 from realm_jax.models.layers import Params
 from realm_jax.models.losses import WeightedSum
 from realm_jax.run import Run
-from realm_jax.tasks.base import Embed, ExampleSpec, Metrics, Task, batch_mean, question_spec
+from realm_jax.tasks.base import EmbedCorpus, ExampleSpec, Metrics, Task, batch_mean, question_spec
 from realm_jax.tasks.packed import SAMPLED, PackingEstimator, TextLengths
 from realm_jax.tasks.qa_examples import fine_tuning_examples
 
@@ -61,7 +61,7 @@ class Qa(Task):
         """True if the reader is given one passage a question, which comes with the batch."""
         return self.settings.objective == "positive"
 
-    def examples(self, params: Params, embed: Embed) -> Examples:
+    def examples(self, params: Params, embed: EmbedCorpus) -> Examples:
         return fine_tuning_examples(self, params, embed)
 
     def example_spec(self) -> ExampleSpec:

@@ -38,7 +38,7 @@ from realm_jax.eval.prediction import Evaluator
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.layers import Params
 from realm_jax.run import Run
-from realm_jax.tasks.base import Embed, Task, load_or_create
+from realm_jax.tasks.base import EmbedCorpus, Task, load_or_create
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ DEPTH = 20  # retrieved passages among which a positive one is looked for
 NO_ROW = -1  # in place of a row: no passage is known to hold an answer
 
 
-def fine_tuning_examples(task: Task, params: Params, embed: Embed) -> Examples:
+def fine_tuning_examples(task: Task, params: Params, embed: EmbedCorpus) -> Examples:
     """Make the examples of fine-tuning from `params`; see `Task.examples`."""
     run = task.run
     qa, questions = run.config.qa, training_questions(task, params, embed)
@@ -114,7 +114,7 @@ def check_string_answers(questions: Sequence[Question]) -> None:
 
 
 def retrieved_at_start(
-    task: Task, params: Params, embed: Embed, questions: Sequence[Question], depth: int
+    task: Task, params: Params, embed: EmbedCorpus, questions: Sequence[Question], depth: int
 ) -> NDArray[np.int64]:
     """Retrieve passages of questions by the search of fine-tuning, with the parameters that it starts from.
 
@@ -136,7 +136,7 @@ def retrieved_at_start(
 # --- Patterns for answers ---------------------------------------------------------------------------------------------
 
 
-def training_questions(task: Task, params: Params, embed: Embed) -> list[Question]:
+def training_questions(task: Task, params: Params, embed: EmbedCorpus) -> list[Question]:
     """Return the training questions that have answers, as strings.
 
     A question none of whose patterns matches keeps no answer, and teaches nothing.
@@ -172,7 +172,7 @@ def training_questions(task: Task, params: Params, embed: Embed) -> list[Questio
     ]
 
 
-def _regex_answers(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> list[list[str]]:
+def _regex_answers(task: Task, params: Params, embed: EmbedCorpus, questions: Sequence[Question]) -> list[list[str]]:
     """Find the strings that the patterns of each question match in the passages that are retrieved for it."""
     run = task.run
     store, depth = run.sources.passages, min(run.config.qa.beam, run.context.rows)
@@ -227,7 +227,7 @@ def matching_strings(
 # --- Positive passages ------------------------------------------------------------------------------------------------
 
 
-def examples_with_positives(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> Examples:
+def examples_with_positives(task: Task, params: Params, embed: EmbedCorpus, questions: Sequence[Question]) -> Examples:
     """Make the examples of `qa.objective=positive`: the questions for which a passage is known that holds an answer.
 
     Args:
@@ -257,7 +257,7 @@ def examples_with_positives(task: Task, params: Params, embed: Embed, questions:
     return with_search(run, examples, questions, qa.depth(run.context.rows), qa.search == "hybrid")
 
 
-def find_positives(task: Task, params: Params, embed: Embed, questions: Sequence[Question]) -> list[int]:
+def find_positives(task: Task, params: Params, embed: EmbedCorpus, questions: Sequence[Question]) -> list[int]:
     """Return the positive passage of each question: one of its gold document, else the first retrieved with an answer.
 
     Args:

@@ -46,7 +46,7 @@ from realm_jax.models.losses import WeightedSum
 from realm_jax.run import Run
 from realm_jax.tasks.base import (
     LOG_PERPLEXITY,
-    Embed,
+    EmbedCorpus,
     ExampleSpec,
     Metrics,
     Task,
@@ -77,7 +77,7 @@ class RealmTask(Task):
         self.frozen_passages = self.refresh_every == 0  # passages keep the vectors of the index
         self.trained = (*(encoders[:1] if self.frozen_passages else encoders), "reader")
 
-    def examples(self, params: Params, embed: Embed) -> Examples:
+    def examples(self, params: Params, embed: EmbedCorpus) -> Examples:
         run, sources = self.run, self.run.sources
         return MaskedSentences(
             sources.pretraining, sources.tokenizer, run.lengths, self.settings.masking, sources.pretraining_is_corpus,

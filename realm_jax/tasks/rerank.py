@@ -30,7 +30,7 @@ from realm_jax.models.layers import BertConfig, Dropout, Params, dense
 from realm_jax.models.losses import WeightedSum, log_sum_selected
 from realm_jax.models.networks import Network
 from realm_jax.run import Run
-from realm_jax.tasks.base import Embed, ExampleSpec, Metrics, Task, batch_mean, question_spec
+from realm_jax.tasks.base import EmbedCorpus, ExampleSpec, Metrics, Task, batch_mean, question_spec
 from realm_jax.tasks.qa_examples import retrieved_examples, training_questions
 
 Array = jax.Array
@@ -55,7 +55,7 @@ class RerankTask(Task):
         """Start its BERT from that of the reader."""
         return params | {NAME: params[NAME] | {"bert": jax.tree.map(jnp.copy, params["reader"]["bert"])}}
 
-    def examples(self, params: Params, embed: Embed) -> Examples:
+    def examples(self, params: Params, embed: EmbedCorpus) -> Examples:
         return retrieved_examples(self.run, training_questions(self, params, embed), self.candidates)
 
     def example_spec(self) -> ExampleSpec:

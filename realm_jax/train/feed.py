@@ -25,7 +25,7 @@ from realm_jax.retrieval.scann import Searcher
 from realm_jax.run import make_global_batch
 from realm_jax.tasks.base import Task
 
-Batch = dict[str, Any]
+Batch = dict[str, Any]  # on the host or on the devices
 
 
 class PendingBatch(NamedTuple):

@@ -30,9 +30,8 @@ class BertAdamState(NamedTuple):
     second: Any
 
 
-def scale_by_bert_adam(beta1: float = BETA1, beta2: float = BETA2, epsilon: float = EPSILON) -> Any:
+def scale_by_bert_adam() -> Any:
     """u = m / (√v + ε) with m ← β₁m + (1−β₁)g and v ← β₂v + (1−β₂)g², without bias correction."""
-
     import optax
 
     def init(params: Any) -> BertAdamState:
@@ -40,9 +39,9 @@ def scale_by_bert_adam(beta1: float = BETA1, beta2: float = BETA2, epsilon: floa
         return BertAdamState(zeros(), zeros())
 
     def update(gradients: Any, state: BertAdamState, params: Any = None) -> tuple[Any, BertAdamState]:
-        first = jax.tree.map(lambda m, g: beta1 * m + (1 - beta1) * g, state.first, gradients)
-        second = jax.tree.map(lambda v, g: beta2 * v + (1 - beta2) * g * g, state.second, gradients)
-        step = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + epsilon), first, second)
+        first = jax.tree.map(lambda m, g: BETA1 * m + (1 - BETA1) * g, state.first, gradients)
+        second = jax.tree.map(lambda v, g: BETA2 * v + (1 - BETA2) * g * g, state.second, gradients)
+        step = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + EPSILON), first, second)
         return step, BertAdamState(first, second)
 
     return optax.GradientTransformation(init, update)
@@ -135,7 +134,7 @@ def delay_retriever(start: int) -> Any:
     import optax
 
     def is_retriever(params: Any) -> Any:
-        return {name: jax.tree.map(lambda _, moves=name != "reader": moves, part) for name, part in params.items()}
+        return {name: jax.tree.map(lambda _, moves=name != READER: moves, part) for name, part in params.items()}
 
     rise = optax.scale_by_schedule(lambda step: jnp.clip((step - start) / start, 0.0, 1.0))
     return optax.masked(rise, is_retriever)
