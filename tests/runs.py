@@ -239,8 +239,8 @@ def first_generation_only(run, seconds=PATIENCE):
 
 
 def flags_of(config):
-    """The command line that gives a config."""
-    return [f"--config.{key}={value}" for key, value in flatten(config.to_dict()).items() if value != ""]
+    """The command line that gives a config. Keys that are None keep that default."""
+    return [f"--config.{key}={value}" for key, value in flatten(config.to_dict()).items() if value not in ("", None)]
 
 
 def start(workdir, flags, count=1, devices=8, quick=True):

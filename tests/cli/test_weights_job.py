@@ -251,7 +251,7 @@ def test_a_folder_may_have_one_tower_for_both_and_no_reader(people, tmp_path):
 def test_two_towers_do_not_go_into_one(people, tmp_path):
     save_tiny_network(people, tmp_path / "query_embedder", "query_embedder", 3)
     config = tiny_config(people)
-    config.model.shared_tower = True
+    config.model.shared_tower, config.tasks = True, "ict"
     model, tokenizer = make_model(config, open_sources(people).tokenizer.size), open_sources(people).tokenizer
     with pytest.raises(UserError, match="has two towers; set config.model.shared_tower=False"):
         find_source(str(tmp_path)).files(model, tokenizer)

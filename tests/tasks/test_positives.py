@@ -116,7 +116,7 @@ def test_examples_with_a_list_of_passages_are_batched_by_length_as_without(sourc
     listed = np.arange(2 * examples.total).reshape(examples.total, 2)
     words = Bm25Hits(listed.astype(np.int32), listed.astype(np.float32))
     run: Any = SimpleNamespace(sources=sources, bm25_search=lambda *_: words)
-    found = with_search(run, examples, [], 2, has_words=True)
+    found = with_search(run, examples, [], 2, uses_bm25=True)
     plain, both = dataset(examples, 5, Qa.stream, 2), dataset(found, 5, Qa.stream, 2)
     for step in range(WINDOW):
         assert both[step]["joint"].shape == plain[step]["joint"].shape

@@ -8,14 +8,12 @@ from tiny_run import PEOPLE, prepare_people, question, tiny_config, write_lines
 
 from realm_jax.cli import main as cli
 from realm_jax.cli.prepare import prepare
-from realm_jax.config import default
 from realm_jax.errors import UserError
 from realm_jax.storage import read_json
-from realm_jax.tasks.qa import Qa
 from realm_jax.train import measure
 from realm_jax.train.recipe import open_run, run_recipe
 from realm_jax.train.records import read_lines
-from realm_jax.train.results import majority_exact_match
+from realm_jax.train.results import POSITIVE_QUESTIONS, STAGES, majority_exact_match
 from realm_jax.train.trained_run import RecordedMetrics
 
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -190,10 +188,8 @@ def test_a_recipe_of_which_nothing_is_left_is_refused(tmp_path, tasks, message):
 
 
 def test_a_report_says_where_a_passage_with_the_answer_was_named():
-    config = default()
-    assert "Nobody says which passage holds the answer" in Qa.supervision(config)
-    config.qa.objective = "positive"
-    assert "gold document" in Qa.supervision(config) and "Nobody" not in Qa.supervision(config)
+    assert "Nobody says which passage holds the answer" in STAGES["qa"][1]
+    assert "gold document" in POSITIVE_QUESTIONS and "Nobody" not in POSITIVE_QUESTIONS
 
 
 def test_chance_is_over_questions_that_have_answers():
