@@ -181,8 +181,8 @@ def exported_model(workdir: Path, task: str | None = None) -> ExportedModel:
     if model is None:
         ended = "no task has ended" if task is None else f"task {task} has not ended"
         raise UserError(
-            f"{workdir}: has no exported model yet ({ended}); give the command that started the run again, which "
-            "writes one at the end of each task"
+            f"{workdir}: has no exported model yet ({ended}, or an earlier version trained it); give the command that "
+            "started the run again, which writes one at the end of each task"
         )
     return model
 

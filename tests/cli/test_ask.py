@@ -127,8 +127,9 @@ def test_a_folder_without_a_run_or_without_a_model_is_named(trained_run, tmp_pat
     assert "no run there" in refused(capsys, f"--workdir={tmp_path}/none", QUESTION)
     (tmp_path / "fresh").mkdir()
     shutil.copy(trained_run.workdir / "config.json", tmp_path / "fresh")
-    assert "has no exported model yet (no task has ended); give the command that started" in refused(
-        capsys, f"--workdir={tmp_path}/fresh", QUESTION
+    assert (
+        "has no exported model yet (no task has ended, or an earlier version trained it); give the command"
+        in refused(capsys, f"--workdir={tmp_path}/fresh", QUESTION)
     )
 
 
