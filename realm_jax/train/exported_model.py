@@ -32,7 +32,7 @@ from safetensors.numpy import load_file, save_file
 
 from realm_jax.assemble import tower_lengths
 from realm_jax.checksums import arrays_digest, checksums, mismatched, named_arrays
-from realm_jax.config import Config
+from realm_jax.config import Config, task_names
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.index.files import load_vectors, read_manifest
@@ -175,9 +175,10 @@ def exported_model(workdir: Path, task: str | None = None) -> ExportedModel:
     Raises:
         UserError: if the run has exported no such model.
     """
-    model = find_exported_model(workdir / MODEL) if task is None else None
-    if model is None or (task is not None and model.task != task):
-        model = None if task is None else find_exported_model(workdir / task / MODEL)
+    # An adaptation has the model of its last task in WORKDIR/model alone.
+    model = find_exported_model(workdir / MODEL)
+    if task is not None and (model is None or model.task != task):
+        model = find_exported_model(workdir / task / MODEL)
     if model is None:
         ended = "no task has ended" if task is None else f"task {task} has not ended"
         raise UserError(
@@ -209,10 +210,11 @@ def export_task(run: Run, task: str, params: Params, trained_reader: bool) -> No
     folder, identity = run.workdir / task / MODEL, saved.record["digest"]
 
     def is_exported() -> bool:
-        exported = find_exported_model(folder) if (folder / MANIFEST).is_file() else None
+        exported = find_exported_model(folder)
         return exported is not None and exported.identity == identity
 
-    if not run_on_process_0(is_exported):
+    writes = not run_on_process_0(is_exported)
+    if writes:
         vectors = saved_vectors(run, saved)
         if vectors is None and saved.record["generation"] and saved.record["index_step"] == saved.step:
             shared = shared_folder(run)
@@ -221,8 +223,10 @@ def export_task(run: Run, task: str, params: Params, trained_reader: bool) -> No
                 vectors = load_vectors(shared, generation)[: run.context.rows]
         write_exported_model(folder, run, task, saved.step, params, vectors, trained_reader, identity)
     if is_process_0():
-        latest = find_exported_model(run.workdir / MODEL) if (run.workdir / MODEL / MANIFEST).is_file() else None
-        if latest is None or latest.identity != identity:
+        # A run that is started again passes all of its tasks; those before the last one must not replace its model.
+        latest, names = find_exported_model(run.workdir / MODEL), task_names(run.config)
+        later_tasks = names[names.index(task) + 1 :]
+        if latest is None or writes or (latest.task not in later_tasks and latest.identity != identity):
             with _Replacement(run.workdir / MODEL) as staged:
                 shutil.copytree(folder, staged, copy_function=_link_or_copy, dirs_exist_ok=True)
 

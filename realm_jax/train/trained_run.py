@@ -48,7 +48,7 @@ from realm_jax.tasks.answering import (
     trains_cloze_reader,
     trains_qa_reader,
 )
-from realm_jax.train.exported_model import ExportedModel, exported_model
+from realm_jax.train.exported_model import ExportedModel, exported_model, find_exported_model
 from realm_jax.train.records import RECALLS, primary_metric, read_lines
 from realm_jax.train.workdir import begins_with_reader, check_data, load_run, recorded_config
 
@@ -65,7 +65,8 @@ class TrainedRun:
 
     Attributes:
         run: its fixed parts.
-        task, step: whose parameters these are.
+        task: whose parameters these are.
+        step: of that task.
         params: those that answering needs.
         index: the corpus by these parameters.
         search: what finds the passages of questions, one of `config.SEARCHES`.
@@ -207,17 +208,23 @@ def restore(
     Raises:
         UserError: if the recipe has no such task, and if there is no exported model, or a damaged one.
     """
-    exported = find_task(run, task)
-    method, rerank = search or question_search(exported.task, run.config), reranker(exported.task, run.config)
-    takes_vectors = needs_vectors(exported.task, run.config, method)
-    vectors = exported.vectors(run.sources.passages.fingerprint) if takes_vectors else None  # [passages, width]
-
-    # The passage encoder is needed only to embed passages, which vectors make unnecessary.
-    query, *others = run.model.embedder_names
-    embeds = (takes_vectors and vectors is None) or not for_answers or run.config.qa.trains_passages
-    names = [query, "reader", *(others if embeds else ())]
-    names += [] if rerank is None else [rerank.network]
-    params = jax.device_put(exported.params(run.model, names), replicated(run.mesh))
+    while True:
+        exported = find_task(run, task)
+        method, rerank = search or question_search(exported.task, run.config), reranker(exported.task, run.config)
+        takes_vectors = needs_vectors(exported.task, run.config, method)
+        try:
+            vectors = exported.vectors(run.sources.passages.fingerprint) if takes_vectors else None  # [passages, width]
+            # The passage encoder is needed only to embed passages, which vectors make unnecessary.
+            query, *others = run.model.embedder_names
+            embeds = (takes_vectors and vectors is None) or not for_answers or run.config.qa.trains_passages
+            names = [query, "reader", *(others if embeds else ())]
+            names += [] if rerank is None else [rerank.network]
+            params = jax.device_put(exported.params(run.model, names), replicated(run.mesh))
+            break
+        except UserError:
+            if find_task(run, task).identity == exported.identity:
+                raise
+            # The run went on and replaced the folder while it was read.
 
     if not takes_vectors:
         index = run.index_without_vectors
@@ -312,8 +319,8 @@ def towers_of(trained: TrainedRun) -> Params:
     if not missing:
         return {name: trained.params[name] for name in names}
     assert trained.model is not None, "an index version comes with both"
-    now = find_task(trained.run, None if trained.model.folder.parent == trained.run.workdir else trained.task)
-    if now.identity != trained.model.identity:
+    now = find_exported_model(trained.model.folder)
+    if now is None or now.identity != trained.model.identity:
         raise UserError(f"{trained.run.workdir}: was trained on since it was opened; open it again")
     read = jax.device_put(now.params(trained.run.model, missing), replicated(trained.run.mesh))
     return {name: trained.params.get(name, read.get(name)) for name in names}

@@ -8,15 +8,16 @@ import jax
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
-from tiny_run import open_config, tiny_config
+from tiny_run import go_back_to, open_config, tiny_config
 
 from realm_jax.errors import UserError
 from realm_jax.models.layers import Params
 from realm_jax.train import exported_model as exported_model_module
 from realm_jax.train.checkpoints import SavedCheckpoint
-from realm_jax.train.exported_model import exported_model, find_exported_model, write_exported_model
+from realm_jax.train.exported_model import ExportedModel, exported_model, find_exported_model, write_exported_model
 from realm_jax.train.recipe import train
 from realm_jax.train.restore import restore_params, saved_vectors
+from realm_jax.train.trained_run import open_run_for_inference, restore
 
 
 def assert_same_bits(params: Params, expected: Params) -> None:
@@ -73,6 +74,30 @@ def test_a_missing_model_is_written_again_without_a_step(copied_run, monkeypatch
     train(open_config(ConfigDict(config), copied_run))
     after = {path.relative_to(copied_run): path.read_bytes() for path in (copied_run / "model").rglob("*.safetensors")}
     assert after == before
+
+
+def test_a_run_that_is_started_again_keeps_its_model_in_place(copied_run):
+    """No task before the last one puts its own model there, not even for a moment."""
+    before = (copied_run / "model" / "manifest.json").stat().st_ino
+    train(open_config(ConfigDict(json.loads((copied_run / "config.json").read_text())), copied_run))
+    assert (copied_run / "model" / "manifest.json").stat().st_ino == before
+
+
+def test_a_task_of_which_only_the_run_has_the_model_is_found(copied_run):
+    shutil.rmtree(copied_run / "qa" / "model")
+    assert exported_model(copied_run, "qa").task == "qa"
+
+
+def test_a_model_that_is_replaced_while_it_is_read_is_read_again(copied_run, monkeypatch):
+    read = ExportedModel.params
+
+    def replaced(model, *arguments):
+        monkeypatch.setattr(ExportedModel, "params", read)
+        go_back_to(copied_run, "ict")
+        raise UserError("a file is gone")
+
+    monkeypatch.setattr(ExportedModel, "params", replaced)
+    assert restore(open_run_for_inference(copied_run), warn=False).task == "ict"
 
 
 def test_a_write_that_fails_leaves_the_model_before(trained_run, tmp_path, monkeypatch):
