@@ -51,7 +51,7 @@ from realm_jax.models.sentence_transformers import (
     write_sentence_transformer,
 )
 from realm_jax.models.weights import bert_of, find, networks, read, save, settings_of
-from realm_jax.processes import is_process_0, run_on_process_0
+from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0, run_on_process_0
 from realm_jax.run import Run
 from realm_jax.storage import publish_folder, read_json, write_json_atomic
 from realm_jax.train.checkpoints import SavedCheckpoint
@@ -186,6 +186,25 @@ def exported_model(workdir: Path, task: str | None = None) -> ExportedModel:
             "started the run again, which writes one at the end of each task"
         )
     return model
+
+
+def exported_vectors(run: Run, task: str) -> NDArray[np.float32] | None:
+    """Read the passage vectors of a task's exported model. Collective: all processes must call it.
+
+    Args:
+        run: the run.
+        task: the task, whose model process 0 has written, or not.
+
+    Returns:
+        float32 [passages, width], memory-mapped; None on every process unless every process sees them.
+
+    Raises:
+        UserError: if they are damaged.
+    """
+    broadcast_from_process_0(0)  # the others must not look while process 0 still writes the model
+    exported = find_exported_model(run.workdir / task / MODEL)
+    vectors = None if exported is None else exported.vectors(run.sources.passages.fingerprint)
+    return vectors if allgather_flags(vectors is not None).all() else None
 
 
 # --- Write ------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from realm_jax.tasks.answering import (
     trains_qa_reader,
 )
 from realm_jax.train.best import keeps_best, selection_metric
-from realm_jax.train.exported_model import MODEL, find_exported_model
+from realm_jax.train.exported_model import exported_vectors
 from realm_jax.train.records import (
     adoptions,
     describe_regression,
@@ -153,8 +153,7 @@ def write_results(run: Run, params: Params, questions: Sequence[Question], comma
     names, last = task_names(run.config), task_names(run.config)[-1]
     search, rerank = question_search(last, run.config), reranker(last, run.config)
     if needs_vectors(last, run.config):
-        exported = find_exported_model(run.workdir / last / MODEL)
-        vectors = None if exported is None else exported.vectors(run.sources.passages.fingerprint)
+        vectors = exported_vectors(run, last)
         index = run.index(run.embed(params) if vectors is None else vectors)
     else:
         index = run.index_without_vectors

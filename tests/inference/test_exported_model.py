@@ -14,7 +14,13 @@ from realm_jax.errors import UserError
 from realm_jax.models.layers import Params
 from realm_jax.train import exported_model as exported_model_module
 from realm_jax.train.checkpoints import SavedCheckpoint
-from realm_jax.train.exported_model import ExportedModel, exported_model, find_exported_model, write_exported_model
+from realm_jax.train.exported_model import (
+    ExportedModel,
+    exported_model,
+    exported_vectors,
+    find_exported_model,
+    write_exported_model,
+)
 from realm_jax.train.recipe import train
 from realm_jax.train.restore import restore_params, saved_vectors
 from realm_jax.train.trained_run import open_run_for_inference, restore
@@ -47,6 +53,21 @@ def test_vectors_of_a_checkpoint_are_taken_only_if_its_parameters_give_them(trai
         with monkeypatch.context() as patch:
             patch.setattr(SavedCheckpoint, "record", saved.record | {"index_step": 1})  # training went on for a step
             assert (saved_vectors(trained_run, saved) is not None) == fits
+
+
+def test_vectors_are_read_after_process_0_wrote_them_and_only_if_every_process_sees_them(trained_run, monkeypatch):
+    model = trained_run.workdir / "qa" / "model"
+    model.rename(model.with_name("written later"))
+
+    def wait_for_process_0(value):
+        model.with_name("written later").rename(model)
+        return value
+
+    monkeypatch.setattr(exported_model_module, "broadcast_from_process_0", wait_for_process_0)
+    assert exported_vectors(trained_run, "qa") is not None
+    monkeypatch.setattr(exported_model_module, "broadcast_from_process_0", lambda value: value)
+    monkeypatch.setattr(exported_model_module, "allgather_flags", lambda flag: np.array([[flag], [False]]))
+    assert exported_vectors(trained_run, "qa") is None
 
 
 def test_the_run_folder_has_the_model_of_the_last_task_by_links(trained_run):

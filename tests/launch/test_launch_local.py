@@ -468,7 +468,10 @@ def test_two_trainer_processes_and_a_builder_train_a_tiny_run(people, tmp_path):
     command = [sys.executable, "-m", "realm_jax", "launch", "--target=local", f"--config={file}"]
     command += [f"--workdir={workdir}", "--spec.trainer.processes=2", "--spec.local.devices=1"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"did not end: {(error.stderr or b'').decode()[-3000:]}")
     assert done.returncode == 0, done.stderr[-3000:]
     assert read_lines(workdir / "realm" / "metrics.jsonl")[-1]["step"] == 6
     assert any("generation" in line for line in read_lines(workdir / "realm" / "evaluations.jsonl"))
