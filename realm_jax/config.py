@@ -792,9 +792,11 @@ def check_shape(config: ConfigDict, like: dict[str, Any], kind: str = "config") 
     """
     wanted, given = flatten(like), flatten(config.to_dict())
     for name, value in given.items():
-        inside = next((known for known in wanted if known.startswith(f"{name}.")), None)
-        check(inside is None, name, f"is a section; set its keys, such as {inside}", kind)
-        check(name in wanted, name, f"no such key, {suggest(name, wanted)}", kind)
+        if name not in wanted:
+            inside = next((known for known in wanted if known.startswith(f"{name}.")), None)
+            if inside is not None:
+                raise UserError(f"{kind}.{name}: is a section; set its keys, such as {inside}")
+            raise UserError(f"{kind}.{name}: no such key, {suggest(name, wanted)}")
         declared, example = KEYS.get(name) if kind == "config" else None, wanted[name]
         if value is None and (declared.optional if declared else example is None):
             continue
