@@ -133,6 +133,7 @@ def test_what_is_served_is_every_row_of_the_newest_version(workdir, monkeypatch,
     assert found.get("p3", "Zebra zebra zebra.") == "Zebra zebra zebra."
 
 
+@pytest.mark.slow
 def test_a_generation_whose_vectors_a_newer_one_needs_is_superseded_and_stays(workdir, capsys):
     for number in (16, 17):
         new = written(workdir, (number, "Ada Dahl was born in 1999."))

@@ -53,6 +53,7 @@ def test_a_generation_that_is_gone_at_a_restart_is_built_again(people, sturdy, t
     assert 4 in built, "the checkpoint of step 6 names it"
 
 
+@pytest.mark.slow
 def test_sigterm_while_waiting_saves_and_goes_on_with_the_same_bits(people, sturdy, tmp_path, monkeypatch):
     """The generation of step 2 is due at step 3, where there is nobody to build it."""
     run, wait = open_tiny(people, tmp_path), AsyncIndexProvider._wait

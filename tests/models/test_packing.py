@@ -95,7 +95,11 @@ def test_of_what_does_not_fit_the_longest_lose_their_last_tokens():
 
 @pytest.mark.parametrize(
     "positions, dropout, changes",
-    [(None, 0.3, {}), (None, 0.0, {"attention": "cpu"}), (POSITIONS, 0.3, {"remat": "dots"})],
+    [
+        pytest.param(None, 0.3, {}, marks=pytest.mark.slow),
+        (None, 0.0, {"attention": "cpu"}),
+        (POSITIONS, 0.3, {"remat": "dots"}),
+    ],
 )
 def test_a_tower_gives_the_same_of_packed_sequences(positions, dropout, changes):
     """Its gradients too, and what drops out of states and of attention's weights."""
@@ -258,7 +262,8 @@ def test_lost_pieces_are_said_once():
 
 
 @pytest.mark.parametrize(
-    "devices, marginal", [pytest.param(1, "example", marks=pytest.mark.slow), (4, "example"), (4, "span")]
+    "devices, marginal",
+    [*(pytest.param(devices, "example", marks=pytest.mark.slow) for devices in (1, 4)), (4, "span")],
 )
 def test_a_step_of_realm_is_the_same_packed(people, tmp_path, devices, marginal):
     config = tiny_config(people)
@@ -321,10 +326,10 @@ OTHER_TASKS = {  # task → what a step reports that packing leaves as it is
     "name, devices, parts, changes",
     [
         ("mlm", 1, 1, {}),
-        ("mlm", 4, 2, {}),
+        pytest.param("mlm", 4, 2, {}, marks=pytest.mark.slow),
         ("closed_book", 1, 1, {}),
         ("qa", 1, 2, {}),
-        ("qa", 4, 1, {"refresh_every": 1}),
+        pytest.param("qa", 4, 1, {"refresh_every": 1}, marks=pytest.mark.slow),
         pytest.param("qa", 1, 1, {"refresh_every": 1, "titles": True}, marks=pytest.mark.slow),
         pytest.param("qa", 1, 1, NO_VECTORS, marks=pytest.mark.slow),
     ],

@@ -51,6 +51,7 @@ def wide(data, tmp_path_factory):
     return trained(config_of(data, "mlm,ict,realm,qa", **WIDE_KEYS), tmp_path_factory.mktemp("wide"))
 
 
+@pytest.mark.slow
 def test_a_reader_of_other_sizes_is_trained_and_asked(wide, capsys):
     shapes = jax.tree.map(np.shape, restore_params(wide, "qa"))
     assert shapes["reader"]["bert"]["words"]["embedding"][1] == 24 and "layer_1" in shapes["reader"]["bert"]
@@ -59,6 +60,7 @@ def test_a_reader_of_other_sizes_is_trained_and_asked(wide, capsys):
     ask(wide.workdir, capsys)
 
 
+@pytest.mark.slow
 def test_sizes_follow_from_where_the_reader_comes_from(wide, data, tmp_path, capsys):
     """They are recorded, so that the run goes on without its source, or without its name."""
     run = trained(config_of(data, reader_from=str(wide.workdir)), tmp_path / "run")

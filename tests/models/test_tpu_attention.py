@@ -133,7 +133,7 @@ def test_weights_drop_out_in_every_way_of_attending(way):
     np.testing.assert_allclose(weights, 2 * keep / 8, atol=1e-6)
 
 
-@pytest.mark.parametrize("remat", ["none", "layer"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "layer"])
 def test_a_tower_draws_other_weights_in_each_layer_and_step(remat):
     config = BertConfig(30, width=128, layers=3, heads=2, feed_forward=16, max_length=16, dropout=0.5)
     config = config.with_compute(remat=remat, scan=remat != "none")
@@ -152,6 +152,7 @@ def test_a_tower_draws_other_weights_in_each_layer_and_step(remat):
         np.testing.assert_allclose(states("tpu", jax.random.key(1)), first, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_tower_over_a_mesh_has_the_gradients_of_plain_attention():
     """Layers in one loop, features over two devices. (What is computed again cannot be interpreted.)"""
     mesh = make_mesh(fsdp=2, model=2)

@@ -48,7 +48,8 @@ def test_a_disk_that_is_full_for_a_checkpoint_is_named_without_the_tracebacks_of
         assert is_logged(record) is wanted
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
 def test_a_flipped_bit_of_a_checkpoint_changes_no_result(people, straight, tmp_path, monkeypatch, caplog, seed):
     """Cut off after step 4, whose checkpoint then goes bad: training goes on from step 2, to the same bits. A bit that
     no array needs may go unnoticed."""

@@ -122,6 +122,7 @@ def embed_anew(run):
     return run.embed(restore_params(run, "ict"))
 
 
+@pytest.mark.slow
 def test_goes_on_without_the_source(trained_run, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(trained_run.workdir, source)
