@@ -313,6 +313,7 @@ def tiny_model(tokenizer: WordPiece, shared: bool = False, **encoder: Any) -> tu
     """A config, its networks, and loud parameters for them."""
     config = default()
     config.data.update(path="-", query_length=QUERY, document_length=DOCUMENT)
+    config.tasks = "ict"  # fine-tuning needs separate encoders
     config.model.update(layers=2, width=16, heads=2, feed_forward=24, hidden_act="gelu", shared_tower=shared)
     config.encoder.update(encoder)
     model = make_model(config, tokenizer.size, prompt_encoder(tokenizer))

@@ -11,7 +11,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
 
-from realm_jax.index import searchers
+from realm_jax.index import build, searchers
 from realm_jax.index.build import Builder, Corpus, Rejected
 from realm_jax.index.files import (
     clear_rejections,
@@ -156,8 +156,10 @@ def test_what_no_longer_suits_is_learnt_anew(folder, caplog):
     assert second.recall["recall@8"] > 0.9
 
 
-def test_what_cannot_be_taken_is_learnt(folder, caplog):
+def test_what_cannot_be_taken_is_learnt(folder, caplog, monkeypatch):
     """Of other settings or another size, refused, or with damaged files."""
+    # A shard that learns with several threads may lose a little more than is allowed, and then all learn anew.
+    monkeypatch.setattr(build, "MAX_RECALL_LOSS", 1.0)
     first = make(folder, TREES)
     other = make(folder, dataclasses.replace(TREES, leaves=50), step=2, vectors=MOVED)
     larger = make(folder, TREES, step=3, vectors=np.concatenate([VECTORS, MOVED[:9]]))
