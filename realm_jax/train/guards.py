@@ -149,7 +149,7 @@ class CompileGuard:
             free_heap()
         if count > self._known:
             logger.warning(
-                "step %d: its program was compiled again (%d programs now): shape, dtype or place of an argument "
+                "step %d: its program was compiled again (%d programs now): shape, dtype or sharding of an argument "
                 "changed", step, count,
             )  # fmt: skip
             self._known = count

@@ -312,6 +312,11 @@ def make_index_provider(
 
 
 def release_builders(task: Task, status: StatusWriter | None) -> None:
-    """Tell index builders that a task needs no further index."""
+    """Tell index builders that a task needs no further index.
+
+    Args:
+        task: only REALM has builders.
+        status: the trainer's status file; None if there is no builder.
+    """
     if task.name == "realm" and status is not None:
         status.update(index_done=True, step=task.settings.steps)

@@ -278,7 +278,12 @@ class RecordWriter:
         self._stream = path.open("a")
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Append a record, and flush it so that it survives a killed run."""
+        """Append a record, and flush it so that it survives a killed run.
+
+        Args:
+            step: number of steps that are done.
+            values: metric → value.
+        """
         if self._stream is None:
             return
         self._stream.write(json.dumps({"step": step} | values) + "\n")

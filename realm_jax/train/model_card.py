@@ -13,7 +13,7 @@ from realm_jax.version import __version__
 USES = {  # names of `realm weights export` → how to open an encoder, and the reader
     "bert": (
         "`SentenceTransformer`; its README.md says what text to encode",
-        "`BertForMaskedLM`; its span head lies in the same file",
+        "`BertForMaskedLM`; its span head is in the same file",
     ),
     HF_REALM: ("`RealmEmbedder` of transformers 4", "`RealmReader` of transformers 4"),
 }

@@ -129,7 +129,12 @@ def zero_frozen_gradients(gradients: Any, rates: RateScales) -> Any:
 
 
 def trainable_mask(rates: RateScales, params: Any) -> Any:
-    """Return a tree of bools like `params`: false on frozen parameters."""
+    """Return a tree of bools: false on frozen parameters.
+
+    Args:
+        rates: tells which parameters are frozen.
+        params: a tree of parameters.
+    """
     return jax.tree_util.tree_map_with_path(lambda path, _: not rates.freezes(path), params)
 
 

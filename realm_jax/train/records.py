@@ -131,10 +131,10 @@ def describe_regression(task: str, stage: Mapping[str, Any] | None, measure: str
     worst = min(stage["end"], stage["end"] if stage.get("last") is None else stage["last"])
     if worst >= stage["start"]:
         return None
-    result = "set config.evaluation.keep_best=True to hand on the best ones"
+    result = "set config.evaluation.keep_best=True to keep the best ones"
     if "kept_step" in stage:
-        result = f"it hands on the parameters of step {stage['kept_step']} ({stage['end']:.3f})"
+        result = f"it returns the parameters of step {stage['kept_step']} ({stage['end']:.3f})"
     elif measure is not None:
         reason = f"they are kept by {measure.replace('_', ' ')}" if measure else "no measured question has an answer"
-        result = f"it hands on its last parameters, since {reason}"
+        result = f"it returns its last parameters, because {reason}"
     return f"{task} is worse than at its start: {stage['measure']} {stage['start']:.3f} -> {worst:.3f}; {result}"

@@ -60,8 +60,8 @@ NUM_EXAMPLES = 6  # questions in the report
 STAGES = {
     "mlm": (
         "Warm-up: masked words",
-        "Names and dates hidden in a sentence, read beside other sentences of the same passage in which they occur "
-        "again, beside a random passage, or beside nothing. No questions, no labels.",
+        "Names and dates hidden in a sentence, read with other sentences of the same passage in which they occur "
+        "again, with a random passage, or without text. No questions, no labels.",
     ),
     "ict": (
         "Inverse cloze task",
@@ -77,7 +77,7 @@ STAGES = {
         "Without passages",
         "Questions with answer strings, and names and dates hidden in a sentence; no passages.",
     ),
-    "rerank": ("Reranker", "Questions with answer strings, and what the trained reader makes of each passage."),
+    "rerank": ("Reranker", "Questions with answer strings, and how much each passage helps the trained reader."),
     "evidence_contrast": (
         "Evidence contrast",
         "Sentences without a name, their own passages, and passages that share the name and rare words with them. "
@@ -85,7 +85,7 @@ STAGES = {
     ),
 }
 POSITIVE_QUESTIONS = (  # of fine-tuning with qa.objective=positive
-    "Questions with answer strings, each read beside one passage that holds an answer: of its gold document where that "
+    "Questions with answer strings, each read with one passage that holds an answer: of its gold document if that "
     "is known, else the first that was retrieved."
 )
 

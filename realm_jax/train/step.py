@@ -199,13 +199,12 @@ def split(batch: Batch, parts: int) -> Batch:
     """Split arrays into microbatches: [batch, …] → [parts, batch / parts, …].
 
     Microbatch i has the examples whose number mod `parts` is i, so that no example moves to another device.
+
+    Args:
+        batch: a tree of arrays.
+        parts: number of microbatches, a divisor of the batch size.
     """
     return jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
-
-
-def _join(parts: Any) -> Any:
-    """Undo `split`: [parts, batch / parts, …] → [batch, …]."""
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), parts)
 
 
 def _microbatch_key(key: Array | None, number: Array) -> Array | None:
@@ -249,7 +248,8 @@ def _contrastive_gradients(
         return means["loss"].mean, means
 
     numbers = jnp.arange(_num_microbatches(microbatches))
-    all_vectors = _join(jax.lax.map(lambda entry: vectors(trained, *entry), (numbers, microbatches)))  # [batch, width]
+    by_microbatch = jax.lax.map(lambda entry: vectors(trained, *entry), (numbers, microbatches))
+    all_vectors = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), by_microbatch)  # undoes `split`
     (_, means), (cotangents, grads) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(all_vectors, trained)
 
     def add(grads: Params, entry: tuple[Array, Batch, Any]) -> tuple[Params, None]:

@@ -305,7 +305,7 @@ class RecordedMetrics:
 
     def advice(self) -> str:
         """Return a line that tells how far to trust an answer."""
-        on = "what it was measured on" if self.on is None else f"its {self.on}"
+        on = "the questions that it was measured on" if self.on is None else f"its {self.on}"
         answers = "" if self.exact_match is None else f"answers {self.exact_match:.0%} of {on} right"
         passages = "" if self.recall is None else f"finds the right passage for {self.recall:.0%}"
         if not answers and passages:
@@ -321,7 +321,7 @@ def _results(file: Path) -> dict[str, Any]:
         results = None
     if isinstance(results, dict):
         return results
-    logger.warning("%s cannot be read as results; answers come without what was measured", file)
+    logger.warning("%s cannot be read as results; answers come without metrics of the run", file)
     return {}
 
 

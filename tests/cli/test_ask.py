@@ -186,7 +186,7 @@ def test_results_that_cannot_be_read_keep_nobody_from_an_answer(trained_run, tmp
     assert cli.main(["ask", f"--workdir={tmp_path}/run", "--json", QUESTION]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["candidates"]
-    assert "results.json cannot be read as results; answers come without what was measured" in said.err
+    assert "results.json cannot be read as results; answers come without metrics of the run" in said.err
 
 
 def test_a_folder_with_another_config_is_no_run(tmp_path, capsys):

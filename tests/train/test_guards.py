@@ -61,7 +61,7 @@ def test_another_program_is_told_once(caplog):
             step(np.ones(size))
             guard.check(number)
     assert [record.getMessage() for record in caplog.records] == [
-        "step 2: its program was compiled again (2 programs now): shape, dtype or place of an argument changed"
+        "step 2: its program was compiled again (2 programs now): shape, dtype or sharding of an argument changed"
     ]
 
 

@@ -209,7 +209,7 @@ FOUND = "finds the right passage for 30%"
         ((0.04, None), "answers 4% of its development questions right: check the passages below"),
         ((None, 0.3), f"{FOUND} of its development questions: check"),
         ((None, 0.3, "headlines"), f"{FOUND} of its headlines: check"),
-        ((None, 0.3, None), f"{FOUND} of what it was measured on: check"),
+        ((None, 0.3, None), f"{FOUND} of the questions that it was measured on: check"),
     ],
 )
 def test_a_low_measure_of_a_run_is_reported_in_one_line(measured, words):
