@@ -33,7 +33,7 @@ from realm_jax.storage import StorageError, read_json, record_digest
 logger = logging.getLogger(__name__)
 
 DAMAGED = ".damaged"  # suffix of the folder of a damaged checkpoint, followed by a number from the second on
-METADATA = "_CHECKPOINT_METADATA"  # Orbax's name of the file that also holds our record
+METADATA = "_CHECKPOINT_METADATA"  # Orbax's file, which also holds our record
 TRANSIENT_STATUS = re.compile(
     "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|CANCELLED"
 )

@@ -140,7 +140,7 @@ def train_task(
         # A task that retrieves may make a trained reader worse. So a run that starts from one measures it as it will
         # measure the end, and keeps the better of the two.
         compares_readers = measure is not None and task.retrieves and config.evaluation.keep_best
-        starts_with_reader = compares_readers and broadcast_from_process_0(begins_with_reader(run.workdir))
+        starts_with_reader = compares_readers and bool(broadcast_from_process_0(begins_with_reader(run.workdir)))
         evaluate_every = config.evaluation.every if name == "qa" else 0
         for manager in (watchdog, metrics, index_provider, feed, profiler):
             stack.enter_context(manager)

@@ -339,7 +339,7 @@ def recorded_metrics(run: Run, task: str) -> RecordedMetrics | None:
     methods = (question_search(task, run.config), task)
     method = next((method for method in methods if any(method in results.get(name, {}) for name in RECALLS)), task)
     measures = {name: values[method] for name in RECALLS if method in (values := results.get(name, {}))}
-    last = task == task_names(run.config)[-1]  # exact match there is of the parameters at the end of the run
+    last = task == task_names(run.config)[-1]  # exact match there is of the last parameters of the run
     exact = results.get("exact_match", {}).get("retrieval") if last else None
     if not measures and exact is None:
         lines = [line for line in read_lines(run.workdir / task / "evaluations.jsonl") if primary_metric(line)]
@@ -445,7 +445,7 @@ def check_question(run: Run, question: str, search: str = "vectors") -> str:
         UserError: the question is empty or too long, or BM25 is the only search and would ignore all of its words.
     """
     question = question.strip()
-    if len(question) > MAX_QUESTION_CHARACTERS:  # before the tokenizer, which needs time for it
+    if len(question) > MAX_QUESTION_CHARACTERS:  # before tokenizing, which is slow for long texts
         raise UserError(f"the question has {len(question):,} characters; shorten it")
     try:
         question.encode("utf-8")
