@@ -59,7 +59,7 @@ def train_task(
     Exact resume: a batch follows from the seed, the task and the step. A save holds the state, the index in use (its
     vectors, or the name of its generation), the query encoder that searches, and the searches that are under way. The
     save after s steps comes before the index and the evaluation of step s, so a run that resumes from it makes both
-    again; the records of evaluations are cut back to before s.
+    again; the records of evaluations are truncated to before s.
 
     Preemption: SIGTERM sets a flag, `stop.requested`, and nothing else. The loop checks the flag:
     before the first step    every finished task is saved; all processes raise Preempted if any of them got the signal
