@@ -94,7 +94,7 @@ def answers(trained: TrainedRun, questions: Sequence[str], top: int | None = Non
     store, reads = trained.run.sources.passages, trained.reads
     measured = None
     if (recorded := recorded_metrics(trained.run, trained.task)) is not None:
-        measured = Measured({"exact_match": recorded.exact_match, "recall@5": recorded.found, "on": recorded.on})
+        measured = Measured({"exact_match": recorded.exact_match, "recall@5": recorded.recall, "on": recorded.on})
     answered = []
     for question, prediction in zip(questions, evaluator.predict(trained.params, trained.index), strict=True):
         ranks = dict(zip(prediction.retrieved.tolist(), map(ranks_by_search, prediction.ranks.tolist()), strict=True))

@@ -38,12 +38,12 @@ from realm_jax.train.trained_run import (
     TrainedRun,
     check_question,
     check_reads_passages,
+    encoder_params,
     load_questions,
     open_generation,
     open_run_for_inference,
     restore,
     run_changes,
-    towers_of,
 )
 
 Made = TypeVar("Made", Answer, Nearest)
@@ -222,7 +222,7 @@ class Model:
     @cached_property
     def _towers(self) -> Params:
         """All towers; answering needs the query tower alone."""
-        return towers_of(self.trained)
+        return encoder_params(self.trained)
 
     # --- explanations
 

@@ -1,7 +1,7 @@
-"""Compare a task with its start, and keep the best parameters on the way: TASK/best.
+"""Keep the best parameters of a task: TASK/best.
 
-Fine-tuning a good retriever can make it worse, and a loss that falls does not show it. So what a task is measured by is
-compared with what it was before the task's first step.
+Fine-tuning a good retriever can make it worse, and a falling loss does not show it. So we compare a task's selection
+metric with its value before the first step.
 """
 
 import logging
@@ -17,37 +17,37 @@ from realm_jax.train.step import State
 
 logger = logging.getLogger(__name__)
 
-# Measures that the best parameters of a task are selected by; of the other tasks it is recall.
+# Task → metric that selects its best parameters; recall (`primary_metric`) for all other tasks.
 SELECTION_METRICS = {"qa": "exact_match", "closed_book": "exact_match", "rerank": "answer_recall@1"}
 
 
 class BestParameters:
     """Keeps the parameters of a task with the largest value of its selection metric.
 
-    What is measured depends on the step alone, so a run that is resumed from an earlier checkpoint keeps the same.
+    Measures depend only on the step, so a run that resumes from an earlier checkpoint keeps the same parameters.
     """
 
     def __init__(self, task: Task, folder: Path, keep: bool) -> None:
-        """Open what is kept.
+        """Open the saved parameters of a task.
 
         Args:
-            task: whose parameters these are.
-            folder: the task's.
-            keep: False to keep none.
+            task: names the trained networks and their shardings.
+            folder: WORKDIR/TASK.
+            keep: false to save and return nothing.
         """
         self._task, self._folder, self._keep = task, folder / "best", keep
 
     def selection_metric(self, measures: dict[str, Any]) -> str | None:
-        """Return the measure by which parameters are kept, None if none are."""
+        """Return the metric that selects parameters, '' if it was not measured, None if none are kept."""
         return selection_metric(self._task.name, measures) if self._keep else None
 
     def update(self, step: int, state: State, measures: dict[str, Any]) -> None:
-        """Keep what the task trained if it measured better than at all earlier steps; of equals the first stay.
+        """Save the trained parameters if they measured better than those of all earlier steps.
 
         Args:
-            step: of the parameters.
-            state: their training state.
-            measures: what was measured.
+            step: number of training steps that made the parameters.
+            state: has the parameters.
+            measures: metric → value, of an evaluation of these parameters.
         """
         if not (name := self.selection_metric(measures)):
             return
@@ -57,7 +57,7 @@ class BestParameters:
                 checkpoints.save(step, {"trained": state.trained}, {}, {"value": measures[name]}, wait=True)
 
     def parameters_other_than(self, step: int) -> tuple[int, Params] | None:
-        """Return the step that was best and what the task had trained then; None if it is `step`."""
+        """Return the best step and the parameters that the task had trained then; None if it is `step`."""
         saved = SavedCheckpoint.newest_on_process_0(self._folder) if self._keep else None
         if saved is None or saved.step == step:
             return None
@@ -67,11 +67,21 @@ class BestParameters:
 
 
 def selection_metric(task: str, measures: dict[str, Any]) -> str:
-    """Return the measure by which a task keeps its best parameters; '' if that was not measured."""
+    """Return the metric that selects a task's best parameters; '' if it is not among `measures`.
+
+    Args:
+        task: a task's name.
+        measures: metric → value, of an evaluation.
+    """
     name = SELECTION_METRICS.get(task) or primary_metric(measures)
     return name if name in measures else ""
 
 
 def keeps_best(task: str, config: Config) -> bool:
-    """Return True if a task hands on the parameters that measured best."""
+    """Return True if a task returns the parameters that measured best, not its last ones.
+
+    Args:
+        task: a task's name.
+        config: `evaluation.keep_best` decides, and `evaluation.every` for fine-tuning.
+    """
     return bool(config.evaluation.keep_best or (task == "qa" and config.evaluation.every > 0))

@@ -1,12 +1,12 @@
-"""Checkpoints of one task: the only module that uses Orbax. `Checkpoints` is for training, `SavedCheckpoint` for
-reading.
+"""Write and read the checkpoints of a task; the only module that uses Orbax.
 
-One save holds the state, the index vectors in use (if the task retrieves) and a small record: the step those vectors
-are from, seconds spent, and the environment. The input position needs no entry of its own: step × batch size examples
-have been seen. Saves are asynchronous, and a folder that was cut off in the middle is never taken for a checkpoint.
+`Checkpoints` is for training, `SavedCheckpoint` for reading. A checkpoint holds the state, the index vectors in use (if
+the task retrieves) and a small record: the step of those vectors, seconds spent, and the environment. The input
+position needs no entry, because step × batch size examples have been seen. Saves are asynchronous. Readers ignore a
+folder whose save did not finish.
 
-The record also holds a checksum of every array, and reading compares it and names the arrays that differ: Orbax detects
-missing data, but may load flipped bits without an error.
+The record also holds a checksum of every array. Readers compare it and name the arrays that differ, because Orbax
+detects missing data, but may load flipped bits without an error.
 """
 
 import contextlib
@@ -32,25 +32,28 @@ from realm_jax.storage import StorageError, read_json, record_digest
 
 logger = logging.getLogger(__name__)
 
-DAMAGED = ".damaged"  # what is set aside is called
-METADATA = "_CHECKPOINT_METADATA"  # Orbax's name of the file that also holds our record
+DAMAGED = ".damaged"  # suffix of the folder of a damaged checkpoint, followed by a number from the second on
+METADATA = "_CHECKPOINT_METADATA"  # Orbax's file, which also holds our record
 TRANSIENT_STATUS = re.compile(
     "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|CANCELLED"
 )
-NONE = -1  # in place of a step
-COPIED = 1 << 27  # bytes of arrays that are copied and written at a time where memory is short
+NO_STEP = -1  # stands for None between processes
+COPY_BYTES = 1 << 27  # of arrays that are copied and written at a time if memory is short
 _T = TypeVar("_T")
 
 
 class Checkpoints:
-    """The checkpoints under one folder, of which the newest `keep` stay.
-
-    A context manager: leaving waits for saves.
-    """
+    """Context manager that writes the checkpoints of a task; leaving it waits for saves."""
 
     def __init__(self, folder: Path, keep: int):
+        """Open a folder of checkpoints.
+
+        Args:
+            folder: made if it is missing.
+            keep: number of newest checkpoints that stay.
+        """
         self._folder = folder
-        logging.getLogger("absl").addFilter(_is_told)
+        logging.getLogger("absl").addFilter(_is_not_from_orbax)
         self._checkpointer = ocp.training.Checkpointer(
             folder.absolute(),
             preservation_policy=ocp.training.preservation_policies.LatestN(keep),
@@ -65,44 +68,52 @@ class Checkpoints:
         try:
             with self._writing():
                 self._checkpointer.close()
-        except StorageError as fault:
+        except StorageError as error:
             if kind is None:
                 raise
-            logger.error("%s", fault)  # and the first exception propagates
+            logger.error("%s", error)  # and the first exception propagates
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         """Turn a failed save, perhaps an earlier one in the background, into a StorageError."""
         try:
             yield
-        except (OSError, ValueError) as fault:
-            if isinstance(fault, ValueError) and not re.match("[A-Z]+(_[A-Z]+)*: ", str(fault)):
-                raise  # not a status of TensorStore's
-            reason = full_disk(fault) or f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}"
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and not re.match("[A-Z]+(_[A-Z]+)*: ", str(error)):
+                raise  # not a status of TensorStore
+            reason = full_disk(error) or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise StorageError(
                 f"{self._folder}: a checkpoint could not be written ({reason}); make room, then run the command again: "
                 "it resumes from the newest intact one"
-            ) from fault
+            ) from error
 
     @property
     def latest(self) -> int | None:
-        """The newest complete step."""
+        """Return the step of the newest complete checkpoint; None if there is none."""
         newest = self._checkpointer.latest
         return None if newest is None else newest.step
 
     def generations(self) -> dict[int, str]:
-        """Step → index generation of the checkpoints under the folder, '' for an index of the trainer's own."""
-        found = {}
+        """Return step → index generation of all checkpoints; '' for an index that the trainer embedded."""
+        generations = {}
         for entry in self._folder.absolute().glob("*"):
             if entry.name.isdigit():
                 with contextlib.suppress(CheckpointRemoved, UserError):
-                    found[int(entry.name)] = SavedCheckpoint(entry).record.get("generation") or ""
-        return found
+                    generations[int(entry.name)] = SavedCheckpoint(entry).record.get("generation") or ""
+        return generations
 
     def save(self, step: int, state: Any, index: dict[str, Any], record: dict[str, Any], wait: bool = False) -> None:
-        """Save in the background; a save that is still running is finished first.
+        """Save in the background, after an earlier save has finished; nothing if the step is saved already.
 
-        index: what of the index has to be saved: vectors, the query tower that searches, searches under way.
+        Args:
+            step: number of steps that are done.
+            state: a tree of arrays.
+            index: trees of arrays by item: 'vectors', 'tower' (the query encoder that searches), 'in_flight'.
+            record: a JSON object.
+            wait: true to return when the save is complete.
+
+        Raises:
+            StorageError: this save or an earlier one failed.
         """
         if self.latest == step:
             return
@@ -117,8 +128,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Return when what is being saved is complete, and its copies' memory is returned. Raises StorageError when it
-        could not be saved."""
+        """Wait until a save is complete, and free the memory of its copies. Raises StorageError if the save failed."""
         if self._is_saving:
             with self._writing():
                 self._checkpointer.wait()
@@ -126,66 +136,70 @@ class Checkpoints:
             free_heap()
 
 
-def _is_told(record: logging.LogRecord) -> bool:
-    """False for the errors that each of Orbax's threads prints with its traceback: a save raises them, too."""
-    is_repeated = record.levelno >= logging.ERROR and f"{os.sep}orbax{os.sep}" in record.pathname
-    if is_repeated:
+def _is_not_from_orbax(record: logging.LogRecord) -> bool:
+    """Filter out the errors that Orbax's threads print with tracebacks, because a save raises them too."""
+    is_from_orbax = record.levelno >= logging.ERROR and f"{os.sep}orbax{os.sep}" in record.pathname
+    if is_from_orbax:
         logger.debug("%s", record.getMessage())
-    return not is_repeated
+    return not is_from_orbax
 
 
 def _limit_save_memory(items: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
-    """Where memory is short, a save copies and writes a few arrays at a time instead of all at once, and training waits
-    for it longer."""
+    """Let a save copy and write few arrays at a time if memory is short; training then waits longer for it."""
     if not releases_memory():
         return contextlib.nullcontext()
     largest = max(array.nbytes for array in named_arrays(items).values())
-    limit = max(COPIED, largest + 1)  # Orbax refuses an array that is not smaller
+    limit = max(COPY_BYTES, largest + 1)  # Orbax refuses an array that is not smaller
     context = ocp.Context()
     context.memory.write_concurrent_bytes = context.memory.transfer_concurrent_bytes = limit
     return context
 
 
-def _quarantine(entry: Path, fault: object) -> None:
-    logger.error("%s; falling back to the previous checkpoint", fault)
+def _quarantine(entry: Path, error: object) -> None:
+    """Log the error of a damaged checkpoint, and rename its folder."""
+    logger.error("%s; falling back to the previous checkpoint", error)
     if is_process_0():
-        before = len([*entry.parent.glob(f"{entry.name}{DAMAGED}*")])  # the same step may be damaged again
-        entry.rename(entry.with_name(f"{entry.name}{DAMAGED}{before + 1 if before else ''}"))
+        earlier = len([*entry.parent.glob(f"{entry.name}{DAMAGED}*")])  # the same step may be damaged again
+        entry.rename(entry.with_name(f"{entry.name}{DAMAGED}{earlier + 1 if earlier else ''}"))
 
 
 def saved_folders(folder: Path) -> list[Path]:
-    """The folders of complete checkpoints, the newest first."""
+    """Return the folders of complete checkpoints, the newest first."""
     entries = sorted((e for e in folder.absolute().glob("*") if e.name.isdigit()), key=lambda e: -int(e.name))
     return [entry for entry in entries if ocp.is_orbax_checkpoint(entry)]
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint is not what was saved."""
+    """A checkpoint differs from what was saved."""
 
 
 class CheckpointRemoved(Exception):
-    """A checkpoint was removed while it was read: the run continued and kept only newer ones."""
+    """A checkpoint was removed while it was read, because the run continued and kept only newer ones."""
 
 
 class SavedCheckpoint:
-    """One complete checkpoint, read-only: nothing in its folder is changed, so a run may be writing at the same time.
+    """Reads a complete checkpoint. It changes nothing in the folder, so a run may write at the same time.
 
-    What reads it raises `CheckpointRemoved` when it was removed meanwhile, and UserError when it is damaged.
+    All methods that read files raise `CheckpointRemoved` if the checkpoint was removed meanwhile, `DamagedCheckpoint`,
+    a UserError, if it differs from what was saved, and `StorageError` if the storage failed, perhaps not for long.
+
+    Attributes:
+        step: number of steps that are done.
     """
 
     def __init__(self, path: Path):
         self._path = path
         self.step = int(path.name)
-        self._deferred: dict[str, Any] | None = None  # what was read and is compared later
+        self._unchecked_items: dict[str, Any] | None = None  # to be compared later; None: `read` compares at once
         with self._reading():
-            # Without the metadata of all arrays, which take Orbax most of a second.
+            # Not the metadata of all arrays, which take Orbax most of a second.
             self._record = dict(read_json(path / METADATA)["custom_metadata"])
             if self.record["digest"] != record_digest(self.record):
                 raise ValueError("its record is not as it was saved")
 
     @classmethod
     def newest(cls, folder: Path) -> Self | None:
-        """The newest complete checkpoint under a folder, if there is one."""
+        """Open the newest complete checkpoint in a folder; None if there is none."""
         for _ in range(100):  # a run that keeps few and saves often may remove one between listing and reading
             try:
                 return next((cls(entry) for entry in saved_folders(folder)), None)
@@ -195,79 +209,96 @@ class SavedCheckpoint:
 
     @classmethod
     def newest_on_process_0(cls, folder: Path) -> Self | None:
-        """`newest`, as the first of several processes sees it; all of them have to call it."""
+        """Open the newest complete checkpoint that process 0 finds. Every process has to call this."""
 
-        def step() -> int:
-            found = cls.newest(folder)
-            return NONE if found is None else found.step
+        def newest_step() -> int:
+            newest = cls.newest(folder)
+            return NO_STEP if newest is None else newest.step
 
-        newest = run_on_process_0(step)
-        return None if newest == NONE else cls(folder.absolute() / str(newest))
+        step = run_on_process_0(newest_step)
+        return None if step == NO_STEP else cls(folder.absolute() / str(step))
 
     @classmethod
     def newest_intact(cls, folder: Path, load: Callable[[Self], _T]) -> _T | None:
-        """What `load` makes of the newest checkpoint that it can read; None if there is no checkpoint.
+        """Load the newest checkpoint that is intact.
 
-        A damaged one is logged and renamed, so that training can save its step again; nobody else may be writing in the
-        folder. All processes have to call this, and return or pass over the same checkpoint. Raises UserError if there
-        are checkpoints and all are damaged.
+        Damaged checkpoints are logged and renamed, so that training can save their steps again. Every process has to
+        call this, and all load the same checkpoint. No other program may write in the folder.
+
+        Args:
+            folder: of the checkpoints.
+            load: reads the items that are needed.
+
+        Returns:
+            The result of `load`; None if there is no checkpoint.
+
+        Raises:
+            UserError: there are checkpoints and all are damaged.
+            StorageError: the storage failed, perhaps not for long.
         """
-        found_damage = False
+        any_damaged = False
         while True:
-            step = run_on_process_0(lambda: next((int(entry.name) for entry in saved_folders(folder)), NONE))
-            if step == NONE and found_damage:
+            step = run_on_process_0(lambda: next((int(entry.name) for entry in saved_folders(folder)), NO_STEP))
+            if step == NO_STEP and any_damaged:
                 raise UserError(f"{folder}: every checkpoint is damaged; start in another --workdir")
-            if step == NONE:
+            if step == NO_STEP:
                 return None
             entry, error = folder.absolute() / str(step), None
             read_items: dict[str, Any] = {}
             try:
                 saved = cls(entry)
-                saved._deferred = read_items
+                saved._unchecked_items = read_items
                 loaded = load(saved)
-            except (DamagedCheckpoint, CheckpointRemoved) as fault:
-                error = fault
-            # One process may fail to read what others have read. Sums over devices are taken by all processes or none.
+            except (DamagedCheckpoint, CheckpointRemoved) as load_error:
+                error = load_error
+            # One process may fail to read a file that others have read, but comparing takes sums over the devices of
+            # all processes. So they agree first.
             if allgather_flags(error is None).all():
                 try:
                     saved._compare(read_items)
                     return loaded
-                except DamagedCheckpoint as fault:
-                    error = fault
-            found_damage = True
+                except DamagedCheckpoint as comparison_error:
+                    error = comparison_error
+            any_damaged = True
             _quarantine(entry, error or f"{entry} is damaged: another process cannot read it")
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
+        """Turn any error of reading into one of the three that the class documents."""
         try:
             yield
-        except Exception as fault:
+        except Exception as error:
             if not (self._path / METADATA).exists():
-                raise CheckpointRemoved(str(self._path)) from fault
-            reason = f"{type(fault).__name__}: {str(fault).strip().partition(chr(10))[0][:200]}"
-            if _is_transient(fault):
-                raise StorageError(f"{self._path} could not be read ({reason}); run the command again") from fault
-            raise DamagedCheckpoint(f"{self._path} is damaged ({reason}); see `realm storage verify`") from fault
+                raise CheckpointRemoved(str(self._path)) from error
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+            if _is_transient(error):
+                raise StorageError(f"{self._path} could not be read ({reason}); run the command again") from error
+            raise DamagedCheckpoint(f"{self._path} is damaged ({reason}); see `realm storage verify`") from error
 
     @property
     def record(self) -> dict[str, Any]:
-        """What was saved beside the arrays: `index_step`, `seconds`, `generation`, `environment`, checksums."""
+        """Return the JSON object of the save: `index_step`, `seconds`, `generation`, `environment`, `checksums`."""
         return dict(self._record)
 
     @cached_property
     def _metadata(self) -> Any:
-        """Names, shapes and types of all arrays, by item."""
+        """Return names, shapes and dtypes of all arrays, by item."""
         with self._reading():
-            found = ocp.checkpointables_metadata(self._path).metadata
-            if found.get("state") is None:
+            metadata = ocp.checkpointables_metadata(self._path).metadata
+            if metadata.get("state") is None:
                 raise ValueError("the names of its arrays cannot be read")
-            return found
+            return metadata
 
     def read(self, item: str, like: Any = None) -> Any:
-        """An item, of 'state', 'vectors', 'tower' and 'in_flight'; None if it was not saved.
+        """Read an item.
 
-        like: its shapes, with the shardings to load onto, and `...` in place of what to leave out; None: all of it, on
-        the host.
+        Args:
+            item: 'state', 'vectors', 'tower' or 'in_flight'.
+            like: a tree of abstract arrays with shardings, and `...` for arrays to leave out; None to read all arrays
+                onto the host.
+
+        Returns:
+            A tree of arrays; None if the item was not saved.
         """
         if not any(path.startswith(f"{item}.") for path in self._record["checksums"]):
             return None
@@ -276,58 +307,62 @@ class SavedCheckpoint:
         elif item != "state":
             like = {item: like}
         with self._reading():
-            found = ocp.load_checkpointables(self._path, {item: like})[item]
-        if self._deferred is None:
-            self._compare({item: found})
+            arrays = ocp.load_checkpointables(self._path, {item: like})[item]
+        if self._unchecked_items is None:
+            self._compare({item: arrays})
         else:
-            self._deferred[item] = found
-        return found if item == "state" else found[item]
+            self._unchecked_items[item] = arrays
+        return arrays if item == "state" else arrays[item]
 
     def params(self, names: Collection[str], shardings: Any = None) -> Any:
-        """The parameters of some networks, by their top-level names, whichever of them the task trained.
+        """Read the parameters of networks, whether the task trained or froze them.
 
-        shardings: by network, what each array is loaded onto; None: all of them are on the host. Shapes are those that
-        were saved.
+        Args:
+            names: keys of networks in the parameters.
+            shardings: network → tree of shardings to load onto; None to read onto the host.
+
+        Returns:
+            A tree of arrays by network, with the shapes of the save.
         """
 
-        def like(name: str, known: Any) -> Any:
+        def like(name: str, metadata: Any) -> Any:
             if name not in names:
-                return jax.tree.map(lambda _: ..., known)
-            return jax.tree.map(_like, known, *(() if shardings is None else (shardings[name],)))
+                return jax.tree.map(lambda _: ..., metadata)
+            return jax.tree.map(_like, metadata, *(() if shardings is None else (shardings[name],)))
 
         state = dict(self._metadata["state"])
         parts = {part: state[part] for part in ("frozen", "trained") if part in state}
-        wanted = {part: {name: like(name, known) for name, known in parts[part].items()} for part in parts}
-        found = self.read("state", jax.tree.map(lambda _: ..., state) | wanted)
-        networks = {name: network for part in parts for name, network in found[part].items()}
+        wanted = {part: {name: like(name, metadata) for name, metadata in parts[part].items()} for part in parts}
+        arrays = self.read("state", jax.tree.map(lambda _: ..., state) | wanted)
+        networks = {name: network for part in parts for name, network in arrays[part].items()}
         return {name: networks[name] for name in names}
 
     def trained(self, name: str) -> bool:
-        """Whether the task trained a network, by its top-level name."""
+        """Return True if the task trained a network, by its key in the parameters."""
         return any(path.startswith(f"state.trained.{name}.") for path in self._record["checksums"])
 
     def _compare(self, items: dict[str, Any]) -> None:
-        """Raise DamagedCheckpoint, with the names of arrays, if items that were read are not as they were saved."""
+        """Raise DamagedCheckpoint if arrays of items differ from those of the save."""
         if wrong := mismatched(self._record["checksums"], checksums(items)):
             arrays = f"{wrong[0]} and {len(wrong) - 1} other arrays do" if len(wrong) > 1 else f"{wrong[0]} does"
             reason = f"{arrays} not match the checksums of the save"
             raise DamagedCheckpoint(f"{self._path} is damaged ({reason}); see `realm storage verify`")
 
     def verify(self) -> None:
-        """Read every array, on the host. Raises UserError if one is damaged."""
+        """Read every array onto the host. Raises UserError if an array is damaged."""
         for item in self._metadata:
             self.read(item)
 
 
-def _like(known: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
-    """What Orbax is given to load an array onto devices, or (None) onto the host."""
+def _like(metadata: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+    """Return what makes Orbax load an array onto devices, or for None onto the host."""
     if sharding is None:
-        return np.empty(known.shape, known.dtype)
-    return jax.ShapeDtypeStruct(known.shape, known.dtype, sharding=sharding)
+        return np.empty(metadata.shape, metadata.dtype)
+    return jax.ShapeDtypeStruct(metadata.shape, metadata.dtype, sharding=sharding)
 
 
-def _is_transient(fault: Exception) -> bool:
-    """Whether an error is transient (storage or memory), which says nothing about what was saved."""
-    if isinstance(fault, FileNotFoundError | NotADirectoryError):
+def _is_transient(error: Exception) -> bool:
+    """Return True for an error of storage or memory, which does not mean that the checkpoint is damaged."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
         return False
-    return isinstance(fault, OSError | MemoryError) or TRANSIENT_STATUS.match(str(fault)) is not None
+    return isinstance(error, OSError | MemoryError) or TRANSIENT_STATUS.match(str(error)) is not None

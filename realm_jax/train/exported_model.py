@@ -1,18 +1,18 @@
-"""The exported model: what a run leaves for everyone who asks it, searches with it, or starts from it.
+"""Write and read the exported model of a run, from which it answers, searches, or starts another run.
 
     WORKDIR/TASK/model/                   the parameters at the end of a task
-    WORKDIR/model/                        those of the last task that ended; its files are links to the ones above
+    WORKDIR/model/                        those of the last finished task; its files are hard links to the ones above
         manifest.json                     task, step, corpus of the vectors, checksums of all arrays
         config.json                       the run's config
-        query_embedder/, document_embedder/ (or embedder/, if one tower serves both)
+        query_embedder/, document_embedder/ (or embedder/, if both encoders share one network)
                                           BERT, tokenizer and the modules of sentence-transformers
-        modules.json, router_config.json  both towers as one `SentenceTransformer(WORKDIR/model)`
+        modules.json, router_config.json  both encoders as one `SentenceTransformer(WORKDIR/model)`
         reader/                           BERT with its heads, and its tokenizer
         reranker/                         if the run has one: all of its arrays by our names
         vectors.npy                       float32 [passages, width]; missing if no passage vectors fit these parameters
 
-Nothing but this is read to answer a question; checkpoints are for training alone. A folder is written beside its place
-and renamed, so it is there as a whole or not at all. Read next: `trained_run.py`, which opens it.
+Answers need only this directory; checkpoints are only for training. We write a directory under a hidden name and rename
+it, so readers never see a part of it. Read next: `trained_run.py`, which opens it.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ from realm_jax.version import __version__
 logger = logging.getLogger(__name__)
 
 MODEL, MANIFEST, CONFIG, VECTORS = "model", "manifest.json", "config.json", "vectors.npy"
-ARRAYS = "arrays.safetensors"  # of a network that Hugging Face's libraries have no name for
+ARRAYS = "arrays.safetensors"  # of a network that Hugging Face's libraries do not have
 FORMAT = 1
 
 
@@ -74,7 +74,7 @@ class ExportedModel:
     """An exported model, opened without reading its arrays.
 
     Attributes:
-        folder: where it is.
+        folder: WORKDIR/model or WORKDIR/TASK/model.
         manifest: the content of manifest.json.
     """
 
@@ -83,31 +83,31 @@ class ExportedModel:
 
     @property
     def task(self) -> str:
-        """The task whose parameters these are."""
+        """Return the name of the task that trained the parameters."""
         return str(self.manifest["task"])
 
     @property
     def step(self) -> int:
-        """The step of that task."""
+        """Return the number of steps of the task."""
         return int(self.manifest["step"])
 
     @property
     def identity(self) -> str:
-        """A digest that no other parameters and vectors share."""
+        """Return a digest of parameters and vectors."""
         return str(self.manifest["identity"])
 
     def params(self, model: Realm, names: Collection[str]) -> Params:
         """Read networks, and compare them with their checksums.
 
         Args:
-            model: the run's model, with the sizes of all networks.
-            names: of the networks to read.
+            model: of the run, with the sizes of all networks.
+            names: keys of networks in the parameters.
 
         Returns:
             A tree of float32 arrays on the host.
 
         Raises:
-            UserError: if a file is missing or damaged.
+            UserError: a file is missing or damaged.
         """
         params: Params = {}
         for name in names:
@@ -124,16 +124,16 @@ class ExportedModel:
         return params
 
     def vectors(self, corpus: str) -> NDArray[np.float32] | None:
-        """The passage vectors, memory-mapped, [passages, width].
+        """Open the passage vectors, memory-mapped.
 
         Args:
-            corpus: fingerprint of the passages that they are wanted for.
+            corpus: fingerprint of the passages.
 
         Returns:
-            None if there are none, or if they are of other passages.
+            [passages, width] float32; None if there are none, or those of other passages.
 
         Raises:
-            UserError: if they are damaged.
+            UserError: the file is damaged.
         """
         if self.manifest["vectors"] is None or self.manifest["corpus"] != corpus:
             return None
@@ -147,20 +147,20 @@ class ExportedModel:
 
     def _damaged(self, reason: str) -> UserError:
         return UserError(
-            f"{self.folder}: {reason}; remove the folder, and give the command that trained the run again, which "
-            "writes it from the checkpoint"
+            f"{self.folder}: {reason}; remove the folder, and repeat the command that trained the run: it writes "
+            "the folder from the checkpoint"
         )
 
 
 def find_exported_model(folder: Path) -> ExportedModel | None:
-    """Open the exported model in a folder; None if there is none. Raises UserError for another format."""
+    """Open the exported model in a folder; None if there is none. Raises UserError if it has another format."""
     if not (folder / MANIFEST).is_file():
         return None
     manifest = read_json(folder / MANIFEST)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise UserError(
-            f"{folder / MANIFEST}: is not of the format {FORMAT} that this version reads; remove the folder, and give "
-            "the command that trained the run again"
+            f"{folder / MANIFEST}: is not of the format {FORMAT} that this version reads; remove the folder, and "
+            "repeat the command that trained the run"
         )
     return ExportedModel(folder, manifest)
 
@@ -169,21 +169,21 @@ def exported_model(workdir: Path, task: str | None = None) -> ExportedModel:
     """Open the exported model of a run.
 
     Args:
-        workdir: the folder of the run.
-        task: whose parameters are wanted; None: those of the last task that ended.
+        workdir: the run directory.
+        task: name of the task that trained the parameters; None for the last finished one.
 
     Raises:
-        UserError: if the run has exported no such model.
+        UserError: the run has exported no such model.
     """
-    # An adaptation has the model of its last task in WORKDIR/model alone.
+    # An adaptation has its exported model only in WORKDIR/model.
     model = find_exported_model(workdir / MODEL)
     if task is not None and (model is None or model.task != task):
         model = find_exported_model(workdir / task / MODEL)
     if model is None:
         ended = "no task has ended" if task is None else f"task {task} has not ended"
         raise UserError(
-            f"{workdir}: has no exported model yet ({ended}, or an earlier version trained it); give the command that "
-            "started the run again, which writes one at the end of each task"
+            f"{workdir}: has no exported model yet ({ended}, or an earlier version trained it); repeat the command "
+            "that started the run: it writes one at the end of each task"
         )
     return model
 
@@ -211,24 +211,25 @@ def exported_vectors(run: Run, task: str) -> NDArray[np.float32] | None:
 
 
 def export_task(run: Run, task: str, params: Params, trained_reader: bool) -> None:
-    """Export the parameters at the end of a task, as WORKDIR/TASK/model and WORKDIR/model, unless that was done.
+    """Export the parameters at the end of a task to WORKDIR/TASK/model and WORKDIR/model, unless that was done.
 
     Every process has to call this.
 
     Args:
-        run: the run.
-        task: the task, whose last checkpoint holds the vectors that fit the parameters.
+        run: has config, model, tokenizer and run directory.
+        task: its last checkpoint holds the vectors that fit the parameters.
         params: all parameters after its last step.
-        trained_reader: whether the reader learned to answer questions.
+        trained_reader: true if the reader learned to answer questions.
 
     Raises:
-        UserError: if the folder cannot be written.
+        UserError: the directory cannot be written.
     """
     saved = SavedCheckpoint.newest_on_process_0(run.workdir / task / "checkpoints")
     assert saved is not None, "the last step of a task is saved"
     folder, identity = run.workdir / task / MODEL, saved.record["digest"]
 
     def is_exported() -> bool:
+        """Return True if WORKDIR/TASK/model has the parameters of the last checkpoint."""
         exported = find_exported_model(folder)
         return exported is not None and exported.identity == identity
 
@@ -242,11 +243,12 @@ def export_task(run: Run, task: str, params: Params, trained_reader: bool) -> No
                 vectors = load_vectors(shared, generation)[: run.context.rows]
         write_exported_model(folder, run, task, saved.step, params, vectors, trained_reader, identity)
     if is_process_0():
-        # A run that is started again passes all of its tasks; those before the last one must not replace its model.
+        # A finished run that is started again passes through all of its tasks. An earlier one must not replace the
+        # model of a later one.
         latest, names = find_exported_model(run.workdir / MODEL), task_names(run.config)
         later_tasks = names[names.index(task) + 1 :]
         if latest is None or writes or (latest.task not in later_tasks and latest.identity != identity):
-            with _Replacement(run.workdir / MODEL) as staged:
+            with _StagedFolder(run.workdir / MODEL) as staged:
                 shutil.copytree(folder, staged, copy_function=_link_or_copy, dirs_exist_ok=True)
 
 
@@ -254,22 +256,26 @@ def write_exported_model(
     folder: Path, run: Run, task: str, step: int, params: Params, vectors: NDArray | None, trained_reader: bool,
     identity: str | None = None,
 ) -> None:  # fmt: skip
-    """Write an exported model into `folder`, in the place of one that is there. Every process has to call this.
+    """Write an exported model, and replace an earlier one. Every process has to call this.
 
     Args:
-        folder: to write; its parent is there.
-        run: the run, with its config, model and tokenizer.
-        task: whose parameters these are.
-        step: of that task.
+        folder: directory to write.
+        run: has config, model and tokenizer.
+        task: name of the task that trained the parameters.
+        step: number of steps of the task.
         params: all parameters, on the devices or on the host.
-        vectors: [passages, width], of all passages by these parameters; None: whoever opens the model embeds them.
-        trained_reader: whether the reader learned to answer questions.
-        identity: see `ExportedModel`; None: a digest of the arrays.
+        vectors: of all passages by these parameters, [passages, width]; None to embed the passages whenever the model
+            is opened.
+        trained_reader: true if the reader learned to answer questions.
+        identity: see `ExportedModel`; None for a digest of the arrays.
+
+    Raises:
+        UserError: the directory cannot be written.
     """
     params = jax.tree.map(to_host, params)
     if not is_process_0():
         return
-    with _Replacement(folder) as staged:
+    with _StagedFolder(folder) as staged:
         write_networks(staged, run.config, run.model, params, run.sources.tokenizer, trained_reader=trained_reader)
         names = [SHARED] * 2 if SHARED in params else TOWERS
         write_sentence_transformer(staged, dict(zip((QUERIES, PASSAGES), names, strict=True)))
@@ -277,11 +283,11 @@ def write_exported_model(
             (staged / name).mkdir()
             arrays = {path: np.asarray(array) for path, array in flatten_dict(params[name], sep=".").items()}
             save_file(arrays, staged / name / ARRAYS)
-        vector_sums = None
+        vectors_checksum = None
         if vectors is not None:
             vectors = np.ascontiguousarray(vectors, np.float32)
             np.save(staged / VECTORS, vectors, allow_pickle=False)
-            vector_sums = checksums({VECTORS: vectors})[VECTORS]
+            vectors_checksum = checksums({VECTORS: vectors})[VECTORS]
         write_json_atomic(staged / CONFIG, with_absolute_paths(run.config.to_dict()))
         arrays = named_arrays(params) | ({} if vectors is None else {VECTORS: vectors})
         manifest = {
@@ -293,7 +299,7 @@ def write_exported_model(
             "corpus": run.sources.passages.fingerprint,
             "networks": sorted(params),
             "arrays": checksums(params),
-            "vectors": vector_sums,
+            "vectors": vectors_checksum,
         }
         write_json_atomic(staged / MANIFEST, manifest)
     logger.info("%s: exported %s at step %d", folder, task, step)
@@ -303,17 +309,16 @@ def write_networks(
     folder: Path, config: Config, model: Realm, params: Params, tokenizer: Tokenizer, names: str = "bert",
     trained_reader: bool = True,
 ) -> None:  # fmt: skip
-    """Write every network of `params` into a folder of its own that transformers opens.
+    """Write each network to a subfolder that transformers opens.
 
     Args:
-        folder: to write into.
+        folder: gets a subfolder for each network.
         config: of the run.
         model: of the run.
-        params: networks on the devices or on the host, by name.
-        tokenizer: written beside each network.
+        params: trees of arrays on the devices or on the host, by network.
+        tokenizer: written next to each network.
         names: 'bert' for the names of `BertModel`, 'realm' for those of transformers' `RealmEmbedder`.
-        trained_reader: whether the reader learned to answer questions; recorded, so that a run that starts from it
-            knows.
+        trained_reader: true if the reader learned to answer questions; recorded for runs that start from it.
     """
     encoder = config.encoder.to_dict()
     query_length, passage_length = tower_lengths(config, model.query_template, model.passage_template)
@@ -334,13 +339,19 @@ def write_networks(
 
 
 def save_tokenizer(folder: Path, tokenizer: Tokenizer, length: int) -> None:
-    """Write the files that transformers needs. length: tokens of the longest input."""
+    """Write the tokenizer files of transformers.
+
+    Args:
+        folder: gets the files.
+        tokenizer: the tokenizer.
+        length: tokens of the longest input.
+    """
     for name, content in tokenizer.pretrained_files(length).items():
         (folder / name).write_bytes(content)
 
 
-class _Replacement:
-    """A folder beside `final` to write into, which takes its place when the block ends well."""
+class _StagedFolder:
+    """Context manager with a hidden folder to write to, which replaces `final` if the context ends without error."""
 
     def __init__(self, final: Path) -> None:
         self._final, self._staged = final, final.with_name(f".{final.name}.partial")
@@ -358,7 +369,9 @@ class _Replacement:
         if kind is not None:
             shutil.rmtree(self._staged, ignore_errors=True)
             if isinstance(error, OSError):
-                raise UserError(f"{self._final}: cannot be written ({error.strerror}); make room, and go on") from None
+                raise UserError(
+                    f"{self._final}: cannot be written ({error.strerror}); make room, then run the command again"
+                ) from None
             return
         shutil.rmtree(self._old, ignore_errors=True)
         if self._final.exists():

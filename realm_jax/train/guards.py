@@ -1,6 +1,6 @@
-"""Guards of a run against hangs and recompilation; and the profiler.
+"""Detect hangs and recompilation of a run, and profile it.
 
-None of them changes what is computed.
+Nothing here changes the result of a run.
 """
 
 import faulthandler
@@ -20,20 +20,26 @@ from realm_jax.host import free_heap, signal_handler
 
 logger = logging.getLogger(__name__)
 
-HUNG = 70  # exit code: no progress for too long
-TRACED = 5  # steps in a profile
+EXIT_HUNG = 70  # exit code after no progress for too long
+TRACED_STEPS = 5  # in a profile
 
 
 class Watchdog:
-    """Ends the process with exit code `HUNG` when `heartbeat` is not called for `limit` seconds; 0: never.
+    """Context manager that ends the process with exit code `EXIT_HUNG` if `heartbeat` is not called for too long.
 
-    A collective that waits for a dead process waits for ever; an orchestrator restarts only what ends. The stacks of
-    all threads go to stderr first. A context manager.
+    A collective that waits for a dead process waits forever, and a supervisor restarts only processes that end. The
+    stacks of all threads go to stderr first.
     """
 
-    def __init__(self, limit: float, what: str, end: Callable[[int], Any] = os._exit) -> None:
-        """what: is said to be stuck. end: ends the process."""
-        self._limit, self._what, self._end = limit, what, end
+    def __init__(self, limit: float, name: str, end: Callable[[int], Any] = os._exit) -> None:
+        """Make a watchdog; entering its context starts the thread.
+
+        Args:
+            limit: seconds without a heartbeat; 0 for no limit.
+            name: of the task, for the error message.
+            end: ends the process with an exit code.
+        """
+        self._limit, self._name, self._end = limit, name, end
         self._over = threading.Event()
         self._moved = False
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -54,31 +60,31 @@ class Watchdog:
 
     def _watch(self) -> None:
         tick = min(1.0, self._limit / 4)
-        silent, looked = 0.0, time.monotonic()
+        silent, last_check = 0.0, time.monotonic()
         while not self._over.wait(tick):
             now = time.monotonic()
-            passed, looked = min(now - looked, 2 * tick), now  # a suspended machine is not a hang
+            passed, last_check = min(now - last_check, 2 * tick), now  # a suspended machine is not a hang
             silent, self._moved = 0.0 if self._moved else silent + passed, False
             if silent > self._limit:
                 faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
                 logger.error(
                     "%s: no progress for %.0f s (config.log.hang_seconds), see the stacks of all threads above; "
-                    "run the command again to resume from the newest checkpoint", self._what, silent,
+                    "run the command again to resume from the newest checkpoint", self._name, silent,
                 )  # fmt: skip
-                self._end(HUNG)
+                self._end(EXIT_HUNG)
                 return
 
 
 class Profiler:
-    """Traces `TRACED` steps for TensorBoard or Perfetto whenever SIGUSR1 comes.
+    """Context manager that traces `TRACED_STEPS` steps for TensorBoard or Perfetto after each SIGUSR1.
 
-    A context manager. Of several processes only those that get the signal trace.
+    Of several processes only those that get the signal trace.
     """
 
     def __init__(self, folder: Path) -> None:
-        """folder: of the traces, one folder a trace."""
+        """Make a profiler that writes each trace to `folder`/STEP."""
         self._folder = folder
-        self._asked = False
+        self._is_requested = False
         self._until: int | None = None  # step before which the running trace ends
         self._handling = signal_handler(signal.SIGUSR1, self._request)
 
@@ -92,45 +98,58 @@ class Profiler:
         self._handling.__exit__(None, None, None)
 
     def _request(self, *_: object) -> None:
-        self._asked = True
+        self._is_requested = True
 
     def at(self, step: int, last: Any = None) -> None:
-        """Start or end a trace before this step. last: an array of the step before, which is waited for at the end."""
+        """Start or end a trace before a step.
+
+        Args:
+            step: number of steps that are done.
+            last: arrays of the step before; a trace ends when they are computed.
+        """
         if self._until is not None and step >= self._until:
             jax.block_until_ready(last)
             self._stop()
-        if self._until is None and (self._asked):
-            self._asked = False
+        if self._until is None and self._is_requested:
+            self._is_requested = False
             try:
                 jax.profiler.start_trace(self._folder / str(step))
-                self._until = step + TRACED
-            except (OSError, RuntimeError) as fault:
-                logger.warning("no profile of step %d: %s", step, fault)
+                self._until = step + TRACED_STEPS
+            except (OSError, RuntimeError) as error:
+                logger.warning("no profile of step %d: %s", step, error)
 
     def _stop(self) -> None:
         jax.profiler.stop_trace()
         self._until = None
-        logger.info("a profile of %d steps is in %s", TRACED, self._folder)
+        logger.info("a profile of %d steps is in %s", TRACED_STEPS, self._folder)
 
 
 class CompileGuard:
-    """Warns when a step's program is compiled more often than for the lengths that its batches have: recompiling takes
-    minutes and is never intended. What the compiler leaves behind is returned after each program."""
+    """Warns if a step's program is compiled more often than its batches have lengths.
+
+    Recompiling takes minutes and is never intended. After each compilation we free the compiler's memory.
+    """
 
     def __init__(self, step: Any, expected: int = 1) -> None:
+        """Count the programs from now on.
+
+        Args:
+            step: a jitted function.
+            expected: number of programs without a warning.
+        """
         self._count: Callable[[], int] = getattr(step, "_cache_size", lambda: 1)
         self._compiled = self._count()
         self._known = max(expected, self._compiled)
 
     def check(self, step: int) -> None:
-        """To be called after a step."""
+        """Compare the number of programs after a step, and warn if it grew beyond the expected one."""
         count = self._count()
         if count > self._compiled:
             self._compiled = count
             free_heap()
         if count > self._known:
             logger.warning(
-                "step %d: its program was compiled again (%d programs now): shape, dtype or place of an argument "
+                "step %d: its program was compiled again (%d programs now): shape, dtype or sharding of an argument "
                 "changed", step, count,
             )  # fmt: skip
             self._known = count

@@ -1,7 +1,7 @@
 """The train loop: one task from its first step, or from its newest checkpoint, to its last.
 
-`train_task` is one page: restore, what serves the steps, the steps, the end. `realm_jax/tasks/` and `step.py` say what
-a step computes, `realm_jax/index/provider.py` where the index comes from, and `guards.py` what watches over a run.
+`train_task` is one page: restore, prepare, the steps, the end. For the computation of a step see `realm_jax/tasks/` and
+`step.py`; for the source of the index `realm_jax/index/provider.py`; for the watchdog and the profiler `guards.py`.
 """
 
 import logging
@@ -59,27 +59,27 @@ def train_task(
     Exact resume: a batch follows from the seed, the task and the step. A save holds the state, the index in use (its
     vectors, or the name of its generation), the query encoder that searches, and the searches that are under way. The
     save after s steps comes before the index and the evaluation of step s, so a run that resumes from it makes both
-    again; the records of evaluations are cut back to before s.
+    again; the records of evaluations are truncated to before s.
 
-    Preemption: SIGTERM sets a flag, `stop.requested`, and nothing else. Where the flag is checked:
-    before the first step    every finished task is saved; all processes raise Preempted if any got it
-    before each step         of one process its own flag, of several what they announced two steps ago, so that all stop
-                             at the same step: `Interrupted`, which saves what is trained and raises Preempted
+    Preemption: SIGTERM sets a flag, `stop.requested`, and nothing else. The loop checks the flag:
+    before the first step    every finished task is saved; all processes raise Preempted if any of them got the signal
+    before each step         one process reads its flag; several read the flags that they announced two steps ago, so
+                             that all stop at the same step: `Interrupted`, which saves the state and raises Preempted
     waiting for an index     the processes vote, and all raise Interrupted
-    embedding the corpus     one process gives it up (Interrupted); several finish it, and stop before a later step
+    embedding the corpus     one process stops it (Interrupted); several finish it, and stop before a later step
     after the last step      the last evaluation and save come first, so that no step is lost; then Preempted
 
     Args:
-        run: the run, whose folder holds the task's folder.
+        run: its directory holds the task's folder.
         name: the task.
-        params: all parameters that a fresh task starts from; their arrays are donated. If there is a checkpoint, their
-            shapes are enough.
-        measure: called with parameters, an index (None without one), and True every `evaluation.every` steps of
-            fine-tuning and at the end, False at a new index. None: nothing is evaluated.
+        params: all parameters that a fresh task starts from; their arrays are donated. With a checkpoint, abstract
+            arrays are enough.
+        measure: (parameters, index or None, final) → measures; `final` is false at a new index, and true at the end and
+            every `evaluation.every` steps of fine-tuning. None to evaluate nothing.
         status: the trainer's status file, if an index builder may make this task's index.
 
     Returns:
-        All parameters after the last step; if the best ones are kept, those.
+        All parameters after the last step, or the best ones if the task keeps them.
 
     Raises:
         Preempted: after SIGTERM, once the state is saved.
@@ -104,20 +104,21 @@ def train_task(
             release_builders(task, status)
             return state.params
 
-        # --- What serves the steps: index, batches, records -------------------------------------------------------
+        # --- Prepare: index, batches, records ---------------------------------------------------------------------
         watchdog = Watchdog(config.log.hang_seconds, name)
 
         def should_stop() -> bool:
-            """Polled while the run waits for an index; whoever polls is alive."""
+            """Return the stop flag to whoever waits for an index, and count the call as progress."""
             watchdog.heartbeat()
             return stop.requested
 
         def during_embedding() -> None:
-            """Called again and again while the corpus is embedded for the index."""
+            """Raise Interrupted between batches of the corpus, if this is the only process."""
             if should_stop() and jax.process_count() == 1 and step < total_steps:
                 raise Interrupted
 
         def during_embedding_of_examples() -> None:
+            """Raise Preempted between batches of the corpus: nothing of this start is worth a save."""
             if jax.process_count() == 1:
                 stop.check(f"{name} is saved at step {start_step}" if start_step else "every finished task is saved")
 
@@ -125,7 +126,7 @@ def train_task(
         examples = task.examples(
             state.params, partial(start_vectors, run, name, state.params, during_embedding_of_examples)
         )
-        rows = local_rows(run.mesh, task.settings.batch_size)  # of each global batch, int64 [local batch]
+        rows = local_rows(run.mesh, task.settings.batch_size)  # [local batch] int64, in each global batch
         stream = batches(examples, config.seed, task.stream, task.settings.batch_size, start_step, total_steps, rows)
         trackers = open_trackers(config.log.to, TaskRun(folder, start_step, flatten(config.to_dict())))
         cost = StepCost(sum(step_flops(task).values()), run.mesh.size, peak(run.mesh.devices.flat[0].device_kind))
@@ -136,18 +137,20 @@ def train_task(
         feed = Feed(task, stream, rows, None if restored is None else restored.in_flight)
         profiler = Profiler(folder / "profile")
         best = BestParameters(task, folder, measure is not None and keeps_best(name, config))
-        # A run that starts from a reader measures it as it will measure the end, to hand on the better of the two.
-        measures_reader_at_start = measure is not None and starts_with_reader(task)
+        # A task that retrieves may make a trained reader worse. So a run that starts from one measures it as it will
+        # measure the end, and keeps the better of the two.
+        compares_readers = measure is not None and task.retrieves and config.evaluation.keep_best
+        starts_with_reader = compares_readers and bool(broadcast_from_process_0(begins_with_reader(run.workdir)))
         evaluate_every = config.evaluation.every if name == "qa" else 0
-        for part in (watchdog, metrics, index_provider, feed, profiler):
-            stack.enter_context(part)
+        for manager in (watchdog, metrics, index_provider, feed, profiler):
+            stack.enter_context(manager)
 
-        index: LoadedIndex | None = None  # the one in use
-        values: dict[str, jax.Array] = {}  # metrics of the last step, on the devices
-        control = ControlSignal()  # what all processes announced two steps ago
+        index: LoadedIndex | None = None  # in use
+        values: dict[str, jax.Array] = {}  # metrics of the last step, scalars on the devices
+        control = ControlSignal()  # reduced over all processes, two steps old
 
         def save() -> None:
-            """Save in the background; raises UserError, and saves nothing, if a loss is not finite."""
+            """Save in the background. Raises UserError and saves nothing if a loss is not finite."""
             nonlocal saved_step
             if values:
                 metrics.fetch(step, values)
@@ -158,28 +161,28 @@ def train_task(
                 record |= {"seconds": metrics.seconds, "first_started": metrics.first_started}
                 arrays: dict[str, Any] = {}
                 if index is not None and not generation and index.vectors is not None:
-                    arrays["vectors"] = index.vectors  # [passages, width]; a generation is named instead
+                    arrays["vectors"] = index.vectors  # [passages, width]; of a generation the name is enough
                     if index.index.tower is not None:
                         arrays["tower"] = index.index.tower
                 if (in_flight := feed.in_flight()) is not None:
-                    arrays["in_flight"] = in_flight  # int32 [batches, batch, depth]
+                    arrays["in_flight"] = in_flight  # [batches, batch, depth] int32
                 index_provider.on_checkpoint(step, generation)
                 checkpoints.save(step, state, arrays, record)
             saved_step = step
 
         def save_at_once() -> None:
-            """Save if this step is not saved yet, and wait until it is on disk."""
+            """Save this step unless that was done, and wait until it is on disk."""
             if saved_step != step:
                 save()
             checkpoints.wait()
 
         def adopt_fresh_index() -> None:
-            """Use a fresh index from here on, if there is one, and evaluate the parameters with it."""
+            """Switch to a fresh index, if there is one, and evaluate the parameters with it."""
             nonlocal index
             try:
                 with metrics.waiting("index"):
                     fresh = index_provider.maybe_refresh(step, state.params, index, control)
-            except UserError:  # none arrived in time: the run ends, and loses no step
+            except UserError:  # no index arrived in time: the run ends, and loses no step
                 save_at_once()
                 stop.check(f"saved {name} at step {step}")
                 raise
@@ -190,39 +193,40 @@ def train_task(
             measures: dict[str, Any] = {}
             if measure is not None:
                 with metrics.waiting("measurement"):
-                    final = measures_reader_at_start and step == 0
+                    final = starts_with_reader and step == 0
                     measures = measure(state.params, index_provider.as_exact(fresh), final)
                 watchdog.heartbeat()
             best.update(step, state, measures)
             metrics.log_evaluation(step, measures | {"refresh": True, "index_step": fresh.step} | fresh.facts)
 
         def measure_at_end(params_step: int) -> dict[str, Any]:
-            """Measure the parameters, those of `params_step`, with an index that they give and that stays in use."""
+            """Measure the parameters of `params_step` with their own index, which then stays in use."""
             nonlocal index
             assert measure is not None
             index = index_provider.final_index(params_step, state.params, index)
             index = None if index is None else replace(index, step=total_steps)
-            found = measure(state.params, None if index is None else index_provider.as_exact(index), True)
+            measures = measure(state.params, None if index is None else index_provider.as_exact(index), True)
             watchdog.heartbeat()
-            return found
+            return measures
 
         try:
             if restored is not None and task.retrieves:
-                index = index_provider.resume(start_step, restored.record, restored.vectors, restored.tower)
-            del restored  # so that its vectors go once the index is replaced
+                index = index_provider.resume(start_step, restored.record, restored.vectors, restored.query_encoder)
+            del restored  # so that its vectors are freed once the index is replaced
             starts_pretrained = step == 0 and config.init_from and name in ("ict", "evidence_contrast")
             if measure is not None and starts_pretrained and not task.retrieves:
                 adopt_fresh_index()
-                index = None  # it was measured with one; its steps use none
+                index = None  # only the measurement needs it; the steps of this task use none
 
             # --- The steps ----------------------------------------------------------------------------------------
             step_function = make_step(task)
             compiles = CompileGuard(step_function, padded_lengths(examples))
-            reduced_controls: deque[jax.Array] = deque(maxlen=2)  # of the last two steps, int32 [3] each
+            reduced_controls: deque[jax.Array] = deque(maxlen=2)  # of the last two steps, each [3] int32
             while step < total_steps:
                 watchdog.heartbeat()
                 with metrics.step():
-                    # This waits for the step before the last: the devices are behind, and a step would take no time.
+                    # Reading it waits for the step before the last. So the host is at most two steps ahead of the
+                    # devices, and the time of a step is the time that the devices take.
                     if len(reduced_controls) == 2:
                         control = ControlSignal(*np.asarray(reduced_controls[0]).tolist())
                     must_stop = bool(control.stop) if jax.process_count() > 1 else stop.requested
@@ -247,18 +251,18 @@ def train_task(
                         local_control = index_provider.control_signal(step)._replace(stop=int(stop.requested))
                         arrays = None if index is None else index.index
                         state, values = step_function(state, batch, arrays, put_control(run.mesh, local_control))
-                    del batch, arrays  # so that an index that is replaced goes at once
+                    del batch, arrays  # so that a replaced index is freed at once
                     reduced_controls.append(values.pop("consensus"))
                     step += 1
 
                     compiles.check(step - 1)
-                    metrics.flush()  # of the step before: the devices are at work on this one
+                    metrics.flush()  # of the step before, while the devices work on this one
                     if step % config.log.every == 0 or step == total_steps:
                         metrics.log_step(step, values, {} if index is None else {"index_age": step - 1 - index.step})
                     if step % config.checkpoint.every == 0 and step < total_steps:
                         save()
         except Interrupted:
-            stop.requested = True  # whichever process got the signal
+            stop.requested = True  # in every process, whichever got the signal
             save_at_once()
             stop.check(f"saved {name} at step {step}")
             raise
@@ -289,15 +293,15 @@ def make_index_provider(
     task: Task, status: StatusWriter | None, start_step: int, checkpoints: Checkpoints,
     should_stop: Callable[[], bool], on_progress: Callable[[], None],
 ) -> InlineIndexProvider:  # fmt: skip
-    """Choose where a task's index comes from: a builder's generations, or the trainer's own devices.
+    """Return the provider of a task's index: from a builder's generations, or embedded on the trainer's devices.
 
     Args:
-        task: the task.
-        status: through which the builder hears of the trainer; None: there is no builder.
+        task: only REALM uses a builder.
+        status: the trainer's status file, which the builder reads; None if there is no builder.
         start_step: the step that training starts or resumes from.
-        checkpoints: the task's, whose generations a restart may need.
-        should_stop: polled while an index is waited for.
-        on_progress: called again and again while the corpus is embedded.
+        checkpoints: of the task; a restart may need their generations.
+        should_stop: polled while the trainer waits for an index.
+        on_progress: called between batches while the corpus is embedded.
     """
     config = task.run.config
     if task.name != "realm" or status is None or config.refresh.mode == "inline":
@@ -307,14 +311,12 @@ def make_index_provider(
     )
 
 
-def starts_with_reader(task: Task) -> bool:
-    """True if the run began with a trained reader, which a task that retrieves may make worse."""
-    return task.retrieves and bool(
-        task.run.config.evaluation.keep_best and broadcast_from_process_0(begins_with_reader(task.run.workdir))
-    )
-
-
 def release_builders(task: Task, status: StatusWriter | None) -> None:
-    """Tell index builders that a task needs no further index."""
+    """Tell index builders that a task needs no further index.
+
+    Args:
+        task: only REALM has builders.
+        status: the trainer's status file; None if there is no builder.
+    """
     if task.name == "realm" and status is not None:
         status.update(index_done=True, step=task.settings.steps)

@@ -1,4 +1,4 @@
-"""What parameters are measured by while a task trains: recall, exact match, and on which questions."""
+"""Measure parameters while a task trains: recall and exact match on development questions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,17 +16,17 @@ from realm_jax.tasks.base import Task
 from realm_jax.tasks.closed_book import predict_closed_book
 
 Measure = Callable[[Params, Index | None, bool], dict[str, Any]]
-MEASURED = 2000  # development questions at most: ± .02 of a share, and soon done; `realm evaluate` takes all
+# Development questions at most: enough for a share ± 0.02, and fast; `realm evaluate` takes all.
+MAX_QUESTIONS = 2000
 
 
 def make_measure(task: Task) -> Measure | None:
-    """Return what measures parameters of a task on the development questions.
+    """Return a function that measures a task's parameters on the development questions.
 
     Returns:
-        A function of parameters, an index (None without one), and True if they are measured halfway or for the last
-        time rather than for a new index. It measures recall, and then exact match of the questions with answers if the
-        reader has learned to answer: at a new index nothing may have taught it which words answer a question. None if
-        there are no questions, and for the warm-up, which trains no retriever.
+        (parameters, index or None, final) → measures. It measures recall, and exact match if `final` is true and the
+        task trains the reader with questions: at the first index the reader may not have learned to answer yet. None
+        if there are no questions, and for the warm-up, which trains no retriever.
     """
     run, name = task.run, task.name
     if name == "mlm":
@@ -57,17 +57,19 @@ def make_measure(task: Task) -> Measure | None:
 
 
 def dev_questions(run: Run) -> list[Question]:
-    """Return what a run is measured on: its development questions, else masked sentences of held-out documents.
+    """Return the development questions of a run, or else masked sentences of held-out documents.
 
-    Empty if the prepared folder has no such questions and `evaluation.held_out` holds out nothing.
+    The list is empty if the prepared folder has no such questions and `evaluation.held_out` holds out nothing.
     """
     sources = run.sources
     if questions := evaluation_questions(sources):
         return questions
     share = held_out_share(run.config.evaluation.held_out, sources.questions)
-    return masked_sentences(sources.passages, sources.tokenizer, run.lengths.query, share, MEASURED) if share else []
+    return (
+        masked_sentences(sources.passages, sources.tokenizer, run.lengths.query, share, MAX_QUESTIONS) if share else []
+    )
 
 
 def evaluation_questions(sources: Sources) -> list[Question]:
-    """Return the development questions that are measured, `MEASURED` at most."""
-    return sources.questions.get("dev", [])[:MEASURED]
+    """Return the first `MAX_QUESTIONS` development questions."""
+    return sources.questions.get("dev", [])[:MAX_QUESTIONS]

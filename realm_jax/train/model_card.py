@@ -1,5 +1,4 @@
-"""Write the README.md of a run's networks: use, measures, data and recipe. That of an adapted encoder uses parts of it
-(`adaptation/report.py`)."""
+"""Write the model card (README.md) of a run's networks; `adaptation/report.py` uses parts of it for its own."""
 
 from collections.abc import Collection, Iterator, Mapping
 
@@ -11,10 +10,10 @@ from realm_jax.train.trained_run import recorded_metrics
 from realm_jax.train.workdir import recorded_config
 from realm_jax.version import __version__
 
-USES = {  # names of `realm weights export` → what a tower opens with, and the reader
+USES = {  # names of `realm weights export` → how to open an encoder, and the reader
     "bert": (
         "`SentenceTransformer`; its README.md says what text to encode",
-        "`BertForMaskedLM`; its span head lies in the same file",
+        "`BertForMaskedLM`; its span head is in the same file",
     ),
     HF_REALM: ("`RealmEmbedder` of transformers 4", "`RealmReader` of transformers 4"),
 }
@@ -25,10 +24,11 @@ def run_card(run: Run, task: str, step: int, networks: Collection[str], names: s
     """Return the card of the networks of `realm weights export`.
 
     Args:
-      run: the run they are from.
-      task: the task whose parameters they have, at this `step`.
-      networks: names of their folders.
-      names: 'bert' or 'realm'; cards of the latter have no front matter, because hubs know no library for it.
+        run: that trained the networks.
+        task: that trained the parameters.
+        step: number of steps of the task.
+        networks: names of their folders.
+        names: 'bert' or 'realm'; cards of the latter have no front matter, because hubs know no library for it.
     """
     config = recorded_config(run.workdir)  # as it was trained, not as it is opened here
     tasks, base, passages = task_names(config), config.init_from, run.sources.passages
@@ -50,7 +50,7 @@ def run_card(run: Run, task: str, step: int, networks: Collection[str], names: s
     if metrics := recorded_metrics(run, task):
         lines += ["## Measures", "", f"On {metrics.on or 'the questions of the run'}:", ""]
         lines += [] if metrics.exact_match is None else [f"* exact match: {metrics.exact_match:.3f}"]
-        lines += [] if metrics.found is None else [f"* right passage among the first five: {metrics.found:.3f}"]
+        lines += [] if metrics.recall is None else [f"* right passage among the first five: {metrics.recall:.3f}"]
         lines += [""]
     source = f"{len(passages):,} passages of {passages.documents:,} documents, fingerprint `{passages.fingerprint}`"
     lines += ["## Data and recipe", "", f"* {source}", *recipe_lines(config, steps)]
@@ -58,14 +58,19 @@ def run_card(run: Run, task: str, step: int, networks: Collection[str], names: s
 
 
 def front_matter(base: str) -> str:
-    """Return what model hubs read; a base model is named if it is on a hub."""
+    """Return the YAML that model hubs read, with the base model if it is on a hub."""
     lines = ["library_name: sentence-transformers", "pipeline_tag: sentence-similarity"]
     lines += [f"base_model: {base.removeprefix(HUB).partition('@')[0]}"] if base.startswith(HUB) else []
     return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in TAGS), "---", ""])
 
 
 def recipe_lines(config: Config, steps: Mapping[str, int]) -> Iterator[str]:
-    """Yield a line for each task and the number of steps that it was trained for."""
+    """Yield a Markdown line for each task.
+
+    Args:
+        config: has batch sizes and learning rates.
+        steps: task → number of steps.
+    """
     for name, number in steps.items():
         task = config[name]
         yield f"* {name}: {number:,} steps of {task.batch_size}, learning rate {task.learning_rate:g}"

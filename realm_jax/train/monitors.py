@@ -1,4 +1,4 @@
-"""Warnings from what a task logs while it trains: retriever collapse, and tokens that packing drops.
+"""Warn from the records of a task: retriever collapse, and tokens that packing drops.
 
 Collapse is REALM's known failure: the candidates help too rarely, so the reader learns to ignore its passages, the null
 document takes the whole prior, and retrieval never recovers. It shows first in the nats that the best candidate gains
@@ -16,14 +16,14 @@ import numpy as np
 WINDOW = 20  # logged records in a window
 NULL_LIMIT = 0.8  # p(null) above which almost no gradient reaches the retriever
 LEAST_GAIN = 0.1  # nats: a best window below it is noise, not help (`useful_candidates` counts from there too)
-GAIN_DROP = 0.5  # share of the best window's gain below which the reader is ceasing to use its passages
-RECALL_DROP = 0.7  # share of the best recall below which the retriever is getting worse
-MANY = 0.01  # share of a batch's tokens that packing drops, from which on we warn
-Monitor = Callable[[dict[str, Any]], str | None]  # is given every record, in order; returns a warning, or None
+GAIN_DROP = 0.5  # share of the best window's gain below which the reader uses its passages less and less
+RECALL_DROP = 0.7  # share of the best recall below which the retriever gets worse
+MAX_DROPPED = 0.01  # share of a batch's tokens that packing drops, above which we warn
+Monitor = Callable[[dict[str, Any]], str | None]  # gets every record, in order; returns a warning, or None
 
 
 def task_monitors(task: str) -> list[Monitor]:
-    """Return what looks at the records of a task, by its name."""
+    """Return the monitors of a task, by its name."""
     if task == "realm":
         return [CollapseMonitor().masked, TruncationMonitor()]
     if task == "qa":
@@ -32,15 +32,15 @@ def task_monitors(task: str) -> list[Monitor]:
 
 
 class TruncationMonitor:
-    """Warns once if packing has dropped more than a few tokens."""
+    """Warns once if packing drops more than `MAX_DROPPED` of the tokens."""
 
     def __init__(self) -> None:
         self._warned = False
 
     def __call__(self, record: dict[str, Any]) -> str | None:
-        """Look at a record."""
+        """Check a record of metrics; return a warning or None."""
         dropped = record.get("unplaced", 0.0)
-        if self._warned or dropped <= MANY:
+        if self._warned or dropped <= MAX_DROPPED:
             return None
         self._warned = True
         return (
@@ -51,10 +51,10 @@ class TruncationMonitor:
 
 @dataclasses.dataclass
 class CollapseMonitor:
-    """Looks at every logged record and every measured recall; returns a warning in one line, or None.
+    """Warns of retriever collapse, once for each cause.
 
     Attributes:
-        window: records that are averaged.
+        window: number of records that are averaged.
     """
 
     window: int = WINDOW
@@ -68,23 +68,26 @@ class CollapseMonitor:
         self._reported: set[str] = set()
 
     def masked(self, record: dict[str, Any]) -> str | None:
-        """Look at a record of REALM's metrics or measurements."""
+        """Check a record of REALM's metrics or evaluations; return a warning or None."""
         if "null_probability" in record:
             return self.step(record["step"], record["null_probability"], record["best_candidate_gain"])
         return self.recall(record["step"], record["recall@5"]) if "recall@5" in record else None
 
     def questions(self, record: dict[str, Any]) -> str | None:
-        """Look at a record of fine-tuning."""
+        """Check a record of fine-tuning; return a warning or None."""
         share = record.get("answer_in_passages")
         return None if share is None else self.answers(record["step"], share)
 
     def step(self, step: int, null_probability: float, candidate_gain: float) -> str | None:
-        """Look at a step of REALM.
+        """Check a step of REALM.
 
         Args:
-            step: its number.
+            step: number of steps with this one.
             null_probability: mean p(null|x).
             candidate_gain: mean of log p(y|best candidate, x) − log p(y|null, x), in nats.
+
+        Returns:
+            A warning in one line, or None.
         """
         self._null.append(null_probability)
         self._gain.append(candidate_gain)
@@ -115,11 +118,14 @@ class CollapseMonitor:
         return None
 
     def answers(self, step: int, answer_in_passages: float) -> str | None:
-        """Look at a step of fine-tuning.
+        """Check a step of fine-tuning.
 
         Args:
-            step: its number.
-            answer_in_passages: share of its questions for which a passage that was read has an answer.
+            step: number of steps with this one.
+            answer_in_passages: share of the questions for which a passage that the reader read has an answer.
+
+        Returns:
+            A warning in one line, or None.
         """
         self._answered.append(answer_in_passages)
         if len(self._answered) < self.window or any(self._answered):
@@ -127,12 +133,20 @@ class CollapseMonitor:
         return self._once(
             "answers",
             f"step {step}: no passage that was read held an answer in the last {self.window} records, so nothing is "
-            "learnt; likely cause: the retriever finds nothing useful (train ict or realm longer), or the answers do "
+            "learned; likely cause: the retriever finds nothing useful (train ict or realm longer), or the answers do "
             "not occur in the passages or are longer than model.span_width tokens",
         )
 
     def recall(self, step: int, recall: float) -> str | None:
-        """Look at recall of the gold passage or of the answer, measured with a fresh index."""
+        """Check a recall that was measured with a fresh index.
+
+        Args:
+            step: number of training steps that made the index.
+            recall: of the gold passage or of an answer, 0 to 1.
+
+        Returns:
+            A warning in one line, or None.
+        """
         best, self._best_recall = self._best_recall, max(self._best_recall, recall)
         if recall < RECALL_DROP * best:
             return self._once(
@@ -143,6 +157,7 @@ class CollapseMonitor:
         return None
 
     def _once(self, kind: str, message: str) -> str | None:
+        """Return the message if no other of its kind was returned before, else None."""
         if kind in self._reported:
             return None
         self._reported.add(kind)

@@ -1,4 +1,4 @@
-"""A recipe from its config to its report, for `realm train` and `realm quickstart`.
+"""Train a recipe, from its config to its report, for `realm train` and `realm quickstart`.
 
 Read `open_run` (config, prepared folder, mesh, networks) and `run_recipe` (the tasks in order); next `loop.py`.
 """
@@ -54,14 +54,22 @@ from realm_jax.train.workdir import check_workdir, has_checkpoint, recorded_conf
 
 logger = logging.getLogger(__name__)
 
-FEW_SENTENCES = 50  # masked sentences; the interval of a share of fewer is wider than what any stage changes
+FEW_SENTENCES = 50  # with fewer masked sentences the confidence interval is wider than the effect of any task
 
 
-# --- open a run -------------------------------------------------------------------------------------------------------
+# --- Open a run -------------------------------------------------------------------------------------------------------
 
 
 def open_run(config: Config | ConfigDict, workdir: Path) -> Run:
-    """A validated run over its prepared folder; its config is recorded in `workdir`, or compared with the one there."""
+    """Open a run, and record its config and data in the run directory, or compare them with the record.
+
+    Args:
+        config: is validated and completed from its source.
+        workdir: the run directory, made if it is missing.
+
+    Raises:
+        UserError: the config is invalid, does not fit the data, or differs from the record in a training key.
+    """
     run = checked_run(config, workdir)
     make_folder(workdir, "--workdir")
     check_workdir(run)
@@ -70,13 +78,21 @@ def open_run(config: Config | ConfigDict, workdir: Path) -> Run:
 
 
 def checked_run(config: Config | ConfigDict, workdir: Path) -> Run:
-    """`open_run` that leaves nothing in `workdir` and compares nothing with what is recorded there."""
+    """Open a run without writing to the run directory.
+
+    Args:
+        config: is validated and completed from its source.
+        workdir: the run directory; if there is a run, it keeps its values and its version of the corpus.
+
+    Raises:
+        UserError: the config is invalid or does not fit the data.
+    """
     config = validate(config)
     if config.retrieval.backend == "scann":
         load_scann()
     check_installed(config.log.to)
     if (workdir / "config.json").is_file():
-        recorded_config(workdir)  # raises UserError if it is damaged, or of another version
+        recorded_config(workdir)  # raises UserError if it is malformed or of another version
     config = fill_from_pretrained(config, workdir)
     sources = open_sources(config.data.path, recorded_corpus(workdir))
     config = _with_possible_tasks(config, sources)
@@ -87,22 +103,31 @@ def checked_run(config: Config | ConfigDict, workdir: Path) -> Run:
 
 
 def _with_possible_tasks(config: Config, sources: Sources) -> Config:
-    """The config with the tasks that its data allow. Raises UserError if none is left."""
+    """Return the config without the tasks that its data do not allow. Raises UserError if no task remains."""
     names = task_names(config)
-    lacking = {name: what for name in names if (what := missing_data(name, config, sources))}
-    left = [name for name in names if name not in lacking]
-    if not left:
+    missing = {name: data for name in names if (data := missing_data(name, config, sources))}
+    possible = [name for name in names if name not in missing]
+    if not possible:
         raise UserError(
-            f"{config.data.path}: no {' and no '.join(dict.fromkeys(lacking.values()))}, and config.tasks has nothing "
-            f"but {' and '.join(lacking)}; prepare some, or set config.tasks"
+            f"{config.data.path}: no {' and no '.join(dict.fromkeys(missing.values()))}, and config.tasks has nothing "
+            f"but {' and '.join(missing)}; prepare some, or set config.tasks"
         )
-    for name, what in lacking.items():
-        logger.info("%s has no %s: %s left out of the recipe", config.data.path, what, name)
-    return with_values(config, {"tasks": ",".join(left)}) if lacking else config
+    for name, data in missing.items():
+        logger.info("%s has no %s: %s left out of the recipe", config.data.path, data, name)
+    return with_values(config, {"tasks": ",".join(possible)}) if missing else config
 
 
 def missing_data(task: str, config: Config | ConfigDict, sources: Sources) -> str:
-    """Say what the data lack for a task, which is then left out of the recipe; '' for nothing."""
+    """Describe the data that a task needs and the prepared folder lacks.
+
+    Args:
+        task: the task's name.
+        config: has the share of held-out documents.
+        sources: the prepared folder.
+
+    Returns:
+        A singular or plural noun without article, for messages; '' if nothing is missing.
+    """
     if task in ANSWERING_TASKS:
         return "" if sources.answered("train") else "training questions with answers"
     if task != "ict":
@@ -117,18 +142,18 @@ def missing_data(task: str, config: Config | ConfigDict, sources: Sources) -> st
 
 
 def check_data(run: Run) -> None:
-    """Raise UserError if config and data do not allow to train a task of the recipe."""
+    """Raise UserError if a task of the recipe cannot train with this config and these data."""
     config, sources = run.config, run.sources
     for name in task_names(config):
         if name == "realm" and config.realm.masking == "evidence" and not sources.pretraining_is_corpus:
             raise UserError(
-                "config.realm.masking: 'evidence' looks for it among the passages that sentences stand in, but "
+                "config.realm.masking: 'evidence' searches the passages of the sentences, but "
                 f"{config.data.path} has other pre-training text; set config.data.text=passages"
             )
         if name == "qa" and config.evaluation.every and not answered(evaluation_questions(sources)):
             raise UserError(
-                "config.evaluation.every: goes by exact match, but no development question that is measured has "
-                f"answers in {config.data.path}; set it to 0"
+                "config.evaluation.every: measures exact match, but no measured development question in "
+                f"{config.data.path} has answers; set it to 0"
             )
         if name == "closed_book":
             check_closed_book(sources.answered("train"), run.lengths)
@@ -138,6 +163,7 @@ def check_data(run: Run) -> None:
 
 
 def _warn_of_cut_passages(run: Run) -> None:
+    """Warn if passages with [CLS] and two [SEP] are longer than `data.document_length`."""
     length = run.config.data.document_length
     cut = int((run.sources.passages.counts("tokens") + 3 > length).sum())
     if cut:
@@ -149,14 +175,20 @@ def _warn_of_cut_passages(run: Run) -> None:
         )
 
 
-# --- train it ---------------------------------------------------------------------------------------------------------
+# --- Train the recipe -------------------------------------------------------------------------------------------------
 
 
 def run_recipe(run: Run, command: str) -> int:
-    """Baselines, the tasks, results and report; returns the exit code.
+    """Measure baselines, train the tasks, and write results and report.
 
-    Without development questions there is nothing to measure, and without passages nothing to report: the tasks are
-    all then. 75 after SIGTERM, once the state is saved.
+    Without questions to measure, or with a task that reads no passages, this only trains.
+
+    Args:
+        run: opened with `open_run`.
+        command: the command line, for the report.
+
+    Returns:
+        Exit code: 0, or 75 after SIGTERM, when the state is saved.
     """
     questions = dev_questions(run)
     names = task_names(run.config)
@@ -170,7 +202,7 @@ def run_recipe(run: Run, command: str) -> int:
             preemptible(),
         ):
             if searches - {"vectors"}:
-                run.bm25()  # raises before anything is trained
+                run.bm25()  # raises UserError before anything is trained
                 save_bm25_index(run)
             warn_if_few_sentences(run, questions)
             if not questions or not all(map(reads_passages, names)):
@@ -186,13 +218,18 @@ def run_recipe(run: Run, command: str) -> int:
         logger.warning("%s", reason)
         return PREEMPTED
     if is_process_0():
-        asked = run.sources.questions.get("dev")  # without them masked sentences are measured
-        show(results, run.workdir, asked[0].question if asked else "your question")
+        dev = run.sources.questions.get("dev")  # without them we measure masked sentences
+        show(results, run.workdir, dev[0].question if dev else "your question")
     return 0
 
 
 def warn_if_few_sentences(run: Run, questions: Sequence[Question]) -> None:
-    """Warn if there are no development questions and too few masked sentences in their place."""
+    """Warn if there are no development questions and only few masked sentences instead.
+
+    Args:
+        run: has the questions of the prepared folder.
+        questions: to measure: development questions or masked sentences.
+    """
     if run.sources.questions.get("dev") or len(questions) >= FEW_SENTENCES or not is_process_0():
         return
     held_out = f"evaluation.held_out={run.config.evaluation.held_out}"
@@ -205,29 +242,29 @@ def warn_if_few_sentences(run: Run, questions: Sequence[Question]) -> None:
 
 
 def recipe_tasks(run: Run) -> list[Task]:
-    """The tasks of the recipe, in order."""
+    """Return the tasks of the recipe, in order."""
     return [make_task(name, run) for name in task_names(run.config)]
 
 
 def report_status(run: Run) -> AbstractContextManager[StatusWriter]:
-    """The trainer's status until the block ends; see `trainer_status`."""
+    """Return a context manager that publishes the trainer's status for index builders; see `trainer_status`."""
     waits = "realm" in task_names(run.config) and not is_trained(make_task("realm", run))
     needs_index = run.config.refresh.mode == "async" and waits
     return trainer_status(shared_folder(run), run.workdir, needs_index)
 
 
 def is_trained(task: Task) -> bool:
-    """Whether the last step of a task is saved."""
+    """Return True if the last step of a task is saved."""
     saved = SavedCheckpoint.newest(task.run.workdir / task.name / "checkpoints")
     return saved is not None and saved.step >= task.settings.steps
 
 
 @contextmanager
 def preemptible() -> Iterator[None]:
-    """Between tasks, where everything is saved, SIGTERM ends the run at once.
+    """Let SIGTERM end a run between tasks, when everything is saved; inside a task the loop saves first.
 
-    Inside a task the loop takes the signal and saves first. One of several processes notes it for the next task, before
-    which all of them stop. A request for a profile between tasks is ignored.
+    One process ends at once. Several processes all stop before the next task. SIGUSR1 (profile) is ignored between
+    tasks.
     """
     at_once = "" if jax.process_count() > 1 else "every finished task is saved"
     with signal_handler(signal.SIGUSR1, signal.SIG_IGN), Stop(at_once):
@@ -238,11 +275,11 @@ def train(run: Run, status: StatusWriter | None = None) -> Params:
     """Train and export the tasks of the recipe in order.
 
     Args:
-        run: the run.
-        status: the trainer's status file; needed if a builder makes REALM's index.
+        run: opened with `open_run`.
+        status: the trainer's status file; None if no builder makes REALM's index.
 
     Returns:
-        All parameters after the last task.
+        All parameters after the last task, on the devices.
     """
     params = starting_params(run)
     for task in recipe_tasks(run):
@@ -254,8 +291,10 @@ def train(run: Run, status: StatusWriter | None = None) -> Params:
 
 
 def starting_params(run: Run) -> Params:
-    """Fresh parameters, or those that `init_from` and `reader_from` name; their shapes alone, without numbers, once the
-    first checkpoint is there."""
+    """Return the parameters that a run starts from: those of its sources, else fresh ones.
+
+    If the run has a checkpoint, these are only abstract arrays.
+    """
     if has_checkpoint(run.config, run.workdir):
         return run.abstract_params
     params = init_from_sources(run, run.initial_params())
@@ -264,7 +303,13 @@ def starting_params(run: Run) -> Params:
 
 
 def show(results: dict[str, Any], workdir: Path, question: str) -> None:
-    """The results as a table, and where to look next. question: one that could be asked."""
+    """Print the results as a table, and the next commands.
+
+    Args:
+        results: of `write_results`.
+        workdir: the run directory.
+        question: example for `realm ask`.
+    """
     table = Table(title="Results", title_justify="left", show_header=False)
     for measure in ("recall@5", "answer_recall@5"):
         for name, value in results.get(measure, {}).items():

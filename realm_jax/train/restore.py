@@ -27,43 +27,68 @@ logger = logging.getLogger(__name__)
 
 
 class Restored(NamedTuple):
-    """The content of a checkpoint, on this run's devices, which may differ from those it was saved on.
+    """The content of a checkpoint; None for an item that it does not have.
 
-    vectors, tower: of an index that the trainer made; in_flight: searches under way. None if there are none.
+    Attributes:
+        state: on this run's devices.
+        record: see `SavedCheckpoint.record`.
+        vectors: of an index that the trainer embedded, [passages, width].
+        query_encoder: parameters that search this index, on this run's devices.
+        in_flight: rows of searches under way, [n, batch, depth] int32.
     """
 
     state: State
     record: dict[str, Any]
     vectors: NDArray | None
-    tower: Params | None
+    query_encoder: Params | None
     in_flight: NDArray | None
 
 
 def restore(task: Task, saved: SavedCheckpoint, like: Params) -> Restored:
-    """All of a checkpoint of a task, on this run's devices. like: shapes of all parameters. Raises as `SavedCheckpoint`
-    does."""
+    """Read all items of a task's checkpoint.
+
+    Args:
+        task: the task that continues.
+        saved: its checkpoint.
+        like: all parameters, or abstract arrays of their shapes.
+
+    Raises:
+        DamagedCheckpoint: an array is not as it was saved.
+        CheckpointRemoved: the checkpoint was removed meanwhile.
+        StorageError: the storage failed, perhaps not for long.
+    """
     changed = differences(saved.record.get("environment", {}), environment())
     if changed:
         logger.warning("the environment differs, so bitwise reproducibility is not guaranteed: %s", "; ".join(changed))
     logger.info("%s: resuming from step %d", task.name, saved.step)
     abstract = abstract_state(task, like)
-    tower = saved.read("tower", abstract.trained[task.trained[0]]) if task.retrieves else None
-    return Restored(
-        saved.read("state", abstract), saved.record, saved.read("vectors"), tower, saved.read("in_flight")
-    )  # fmt: skip
+    query_encoder = saved.read("tower", abstract.trained[task.trained[0]]) if task.retrieves else None
+    state, vectors, in_flight = saved.read("state", abstract), saved.read("vectors"), saved.read("in_flight")
+    return Restored(state, saved.record, vectors, query_encoder, in_flight)
 
 
 def abstract_state(task: Task, like: Params) -> State:
-    """Shapes and places of a task's state. `like`: shapes of all parameters."""
+    """Return a task's state as abstract arrays with shardings.
+
+    Args:
+        task: names the networks that it trains.
+        like: all parameters, or abstract arrays of their shapes.
+    """
     shapes = jax.eval_shape(lambda params: start_state(task, params), like)
-    places = state_shardings(task)
-    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
+    shardings = state_shardings(task)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def restore_params(run: Run, task: str, saved: SavedCheckpoint | None = None) -> Params:
-    """All parameters in a checkpoint of a task, on this run's devices; None: the newest one in the run folder.
+    """Read all parameters of a task's checkpoint onto this run's devices, without changing the run directory.
 
-    Changes nothing there. Raises UserError when there is none.
+    Args:
+        run: has the shapes and shardings.
+        task: a task's name.
+        saved: the checkpoint; None for the newest one in the run directory.
+
+    Raises:
+        UserError: the task has no checkpoint, or it is damaged.
     """
     saved = saved or SavedCheckpoint.newest(run.workdir / task / "checkpoints")
     if saved is None:
@@ -74,14 +99,14 @@ def restore_params(run: Run, task: str, saved: SavedCheckpoint | None = None) ->
 def saved_vectors(run: Run, saved: SavedCheckpoint) -> NDArray | None:
     """Read the passage vectors of a checkpoint, if its passage encoder gives them.
 
-    It does if it made them, or if the task leaves it as it was.
+    It does if the index is of the same step, or if the task does not train the passage encoder.
 
     Args:
-        run: the run.
+        run: has the number of passages.
         saved: the checkpoint.
 
     Returns:
-        [passages, width]; None if the vectors there are others, or if there are none.
+        [passages, width]; None if there are no vectors, or those of another passage encoder.
     """
     fits = not saved.trained(run.model.embedder_names[-1]) or saved.record["index_step"] == saved.step
     vectors = saved.read("vectors") if fits else None
@@ -91,45 +116,61 @@ def saved_vectors(run: Run, saved: SavedCheckpoint) -> NDArray | None:
 def start_vectors(
     run: Run, task: str, params: Params, on_progress: Callable[[], None] = lambda: None
 ) -> NDArray[np.floating]:
-    """The corpus as the parameters that a task starts with embed it, [rows, width]: from a checkpoint with the same
-    document tower (`vectors_from_earlier_task`), or `embed_with_cache`."""
-    known = vectors_from_earlier_task(run, task, params)
-    return embed_with_cache(run, params, on_progress) if known is None else known
+    """Return the passage vectors of the parameters that a task starts from.
+
+    Args:
+        run: has the passages.
+        task: its name.
+        params: all parameters, of which the passage encoder embeds.
+        on_progress: called between batches of passages, if no checkpoint has the vectors and we embed them.
+
+    Returns:
+        [passages, width].
+    """
+    saved = vectors_from_earlier_task(run, task, params)
+    return embed_with_cache(run, params, on_progress) if saved is None else saved
 
 
 def vectors_from_earlier_task(run: Run, name: str, params: Params) -> NDArray | None:
-    """The corpus as the parameters embed it, where a task before `name`, or one of the run that this one starts from,
-    ended with the same document embedder; else None. [rows, projection]."""
+    """Read the passage vectors of an earlier task that ended with the same passage encoder.
+
+    Args:
+        run: its earlier tasks are tried, then those of the run in `init_from`.
+        name: the task that starts.
+        params: all parameters that it starts from.
+
+    Returns:
+        [passages, width]; None if no checkpoint has them.
+    """
     names = task_names(run.config)
     before = [(run.workdir, task) for task in names[: names.index(name)]]
     for folder, task in reversed(_tasks_of_source(run) + before):
         saved = SavedCheckpoint.newest_on_process_0(folder / task / "checkpoints")
-        if saved is None or not _has_tower(saved, run.model.embedder_names[-1], params):
-            return None  # what is older has another embedder still
-        found = None
+        if saved is None or not _has_network(saved, run.model.embedder_names[-1], params):
+            return None  # even older checkpoints have other encoders
+        vectors = None
         with contextlib.suppress(CheckpointRemoved, DamagedCheckpoint):
-            found = saved_vectors(run, saved)
-        if allgather_flags(found is not None).all():
-            return found
+            vectors = saved_vectors(run, saved)
+        if allgather_flags(vectors is not None).all():
+            return vectors
     return None
 
 
 def _tasks_of_source(run: Run) -> list[tuple[Path, str]]:
-    """Folder and name of each task of the run in `init_from`, if it embeds the same passages in the same way."""
+    """Return run directory and name of each task of the run in `init_from`, if it embeds the same passages alike."""
     folder = Path(run.config.init_from)
     if not run.config.init_from or not (folder / "config.json").is_file() or not (folder / "data.json").is_file():
         return []
-    theirs, data = with_defaults(read_json(folder / "config.json")), read_json(folder / "data.json")
+    source_config, data = with_defaults(read_json(folder / "config.json")), read_json(folder / "data.json")
     sections = ("model", "encoder")  # as dictionaries: a locked config is never equal to one that is not
-    same = all(theirs[name].to_dict() == run.config[name].to_dict() for name in sections)
-    same = same and theirs.data.document_length == run.config.data.document_length
-    alike = same and data.get("passages") == run.sources.passages.fingerprint
-    return [(folder, task) for task in task_names(theirs)] if alike else []
+    same = all(source_config[name].to_dict() == run.config[name].to_dict() for name in sections)
+    same = same and source_config.data.document_length == run.config.data.document_length
+    same = same and data.get("passages") == run.sources.passages.fingerprint
+    return [(folder, task) for task in task_names(source_config)] if same else []
 
 
-def _has_tower(saved: SavedCheckpoint, tower: str, params: Params) -> bool:
-    """Whether a checkpoint was saved with these very bits of an embedder."""
-    found = checksums({tower: params[tower]})
-    places = (f"state.{part}." for part in ("trained", "frozen"))
-    known = saved.record["checksums"]
-    return any(all(known.get(place + path) == sums for path, sums in found.items()) for place in places)
+def _has_network(saved: SavedCheckpoint, network: str, params: Params) -> bool:
+    """Return True if a checkpoint was saved with the same bits of a network."""
+    wanted, recorded = checksums({network: params[network]}), saved.record["checksums"]
+    prefixes = (f"state.{part}." for part in ("trained", "frozen"))
+    return any(all(recorded.get(prefix + path) == sums for path, sums in wanted.items()) for prefix in prefixes)

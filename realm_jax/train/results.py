@@ -1,7 +1,7 @@
-"""Results of a finished run: `results.json` and `report.html`, from the records in its folder.
+"""Write the results of a finished run, `results.json` and `report.html`, from the records in its directory.
 
-Everything comes from files that training wrote, and from one more reading of the development questions; so results can
-be made again at any time. How the page looks is `realm_jax/eval/report.py`.
+They need only files that training wrote, and predictions for some development questions. So a run can write them again
+at any time. `realm_jax/eval/report.py` makes the page.
 """
 
 import logging
@@ -53,15 +53,15 @@ from realm_jax.train.workdir import begins_with_reader
 
 logger = logging.getLogger(__name__)
 
-BY_WORDS = "recall@5_by_replaced_words"
-LARGEST = 1_000_000  # passages that BM25 is measured on beside a run
-SHOWN_QUESTIONS = 6
-# Title of each task in the report, and what it learns from.
+BY_REPLACED_WORDS = "recall@5_by_replaced_words"
+MAX_BM25_PASSAGES = 1_000_000  # for the BM25 baseline of a run
+NUM_EXAMPLES = 6  # questions in the report
+# Task → its title and its training signal, for the report.
 STAGES = {
     "mlm": (
         "Warm-up: masked words",
-        "Names and dates hidden in a sentence, read beside other sentences of the same passage in which they occur "
-        "again, beside a random passage, or beside nothing. No questions, no labels.",
+        "Names and dates hidden in a sentence, read with other sentences of the same passage in which they occur "
+        "again, with a random passage, or without text. No questions, no labels.",
     ),
     "ict": (
         "Inverse cloze task",
@@ -77,7 +77,7 @@ STAGES = {
         "Without passages",
         "Questions with answer strings, and names and dates hidden in a sentence; no passages.",
     ),
-    "rerank": ("Reranker", "Questions with answer strings, and what the trained reader makes of each passage."),
+    "rerank": ("Reranker", "Questions with answer strings, and how much each passage helps the trained reader."),
     "evidence_contrast": (
         "Evidence contrast",
         "Sentences without a name, their own passages, and passages that share the name and rare words with them. "
@@ -85,7 +85,7 @@ STAGES = {
     ),
 }
 POSITIVE_QUESTIONS = (  # of fine-tuning with qa.objective=positive
-    "Questions with answer strings, each read beside one passage that holds an answer: of its gold document where that "
+    "Questions with answer strings, each read with one passage that holds an answer: of its gold document if that "
     "is known, else the first that was retrieved."
 )
 
@@ -94,11 +94,11 @@ def majority_exact_match(train: Sequence[Question], dev: Sequence[Question]) -> 
     """Return the exact match of always giving the most common training answer.
 
     Args:
-        train: the training questions.
-        dev: the questions to measure on; those without answers are left out.
+        train: training questions.
+        dev: questions to measure on; those without answers do not count.
 
     Returns:
-        A share, with the most common answer of each relation if questions name theirs; 0 if no question has answers.
+        A share, with the most common answer of each relation if questions name one; 0 if no question has answers.
     """
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     dev = answered(dev)
@@ -111,45 +111,63 @@ def majority_exact_match(train: Sequence[Question], dev: Sequence[Question]) -> 
 
 
 def measure_baselines(run: Run, evaluator: Evaluator) -> None:
-    """Recall of BM25 and of fresh parameters, kept in `baselines.json` so that a resumed run has them too.
+    """Measure recall of BM25 and of fresh parameters, and write it to `baselines.json` for resumed runs.
 
-    BM25 by the first process alone, and of LARGEST passages at most: its index takes hours and all memory of a host
-    where there are ten million.
+    Only process 0 measures BM25, and only up to MAX_BM25_PASSAGES: for ten million passages its index takes hours and
+    all memory of a host.
+
+    Args:
+        run: has the passages and the run directory.
+        evaluator: of the development questions.
     """
     path = run.workdir / "baselines.json"
     if broadcast_from_process_0(path.is_file()):
         return
     began = time.monotonic()
-    found, count = dict[str, Any](), len(run.sources.passages)
-    if count > LARGEST and is_process_0():
-        logger.info("BM25 is not measured beside the run: %s passages, more than %s", f"{count:,}", f"{LARGEST:,}")
+    baselines, count = dict[str, Any](), len(run.sources.passages)
+    if count > MAX_BM25_PASSAGES and is_process_0():
+        logger.info("skipping the BM25 baseline: %s passages, more than %s", f"{count:,}", f"{MAX_BM25_PASSAGES:,}")
     elif is_process_0():
         save_bm25_index(run)
-        found["bm25"] = evaluator.recall_of(bm25_question_rows(run, evaluator))
-    if not run.config.init_from:  # else the first measurement of the first task says where the run began
+        baselines["bm25"] = evaluator.recall_of(bm25_question_rows(run, evaluator))
+    if not run.config.init_from:  # else the first evaluation of the first task measures the start
         params = run.initial_params()
-        found["untrained"] = evaluator.recall(params, run.index(embed_with_cache(run, params)))
-    found["seconds"] = time.monotonic() - began
+        baselines["untrained"] = evaluator.recall(params, run.index(embed_with_cache(run, params)))
+    baselines["seconds"] = time.monotonic() - began
     if is_process_0():
-        write_json_atomic(path, found)
+        write_json_atomic(path, baselines)
 
 
 def save_bm25_index(run: Run) -> None:
-    """Save the BM25 index of the corpus in the run folder, where questions use it later."""
+    """Save the BM25 index of the corpus to the run directory, for questions."""
     if is_process_0():
         save_index(run.sources.passages, run.config.retrieval.language, run.workdir)
 
 
 def bm25_question_rows(run: Run, evaluator: Evaluator) -> NDArray[np.int64]:
-    """The rows that BM25 finds for questions, int64 [questions, answering.retrieved]; −1 for none."""
-    store, settings = run.sources.passages, run.config
-    words = load_or_build(store, settings.retrieval.language, run.workdir)
-    return words.search([question.question for question in evaluator.questions], evaluator.depth)
+    """Return the rows that BM25 retrieves for questions, [questions, depth] int64; −1 for none.
+
+    Args:
+        run: has the passages, and the saved index in its directory.
+        evaluator: has the questions and the depth, `answering.retrieved`.
+    """
+    bm25 = load_or_build(run.sources.passages, run.config.retrieval.language, run.workdir)
+    return bm25.search([question.question for question in evaluator.questions], evaluator.depth)
 
 
 def write_results(run: Run, params: Params, questions: Sequence[Question], command: str) -> dict[str, Any]:
-    """Write `results.json` and `report.html`; returns the results, in the first process alone."""
-    # --- what the last task did not evaluate: recall by hybrid search, exact match of a reader that came with the run
+    """Write `results.json` and `report.html`. Every process has to call this.
+
+    Args:
+        run: has the records in its directory.
+        params: all parameters after the last task.
+        questions: to measure.
+        command: the command line, for the report.
+
+    Returns:
+        The results, see `collect_results`; {} except in process 0.
+    """
+    # --- Metrics that the last task did not evaluate: recall of hybrid search, exact match of a reader of `init_from`
     names, last = task_names(run.config), task_names(run.config)[-1]
     search, rerank = question_search(last, run.config), reranker(last, run.config)
     if needs_vectors(last, run.config):
@@ -157,23 +175,23 @@ def write_results(run: Run, params: Params, questions: Sequence[Question], comma
         index = run.index(run.embed(params) if vectors is None else vectors)
     else:
         index = run.index_without_vectors
-    came_with_reader = broadcast_from_process_0(begins_with_reader(run.workdir))
+    started_with_reader = broadcast_from_process_0(begins_with_reader(run.workdir))
     measured = dict[str, Any]()
     if search != evaluation_search(last, run.config):
         measured |= Evaluator(run, questions, search, rerank).recall(params, index)
-    if came_with_reader and last not in ANSWERING_TASKS and (with_answers := answered(questions)):
+    if started_with_reader and last not in ANSWERING_TASKS and (with_answers := answered(questions)):
         evaluator = Evaluator(run, with_answers, search, rerank)
         measured["exact_match"] = evaluator.exact_match(evaluator.predict(params, index))
 
-    # --- examples; all processes have to take part up to here
-    shown = evenly_spaced(questions, SHOWN_QUESTIONS)
-    predictions = Evaluator(run, shown, search, rerank).predict(params, index)
+    # --- Examples; only process 0 goes on after the predictions
+    example_questions = evenly_spaced(questions, NUM_EXAMPLES)
+    predictions = Evaluator(run, example_questions, search, rerank).predict(params, index)
     if not is_process_0():
         return {}
     store = run.sources.passages
-    reads = came_with_reader or any(map(trains_qa_reader, names))
+    reads = started_with_reader or any(map(trains_qa_reader, names))
     examples = []
-    for question, prediction in zip(shown, predictions, strict=True):
+    for question, prediction in zip(example_questions, predictions, strict=True):
         candidates = [
             {
                 "title": store.title(row),
@@ -218,7 +236,7 @@ def write_results(run: Run, params: Params, questions: Sequence[Question], comma
         "stages": stages,
         "recall_history": recall_history(evaluations),
         "adoptions": adoptions(evaluations),
-        "recall_by_replaced_words": results.get(BY_WORDS, {}),
+        "recall_by_replaced_words": results.get(BY_REPLACED_WORDS, {}),
         "questions_by_replaced_words": Counter(str(question.fields.get(GROUPED_BY)) for question in questions),
         "settings": flatten(run.config.to_dict()),
         "examples": examples,
@@ -228,14 +246,25 @@ def write_results(run: Run, params: Params, questions: Sequence[Question], comma
 
 
 def records(run: Run, kind: str) -> dict[str, list[dict[str, Any]]]:
-    """Task of the recipe → its records, in order. kind: `metrics` or `evaluations`."""
+    """Read the records of all tasks.
+
+    Args:
+        run: has recipe and run directory.
+        kind: 'metrics' or 'evaluations'.
+
+    Returns:
+        Task → its records, in the order of the recipe.
+    """
     return {name: read_lines(run.workdir / name / f"{kind}.jsonl") for name in task_names(run.config)}
 
 
 def collect_results(run: Run, questions: Sequence[Question], by_question_search: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a run: recall by method, exact match, retrieval utility, seconds by stage.
+    """Return recall by method, exact match, retrieval utility, and seconds by stage.
 
-    by_question_search: what the last task did not evaluate; its recall is given by the name of the search.
+    Args:
+        run: has the records in its directory.
+        questions: that were measured.
+        by_question_search: metrics that the last task did not evaluate; their method is the name of the search.
     """
     measured = {UNTRAINED: {}, "bm25": {}} | read_json(run.workdir / "baselines.json")
     names = task_names(run.config)
@@ -248,7 +277,7 @@ def collect_results(run: Run, questions: Sequence[Question], by_question_search:
             seconds[name] = seconds_spent(metrics[name], lines)
         if lines and any("recall@" in key for key in lines[-1]):
             measured[name] = lines[-1]
-        # How the task ended against its own start, with a warning if it ended below.
+        # The end of the task compared with its start, with a warning if it is worse.
         if stage := stage_summary(run.workdir / name):
             measure = selection_metric(name, lines[-1]) if keeps_best(name, run.config) else None
             warning = describe_regression(name, stage, measure)
@@ -260,15 +289,17 @@ def collect_results(run: Run, questions: Sequence[Question], by_question_search:
     results: dict[str, Any] = {
         key: {name: values[key] for name, values in measured.items() if key in values} for key in keys
     }
-    if by_words := {name: values[BY_WORDS] for name, values in measured.items() if BY_WORDS in values}:
-        results[BY_WORDS] = by_words
+    if by_words := {
+        name: values[BY_REPLACED_WORDS] for name, values in measured.items() if BY_REPLACED_WORDS in values
+    }:
+        results[BY_REPLACED_WORDS] = by_words
     exact = results["exact_match"] = dict[str, float]()
     for values in (*(measured.get(name, {}) for name in names), by_question_search):
         if "exact_match" in values:
             exact["retrieval"] = values["exact_match"]
     if answered(questions):
         exact["chance"] = majority_exact_match(run.sources.questions.get("train", []), questions)
-    # The methods that say what the retriever learned from masked words.
+    # Two methods whose difference is the effect of masked words on the retriever.
     if "realm" in names:
         before = [name for name in names[: names.index("realm")] if name in measured]
         results["comparison"] = {"before": before[-1] if before else UNTRAINED, "after": "realm"}
@@ -281,7 +312,7 @@ def collect_results(run: Run, questions: Sequence[Question], by_question_search:
 
 
 def hardware() -> str:
-    """One line about this machine."""
+    """Describe this machine in one line."""
     device = jax.devices()[0]
     cores = usable_cores()
     return f"{jax.device_count()} × {device.device_kind} ({device.platform}), {cores} cores, {platform.machine()}"

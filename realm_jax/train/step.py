@@ -1,10 +1,10 @@
 """The training state (`State`), sharded over the mesh, and the step as one jitted program.
 
-The gradient is that of the whole global batch, all at once or part by part. Part by part takes the memory of one part
-and gives the same gradient: sums and counts add up over the parts, and only then is the mean taken. A loss that
-compares every example with every other (the inverse cloze task) takes two passes: first all vectors, without a
-gradient; then the gradient of the loss at the vectors, carried back through the towers part by part (Gao et al. 2021,
-"Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup").
+The gradient is that of the global batch, at once or by microbatch. Microbatches need the memory of one of them and give
+the same gradient: sums and counts are added up over them before the mean is taken. A loss that compares every example
+with every other (the inverse cloze task) takes two passes: first all vectors, without a gradient; then the gradient of
+the loss at the vectors, carried back through the encoders by microbatch (Gao et al. 2021, "Scaling Deep Contrastive
+Learning Batch Size under Memory Limited Setup").
 
 Read `make_step`; `loop.py` drives it.
 """
@@ -34,7 +34,14 @@ Array = jax.Array
 
 
 class State(NamedTuple):
-    """The training state. step: int32 scalar; frozen: parameters that this task does not train."""
+    """The training state of a task.
+
+    Attributes:
+        step: number of steps that are done, int32 scalar.
+        trained: parameters that the task trains, by network.
+        frozen: all other parameters, by network.
+        optimizer: optax state, with moments for `trained` only.
+    """
 
     step: jax.Array
     trained: Params
@@ -43,11 +50,12 @@ class State(NamedTuple):
 
     @property
     def params(self) -> Params:
+        """Return all parameters, by network."""
         return {**self.frozen, **self.trained}
 
 
 def task_optimizer(task: Task) -> Any:
-    """The optimiser of a task, from its section of the config."""
+    """Return the optax optimizer of a task, from its section of the config."""
     config, settings, short = task.run.config, task.settings, is_short(task)
     warmup = config.optimizer.warmup or (SHORT_WARMUP.get(task.name, 20) if short else 0)
     retriever_start = settings.retriever_start if isinstance(settings, RealmConfig) else 0
@@ -55,19 +63,24 @@ def task_optimizer(task: Task) -> Any:
 
 
 def is_short(task: Task) -> bool:
-    """Whether the optimizer is the preset of short runs from pretrained weights."""
+    """Return True if the optimizer is the preset for short runs from pretrained weights."""
     return bool(task.run.config.optimizer.preset == "short")
 
 
 def task_rates(task: Task) -> RateScales:
-    """The rates of the parts of the model, as multiples of the task's learning rate."""
+    """Return the learning rates of parts of the model, as multiples of the task's."""
     if not is_short(task):
         return RateScales()
     return RateScales(SHORT_RETRIEVER.get(task.name, 1.0), heads=FRESH_HEADS, words=False)
 
 
 def start_state(task: Task, params: Params) -> State:
-    """A task's state at step 0, sharded. The parameters are donated, as a step donates its state."""
+    """Return a task's sharded state at step 0. The parameters are donated, as a step donates its state.
+
+    Args:
+        task: names the networks that it trains.
+        params: all parameters, by network.
+    """
     optimizer = task_optimizer(task)
     trained = {name: params[name] for name in task.trained}
     frozen = {name: value for name, value in params.items() if name not in task.trained}
@@ -80,11 +93,11 @@ def start_state(task: Task, params: Params) -> State:
 
 
 def state_shardings(task: Task) -> Any:
-    """Where every array of a task's state lives; moments live where their parameters do. A `State` of shardings."""
+    """Return a `State` of shardings; moments are sharded like their parameters."""
     import optax  # here, as in `optimizer.py`
 
     run = task.run
-    everywhere = replicated(run.mesh)
+    on_all_devices = replicated(run.mesh)
     trained = {name: run.param_shardings[name] for name in task.trained}
     frozen = {name: value for name, value in run.param_shardings.items() if name not in task.trained}
     optimizer = task_optimizer(task)
@@ -99,17 +112,20 @@ def state_shardings(task: Task) -> Any:
         lambda moment, sharding: moment if has_none(moment) else sharding,
         abstract,
         trained,
-        transform_non_params=lambda _: everywhere,
+        transform_non_params=lambda _: on_all_devices,
         is_leaf=has_none,
     )
-    return State(everywhere, trained, frozen, moments)  # type: ignore[arg-type]
+    return State(on_all_devices, trained, frozen, moments)  # type: ignore[arg-type]
 
 
 Step = Callable[[State, Any, Index | None, jax.Array], tuple[State, dict[str, jax.Array]]]
 
 
 def make_step(task: Task) -> Step:
-    """One optimiser step as one jitted program; the state is donated. Metric `consensus`: the reduced control words."""
+    """Return an optimizer step as one jitted program: (state, batch, index, control signals) → (state, metrics).
+
+    The state is donated. Metrics are float32 scalars, except `consensus`, the reduced control signal, [3] int32.
+    """
     import optax
 
     run, optimizer = task.run, task_optimizer(task)
@@ -130,33 +146,49 @@ def make_step(task: Task) -> Step:
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(run.mesh)))
 
 
-# --- the gradient -----------------------------------------------------------------------------------------------------
+# --- Gradient ---------------------------------------------------------------------------------------------------------
 
 
 def gradients(
-    task: Task, trained: Params, frozen: Params, batch: Batch, index: Any, key: Array | None, parts: int
+    task: Task, trained: Params, frozen: Params, batch: Batch, index: Any, key: Array | None, num_microbatches: int
 ) -> tuple[Params, dict[str, Array]]:
-    """Gradient of the mean loss by `trained`, and what the task reports. parts: divides the batch size."""
-    if parts == 1:
-        whole = jax.grad(lambda trained: loss_and_metrics(task, {**frozen, **trained}, batch, index, key), has_aux=True)
-        return whole(trained)
+    """Return the gradient of the mean loss, and the metrics.
+
+    Args:
+        task: has the loss.
+        trained: parameters to differentiate by.
+        frozen: all other parameters.
+        batch: arrays [batch, …].
+        index: of a task that retrieves, else None.
+        key: of dropout; None for none.
+        num_microbatches: a divisor of the batch size.
+
+    Returns:
+        Gradients, a tree like `trained`, and metrics, scalars by name.
+    """
+    if num_microbatches == 1:
+        gradient = jax.grad(
+            lambda trained: loss_and_metrics(task, {**frozen, **trained}, batch, index, key), has_aux=True
+        )
+        return gradient(trained)
+    microbatches = split(batch, num_microbatches)
     if task.contrast is None:
-        grads, means = _summed(task, trained, frozen, split(batch, parts), index, key)
+        grads, means = _summed_gradients(task, trained, frozen, microbatches, index, key)
     else:
-        grads, means = _cached(task, trained, frozen, split(batch, parts), key)
+        grads, means = _contrastive_gradients(task, trained, frozen, microbatches, key)
     return grads, metric_values(means)
 
 
 def loss_and_metrics(
     task: Task, params: Params, batch: Batch, index: Any, key: Array | None
 ) -> tuple[Array, dict[str, Array]]:
-    """The loss of a whole batch, and everything that is reported of it."""
+    """Return the mean loss of a batch and its metrics, scalars by name. Arguments: see `gradients`."""
     values = metric_values(task.loss(params, batch, index, key))
     return values["loss"], values
 
 
 def metric_values(means: Metrics) -> dict[str, Array]:
-    """The values of means; a perplexity is the exponential of one."""
+    """Return the values of means; a perplexity is the exponential of a mean."""
     values = {name: mean.mean for name, mean in means.items()}
     if LOG_PERPLEXITY in values:
         values["perplexity"] = jnp.exp(values.pop(LOG_PERPLEXITY))
@@ -164,25 +196,29 @@ def metric_values(means: Metrics) -> dict[str, Array]:
 
 
 def split(batch: Batch, parts: int) -> Batch:
-    """[batch, …] → [parts, batch / parts, …]. Part i has every example whose number mod `parts` is i, so that each
-    device keeps its own."""
+    """Split arrays into microbatches: [batch, …] → [parts, batch / parts, …].
+
+    Microbatch i has the examples whose number mod `parts` is i, so that no example moves to another device.
+
+    Args:
+        batch: a tree of arrays.
+        parts: number of microbatches, a divisor of the batch size.
+    """
     return jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
 
 
-def _join(parts: Any) -> Any:
-    """The inverse of `split`."""
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), parts)
-
-
-def _part_key(key: Array | None, number: Array) -> Array | None:
+def _microbatch_key(key: Array | None, number: Array) -> Array | None:
+    """Return the dropout key of a microbatch, so that no two draw the same numbers."""
     return None if key is None else jax.random.fold_in(key, number)
 
 
-def _summed(
-    task: Task, trained: Params, frozen: Params, batch: Batch, index: Any, key: Array | None
+def _summed_gradients(
+    task: Task, trained: Params, frozen: Params, microbatches: Batch, index: Any, key: Array | None
 ) -> tuple[Params, Metrics]:
+    """Return the gradient of the mean loss and the means, added up by microbatch."""
+
     def total(trained: Params, part: Batch, number: Array) -> tuple[Array, Metrics]:
-        means = task.loss({**frozen, **trained}, part, index, _part_key(key, number))
+        means = task.loss({**frozen, **trained}, part, index, _microbatch_key(key, number))
         return means["loss"].total, means
 
     def add(sums: Params, entry: tuple[Array, Batch]) -> tuple[Params, Metrics]:
@@ -191,35 +227,39 @@ def _summed(
         return jax.tree.map(jnp.add, sums, grads), means
 
     zeros = jax.tree.map(jnp.zeros_like, trained)
-    grads, means = jax.lax.scan(add, zeros, (jnp.arange(_length(batch)), batch))
-    means = jax.tree.map(lambda of_parts: of_parts.sum(axis=0), means)
+    grads, means = jax.lax.scan(add, zeros, (jnp.arange(_num_microbatches(microbatches)), microbatches))
+    means = jax.tree.map(lambda sums: sums.sum(axis=0), means)  # [parts] → []
     count = jnp.maximum(means["loss"].weight, 1.0)
     return jax.tree.map(lambda gradient: gradient / count, grads), means
 
 
-def _cached(task: Task, trained: Params, frozen: Params, batch: Batch, key: Array | None) -> tuple[Params, Metrics]:
+def _contrastive_gradients(
+    task: Task, trained: Params, frozen: Params, microbatches: Batch, key: Array | None
+) -> tuple[Params, Metrics]:
+    """Return the gradient of a loss that compares all examples of a batch, and the means, in two passes."""
     assert task.contrast is not None
     encode, null, contrast = task.contrast
 
     def vectors(trained: Params, number: Array, part: Batch) -> Any:
-        return encode({**frozen, **trained}, part, _part_key(key, number))
+        return encode({**frozen, **trained}, part, _microbatch_key(key, number))
 
     def loss(vectors: Any, trained: Params) -> tuple[Array, Metrics]:
         means = contrast(vectors, null({**frozen, **trained}, key))
         return means["loss"].mean, means
 
-    numbers = jnp.arange(_length(batch))
-    found = _join(jax.lax.map(lambda entry: vectors(trained, *entry), (numbers, batch)))
-    (_, means), (cotangents, grads) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(found, trained)
+    numbers = jnp.arange(_num_microbatches(microbatches))
+    by_microbatch = jax.lax.map(lambda entry: vectors(trained, *entry), (numbers, microbatches))
+    all_vectors = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), by_microbatch)  # undoes `split`
+    (_, means), (cotangents, grads) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(all_vectors, trained)
 
     def add(grads: Params, entry: tuple[Array, Batch, Any]) -> tuple[Params, None]:
         number, part, cotangent = entry
         _, back = jax.vjp(lambda trained: vectors(trained, number, part), trained)
         return jax.tree.map(jnp.add, grads, back(cotangent)[0]), None
 
-    grads, _ = jax.lax.scan(add, grads, (numbers, batch, split(cotangents, len(numbers))))
+    grads, _ = jax.lax.scan(add, grads, (numbers, microbatches, split(cotangents, len(numbers))))
     return grads, means
 
 
-def _length(batch: Batch) -> int:
-    return len(next(iter(batch.values())))
+def _num_microbatches(microbatches: Batch) -> int:
+    return len(next(iter(microbatches.values())))

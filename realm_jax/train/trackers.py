@@ -1,8 +1,8 @@
-"""Send the values of a task to TensorBoard's files and to Weights & Biases, as `config.log.to` names them.
+"""Send the values of a task to the trackers in `config.log.to`: TensorBoard's files, Weights & Biases.
 
-A tracker has one run for each task, and its package is imported only if it is named. Weights & Biases reads its own
-environment variables (`WANDB_PROJECT`, `WANDB_MODE`, …). TASK/trackers.json keeps the id of its run, so that a resumed
-task goes on with it; repeated steps are sent again. For other trackers see `callback` of `realm_jax.train_model`.
+A tracker has one run for each task, and its package is imported only if the config names it. Weights & Biases reads
+environment variables (`WANDB_PROJECT`, `WANDB_MODE`, …). TASK/trackers.json has the id of its run, so that a resumed
+task continues it; repeated steps are sent again. For other trackers see `callback` of `realm_jax.train_model`.
 """
 
 import importlib.util
@@ -25,40 +25,52 @@ logger = logging.getLogger(__name__)
 PROJECT = "realm_jax"  # unless WANDB_PROJECT names another
 IDS = "trackers.json"
 PREFIXES = {"metrics": "train", "evaluations": "evaluation"}  # file of the record → prefix of its values' names
-CLOSE_SECONDS = 20.0  # that the end of a task waits for uploads: less than what is left after SIGTERM
+CLOSE_SECONDS = 20.0  # maximal wait for uploads at the end of a task: less than the grace period after SIGTERM
 
 
 class TaskRun(NamedTuple):
-    """The run of a task as trackers see it."""
+    """The run of a task as trackers see it.
 
-    folder: Path  # the task's
-    start: int  # the number of steps that are done
-    settings: Mapping[str, Any]  # the config, dotted key → value
+    Attributes:
+        folder: WORKDIR/TASK.
+        start: number of steps that are done.
+        settings: dotted key of the config → value.
+    """
+
+    folder: Path
+    start: int
+    settings: Mapping[str, Any]
 
 
 class TensorBoard:
-    """Files in TASK/tensorboard/<kind>, in which steps that are trained again replace the earlier ones."""
+    """Writes files to TASK/tensorboard/<kind>, in which repeated steps replace the earlier ones."""
 
     def __init__(self, run: TaskRun) -> None:
         from tensorboardX import SummaryWriter  # here, since it imports torch if that is installed: seconds
 
-        # The evaluation of the step that a task resumes from is made again.
+        # A resumed task repeats the evaluation of its first step.
         first_steps = {"metrics": run.start + 1, "evaluations": run.start}
         folder = run.folder / "tensorboard"
         self._writers = {kind: SummaryWriter(str(folder / kind), purge_step=step) for kind, step in first_steps.items()}
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
-        """Send the numbers of a record. kind: 'metrics' or 'evaluations'; step: of the task."""
+        """Send the numbers of a record.
+
+        Args:
+            kind: 'metrics' or 'evaluations'.
+            step: number of steps of the task that are done.
+            values: metric → value.
+        """
         for name, value in values.items():
             self._writers[kind].add_scalar(name, value, step)
 
     def finish(self) -> None:
-        """Send what was held back, and close the files."""
+        """Flush and close the files."""
         event_writers = [writer.file_writer.event_writer for writer in self._writers.values()]
         try:
             for writer in self._writers.values():
                 writer.close()
-        except OSError:  # on a full disk; at the end of the process the library would fail again, with tracebacks
+        except OSError:  # on a full disk; at exit the library would fail again, with tracebacks
             for event_writer in event_writers:
                 if not event_writer._closed:
                     event_writer._worker.stop()
@@ -67,7 +79,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of wandb, with the methods of `TensorBoard`. Its own steps only grow, so values are drawn over `step`."""
+    """Sends values to a run of wandb, with the methods of `TensorBoard`.
+
+    The steps of wandb can only grow, so we plot values over our own `step`.
+    """
 
     def __init__(self, run: TaskRun) -> None:
         import wandb
@@ -85,9 +100,11 @@ class WeightsAndBiases:
         write_json_atomic(ids, {"wandb": run_id})
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
+        """Send the numbers of a record. Arguments: see `TensorBoard.log`."""
         self._run.log({"step": step} | {f"{PREFIXES[kind]}/{name}": value for name, value in values.items()})
 
     def finish(self) -> None:
+        """Finish uploads, and end the run of wandb."""
         self._run.finish()
 
 
@@ -95,20 +112,20 @@ Tracker = TensorBoard | WeightsAndBiases
 
 
 class CompositeTracker:
-    """The trackers of a task, by name. Training goes on if one fails: its first failure is a warning."""
+    """Sends values to all trackers of a task. If a tracker fails, we warn once and training continues."""
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
         self._trackers = trackers
         self._failed = set[str]()
 
     def log(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Send the numbers among the values of a record to every tracker."""
+        """Send the numbers among the values of a record to every tracker. Arguments: see `TensorBoard.log`."""
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         for name, tracker in self._trackers.items():
             self._attempt(name, tracker.log, kind, step, numbers)
 
     def finish(self) -> None:
-        """Close every tracker; gives up after CLOSE_SECONDS."""
+        """Close all trackers at the same time, and stop waiting after CLOSE_SECONDS."""
         threads = []
         for name, tracker in self._trackers.items():
             threads.append((name, Thread(target=self._attempt, args=(name, tracker.finish), daemon=True)))
@@ -138,19 +155,24 @@ TRACKERS: dict[str, tuple[type[Tracker], str]] = {  # name → tracker, module t
 
 
 def check_installed(log_to: str) -> None:
-    """Raise UserError for a tracker of `config.log.to` that is not installed; imports none of them."""
+    """Raise UserError if a tracker of `config.log.to` is not installed, without importing any."""
     for name in tracker_names(log_to):
         spec = importlib.util.find_spec(TRACKERS[name][1])
-        # wandb leaves a folder of its name in the folder where it ran, which Python takes for a package without files.
+        # wandb makes a folder `wandb` in the current directory, which Python takes for a package without files.
         is_folder = spec is not None and spec.origin is None and bool(spec.submodule_search_locations)
         if spec is None or is_folder:
             raise UserError(f"config.log.to={log_to}: {name} is not installed; `pip install {name}`, or leave it out")
 
 
 def open_trackers(log_to: str, run: TaskRun) -> CompositeTracker:
-    """Open the trackers that `config.log.to` names in the first process, and none in others; all have to call this.
+    """Open the trackers of a task in process 0, and none in others. Every process has to call this.
 
-    Raises UserError if one cannot be opened.
+    Args:
+        log_to: `config.log.to`.
+        run: the run of the task.
+
+    Raises:
+        UserError: a tracker cannot be opened.
     """
     opened: dict[str, Tracker] = {}
 

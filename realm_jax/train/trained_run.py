@@ -1,7 +1,7 @@
-"""A trained run, opened for inference; shared by `realm ask`, `predict`, `evaluate`, `inspect` and `serve`.
+"""Open a trained run for inference, for `realm ask`, `predict`, `evaluate`, `inspect` and `serve`.
 
-It is read from the run's exported model (`exported_model.py`). Nothing in the run folder is changed, so a run can
-answer questions while it trains: with the model that its last finished task left.
+We read the run's exported model (`exported_model.py`) and change nothing in the run directory. So a run can answer
+questions while it trains, with the model of its last finished task.
 """
 
 import contextlib
@@ -54,24 +54,24 @@ from realm_jax.train.workdir import begins_with_reader, check_data, load_run, re
 
 logger = logging.getLogger(__name__)
 
-NBEST = 5  # answers of a question that are shown or written, if nothing else is asked for
-LONGEST = 20_000  # characters of a question
-LOW_EXACT_MATCH, LOW_RECALL = 0.2, 0.5  # below these a user is warned
+NBEST = 5  # default number of answers for a question
+MAX_QUESTION_CHARACTERS = 20_000
+LOW_EXACT_MATCH, LOW_RECALL = 0.2, 0.5  # below these we warn the user
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainedRun:
-    """A run with the model that one of its tasks exported, and the corpus embedded.
+    """A run with the exported model of a task, and the embedded corpus.
 
     Attributes:
         run: its fixed parts.
-        task: whose parameters these are.
-        step: of that task.
-        params: those that answering needs.
-        index: the corpus by these parameters.
-        search: what finds the passages of questions, one of `config.SEARCHES`.
-        rerank: what reorders them; None: nothing.
-        model: where the other parameters are; None for an index version that the run published.
+        task: name of the task that trained the parameters.
+        step: number of steps of the task.
+        params: those that answers need, on the devices.
+        index: the corpus, embedded with these parameters.
+        search: how to retrieve passages for questions, one of `config.SEARCHES`.
+        rerank: the reranker; None for none.
+        model: has the other parameters; None for a published generation.
     """
 
     run: Run
@@ -84,40 +84,54 @@ class TrainedRun:
     model: ExportedModel | None = None
 
     def evaluator(self, questions: Sequence[Question], batch_size: int | None = None) -> Evaluator:
-        """What answers questions with it, `batch_size` at a time (default: `evaluation.batch_size`)."""
+        """Return an evaluator of questions.
+
+        Args:
+            questions: to answer.
+            batch_size: questions at a time; None for `evaluation.batch_size`.
+        """
         return Evaluator(self.run, questions, self.search, self.rerank, self.reads_blanks, batch_size)
 
     @property
     def reads(self) -> bool:
-        """Whether its reader learnt to answer from passages, by questions or by blanks."""
+        """Return True if its reader learned to answer from passages, with questions or masked sentences."""
         return self.reads_blanks or reader_is_trained(self.run.workdir, self.task)
 
     @property
     def reads_blanks(self) -> bool:
-        """Whether its reader has never seen a question, and learnt to point at what stands in a blank."""
+        """Return True if its reader learned to answer only with masked sentences (blanks), not with questions."""
         return points_at_blanks(self.run, self.task)
 
 
 def float32_digits(value: float) -> float:
-    """As many digits as a float32 has."""
+    """Round a number to the nine digits that tell float32 numbers apart."""
     return float(f"{value:.9g}")
 
 
 def load_questions(run: Run, name: str | None, need_right: bool) -> list[Question]:
-    """The questions of a split, or of a file. Warns of those that cannot be answered, or found, as they stand."""
-    questions = _questions(run, name or "dev", need_right)
-    most = run.config.data.query_length - 2
+    """Read the questions of a split or a file, and warn of long questions and missing gold passages.
+
+    Args:
+        run: has the splits.
+        name: of a split, or path of a file; None for the split `dev`.
+        need_right: true to reject questions with neither answers nor gold passages.
+
+    Raises:
+        UserError: there is no such split or file, or the file is malformed.
+    """
+    questions = _read_split_or_file(run, name or "dev", need_right)
+    max_tokens = run.config.data.query_length - 2
     encoded = run.sources.tokenizer.encode_batch([question.question for question in questions])
-    if cut := sum(len(encoding.ids) > most for encoding in encoded):
-        logger.warning("%d questions are longer than the %d tokens that the run reads; they are cut", cut, most)
+    if cut := sum(len(encoding.ids) > max_tokens for encoding in encoded):
+        logger.warning("%d questions are longer than the %d tokens that the run reads; they are cut", cut, max_tokens)
     gold = {name for question in questions for name in question.gold}
-    if absent := [name for name in gold if not run.sources.passages.rows_of(name)]:
-        logger.warning("%d gold passages, such as %r, are not in the corpus: misses", len(absent), min(absent))
+    if missing := [name for name in gold if not run.sources.passages.rows_of(name)]:
+        logger.warning("%d gold passages, such as %r, are not in the corpus: misses", len(missing), min(missing))
     return questions
 
 
-def _questions(run: Run, name: str, need_right: bool) -> list[Question]:
-    """Of a split, or of a file: what is no split, and is there or is written like no split."""
+def _read_split_or_file(run: Run, name: str, need_right: bool) -> list[Question]:
+    """Read questions; a name that is no split is a path if the file exists or if the name is no identifier."""
     splits = run.sources.questions
     if name in splits:
         return splits[name]
@@ -130,9 +144,10 @@ def _questions(run: Run, name: str, need_right: bool) -> list[Question]:
 
 
 def run_changes(overrides: Sequence[str]) -> dict[str, Any]:
-    """Dotted key → value of what `--config.key=value` changes in the config of a trained run.
+    """Return the changes of a trained run's config, dotted key → value, from `--config.key=value` flags.
 
-    Raises UserError for a key that is fixed in it: only runtime and evaluation keys may change.
+    Raises:
+        UserError: a key is neither a runtime nor an evaluation key, so the run fixes it.
     """
     names = [override.partition("=")[0].removeprefix("--config.") for override in overrides]
     config = with_overrides(default(), overrides)
@@ -144,17 +159,27 @@ def run_changes(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def open_run_for_inference(workdir: Path, changes: dict[str, Any] | None = None, questions: bool = True) -> Run:
-    """The run of a folder on the devices that are here, with its config changed as `changes` has it.
+    """Open a run on the devices of this machine.
 
-    questions: whether those of the prepared folder are read.
-    Raises UserError when there is no run, or when its prepared folder is gone or another one.
+    Args:
+        workdir: the run directory.
+        changes: dotted key of the config → value; None for no changes.
+        questions: false to leave out the questions of the prepared folder.
+
+    Raises:
+        UserError: there is no run, or its prepared folder is missing or has other data.
     """
     changes = changes or {}
     recorded = recorded_config(workdir)
-    _check_prepared(changes.get("data.path") or recorded.data.path, workdir)
+    folder = changes.get("data.path") or recorded.data.path
+    if not is_remote(folder) and not (Path(folder) / PREPARED).is_file():
+        raise UserError(
+            f"{folder}: the prepared folder of the run in {workdir} is not there (looked from {Path.cwd()}); "
+            "name its new location with --config.data.path=DIR"
+        )
     cache_programs()
-    # Trained on one machine and asked on another: every device takes a share of the passages and all parameters. Batch
-    # sizes of training must suit the devices, but nothing is trained here.
+    # This machine may have other devices than the one that trained. Each device gets a share of the passages and all
+    # parameters. We do not train, but batch sizes of tasks have to be valid for the number of devices.
     here: dict[str, Any] = {"mesh.fsdp": 1, "mesh.model": 1, "optimizer.microbatches": 1}
     for name in TASK_SECTIONS:
         here[f"{name}.batch_size"] = jax.device_count()
@@ -163,32 +188,30 @@ def open_run_for_inference(workdir: Path, changes: dict[str, Any] | None = None,
     return run
 
 
-def _check_prepared(folder: str, workdir: Path) -> None:
-    if not is_remote(folder) and not (Path(folder) / PREPARED).is_file():
-        raise UserError(
-            f"{folder}: the prepared folder of the run in {workdir} is not there (looked from {Path.cwd()}); "
-            "name the place that it was moved to with --config.data.path=DIR"
-        )
-
-
 def reader_is_trained(workdir: Path, task: str) -> bool:
-    """Whether the reader at the end of a task of a run learnt to answer from passages: in fine-tuning there, or in the
-    run or weights that it started from."""
+    """Return True if the reader at the end of a task learned to answer questions, in this run or in its source.
+
+    Args:
+        workdir: the run directory.
+        task: the task's name.
+    """
     return trains_qa_reader(task) or begins_with_reader(workdir)
 
 
 def points_at_blanks(run: Run, task: str) -> bool:
-    """Whether the reader at the end of a task of a run learnt from blanks alone."""
+    """Return True if the reader at the end of a task learned to answer only with masked sentences.
+
+    Args:
+        run: has config and run directory.
+        task: the task's name.
+    """
     return trains_cloze_reader(task, run.config) and not reader_is_trained(run.workdir, task)
 
 
 def check_reads_passages(trained: TrainedRun) -> None:
-    """Raise UserError for a reader without passages: there is nothing to show beside its answers."""
+    """Raise UserError if the reader answers without passages, so that there are none to show."""
     if not reads_passages(trained.task):
-        raise UserError(
-            f"{trained.run.workdir}: {trained.task} was trained there, which answers without passages; use `realm "
-            "predict`"
-        )
+        raise UserError(f"{trained.run.workdir}: its task {trained.task} answers without passages; use `realm predict`")
 
 
 def restore(
@@ -199,14 +222,14 @@ def restore(
     The corpus is embedded if the model has no vectors of these passages.
 
     Args:
-        run: the opened run.
-        task: whose parameters are wanted; None: those of the last task that ended.
-        for_answers: whether questions will be answered with them.
-        search: what finds the passages of questions; None: what the task says.
-        warn: whether to warn of a reader that has not learned to answer.
+        run: opened on this machine.
+        task: name of the task that trained the parameters; None for the last finished task.
+        for_answers: false to read encoders for vectors only.
+        search: one of `config.SEARCHES`; None for the task's.
+        warn: true to warn if the reader has not learned to answer.
 
     Raises:
-        UserError: if the recipe has no such task, and if there is no exported model, or a damaged one.
+        UserError: the recipe has no such task, or its exported model is missing or damaged.
     """
     while True:
         exported = find_task(run, task)
@@ -215,16 +238,16 @@ def restore(
         try:
             vectors = exported.vectors(run.sources.passages.fingerprint) if takes_vectors else None  # [passages, width]
             # The passage encoder is needed only to embed passages, which vectors make unnecessary.
-            query, *others = run.model.embedder_names
+            query_encoder, *passage_encoder = run.model.embedder_names  # one name if both share a network
             embeds = (takes_vectors and vectors is None) or not for_answers or run.config.qa.trains_passages
-            names = [query, "reader", *(others if embeds else ())]
+            names = [query_encoder, "reader", *(passage_encoder if embeds else ())]
             names += [] if rerank is None else [rerank.network]
             params = jax.device_put(exported.params(run.model, names), replicated(run.mesh))
             break
         except UserError:
             if find_task(run, task).identity == exported.identity:
                 raise
-            # The run went on and replaced the folder while it was read.
+            # The run replaced the exported model while we read it, so we read it again.
 
     if not takes_vectors:
         index = run.index_without_vectors
@@ -240,12 +263,20 @@ def restore(
             "these are the parameters of task %s: answers come from a span head that was not fine-tuned", exported.task
         )
     if method != "vectors" and for_answers:
-        run.bm25()  # raises where there are none
+        run.bm25()  # raises UserError if it cannot search
     return TrainedRun(run, exported.task, exported.step, params, index, method, rerank, exported)
 
 
 def find_task(run: Run, task: str | None) -> ExportedModel:
-    """Open the exported model of a task of a run; None: of the last task that ended. Raises as `restore`."""
+    """Open the exported model of a run.
+
+    Args:
+        run: has recipe and run directory.
+        task: name of the task that trained the parameters; None for the last finished task.
+
+    Raises:
+        UserError: the recipe has no such task, or it has exported no model.
+    """
     names = task_names(run.config)
     if task is not None and task not in names:
         raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
@@ -254,98 +285,120 @@ def find_task(run: Run, task: str | None) -> ExportedModel:
 
 @dataclasses.dataclass(frozen=True)
 class RecordedMetrics:
-    """Metrics that a run recorded at the end of a task; None if it did not.
+    """Metrics that a run recorded at the end of a task; None for a metric that it did not record.
 
-    found: share of the questions for which the gold passage was among the first five, or a passage with an answer where
-    no question has a gold passage. on: on what, as results.json says it; None while there are no results.
+    Attributes:
+        exact_match: share of the answers that are right.
+        recall: recall@5, or answer_recall@5 if no question has a gold passage.
+        on: name of the questions in results.json; None if that file does not exist yet.
     """
 
     exact_match: float | None
-    found: float | None
+    recall: float | None
     on: str | None = "development questions"
 
     @property
     def is_low(self) -> bool:
-        """Whether most answers, or the passages that they come from, are wrong."""
+        """Return True if most answers, or most retrieved passages, are wrong."""
         low = self.exact_match is not None and self.exact_match < LOW_EXACT_MATCH
-        return low or self.found is not None and self.found < LOW_RECALL
+        return low or self.recall is not None and self.recall < LOW_RECALL
 
     def advice(self) -> str:
-        """One line about how far to trust an answer."""
-        on = "what it was measured on" if self.on is None else f"its {self.on}"
+        """Return a line that tells how far to trust an answer."""
+        on = "the questions that it was measured on" if self.on is None else f"its {self.on}"
         answers = "" if self.exact_match is None else f"answers {self.exact_match:.0%} of {on} right"
-        found = "" if self.found is None else f"finds the right passage for {self.found:.0%}"
-        if not answers and found:
-            found += f" of {on}"
-        return f"this run {' and '.join(filter(None, (answers, found)))}: check the passages below"
+        passages = "" if self.recall is None else f"finds the right passage for {self.recall:.0%}"
+        if not answers and passages:
+            passages += f" of {on}"
+        return f"this run {' and '.join(filter(None, (answers, passages)))}: check the passages below"
 
 
 def _results(file: Path) -> dict[str, Any]:
-    """What a run ended with; {} where there is nothing or, after a warning, where it cannot be read."""
+    """Read results.json; {} if it is missing, or with a warning if it is malformed."""
     try:
-        found: Any = read_json(file) if file.is_file() else {}
+        results: Any = read_json(file) if file.is_file() else {}
     except UserError:
-        found = None
-    if isinstance(found, dict):
-        return found
-    logger.warning("%s cannot be read as results; answers come without what was measured", file)
+        results = None
+    if isinstance(results, dict):
+        return results
+    logger.warning("%s cannot be read as results; answers come without metrics of the run", file)
     return {}
 
 
 def recorded_metrics(run: Run, task: str) -> RecordedMetrics | None:
-    """The newest measurement of what a task trained; None if it was never measured.
+    """Return the newest metrics of a task's parameters: those in results.json, else its last evaluation.
 
-    results.json has what the run ended with, evaluations.jsonl of the task what was measured on the way.
+    Args:
+        run: has recipe and run directory.
+        task: the task's name.
+
+    Returns:
+        None if the parameters were never evaluated.
     """
     results = _results(run.workdir / "results.json")
     methods = (question_search(task, run.config), task)
-    by = next((by for by in methods if any(by in results.get(name, {}) for name in RECALLS)), task)
-    ended = {name: one[by] for name in RECALLS if by in (one := results.get(name, {}))}
-    last = task == task_names(run.config)[-1]  # results are of the parameters at the end
+    method = next((method for method in methods if any(method in results.get(name, {}) for name in RECALLS)), task)
+    measures = {name: values[method] for name in RECALLS if method in (values := results.get(name, {}))}
+    last = task == task_names(run.config)[-1]  # exact match there is of the last parameters of the run
     exact = results.get("exact_match", {}).get("retrieval") if last else None
-    if not ended and exact is None:
+    if not measures and exact is None:
         lines = [line for line in read_lines(run.workdir / task / "evaluations.jsonl") if primary_metric(line)]
-        ended = lines[-1] if lines else {}
-        exact = ended.get("exact_match")
-    found = ended.get(primary_metric(ended))
+        measures = lines[-1] if lines else {}
+        exact = measures.get("exact_match")
+    recall = measures.get(primary_metric(measures))
     on = "development questions" if exact is not None else results.get("measured_on")  # sentences have no answers
-    return None if exact is None and found is None else RecordedMetrics(exact, found, on)
+    return None if exact is None and recall is None else RecordedMetrics(exact, recall, on)
 
 
-def towers_of(trained: TrainedRun) -> Params:
-    """Both encoders of a run as it was opened. Raises UserError if another model was exported since."""
+def encoder_params(trained: TrainedRun) -> Params:
+    """Return the parameters of both encoders. Raises UserError if another model was exported since."""
     names = trained.run.model.embedder_names
     missing = [name for name in names if name not in trained.params]
     if not missing:
         return {name: trained.params[name] for name in names}
-    assert trained.model is not None, "an index version comes with both"
-    now = find_exported_model(trained.model.folder)
-    if now is None or now.identity != trained.model.identity:
-        raise UserError(f"{trained.run.workdir}: was trained on since it was opened; open it again")
-    read = jax.device_put(now.params(trained.run.model, missing), replicated(trained.run.mesh))
+    assert trained.model is not None, "a generation comes with both encoders"
+    current = find_exported_model(trained.model.folder)
+    if current is None or current.identity != trained.model.identity:
+        raise UserError(f"{trained.run.workdir}: the run continued after it was opened; open it again")
+    read = jax.device_put(current.params(trained.run.model, missing), replicated(trained.run.mesh))
     return {name: trained.params.get(name, read.get(name)) for name in names}
 
 
 def is_edited(run: Run) -> bool:
-    """Whether the corpus was edited since the run was trained."""
+    """Return True if the corpus was edited after the run started."""
     return bool(read_json(run.workdir / "data.json")["passages"] != run.sources.passages.fingerprint)
 
 
 def published_index(run: Run, params: Params) -> Index | None:
-    """The index of a generation of this version of the corpus and of the towers of `params`, if there is a good one."""
+    """Load a generation of this version of the corpus.
+
+    Args:
+        run: has the corpus and the shared folder.
+        params: has the passage encoder that embedded the generation.
+
+    Returns:
+        None if there is no intact generation.
+    """
     name = run.model.embedder_names[-1]
-    tower = to_arrays({name: params[name]})
+    passage_encoder = to_arrays({name: params[name]})
     for manifest in _generations(run):
         with contextlib.suppress(Damaged):
-            exported = _exported_towers(run, manifest)
-            if exported and all(np.array_equal(exported[path], value) for path, value in tower.items()):
-                return _stored_index(run, manifest)
+            exported = _exported_encoders(run, manifest)
+            if exported and all(np.array_equal(exported[path], value) for path, value in passage_encoder.items()):
+                return generation_index(run, shared_folder(run), manifest)
     return None
 
 
 def open_generation(run: Run, name: str) -> TrainedRun:
-    """The index of a generation, by its name or the 'newest' of this version of the corpus, with the towers that made
-    it and no reader. Raises UserError if there is none, and where its towers are gone."""
+    """Load a generation with the encoders that embedded it, and without a reader.
+
+    Args:
+        run: has the corpus and the shared folder.
+        name: of the generation, or 'newest' for the newest one of this version of the corpus.
+
+    Raises:
+        UserError: there is no such generation, or its export was removed.
+    """
     folder = shared_folder(run)
     manifest = next(_generations(run), None) if name == "newest" else read_manifest(folder, name)
     if manifest is None and name == "newest":
@@ -357,56 +410,61 @@ def open_generation(run: Run, name: str) -> TrainedRun:
         raise UserError(f"{folder.path('index')}: there is no generation {name}; `realm storage ls` lists them")
     if manifest.corpus != run.sources.passages.fingerprint:
         raise UserError(f"generation {manifest.generation} is of another corpus than {run.config.data.path}")
-    towers = _exported_towers(run, manifest)
-    if towers is None:
+    encoders = _exported_encoders(run, manifest)
+    if encoders is None:
         raise UserError(
             f"{folder.path('exports')}: the export of generation {manifest.generation} is gone; name another"
         )
-    return TrainedRun(run, task_names(run.config)[-1], manifest.step, to_params(towers), _stored_index(run, manifest))
+    index = generation_index(run, folder, manifest)
+    return TrainedRun(run, task_names(run.config)[-1], manifest.step, to_params(encoders), index)
 
 
 def _generations(run: Run) -> Iterator[Manifest]:
-    """The good generations of this version of the corpus, the newest first."""
+    """Yield the generations of this version of the corpus that were not rejected, the newest first."""
     folder = shared_folder(run)
     for manifest in read_manifests(folder, reversed(generation_names(folder))):
         if manifest.corpus == run.sources.passages.fingerprint and read_rejection(folder, manifest.generation) is None:
             yield manifest
 
 
-def _exported_towers(run: Run, manifest: Manifest) -> dict[str, NDArray] | None:
-    """The towers that a generation was built with; None if their export is gone."""
+def _exported_encoders(run: Run, manifest: Manifest) -> dict[str, NDArray] | None:
+    """Read the encoders that embedded a generation; None if their export was removed."""
     export = export_of(shared_folder(run), manifest)
     return None if export is None else read_towers(shared_folder(run), export)
 
 
-def _stored_index(run: Run, manifest: Manifest) -> Index:
-    return generation_index(run, shared_folder(run), manifest)
-
-
 def check_question(run: Run, question: str, search: str = "vectors") -> str:
-    """A question without the space around it. Raises UserError when it is empty or longer than the run reads,
-    or where it has no word that BM25 alone could find it by."""
+    """Return a question without the white space around it.
+
+    Args:
+        run: has tokenizer and lengths.
+        question: text of the user.
+        search: one of `config.SEARCHES`.
+
+    Raises:
+        UserError: the question is empty or too long, or BM25 is the only search and would ignore all of its words.
+    """
     question = question.strip()
-    if len(question) > LONGEST:  # before it is cut into tokens, which takes its time
+    if len(question) > MAX_QUESTION_CHARACTERS:  # before tokenizing, which is slow for long texts
         raise UserError(f"the question has {len(question):,} characters; shorten it")
     try:
         question.encode("utf-8")
     except UnicodeEncodeError:
         raise UserError("the question is not valid UTF-8; type or save it as UTF-8 text") from None
-    pieces = len(run.sources.tokenizer.encode(question).ids)
+    num_tokens = len(run.sources.tokenizer.encode(question).ids)
     if search == "bm25" and not run.bm25().has_terms(question):
         raise UserError(
             "the question has no word but stop words, which BM25 leaves out; ask with other words, or with "
             "--search=vectors"
         )
-    if pieces == 0:
+    if num_tokens == 0:
         raise UserError('the question is empty; write one, such as "When was the bridge built?"')
-    most = run.config.data.query_length - 2
-    if pieces > most:
-        raise UserError(f"the question has {pieces:,} tokens, but this run reads at most {most}; shorten it")
+    max_tokens = run.config.data.query_length - 2
+    if num_tokens > max_tokens:
+        raise UserError(f"the question has {num_tokens:,} tokens, but this run reads at most {max_tokens}; shorten it")
     return question
 
 
 def ranks_by_search(ranks: Sequence[int]) -> dict[str, int]:
-    """The places of a passage by the searches that found it, from 1: {"vectors": 3, "bm25": 1}."""
+    """Return the ranks of a passage, from 1, by the searches that retrieved it: {"vectors": 3, "bm25": 1}."""
     return {search: rank for search, rank in zip(("vectors", "bm25"), ranks, strict=True) if rank}

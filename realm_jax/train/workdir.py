@@ -1,4 +1,4 @@
-"""The run folder's record of its config and data: compared at every start, and what opens the run again."""
+"""Record config and data in the run directory, compare them at every start, and open the run from them."""
 
 import os
 import re
@@ -15,28 +15,32 @@ from realm_jax.run import Run
 from realm_jax.storage import Folder, open_folder, read_json, write_json_atomic
 from realm_jax.train.checkpoints import SavedCheckpoint
 
-START = "start.json"  # what is known of where a run began
-# Keys that may name a file or a folder.
-PLACES = ("data.path", "init_from", "reader_from", "refresh.shared")
-_ELSEWHERE = re.compile(r"[a-z0-9]+:")  # begins what lies in no folder: gs://, hf:, py:, tfds:
+START = "start.json"  # facts about the starting parameters
+PATH_KEYS = ("data.path", "init_from", "reader_from", "refresh.shared")  # may name a file or a folder
+_SCHEME = re.compile(r"[a-z0-9]+:")  # begins a value that is no path: gs://, hf:, py:, tfds:
 
 
 def has_checkpoint(config: Config, workdir: Path) -> bool:
-    """Whether a run has parameters of its own saved."""
+    """Return True if the first task of a run has a checkpoint.
+
+    Args:
+        config: has the recipe.
+        workdir: the run directory.
+    """
     return SavedCheckpoint.newest(workdir / task_names(config)[0] / "checkpoints") is not None
 
 
 def begins_with_reader(workdir: Path) -> bool:
-    """Whether the run in a folder began with a reader that was trained with questions."""
+    """Return True if a run started from a reader that was trained with questions."""
     path = workdir / START
     return path.is_file() and bool(read_json(path)["reader"])
 
 
 def check_workdir(run: Run) -> None:
-    """Record config and data in the run folder, or compare them with what is recorded there.
+    """Compare config and data with the record in the run directory, then record them, with absolute paths.
 
-    Raises UserError when a training key or the data differ; another value of a runtime key is recorded. Paths are
-    recorded absolute.
+    Raises:
+        UserError: a training key or the data differ; runtime keys may.
     """
     path = run.workdir / "config.json"
     if path.is_file():
@@ -49,58 +53,73 @@ def check_workdir(run: Run) -> None:
 
 
 def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """A config with what it names on this machine as absolute paths, so that a run can be opened from any folder.
+    """Return a config with absolute paths, so that a run can be opened from any current directory.
 
-    URLs stay as they are, and names such as `hf:…`; a folder that is yet to be made does not.
+    URLs and names such as `hf:…` stay; a path need not exist yet.
     """
-    found: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
-    for key in PLACES:
+    absolute: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
+    for key in PATH_KEYS:
         section, _, name = key.rpartition(".")
-        holder = found.get(section, {}) if section else found
+        holder = absolute.get(section, {}) if section else absolute
         value: str = holder.get(name, "")
-        if value and (os.path.exists(value) or not _ELSEWHERE.match(value)):
+        if value and (os.path.exists(value) or not _SCHEME.match(value)):
             holder[name] = os.path.abspath(value)
-    return found
+    return absolute
 
 
 def _check_training_keys(run: Run, path: Path) -> None:
+    """Raise UserError if a training key differs from the config that `path` records."""
     recorded = training_keys(with_defaults(read_json(path)))
-    now = training_keys(run.config)
-    for key in sorted(now):  # what else is recorded belongs to another task or backend, which these keys name
-        if recorded.get(key) != now.get(key):
+    current = training_keys(run.config)
+    for key in sorted(current):  # other recorded keys belong to a task or backend that a differing key names
+        if recorded.get(key) != current.get(key):
             raise UserError(
-                f"config.{key} is {now.get(key)!r}, but the run in {run.workdir} has {recorded.get(key)!r}; "
+                f"config.{key} is {current.get(key)!r}, but the run in {run.workdir} has {recorded.get(key)!r}; "
                 "set it back, or start in another --workdir"
             )
 
 
 def check_data(run: Run, versions: Collection[str] = (), questions: bool = True) -> None:
-    """Raise UserError when the data are not those that the run folder's `data.json` records, if it does.
+    """Compare the data with the record in the run directory, if there is one.
 
-    versions: fingerprints of passages that will do, too. questions: whether the run has read any, to be compared.
+    Args:
+        run: has the data.
+        versions: other fingerprints of passages that may be recorded.
+        questions: false to skip the questions, because the run has not read them.
+
+    Raises:
+        UserError: the data differ.
     """
     path = run.workdir / "data.json"
     recorded = read_json(path) if path.is_file() else {}
-    now = run.sources.fingerprints()
-    for name in sorted({*recorded, *now} if recorded else ()):
+    current = run.sources.fingerprints()
+    for name in sorted({*recorded, *current} if recorded else ()):
         if name in ("passages", "pretraining") and recorded.get(name) in versions:
             continue
         if name == "questions" and not questions:
             continue
-        if recorded.get(name) != now.get(name):
-            found = f"other {name} than {path} records"
-            if name not in now:
-                found = f"no {name}, which {path} records"
+        if recorded.get(name) != current.get(name):
+            difference = f"other {name} than {path} records"
+            if name not in current:
+                difference = f"no {name}, which {path} records"
             if name not in recorded:
-                found = f"{name}, which {path} does not record"
+                difference = f"{name}, which {path} does not record"
             raise UserError(
-                f"{run.config.data.path}: not the data of the run: {found}; "
+                f"{run.config.data.path}: not the data of the run: {difference}; "
                 "name the folder that it was trained with, or start in another --workdir"
             )
 
 
 def recorded_config(workdir: Path, name: str = "--workdir") -> Config:
-    """The config that a run recorded in its folder. `name`: of the flag or key that names the folder."""
+    """Read the config that a run recorded.
+
+    Args:
+        workdir: the run directory.
+        name: of the flag or key that names it, for messages.
+
+    Raises:
+        UserError: there is no run, or its config.json is malformed.
+    """
     if not (workdir / "config.json").is_file():
         raise UserError(f"{name}={workdir}: no run there (no config.json); train one with `realm train`")
     config: Any = read_json(workdir / "config.json")
@@ -110,9 +129,15 @@ def recorded_config(workdir: Path, name: str = "--workdir") -> Config:
 
 
 def load_run(workdir: Path, overrides: dict[str, Any] | None = None, questions: bool = True) -> Run:
-    """The run recorded in a folder, with runtime keys changed by `overrides` (dotted keys).
+    """Open a recorded run.
 
-    questions: whether those of its prepared folder are read.
+    Args:
+        workdir: the run directory.
+        overrides: dotted key → value of runtime keys to change.
+        questions: false to leave out the questions of the prepared folder.
+
+    Raises:
+        UserError: there is no run, or its prepared folder is missing or damaged.
     """
     config = validate(with_values(recorded_config(workdir), overrides or {}))
     sources = open_sources(config.data.path, questions=questions)
@@ -120,12 +145,12 @@ def load_run(workdir: Path, overrides: dict[str, Any] | None = None, questions: 
 
 
 def recorded_corpus(workdir: Path) -> str | None:
-    """The version of the corpus that the run began with, if it has begun: it stays with it whatever is edited."""
+    """Return the fingerprint of the passages that a run started with and keeps after edits; None for a new run."""
     path = workdir / "data.json"
     return read_json(path).get("passages") if path.is_file() else None
 
 
 def recorded_folder(workdir: Path) -> Folder:
-    """The shared folder of the run that is recorded in `workdir`."""
+    """Open the shared folder (`refresh.shared`) of a recorded run."""
     config = validate(recorded_config(workdir))
     return open_folder(config.refresh.shared or workdir)

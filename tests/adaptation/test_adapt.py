@@ -436,7 +436,7 @@ def test_other_weights_under_the_name_of_the_start_are_refused(documents, encode
     content = weights.read_bytes()
     weights.write_bytes(content[:-4] + np.float32(0.5).tobytes())
     told = fails(capsys, documents, start, tmp_path / "run")
-    assert f"holds other weights than when {tmp_path / 'run'} was begun" in told
+    assert f"has other weights than when {tmp_path / 'run'} was started" in told
     weights.write_bytes(content)
     assert adapt(documents, start, tmp_path / "run") == 0
 

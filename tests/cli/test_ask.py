@@ -128,7 +128,7 @@ def test_a_folder_without_a_run_or_without_a_model_is_named(trained_run, tmp_pat
     (tmp_path / "fresh").mkdir()
     shutil.copy(trained_run.workdir / "config.json", tmp_path / "fresh")
     assert (
-        "has no exported model yet (no task has ended, or an earlier version trained it); give the command"
+        "has no exported model yet (no task has ended, or an earlier version trained it); repeat the command"
         in refused(capsys, f"--workdir={tmp_path}/fresh", QUESTION)
     )
 
@@ -176,7 +176,7 @@ def test_a_flipped_bit_in_a_model_is_found(trained_run, tmp_path, capsys, file):
     content[-3] ^= 1
     path.write_bytes(content)
     line = refused(capsys, f"--workdir={tmp_path}/run", QUESTION)
-    assert "is not as it was written; remove the folder, and give the command that trained the run again" in line
+    assert "is not as it was written; remove the folder, and repeat the command that trained the run" in line
 
 
 @pytest.mark.parametrize("content", ["[]", "", "{"])
@@ -186,7 +186,7 @@ def test_results_that_cannot_be_read_keep_nobody_from_an_answer(trained_run, tmp
     assert cli.main(["ask", f"--workdir={tmp_path}/run", "--json", QUESTION]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["candidates"]
-    assert "results.json cannot be read as results; answers come without what was measured" in said.err
+    assert "results.json cannot be read as results; answers come without metrics of the run" in said.err
 
 
 def test_a_folder_with_another_config_is_no_run(tmp_path, capsys):

@@ -230,7 +230,7 @@ def tag_with_what_is_gone(workdir):
     ("damage", "message"),
     [
         (remove_model, "no exported model yet"),
-        (damage_model, "remove the folder, and give the command that trained the run again"),
+        (damage_model, "remove the folder, and repeat the command that trained the run"),
         (change_span_finder, "rules is not the span finder used there"),
         (tag_with_what_is_gone, "has the spans of a tagger that this version cannot run"),
         (lambda workdir: (workdir / "config.json").write_text("{"), "config.json is not readable JSON"),

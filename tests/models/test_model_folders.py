@@ -83,7 +83,7 @@ def test_before_the_first_checkpoint_another_model_is_refused_and_not_read_as_th
     first = sentence_folder(people, tmp_path / "first", "Normalize")
     open_run(config_for(people, first), tmp_path / "run")
     other = sentence_folder(people, tmp_path / "other", "Normalize", pooling=CLS)
-    says = "config.init_from=.*: says encoder.pooling='cls', but the run in .* was made for a model with 'mean'"
+    says = "config.init_from=.*: has encoder.pooling='cls', but the run in .* was made for a model with 'mean'"
     with pytest.raises(UserError, match=says):
         open_run(config_for(people, other), tmp_path / "run")
     first.rename(tmp_path / "moved")
@@ -96,7 +96,7 @@ def test_towers_may_differ_in_what_the_config_sets(people, tmp_path):
     (tmp_path / "model").mkdir()
     for tower, pooling in (("query_embedder", MEAN), ("document_embedder", CLS)):
         sentence_folder(people, tmp_path / "model" / tower, "Normalize", pooling=pooling)
-    with pytest.raises(UserError, match="its towers differ in pooling; set config.encoder.pooling"):
+    with pytest.raises(UserError, match="its encoders differ in pooling; set config.encoder.pooling"):
         fill_from_pretrained(config_for(people, tmp_path / "model"))
     config = config_for(people, tmp_path / "model", **{"encoder.pooling": "cls"})
     assert fill_from_pretrained(config).encoder.pooling == "cls"
@@ -238,7 +238,7 @@ def test_a_run_starts_from_shards_of_a_model(people, tmp_path):
 
 
 def test_a_folder_without_a_model_says_what_to_name(people, tmp_path):
-    says = "init_from=.*: no run folder, and none with model.safetensors; name one of them"
+    says = "init_from=.*: is no run directory and has no model.safetensors; name one of them"
     with pytest.raises(UserError, match=says):
         fill_from_pretrained(config_for(people, tmp_path))
     config = tiny_config(people)

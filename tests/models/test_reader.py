@@ -78,7 +78,7 @@ def test_exported_weights_have_both_sizes(wide, data, tmp_path):
     assert cli.main(["weights", "export", f"--workdir={wide.workdir}", f"--output={tmp_path / 'weights'}"]) == 0
     config = config_of(data, init_from=str(tmp_path / "weights"))
     with pytest.raises(
-        UserError, match=r"its reader differs from its embedders \(layers=2, .*\); set config.reader_from"
+        UserError, match=r"its reader differs from its encoders \(layers=2, .*\); set config.reader_from"
     ):
         open_run(config, tmp_path / "run")
     config.reader_from = config.init_from

@@ -135,7 +135,7 @@ def test_the_probability_is_of_the_pieces_up_to_the_end(alone):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["ask", QUESTION], "closed_book was trained there, which answers without passages; use `realm predict`"),
+        (["ask", QUESTION], "its task closed_book answers without passages; use `realm predict`"),
         (["inspect", "text", "Ada was born in [1803]."], "there is no p(z|x) to look at: task closed_book"),
         (["inspect", "text", QUESTION], "there is no p(z|x) to look at: task closed_book"),
     ],

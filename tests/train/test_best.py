@@ -15,14 +15,14 @@ def lines(start: float, end: float, **last) -> list[dict]:
     ]
 
 
-HANDED_ON = lines(0.941, 0.941, best_step=0, last={"recall@5": 0.3})
+RETURNED_START = lines(0.941, 0.941, best_step=0, last={"recall@5": 0.3})
 
 
 @pytest.mark.parametrize(
     "records, stage",
     [
         (lines(0.5, 0.6), {"measure": "recall@5", "start": 0.5, "end": 0.6}),
-        (HANDED_ON, {"measure": "recall@5", "start": 0.941, "end": 0.941, "kept_step": 0, "last": 0.3}),
+        (RETURNED_START, {"measure": "recall@5", "start": 0.941, "end": 0.941, "kept_step": 0, "last": 0.3}),
         ([], None),
         (lines(0.5, 0.6)[1:], None),
         (lines(0.5, 0.6)[:2], None),
@@ -42,11 +42,19 @@ def test_a_task_that_gained_reports_nothing():
     "records, measure, message",
     [
         (lines(0.941, 0.3), None, "0.941 -> 0.300; set config.evaluation.keep_best=True"),
-        (HANDED_ON, None, "0.941 -> 0.300; it hands on the parameters of step 0 (0.941)"),
-        # A loss of what is handed on counts even if the last parameters had none.
-        (lines(0.9, 0.8, best_step=10, last={"recall@5": 0.91}), "", "0.900 -> 0.800; it hands on the parameters of"),
-        (lines(0.9, 0.8), "exact_match", "0.900 -> 0.800; it hands on its last parameters, since they are kept by exa"),
-        (lines(0.9, 0.8), "", "0.900 -> 0.800; it hands on its last parameters, since no measured question has an ans"),
+        (RETURNED_START, None, "0.941 -> 0.300; it returns the parameters of step 0 (0.941)"),
+        # A loss of the returned parameters counts even if the last ones had none.
+        (lines(0.9, 0.8, best_step=10, last={"recall@5": 0.91}), "", "0.900 -> 0.800; it returns the parameters of"),
+        (
+            lines(0.9, 0.8),
+            "exact_match",
+            "0.900 -> 0.800; it returns its last parameters, because they are kept by exa",
+        ),
+        (
+            lines(0.9, 0.8),
+            "",
+            "0.900 -> 0.800; it returns its last parameters, because no measured question has an ans",
+        ),
     ],
 )
 def test_a_task_that_lost_reports_what_it_hands_on_and_why(records, measure, message):

@@ -119,7 +119,7 @@ def test_when_all_are_damaged_training_stops(people, straight, tmp_path):
 def test_where_memory_is_short_a_save_holds_what_a_step_may_overwrite(tmp_path, monkeypatch):
     """A few arrays are copied at a time, all of them before training goes on and donates them."""
     monkeypatch.setattr(checkpoints, "releases_memory", lambda: True)
-    monkeypatch.setattr(checkpoints, "COPIED", 1)
+    monkeypatch.setattr(checkpoints, "COPY_BYTES", 1)
     state = {str(number): jnp.full((64, 64), float(number)) for number in range(20)} | {"step": jnp.asarray(3)}
     vectors = np.ones((1000, 8), np.float32)
     with checkpoints.Checkpoints(tmp_path / "saves", keep=1) as saves:

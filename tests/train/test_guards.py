@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from realm_jax.train.guards import HUNG, TRACED, CompileGuard, Profiler, Watchdog
+from realm_jax.train.guards import EXIT_HUNG, TRACED_STEPS, CompileGuard, Profiler, Watchdog
 from realm_jax.train.metrics import MetricLogger, StepCost
 from realm_jax.train.records import read_lines
 
@@ -25,7 +25,7 @@ with Watchdog(0.2, "realm") as watchdog:
 
 def test_a_hang_ends_the_process_and_shows_where_it_was():
     ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == HUNG
+    assert ended.returncode == EXIT_HUNG
     assert "realm: no progress for" in ended.stderr and "line 5 in <module>" in ended.stderr
 
 
@@ -40,7 +40,7 @@ def test_who_moves_is_left_alone():
     assert not ended
 
 
-@pytest.mark.parametrize("steps", [range(3, 12), range(3, 3 + TRACED - 1)])
+@pytest.mark.parametrize("steps", [range(3, 12), range(3, 3 + TRACED_STEPS - 1)])
 def test_sigusr1_traces_the_next_steps(tmp_path, steps):
     """Also if the end cuts it off."""
     with Profiler(tmp_path) as profiler:
@@ -61,7 +61,7 @@ def test_another_program_is_told_once(caplog):
             step(np.ones(size))
             guard.check(number)
     assert [record.getMessage() for record in caplog.records] == [
-        "step 2: its program was compiled again (2 programs now): shape, dtype or place of an argument changed"
+        "step 2: its program was compiled again (2 programs now): shape, dtype or sharding of an argument changed"
     ]
 
 

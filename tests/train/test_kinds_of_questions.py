@@ -143,18 +143,18 @@ def test_a_reader_that_nothing_measures_is_handed_on_as_it_was_trained(tmp_path)
     assert not (tmp_path / "run" / "qa" / "best").exists()
     assert "best_step" not in read_lines(tmp_path / "run" / "qa" / "evaluations.jsonl")[-1]
     unmeasured = prepare_people(tmp_path / "other", asked=asked)
-    with pytest.raises(UserError, match=r"^config\.evaluation\.every: goes by exact match, but no development"):
+    with pytest.raises(UserError, match=r"^config\.evaluation\.every: measures exact match, but no measured dev"):
         open_run(small(unmeasured, evaluation={"every": 1}), tmp_path / "other-run")
 
 
 def test_exact_match_is_asked_for_of_the_questions_that_are_measured(tmp_path, monkeypatch):
-    """Answers beyond the first `MEASURED` questions are never looked at."""
+    """Answers beyond the first `MAX_QUESTIONS` questions are never looked at."""
     asked = [question(n, split="train") for n in range(4)]
     data = prepare_people(tmp_path, asked=[*asked, gold_only(0, "dev"), question(1, split="dev")])
     config = small(data, evaluation={"every": 1})
-    monkeypatch.setattr(measure, "MEASURED", 2)
+    monkeypatch.setattr(measure, "MAX_QUESTIONS", 2)
     assert open_run(config, tmp_path / "both").config.evaluation
-    monkeypatch.setattr(measure, "MEASURED", 1)
+    monkeypatch.setattr(measure, "MAX_QUESTIONS", 1)
     with pytest.raises(UserError, match="no development question that is measured has answers"):
         open_run(config, tmp_path / "first")
 
@@ -209,7 +209,7 @@ FOUND = "finds the right passage for 30%"
         ((0.04, None), "answers 4% of its development questions right: check the passages below"),
         ((None, 0.3), f"{FOUND} of its development questions: check"),
         ((None, 0.3, "headlines"), f"{FOUND} of its headlines: check"),
-        ((None, 0.3, None), f"{FOUND} of what it was measured on: check"),
+        ((None, 0.3, None), f"{FOUND} of the questions that it was measured on: check"),
     ],
 )
 def test_a_low_measure_of_a_run_is_reported_in_one_line(measured, words):

@@ -261,7 +261,7 @@ def test_records_are_cut_back_to_a_step_and_a_torn_line_is_dropped(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 4, "lo')
     second = RecordWriter(tmp_path, "metrics", 2)
-    assert [record["step"] for record in second.kept] == [1, 2]
+    assert [record["step"] for record in second.earlier_records] == [1, 2]
     second.write(3, {"loss": 0.25})
     second.close()
     found = [(record["step"], record["loss"]) for record in read_lines(tmp_path / "metrics.jsonl")]
