@@ -468,7 +468,7 @@ def test_a_document_that_is_added_is_found_and_nothing_else_is_embedded(
     monkeypatch.setattr(Run, "embed", counted)
     added = write_lines(tmp_path / "new.jsonl", [new])
     assert cli.main(["corpus", "add", str(added), f"--workdir={run}"]) == 0
-    assert "written anew: vectors.npy" in capsys.readouterr().out
+    assert "written again: vectors.npy" in capsys.readouterr().out
     vectors = np.load(run / "vectors.npy")
     assert vectors.shape == (61, 16) and np.isfinite(vectors).all() and vectors.any(axis=1).all()
     np.testing.assert_array_equal(vectors[:60], before)

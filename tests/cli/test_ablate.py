@@ -180,7 +180,7 @@ def test_a_config_of_another_kind_is_refused(tmp_path, capsys):
     assert cli.main(["ablate", f"--workdir={tmp_path / 'out'}", "--config.seeds=a"]) == 2
     assert "config.seeds: takes one whole number at least" in capsys.readouterr().err
     assert cli.main(["ablate", f"--workdir={tmp_path / 'out'}", "--config.base.tasks=qa"]) == 2
-    assert "--config.base.tasks: every row has tasks of its own" in capsys.readouterr().err
+    assert "--config.base.tasks: every row sets its tasks" in capsys.readouterr().err
 
 
 def evaluated(folder: Path, config: ConfigDict, exact: float, **changes) -> None:

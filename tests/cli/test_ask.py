@@ -277,7 +277,7 @@ def test_a_single_question_must_be_one(trained_run, quick, capsys, monkeypatch):
     assert "realm: error: the question is empty" in refused(capsys, workdir, " ")
     assert "tokens, but this run reads at most 14; shorten it" in refused(capsys, workdir, "why " * 30)
     monkeypatch.setattr(sys, "stdin", pipe(b""))
-    assert "no question was given" in refused(capsys, workdir)
+    assert "there is no question" in refused(capsys, workdir)
 
 
 # ---- marks

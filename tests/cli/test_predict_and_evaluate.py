@@ -482,7 +482,7 @@ def test_files_of_several_seeds_are_one_system(predicted, better, capsys):
     [
         ((), "takes two files or more, and a second time as many"),
         (("--seeds", "b.jsonl", "c.jsonl"), "takes two files or more, and a second time as many"),
-        (("--trec=run.txt",), "goes with --json alone; leave out trec"),
+        (("--trec=run.txt",), "goes only with --json; leave out trec"),
     ],
 )
 def test_seeds_that_are_no_pairs_are_refused(others, told, capsys):
