@@ -158,7 +158,7 @@ class Generation(NamedTuple):
         return facts
 
     def verify(self) -> str | None:
-        """Compare every file with its size and checksum, and check that all vectors are finite.
+        """Compare every file with its size and checksum, and check that all vectors are finite and not zero.
 
         Returns:
             The number of vectors, in words; None for an unfinished or superseded generation.
