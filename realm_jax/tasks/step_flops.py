@@ -1,7 +1,7 @@
-"""Operations of a step of each task, by part of the model; what counts as one is in `realm_jax/flops.py`.
+"""Count the operations of a step of each task, by part of the model; `realm_jax/flops.py` says which ones count.
 
 `EXAMPLE_FLOPS` has a function for each task. The backward pass costs twice the forward one, hence the factor 3. Lengths
-are those of the config, not of the run: `realm launch plan` counts the same step with others.
+are those of the config, so that `realm launch plan` can count the same step with other lengths.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from realm_jax.tasks.rerank import RerankTask
 
 
 def step_flops(task: Task) -> dict[str, float]:
-    """Count the operations of a step: {part of the model: operations}."""
+    """Return the operations of a step: {part of the model: operations}."""
     return {part: task.settings.batch_size * flops for part, flops in example_flops(task).items()}
 
 
 def example_flops(task: Task) -> dict[str, float]:
-    """Count the operations of a step for each of its examples: {part of the model: operations}."""
+    """Return the operations of a step per example: {part of the model: operations}."""
     return EXAMPLE_FLOPS[task.name](task)
 
 
@@ -76,8 +76,7 @@ def _realm(task: RealmTask) -> dict[str, float]:
 
 
 def _qa(task: Qa) -> dict[str, float]:
-    """A question with its positive passage counts as long as the longest can be; the length of batches is up to
-    data."""
+    # A question with its positive passage counts with the maximum length, because batches' lengths depend on the data.
     run, qa, config = task.run, task.settings, task.run.config
     reader, packing, joint = reader_size(config), packing_of(task), joint_length(config)
     spans = 2 * joint * reader.width * 2 * run.model.reader.span_hidden
@@ -115,7 +114,7 @@ def _evidence_contrast(task: EvidenceContrast) -> dict[str, float]:
 
 
 def packing_of(task: Task) -> PackingSpec:
-    """Return how a device's share of a microbatch is packed; of one example and all 0 if it is padded."""
+    """Return the packing of a device's share of a microbatch; one example and no slots if it is padded."""
     return task.context.packing or PackingSpec(1)
 
 
