@@ -93,7 +93,7 @@ def check_process(process: int, count: int) -> None:
 
 
 def is_process_0() -> bool:
-    """Return whether this process writes files that are written once: records, configs, reports."""
+    """Return True if this process writes files that are written once: records, configs, reports."""
     return jax.process_index() == 0
 
 
@@ -119,7 +119,7 @@ def run_on_process_0(function: Callable[[], int | None]) -> int:
 def allgather_flags(*flags: bool) -> NDArray[np.bool_]:
     """Gather flags from all processes: [processes, flags], on every process. Collective: all processes must call it.
 
-    It is for events that one process may see before another: a signal, a file, a timeout.
+    Use it for events that one process may see before another: a signal, a file, a timeout.
     """
     local_flags = np.array([flags])  # [1, flags]
     if jax.process_count() == 1:
@@ -130,12 +130,12 @@ def allgather_flags(*flags: bool) -> NDArray[np.bool_]:
 
 
 def any_process(flag: bool) -> bool:
-    """Return whether a flag is set on any process. Collective: all processes must call it."""
+    """Return True if a flag is set on any process. Collective: all processes must call it."""
     return bool(allgather_flags(flag).any())
 
 
 def same_on_all_processes(value: int) -> bool:
-    """Return whether all processes have the same value, below 2**31. Collective: all processes must call it."""
+    """Return True if all processes have the same value, below 2**31. Collective: all processes must call it."""
     return bool(allgather_flags(broadcast_from_process_0(value) == value).all())
 
 

@@ -102,7 +102,7 @@ class Run:
     def initial_params(self) -> Params:
         """Return newly initialized parameters, sharded as `param_shardings`.
 
-        For the GPUs of one process they are made on its CPU, for which the program compiles sooner.
+        For the GPUs of one process, its CPU makes them, because the program compiles faster for it.
         """
         cpu = cpu_of_gpu_mesh(self.mesh)
         if cpu is None:
@@ -250,7 +250,7 @@ class Run:
     ) -> NDArray[np.float32]:
         """Embed passages by the passage encoder, on this run's devices.
 
-        Every device embeds the same number at a time, whatever their number, so vectors do not depend on it.
+        Every device embeds the same number at a time, so vectors do not depend on the number of devices.
 
         Args:
             params: parameters of the model.

@@ -488,7 +488,7 @@ class Bucket(Folder):
         self._with_retries("remove", name, rm)
 
     def local_path(self, entry: FileEntry) -> Path:
-        # Copied once to this machine: downloaded, verified, and only then given its name.
+        # Copied once to this machine: downloaded, verified, and renamed last.
         path = self._staged_path(entry.name)
         if path.is_file():
             with contextlib.suppress(Damaged):
@@ -550,7 +550,7 @@ def parallel_map(function: Callable[..., None], *items: Iterable[Any]) -> None:
 
 
 def cache_folder() -> Path:
-    """Return this machine's folder for files that can be made again: REALM_CACHE, else one in the user's cache."""
+    """Return this machine's folder for files that can be recomputed: REALM_CACHE, else one in the user's cache."""
     folder = os.environ.get("REALM_CACHE")
     return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "realm_jax"
 

@@ -162,7 +162,7 @@ def run_data(args: argparse.Namespace, html: Path | None) -> None:
         screen.print(line)
         screen.print()
 
-    # --- statistics, one a line, and as a page with histograms
+    # --- statistics, one per line, and as a page with histograms
     stats = statistics(store, tokenizer)
     numbers = [(name, f"{n:,}" if isinstance(n, int) else f"{n:.2%}") for name, n in stats.numbers.items()]
     kinds = ", ".join(f"{kind} {count:,}" for kind, count in stats.kinds.items())

@@ -54,7 +54,7 @@ def evaluation_search(task: str, config: Config) -> str:
 def needs_vectors(task: str, config: Config, search: str | None = None) -> bool:
     """Return True if answering needs the passages' vectors: to search them, or for p(z|x).
 
-    A reader that was trained on BM25's scores goes on with those.
+    A reader that was trained on BM25's scores is also evaluated with them.
 
     Args:
         task: its name.

@@ -133,7 +133,7 @@ def load_or_create(
 ) -> list[Any]:
     """Make a list at the first start of a task, and read it from the task's folder at every later one.
 
-    So a run that is resumed goes on with the list that it began with.
+    So a resumed run continues with the same list.
 
     Args:
         task: whose folder holds the file.

@@ -93,7 +93,7 @@ def evidence_loss(context: StaticContext, params: Params, batch: Batch, key: Arr
     may support the name as well.
 
     Args:
-        context: what is compiled into the step.
+        context: static arguments of the step.
         params: all parameters.
         batch: arrays of `evidence_examples`, [batch, …].
         key: of dropout; None for none.

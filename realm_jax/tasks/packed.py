@@ -1,8 +1,8 @@
 """Estimate the token slots into which a step packs its sequences, from the lengths of its data.
 
 Most passages, sentences and questions are shorter than their rows, so a fifth to a quarter of padded reader inputs is
-padding, and half of those of the warm-up. Nobody knows what will be retrieved, so we draw random passages; retrieved
-ones are a little longer (`LONGER`). We draw sequences and divide them into parts of a batch as a step does
+padding, and half of those of the warm-up. We do not know which passages will be retrieved, so we draw random ones;
+retrieved ones are a little longer (`LONGER`). We draw sequences and divide them into parts of a batch as a step does
 (`models/packing.py`).
 """
 
