@@ -126,12 +126,14 @@ class CacheEntry:
 
 
 def _size(folder: Path) -> int:
+    """Return the bytes of the files in a folder, 0 if it is gone."""
     with contextlib.suppress(OSError):
         return sum(file.stat().st_size for file in folder.glob("*"))
     return 0
 
 
 def _last_use(folder: Path) -> float:
+    """Return the time of the last read or write of an entry, 0 if it is gone."""
     with contextlib.suppress(OSError):
         return folder.stat().st_mtime
     return 0.0

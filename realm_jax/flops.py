@@ -44,10 +44,12 @@ class BertSize:
         return (self.layers - 1) * layer + self._products(last_tokens, tokens) + self._attention(queries, length)
 
     def _products(self, queries: float, keys: float) -> float:
+        """Return the operations of a layer's linear layers."""
         projections = 2 * (2 * queries + 2 * keys) * self.width**2  # query and output; key and value
         return projections + 2 * 2 * queries * self.width * self.feed_forward
 
     def _attention(self, queries: int, keys: int) -> float:
+        """Return the operations of a layer's attention: scores, and weighted sums of values."""
         return 2.0 * 2 * queries * keys * self.width
 
 

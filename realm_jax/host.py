@@ -254,6 +254,7 @@ class CtrlC:
             raise KeyboardInterrupt
 
     def _repeat(self, unraisable: Any) -> None:
+        """Send Ctrl-C again if its exception could not be raised."""
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
             threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
         else:

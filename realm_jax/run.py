@@ -74,6 +74,7 @@ def _shardings(model: Any, mesh: Mesh) -> Any:
 
 @lru_cache(maxsize=8)
 def _init_program(model: Any, mesh: Mesh | None) -> Callable[[jax.Array], Params]:
+    """Return the jitted initialization: key → parameters, sharded over the mesh if there is one."""
     return jax.jit(model.init, out_shardings=None if mesh is None else _shardings(model, mesh))
 
 

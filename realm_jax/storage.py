@@ -418,6 +418,7 @@ class PosixFolder(Folder):
 
     @contextmanager
     def _storage_errors(self, name: str) -> Iterator[None]:
+        """Raise StorageError for an OSError of the block other than FileNotFoundError."""
         try:
             yield
         except FileNotFoundError:
@@ -508,6 +509,7 @@ class Bucket(Folder):
         shutil.rmtree(self._staged_path(folder), ignore_errors=True)
 
     def _staged_path(self, name: str) -> Path:
+        """Return the path of a file's copy on this machine."""
         return staging_folder() / sha256_hex(self.url.encode())[:16] / name
 
     def _with_retries(self, verb: str, name: str, operation: Callable[[str], _T]) -> _T:
@@ -556,6 +558,7 @@ def cache_folder() -> Path:
 
 
 def _verify_file(path: Path, entry: FileEntry, name: str, content: bool = True) -> None:
+    """Raise Damaged if a file on a disk does not agree with its entry; `name` is for the message."""
     try:
         _verify(name, entry, path.stat().st_size, lambda: file_digest(path) if content else entry.sha256)
     except FileNotFoundError:
@@ -563,6 +566,7 @@ def _verify_file(path: Path, entry: FileEntry, name: str, content: bool = True) 
 
 
 def _verify(name: str, entry: FileEntry, size: int, checksum: Callable[[], str]) -> None:
+    """Raise Damaged if a size or a checksum does not agree with an entry; `name` is for the message."""
     if size != entry.bytes:
         raise Damaged(f"{name} has {size:,} bytes, not {entry.bytes:,}")
     if checksum() != entry.sha256:

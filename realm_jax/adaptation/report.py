@@ -35,6 +35,7 @@ def headline(decision: Decision) -> str:
 
 
 def _change(change: Change) -> str:
+    """Return before → after of a metric, with the change and its interval."""
     if not change.queries:
         return "unknown"
     interval = "no interval, because all changed equally"

@@ -88,6 +88,7 @@ def examine() -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
+    """Return the installed version of a package; None if it is missing."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
     return None

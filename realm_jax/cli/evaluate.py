@@ -275,4 +275,5 @@ def show_comparison(report: dict[str, Any], to: Console) -> None:
 
 
 def _interval(measure: dict[str, Any], form: str) -> str:
+    """Return the ends of a 95 % interval in a format; a dash for none."""
     return "–" if measure["low"] is None else f"{measure['low']:{form}} … {measure['high']:{form}}"

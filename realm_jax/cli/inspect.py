@@ -348,6 +348,7 @@ def run_text(args: argparse.Namespace, html: Path | None) -> None:
 
 
 def _name(passage: InspectedPassage) -> str:
+    """Return the title, document and part of a passage."""
     if passage["id"] is None:
         return "the empty passage"
     return f"{passage['title'] or 'passage'} ({passage['id']}, part {passage['part']})"

@@ -37,16 +37,16 @@ OVERRIDES = {"config": "overrides", "spec": "spec_overrides"}  # --config.key=va
 BROKEN_PIPE = 141  # exit code: as shells report a program that SIGPIPE ended
 
 JOBS = {  # command → summary; its module has the same name
-    "quickstart": "make a small encyclopedia, train on it, watch retrieval being learned",
-    "adapt": "make a public encoder find more in your documents, without a question or a label",
-    "prepare": "turn your documents and questions into a folder to train from",
-    "inspect": "look at prepared data, or at how a trained model predicts a text",
+    "quickstart": "write a small encyclopedia and train all tasks on it",
+    "adapt": "adapt a public encoder to your documents, without questions or labels",
+    "prepare": "turn your documents and questions into a prepared folder",
+    "inspect": "show prepared data, or how a trained model predicts a text",
     "train": "run, or resume, the training recipe of a config file",
     "launch": "plan a run, start it here, on TPU VMs or on GKE; see it, stop it, remove it",
-    "watch": "see how a run does, live: loss, recall, its indexes and jobs",
+    "watch": "show a live view of a run: loss, recall, indexes and jobs",
     "build-index": "re-embed the corpus alongside a training run, and publish the index",
     "corpus": "add, replace or remove documents; a trained run then answers from them",
-    "storage": "list, verify and remove what a run has stored: checkpoints and indexes",
+    "storage": "list, verify and remove checkpoints and indexes of a run",
     "weights": "write a run's networks for Hugging Face's library, or convert released ones",
     "predict": "answer a file of questions with a trained run",
     "evaluate": "measure a trained run or a file of predictions, or test whether two files differ significantly",
@@ -99,6 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _interrupted() -> int:
+    """Print that Ctrl-C ended the command, and return its exit code."""
     print("\nrealm: interrupted; run the same command again to continue", file=sys.stderr)
     return INTERRUPTED
 

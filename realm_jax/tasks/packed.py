@@ -96,6 +96,7 @@ class PackingEstimator:
         return self._slots(ABSENT, passage_lengths(body, title, template), passages, longest)
 
     def _slots(self, queries: NDArray[np.int64], passages: NDArray[np.int64], candidates: int, longest: int) -> int:
+        """Return `slots_needed` for a device's examples with `candidates` passages each."""
         mesh = self.run.mesh
         shape = batch_parts(mesh) // mesh.shape["slices"], self.examples, candidates
         return slots_needed(queries, passages, shape, longest, self.run.model.bert.compute.alignment)
