@@ -8,7 +8,6 @@ that describe the run come before or after the action, so that you can repeat a 
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
 from realm_jax.cli.argument_types import positive
 from realm_jax.cli.output import print_json, print_records
@@ -59,8 +58,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     for action, summary in ACTIONS.items():
         # With suppressed defaults, flags before the name of the action keep their values.
-        options: dict[str, Any] = {"allow_abbrev": False, "argument_default": argparse.SUPPRESS}
-        _add_flags(actions.add_parser(action.__name__, help=summary, **options), action)
+        subparser = actions.add_parser(
+            action.__name__, help=summary, allow_abbrev=False, argument_default=argparse.SUPPRESS
+        )
+        _add_flags(subparser, action)
 
 
 def _add_flags(parser: argparse.ArgumentParser, action: Action) -> None:
