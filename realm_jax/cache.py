@@ -36,7 +36,7 @@ def cache_bytes() -> int:
     """
     text = os.environ.get("REALM_CACHE_BYTES", str(BYTES))
     if not text.isdecimal():
-        raise UserError(f"REALM_CACHE_BYTES={text}: give a number of bytes, or 0 to keep nothing")
+        raise UserError(f"REALM_CACHE_BYTES={text}: give a number of bytes, or 0 for no cache")
     return int(text)
 
 

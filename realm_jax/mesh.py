@@ -82,7 +82,7 @@ def mesh_sizes(data: int, fsdp: int, model: int, devices: int, slices: int = 1) 
         if size < 1 and size != -1:
             raise UserError(f"config.mesh.{name}: must be positive, or -1 for the remaining devices, not {size}")
     if sizes.count(-1) > 1:
-        raise UserError("config.mesh: only one of data, fsdp, model may be -1")
+        raise UserError("config.mesh: only one of data, fsdp, model may be -1; set the others")
     known = int(np.prod([s for s in sizes if s != -1]))
     sizes = [devices // known if s == -1 else s for s in sizes]
     if int(np.prod(sizes)) != devices:

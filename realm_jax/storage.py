@@ -104,7 +104,7 @@ def read_settings(path: Path, needed: bool = False) -> dict[str, Any]:
     """
     settings = read_fetched_json(path) if needed or path.is_file() else {}
     if not isinstance(settings, dict):
-        raise UserError(f"{path}: holds no settings; fetch it again")
+        raise UserError(f"{path}: has no JSON object of settings; fetch it again")
     return settings
 
 
@@ -123,7 +123,7 @@ def make_folder(path: str | os.PathLike[str], name: str) -> None:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise UserError(f"{name}={path}: no folder that can be written to ({error.strerror}); name another") from None
+        raise UserError(f"{name}={path}: cannot be written to ({error.strerror}); name another folder") from None
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def test_one_axis_takes_the_devices_that_are_left(sizes, wanted):
 @pytest.mark.parametrize(
     "sizes, named",
     [
-        ((-1, -1, 1), "config.mesh: only one of data, fsdp, model may be -1"),
+        ((-1, -1, 1), "config.mesh: only one of data, fsdp, model may be -1; set the others"),
         ((3, 1, 1), "config.mesh: data=3 x fsdp=1 x model=1 does not fit 8 devices"),
         ((-1, 3, 1), "config.mesh: data=-1 x fsdp=3 x model=1 does not fit 8 devices"),
         ((-1, 16, 1), "does not fit 8 devices"),

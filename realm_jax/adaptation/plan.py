@@ -116,7 +116,7 @@ def make_plan(request: AdaptRequest, config: ConfigDict, began: float) -> Plan:
     save_bm25_index(run)
 
     # --- Time: embedding and searching before any step is compiled, then the time of a step
-    logger.info("measuring how fast this machine is")
+    logger.info("measuring the speed of this machine")
     seconds = request.minutes * 60
     params = starting_params(run)
     estimate, max_sentences = measure_searches(run, params, sentences, seconds * MAX_MEASURING)

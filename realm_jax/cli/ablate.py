@@ -93,8 +93,8 @@ def _config_template(config: ConfigDict) -> ConfigDict:
 def check(config: ConfigDict) -> None:
     """Raise UserError, with the key's name, for rows that cannot be trained."""
     are_seeds = all(isinstance(seed, int) and seed >= 0 for seed in config.seeds)
-    check_key(bool(config.seeds) and are_seeds, "seeds", "takes one whole number at least, such as (0, 1, 2)")
-    check_key(bool(config.table), "table", "name a row at least")
+    check_key(bool(config.seeds) and are_seeds, "seeds", "takes at least one whole number, such as (0, 1, 2)")
+    check_key(bool(config.table), "table", "name at least one row")
     known = {field.name for field in dataclasses.fields(EncyclopediaSettings)} - {"seed"}
     settings = {*config.encyclopedia}
     check_key(settings <= known, "encyclopedia", f"takes {', '.join(sorted(known))}")

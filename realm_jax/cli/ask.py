@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         check_reads_passages(trained)
         metrics = recorded_metrics(trained.run, trained.task)
         if not trained.reads:
-            logger.warning("no reader was trained (task %s): these are the passages that were found", trained.task)
+            logger.warning("no reader was trained (task %s): showing the retrieved passages", trained.task)
         elif trained.reads_blanks:
             logger.warning(
                 "the reader learned from blanks in your documents and never saw a question: check its answers"

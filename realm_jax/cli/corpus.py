@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
             stage = f"at step {trainer.step} of {trainer.stage}" if trainer and trainer.step >= 0 else "training"
             raise UserError(
                 f"--workdir={workdir}: the run is {stage} and stays with its corpus; "
-                "edit with --data alone (`realm ask` embeds what changed), or wait until the run is done"
+                "edit with --data instead of --workdir (`realm ask` embeds the new passages), or wait until it is done"
             )
     data_path = args.data or recorded_config(Path(args.workdir)).data.path
     if is_remote(data_path):
@@ -163,7 +163,7 @@ def edit(data: Path, action: str, subjects: list[str]) -> PassageStore:
     file = subjects[0]
     articles = list(read_passages(file))
     if not articles:
-        raise UserError(f"{file} holds no passages")
+        raise UserError(f"{file}: has no passages; name another file")
     store, manifest = PassageStore.open(folder), read_json(data / PREPARED)
     known = [article.id for article in articles if store.rows_of(article.id)]
     missing = sorted({article.id for article in articles} - {*known})

@@ -170,7 +170,7 @@ def _check(args: argparse.Namespace) -> None:
 def _check_trec(args: argparse.Namespace, records: Sequence[Record], retrieves: bool) -> None:
     """Raise UserError if the files for TREC would be empty, or two questions have one id."""
     if args.trec and not retrieves:
-        raise UserError(f"--trec={args.trec}: nothing was retrieved that could be written; leave the flag out")
+        raise UserError(f"--trec={args.trec}: no passages were retrieved; leave the flag out")
     if args.qrels and not any(map(gold_of, records)):
         raise UserError(f"--qrels={args.qrels}: no question has a gold passage; leave the flag out")
     if args.trec or args.qrels:
@@ -184,7 +184,7 @@ def _evaluate_seeds(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"--seeds: goes only with --json; leave out {', '.join(extra)}")
     sizes = {len(group) for group in args.seeds}
     if len(args.seeds) > 2 or len(sizes) > 1 or sizes == {1}:
-        raise UserError("--seeds: takes two files or more, and a second time as many, in the order of their seeds")
+        raise UserError("--seeds: takes two or more files, and for a second system as many, in the order of the seeds")
     groups = [[read_predictions(path) for path in group] for group in args.seeds]
     for paths, group in zip(args.seeds, groups, strict=True):
         for path, records in zip(paths, group, strict=True):

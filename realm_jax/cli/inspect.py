@@ -168,10 +168,10 @@ def run_data(args: argparse.Namespace, html: Path | None) -> None:
     kinds = ", ".join(f"{kind} {count:,}" for kind, count in stats.kinds.items())
     questions = ", ".join(f"{split} {len(split_questions):,}" for split, split_questions in sources.questions.items())
     lines = [f"{name:>24}  {value}" for name, value in (*numbers, ("of kinds", kinds or "none"))]
-    most = max(stats.kinds.values(), default=1) or 1
+    largest = max(stats.kinds.values(), default=1) or 1
     sections = [
         Section("The corpus in numbers", rows=numbers, numbers=1),
-        Section("Kinds of salient spans", bars=[Bar(kind, n, f"{n:,}", most) for kind, n in stats.kinds.items()]),
+        Section("Kinds of salient spans", bars=[Bar(kind, n, f"{n:,}", largest) for kind, n in stats.kinds.items()]),
     ]
     for name, values in stats.counted.items():
         if not len(values):
@@ -210,7 +210,7 @@ def spans_in_text(store: PassageStore, row: int, tokenizer: Tokenizer) -> list[t
     """
     offsets = tokenizer.offsets_of(store.text(row), store.body_tokens(row))
     if offsets is None:
-        raise UserError(f"{store.folder}: the text of row {row} does not give its tokens; prepare the data again")
+        raise UserError(f"{store.folder}: the text of row {row} does not match its tokens; prepare the data again")
     return [(int(offsets[start, 0]), int(offsets[end - 1, 1]), int(kind)) for start, end, kind in store.spans(row)]
 
 

@@ -225,4 +225,4 @@ def show(state: RunState | None, resources: list[dict[str, str]] | None = None) 
         if state.generation >= 0:
             print(f"newest index: of step {state.generation}")
     if resources is not None:
-        print_records(resources, as_json=False, nothing="nothing is there")
+        print_records(resources, as_json=False, empty_message="no resources")

@@ -56,13 +56,13 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = F
     return columns
 
 
-def print_records(records: Sequence[dict[str, Any]], as_json: bool, nothing: str) -> None:
+def print_records(records: Sequence[dict[str, Any]], as_json: bool, empty_message: str) -> None:
     """Print records as one JSON object per line, or as a table with a column for every key.
 
     Args:
         records: may have different keys.
         as_json: JSON instead of a table.
-        nothing: printed instead of a table without rows.
+        empty_message: printed instead of a table without rows.
     """
     if as_json:
         for record in records:
@@ -73,7 +73,7 @@ def print_records(records: Sequence[dict[str, Any]], as_json: bool, nothing: str
     out = stdout()
     if not out.is_terminal:
         out.width = WIDE
-    out.print(table([key.replace("_", " ") for key in keys], rows) if records else nothing)
+    out.print(table([key.replace("_", " ") for key in keys], rows) if records else empty_message)
 
 
 def _cell(value: Any) -> str:

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             if DAMAGED in name:
                 raise UserError(f"{name}: was set aside as damaged; remove its folder by hand once nobody needs it")
             if name in saved:
-                raise UserError(f"{name}: a checkpoint is removed by training itself, as checkpoint.keep has it")
+                raise UserError(f"{name}: is a checkpoint, which only training removes; set checkpoint.keep")
     # The shared folder, which may be a bucket, is read only when needed.
     if not args.names or not {*args.names} <= saved:
         shared = recorded_folder(workdir)
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for name in args.names:
         if name not in items:
-            raise UserError(f"--workdir={workdir}: there is no {name} stored; `realm storage ls` lists what there is")
+            raise UserError(f"--workdir={workdir}: no {name} is stored; `realm storage ls` lists all names")
     if args.action == "verify":
         return int(any([verify(name, items[name], args.json) for name in args.names or items]))
     for name in args.names:  # check all before removing any
@@ -115,7 +115,7 @@ class Checkpoint(NamedTuple):
     def verify(self) -> str:
         """Read every array; return '', because there is nothing to report. Raises UserError if one is damaged."""
         if DAMAGED in self.entry.name:
-            raise UserError(f"{self.entry} was found damaged and set aside; remove it")
+            raise UserError(f"{self.entry} is damaged and was set aside; remove it")
         SavedCheckpoint(self.entry).verify()
         return ""
 

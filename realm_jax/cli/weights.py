@@ -167,10 +167,10 @@ def _check_realm(model: Realm) -> None:
             f"--names=realm: RealmEmbedder has LayerNorm's epsilon {LAYER_NORM_EPSILON:g} on its vectors, but the run "
             f"has config.encoder.norm_epsilon={model.norm_epsilon:g}; give --names=bert"
         )
-    theirs = {"pooling": "pooler", "normalization": "layer", "query_template": None, "passage_template": None}
-    other = next((name for name, value in theirs.items() if getattr(model, name) != value), None)
-    if other or not model.projection:
-        name = (other or "projection").replace("template", "prompt")
+    required = {"pooling": "pooler", "normalization": "layer", "query_template": None, "passage_template": None}
+    different = next((name for name, value in required.items() if getattr(model, name) != value), None)
+    if different or not model.projection:
+        name = (different or "projection").replace("template", "prompt")
         raise UserError(
             f"--names=realm: RealmEmbedder is the paper's encoder, but the run has another config.encoder.{name}; "
             "give --names=bert"
@@ -230,9 +230,10 @@ def convert(paths: dict[str, str], output: Path, vocabulary: str | None = None) 
             }
             save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
             bert = tf_checkpoints.bert_config(tensors)
-            if (words := bert.vocabulary_size) != tokenizer.size:
+            if bert.vocabulary_size != tokenizer.size:
                 raise UserError(
-                    f"--vocab: has {tokenizer.size} word pieces, but {name} has {words}; name its vocab.txt"
+                    f"--vocab: has {tokenizer.size} word pieces, but {name} has {bert.vocabulary_size}; name its "
+                    "vocab.txt"
                 )
             # The settings that shapes do not determine are those of the released networks: tanh-GELU and the epsilons.
             settings = {"model_type": "bert"} | bert_settings(bert)

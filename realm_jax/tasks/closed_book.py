@@ -126,7 +126,7 @@ def closed_book_examples(
     check_closed_book(questions, lengths)
     sentences = salient_sentences(store, lengths.query)
     if not len(sentences.rows):
-        raise UserError("the task closed_book needs pre-training text with salient spans; there are none")
+        raise UserError("the task closed_book needs pre-training text with salient spans; leave it out of config.tasks")
     empty = empty_document(tokenizer, lengths)
 
     def make(index: int, rng: np.random.Generator) -> Example:

@@ -234,7 +234,7 @@ class MaskedSentences:
             evidence = find_evidence(store, *self.lengths.hidden)
             self._evidence = (evidence if training_rows is None else evidence.among(training_rows)).spans
             rows = np.unique(self._evidence.rows)
-            logger.info("%d spans of %d passages have evidence elsewhere", len(self._evidence.rows), len(rows))
+            logger.info("%d spans of %d passages have evidence in another passage", len(self._evidence.rows), len(rows))
         elif self.masking == "salient":
             rows = salient_rows(store, self.lengths.query - 2)
         else:
