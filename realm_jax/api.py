@@ -1,4 +1,4 @@
-"""The Python API: what `realm_jax` makes public.
+"""The Python API: the public names of `realm_jax`.
 
     import realm_jax
 
@@ -8,7 +8,7 @@
     model = realm_jax.Model("runs/docs")
     model.ask("Who built the bridge?")["answer"]
 
-Names here and the keys of what they return follow semantic versioning; all other modules may change.
+Names here and the keys of their results follow semantic versioning; all other modules may change.
 """
 
 import os
@@ -32,28 +32,37 @@ __all__ = ["Model", "Progress", "Resumable", "UserError", "load_config", "prepar
 
 
 def load_config(name: str | os.PathLike[str] | None = None, changes: Mapping[str, Any] | None = None) -> ConfigDict:
-    """A config: of a NAME that travels with the package ('quickstart', 'real_text', 'real_text:argument', …), or of a
-    Python file with get_config(); None: the paper's sizes. changes: {"section.key": value}.
+    """Return a config.
 
-    Raises UserError for a config or a key that does not exist, and for a value that is not of the key's type.
+    Args:
+        name: name of a built-in config ('quickstart', 'real_text', 'real_text:argument', …), or path of a Python file
+            with get_config(); None for the paper's sizes.
+        changes: {"section.key": value}.
+
+    Raises:
+        UserError: there is no such config or key, or a value does not have the key's type.
     """
     overrides = [f"--config.{key}={value}" for key, value in (changes or {}).items()]
     return configs.load_config(None if name is None else os.fspath(name), overrides)
 
 
 def prepare(passages: Path_, output: Path_, **options: Any) -> None:
-    """Turn texts, and questions about them, into a folder to train from; prints a summary.
+    """Write a prepared folder of texts, and of questions about them, and print a summary.
 
-    passages: file, pattern or folder of the texts to retrieve from; output: folder to make, left as it is where it was
-    made from the same inputs with the same settings. options: the flags of `realm prepare` with underscores, such as
-    questions=["train=nq-train.json", "dev=nq-dev.json"] and vocab="hf:NAME". Raises UserError for faults in the inputs,
-    and where `output` exists otherwise.
+    Several processes prepare all but a few texts, and each imports the script that calls this. So put the script's code
+    under `if __name__ == "__main__":`, as always with multiprocessing, or set workers=1. A notebook needs neither.
 
-    More texts than a few are prepared by several processes, which import the script that calls this: put what it does
-    under `if __name__ == "__main__":`, as always with multiprocessing, or give workers=1. A notebook needs neither.
+    Args:
+        passages: file, pattern or folder of the texts to retrieve from.
+        output: the folder to write. If the same inputs and settings made it before, nothing is done.
+        **options: the flags of `realm prepare` with underscores, such as vocab="hf:NAME" and
+            questions=["train=nq-train.json", "dev=nq-dev.json"].
+
+    Raises:
+        UserError: the inputs have errors, or `output` was made otherwise.
     """
     if isinstance(options.get("questions"), str | os.PathLike):
-        raise UserError("questions: takes a list of files; put the one into it")
+        raise UserError("questions: takes a list of files; put the file into a list")
     if unknown := sorted({*options} - {*Options.__dataclass_fields__}):
         raise UserError(f"prepare has no option {unknown[0]}; `realm prepare --help` lists them")
     prepare_folder(passages, output, **options)
@@ -65,12 +74,20 @@ def train_model(
     *,
     callback: Callable[[Progress], None] | None = None,
 ) -> dict[str, Any]:
-    """Run the recipe of a config in a folder, or resume it; returns the content of its results.json, {} where the data
-    have no questions to measure.
+    """Run the recipe of a config, or resume it.
 
-    callback: called with each `Progress`, {task, kind, step, values}, as it is recorded: 'metrics' of logged steps, and
-    'evaluations'; what it raises ends the training, and the same call goes on from the last save. Raises
-    UserError for a config or data that do not fit, and `Resumable` after SIGTERM, once the state is saved.
+    Args:
+        config: from `load_config`.
+        workdir: run directory, created or resumed.
+        callback: called with each recorded `Progress`: metrics of logged steps, and evaluations. An exception
+            in it ends training; the same call then continues from the last save.
+
+    Returns:
+        The content of results.json; {} if the data have no questions to measure.
+
+    Raises:
+        UserError: config and data do not fit together.
+        Resumable: after SIGTERM, once the state is saved.
     """
     cache_programs()
     command = f"realm_jax.train_model(config, {os.fspath(workdir)!r})"

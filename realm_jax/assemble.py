@@ -1,6 +1,6 @@
 """Assemble a run from its config: the mesh, the networks, and the static arguments of its compiled steps.
 
-A run's methods are in `run.py`; `train/recipe.py` checks its config and folder.
+A run's methods are in `run.py`; `train/recipe.py` checks its config and its directory.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def make_run(
 
     Args:
         config: validated.
-        workdir: the run folder.
+        workdir: the run directory.
         sources: the data.
         devices: of the mesh; None for all.
 
@@ -65,7 +65,7 @@ def abstract_run(
 
     Args:
         config: validated.
-        workdir: the run folder.
+        workdir: the run directory.
         rows: number of passages.
         vocabulary_size: of the tokenizer.
         devices: of the mesh; None for all.
@@ -111,7 +111,7 @@ def make_model(
     query, passage = encoder.query_prompt, encoder.passage_prompt
     query_template = compiled(query, "config.encoder.query_prompt", False, encode) if query else None
     passage_template = compiled(passage, "config.encoder.passage_prompt", True, encode) if passage else None
-    longest = max(joint_length(config), *tower_lengths(config, query_template, passage_template))
+    longest = max(joint_length(config), *longest_inputs(config, query_template, passage_template))
     bert = make_bert(model, vocabulary_size, longest, hidden)
     reader_bert = make_bert(reader_section(model), vocabulary_size, longest, hidden)
     return Realm(
@@ -129,8 +129,8 @@ def make_model(
     )
 
 
-def tower_lengths(config: Config, query: Template | None, passage: Template | None) -> tuple[int, int]:
-    """Return the lengths of the longest query and the longest passage, including their prompts.
+def longest_inputs(config: Config, query: Template | None, passage: Template | None) -> tuple[int, int]:
+    """Return the tokens of the longest query and of the longest passage, including their prompts.
 
     Args:
         config: of the run.

@@ -3,8 +3,8 @@
     ROOT/vectors/<encoder>/<item>.npy     the arrays of an item one after another, uint8
     ROOT/vectors/<encoder>/<item>.json    put last: name → dtype, shape, first byte and checksum of each
 
-An entry, ROOT/vectors/<encoder>, is evicted as a whole when space is needed (`index/vector_cache.py` fills it). Nothing
-that is read is trusted: arrays are compared with their checksums. JAX keeps its programs there too (`jax`).
+If space is needed, all items of an entry, ROOT/vectors/<encoder>, are evicted (`index/vector_cache.py` fills it). Every
+read compares arrays with their checksums. JAX stores its compiled programs there too (`jax`).
 """
 
 import contextlib
@@ -23,22 +23,25 @@ from realm_jax.checksums import checksums
 from realm_jax.errors import UserError
 from realm_jax.storage import Damaged, cache_folder, open_atomic, write_json_atomic
 
-VECTORS = "vectors"  # this module leaves other folders alone
+VECTORS = "vectors"  # the only folder that this module evicts from
 BYTES = 20_000_000_000  # of all entries together, unless REALM_CACHE_BYTES is set
 ALIGNED = 64  # bytes: arrays begin at multiples of it, so that a CPU device can use them without a copy
 Arrays = dict[str, NDArray]
 
 
 def cache_bytes() -> int:
-    """The size limit of the cache in bytes; 0 turns it off. Raises UserError if REALM_CACHE_BYTES is not a number."""
+    """Return the size limit of the cache in bytes; 0 turns it off.
+
+    Raises UserError if REALM_CACHE_BYTES is not a number.
+    """
     text = os.environ.get("REALM_CACHE_BYTES", str(BYTES))
     if not text.isdecimal():
-        raise UserError(f"REALM_CACHE_BYTES={text}: give a number of bytes, or 0 to keep nothing")
+        raise UserError(f"REALM_CACHE_BYTES={text}: give a number of bytes, or 0 for no cache")
     return int(text)
 
 
 def cache_programs() -> None:
-    """Let JAX keep compiled programs in the cache folder, unless JAX_COMPILATION_CACHE_DIR names another.
+    """Let JAX store compiled programs in the cache folder, unless JAX_COMPILATION_CACHE_DIR names another.
 
     Raises UserError as `cache_bytes` does.
     """
@@ -123,12 +126,14 @@ class CacheEntry:
 
 
 def _size(folder: Path) -> int:
+    """Return the bytes of the files in a folder, 0 if it is gone."""
     with contextlib.suppress(OSError):
         return sum(file.stat().st_size for file in folder.glob("*"))
     return 0
 
 
 def _last_use(folder: Path) -> float:
+    """Return the time of the last read or write of an entry, 0 if it is gone."""
     with contextlib.suppress(OSError):
         return folder.stat().st_mtime
     return 0.0

@@ -67,7 +67,7 @@ def arrays_digest(arrays: Mapping[str, NDArray], about: bytes = b"") -> str:
 
     Args:
         arrays: by name.
-        about: further bytes to include.
+        about: other bytes to include.
     """
     summary = hashlib.sha256(about)
     for name, array in sorted(arrays.items()):

@@ -1,8 +1,8 @@
 """Log lines and progress bars, on stderr, so that stdout is free for results.
 
-Rich finds out what the output can show (a terminal or a file, its width, `NO_COLOR`). One console serves bars and log
-lines, so that a line appears above a running bar and not through it. Not for metrics in files:
-`realm_jax/train/metrics.py` writes those.
+Rich detects the abilities of the output (a terminal or a file, its width, `NO_COLOR`). One console serves bars and log
+lines, so that a line appears above a running bar and not through it. `realm_jax/train/metrics.py` writes metrics to
+files.
 """
 
 import contextlib
@@ -20,21 +20,21 @@ from rich.text import Text
 
 logger = logging.getLogger(__name__)
 
-# Below this width the bar itself is left out: steps, loss and time left say more than eight cells of a bar.
+# Narrower terminals show no bar: steps, loss and remaining time are more useful than eight cells of a bar.
 WIDTH_FOR_BAR = 72
 BAR_WIDTH = 16
 _CONTROLS = dict.fromkeys([*range(32), *range(127, 160)], " ")
 
 
 class _Console(Console):
-    """Discards output once the reader is gone: training outlives the terminal that started it."""
+    """Discard output once the reader is gone, because training outlives the terminal that started it."""
 
     def on_broken_pipe(self) -> None:
         go_silent()
 
 
 def go_silent() -> None:
-    """Discard all further and buffered output to stderr, since its reader is gone."""
+    """Discard buffered and later output to stderr, after its reader is gone."""
     with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stderr.fileno())
 

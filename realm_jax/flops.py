@@ -1,6 +1,6 @@
 """Count the floating-point operations of networks, for MFU and `realm launch plan`.
 
-The operations of a task's step are in the task's file (`tasks/`).
+`tasks/step_flops.py` adds them up for the step of each task.
 
 Only matrix products count: two operations per multiply-add, and the backward pass twice the forward one. Rematerialized
 activations do not count, nor do lookups, softmax or LayerNorm. Sequences count at their padded or packed length, which
@@ -17,8 +17,14 @@ GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
-class Tower:
-    """Sizes of one BERT."""
+class BertSize:
+    """The sizes of a BERT that its operations depend on.
+
+    Attributes:
+        layers: number of layers.
+        width: features of a hidden state.
+        feed_forward: width of the feed-forward layers.
+    """
 
     layers: int
     width: int
@@ -38,22 +44,19 @@ class Tower:
         return (self.layers - 1) * layer + self._products(last_tokens, tokens) + self._attention(queries, length)
 
     def _products(self, queries: float, keys: float) -> float:
+        """Return the operations of a layer's linear layers."""
         projections = 2 * (2 * queries + 2 * keys) * self.width**2  # query and output; key and value
         return projections + 2 * 2 * queries * self.width * self.feed_forward
 
     def _attention(self, queries: int, keys: int) -> float:
+        """Return the operations of a layer's attention: scores, and weighted sums of values."""
         return 2.0 * 2 * queries * keys * self.width
 
 
-def tower_of(config: Config) -> Tower:
-    """Return the size of the encoders."""
-    return Tower(config.model.layers, config.model.width, config.model.feed_forward)
-
-
-def reader_of(config: Config) -> Tower:
+def reader_size(config: Config) -> BertSize:
     """Return the size of the reader."""
     reader = reader_section(config.model)
-    return Tower(reader.layers, reader.width, reader.feed_forward)
+    return BertSize(reader.layers, reader.width, reader.feed_forward)
 
 
 def embedding_flops(config: Config, length: int, packed_length: float = 0) -> float:
@@ -61,14 +64,15 @@ def embedding_flops(config: Config, length: int, packed_length: float = 0) -> fl
 
     Args:
         config: of the run.
-        length: as in `Tower.forward`.
-        packed_length: as in `Tower.forward`.
+        length: as in `BertSize.forward`.
+        packed_length: as in `BertSize.forward`.
     """
     width, encoder = config.model.width, config.encoder
+    bert = BertSize(config.model.layers, width, config.model.feed_forward)
     pooling = POOLINGS[encoder.pooling]
     head = 2 * width * ((width if pooling.has_tanh_layer else 0) + encoder.projection)
     positions = 1 if pooling.position else None
-    return tower_of(config).forward(length, positions, packed_length) + head
+    return bert.forward(length, positions, packed_length) + head
 
 
 def word_flops(run: Run) -> float:
@@ -87,21 +91,29 @@ def score_flops(run: Run) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """An accelerator. All fields but the first are known only for TPUs, 0 or None elsewhere.
+    """An accelerator. Fields other than `peak` are known only for TPUs; for others they have their defaults.
 
-    `clock` follows from the data sheet's peak and the size of the matrix units (128 × 128, for v6e 256 × 256); with it
-    the compiler's cost model estimates that a product of 4,096³ reaches 0.97 of a v5e's peak, 0.96 of a v5p's and 0.87
-    of a v6e's.
+    Attributes:
+        peak: dense bfloat16 operations per second.
+        memory: bytes that a program can use, by the TPU compiler.
+        clock: cycles per second, from the data sheet's peak and the size of the matrix units (128 × 128, for v6e
+            256 × 256). With it the compiler's cost model estimates that a product of 4,096³ reaches 0.97 of a v5e's
+            peak, 0.96 of a v5p's and 0.87 of a v6e's.
+        bandwidth: of the memory, bytes per second.
+        ici: bytes per second out of a chip, over all its links.
+        axes: of the torus that the links form.
+        dcn: a chip's share of its host's network, bytes per second.
+        cores: number of cores that share a program's kernels.
     """
 
-    peak: float  # dense bfloat16 operations per second
-    memory: float | None = None  # bytes that a program can use, by the TPU compiler
-    clock: float = 0.0  # cycles per second
-    bandwidth: float = 0.0  # of the memory, bytes per second
-    ici: float = 0.0  # bytes per second out of a chip, over all its links
-    axes: int = 2  # of the torus that the links form
-    dcn: float = 0.0  # a chip's share of its host's network, bytes per second
-    cores: int = 1  # that share a program's kernels
+    peak: float
+    memory: float | None = None
+    clock: float = 0.0
+    bandwidth: float = 0.0
+    ici: float = 0.0
+    axes: int = 2
+    dcn: float = 0.0
+    cores: int = 1
 
 
 V5E = Chip(197e12, 15.75 * GIB, 1.5e9, bandwidth=819e9, ici=200e9, dcn=3.125e9)

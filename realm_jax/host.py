@@ -36,8 +36,8 @@ MAX_MAPPED_BLOCKS = 1 << 16  # at a time: glibc's own limit
 MAX_OPEN_FILES = 1 << 20  # if the system has no limit
 WIDE_MODEL = 256  # hidden size from which a model's large blocks are returned to the system
 
-_keeps_memory = False  # whether `keep_freed_memory` has set anything
-_releases_blocks = False  # whether `release_large_blocks` has
+_keeps_memory = False  # True after `keep_freed_memory` has set options
+_releases_blocks = False  # True after `release_large_blocks` has set options
 
 
 def keep_freed_memory() -> None:
@@ -66,7 +66,7 @@ def release_large_blocks() -> None:
 
 
 def releases_memory() -> bool:
-    """Return whether freed memory goes back to the system: for a wide model on a CPU, whose memory is scarce."""
+    """Return True if freed memory goes back to the system: for a wide model on a CPU, whose memory is scarce."""
     return _releases_blocks
 
 
@@ -89,7 +89,7 @@ def allow_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < limit:
-        with contextlib.suppress(ValueError, OSError):  # macOS permits fewer files than it says
+        with contextlib.suppress(ValueError, OSError):  # macOS permits fewer files than its limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
@@ -122,7 +122,7 @@ def gc_disabled() -> Iterator[None]:
 
 
 def multiplies_bfloat16(cpuinfo: str = "/proc/cpuinfo") -> bool:
-    """Return whether the processor has instructions for bfloat16 products (AMX or AVX-512); False if that is not known.
+    """Return True if the processor has instructions for bfloat16 products (AMX or AVX-512); False if unknown.
 
     Other processors emulate them by float32 products, which are then faster.
     """
@@ -135,7 +135,7 @@ def multiplies_bfloat16(cpuinfo: str = "/proc/cpuinfo") -> bool:
 
 
 def is_cpu_only() -> bool:
-    """Return whether JAX will run on the CPU, as far as one can tell without importing it."""
+    """Return True if JAX will run on the CPU, as far as can be seen without importing it."""
     if platforms := os.environ.get("JAX_PLATFORMS"):
         return platforms == "cpu"
     return not any(importlib.util.find_spec(name) for name in ("jax_plugins", "libtpu"))
@@ -176,8 +176,9 @@ class Stop:
         """Make a flag.
 
         Args:
-            at_once: what is saved at any time, for the message; if set, the signal handler itself raises Preempted. The
-                flag is set too, because Python drops exceptions in some callbacks, and libraries catch unknown ones.
+            at_once: message about the state that is always saved; if set, the signal handler itself raises Preempted.
+                The flag is set too, because Python drops exceptions in some callbacks, and libraries catch unknown
+                ones.
         """
         self.requested, self._at_once = False, at_once
         self._before: Any = None
@@ -199,7 +200,7 @@ class Stop:
             self.check(self._at_once)
 
     def check(self, saved: str) -> None:
-        """Raise Preempted, whose message says what is saved, if SIGTERM was received."""
+        """Raise Preempted if SIGTERM was received; `saved` is the message about the saved state."""
         if self.requested:
             raise Preempted(f"SIGTERM: {saved}; run the command again to resume")
 
@@ -252,11 +253,12 @@ class CtrlC:
         if not self._held:
             raise KeyboardInterrupt
 
-    def _repeat(self, lost: Any) -> None:
-        if issubclass(lost.exc_type, KeyboardInterrupt):
+    def _repeat(self, unraisable: Any) -> None:
+        """Send Ctrl-C again if its exception could not be raised."""
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
             threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
         else:
-            self._unraisable_hook(lost)
+            self._unraisable_hook(unraisable)
 
 
 def usable_cores() -> int:

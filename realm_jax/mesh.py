@@ -80,9 +80,9 @@ def mesh_sizes(data: int, fsdp: int, model: int, devices: int, slices: int = 1) 
     sizes = [data, fsdp, model]
     for name, size in zip(SIZES, sizes, strict=True):
         if size < 1 and size != -1:
-            raise UserError(f"config.mesh.{name}: must be positive, or -1 for the devices that are left, not {size}")
+            raise UserError(f"config.mesh.{name}: must be positive, or -1 for the remaining devices, not {size}")
     if sizes.count(-1) > 1:
-        raise UserError("config.mesh: only one of data, fsdp, model may be -1")
+        raise UserError("config.mesh: only one of data, fsdp, model may be -1; set the others")
     known = int(np.prod([s for s in sizes if s != -1]))
     sizes = [devices // known if s == -1 else s for s in sizes]
     if int(np.prod(sizes)) != devices:
@@ -91,7 +91,8 @@ def mesh_sizes(data: int, fsdp: int, model: int, devices: int, slices: int = 1) 
         raise UserError(f"config.mesh: {requested} does not fit {devices} devices; {advice}")
     if sizes[0] % slices:
         raise UserError(
-            f"config.mesh: leaves {sizes[0]} for data, which {slices} slices share; it has to be a multiple of them"
+            f"config.mesh: leaves {sizes[0]} for data, which {slices} slices share; set sizes that leave a multiple of "
+            f"{slices}"
         )
     return sizes
 
@@ -209,7 +210,7 @@ def parameter_shardings(mesh: Mesh, abstract_boxed: Any) -> Any:
         share = replicated_bytes / total_bytes
         raise UserError(
             f"config.mesh: fsdp={mesh.shape['fsdp']}, model={mesh.shape['model']} leaves {share:.0%} of the "
-            f"parameters whole on every device, most of all {largest}; choose sizes that divide it"
+            f"parameters replicated on every device, most of all {largest}; choose sizes that divide it"
         )
     return shardings
 

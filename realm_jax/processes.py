@@ -25,14 +25,18 @@ AUTO = "auto"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--processes`, `--process` and `--coordinator`."""
     group = parser.add_argument_group("several processes (the same command in each of them)")
-    group.add_argument("--processes", default="1", metavar="N", help="how many, or 'auto' where the machines know it: "
-        "TPU VMs, GKE, Slurm (default: 1)")  # fmt: skip
-    group.add_argument("--process", type=int, default=0, metavar="I", help="this one, from 0")
+    group.add_argument("--processes", default="1", metavar="N", help="number of processes, or 'auto' on machines that "
+        "know it: TPU VMs, GKE, Slurm (default: 1)")  # fmt: skip
+    group.add_argument("--process", type=int, default=0, metavar="I", help="number of this process, from 0 (default: "
+        "0)")  # fmt: skip
     group.add_argument("--coordinator", metavar="HOST:PORT", help="a free port of the machine of process 0")
 
 
 def start(args: argparse.Namespace) -> None:
-    """Connect to the other processes. Raises UserError; touches no device when there is only one process."""
+    """Connect to the other processes; touches no device if there is only one.
+
+    Raises UserError for invalid flags, or if the processes cannot connect.
+    """
     distributed: tuple[Any, ...] = ()
     if args.processes != AUTO:
         if not args.processes.isdigit() or int(args.processes) < 1:
@@ -47,13 +51,19 @@ def start(args: argparse.Namespace) -> None:
     try:
         jax.distributed.initialize(*distributed)
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"the processes do not find each other: {' '.join(str(error).split())[:300]}") from None
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"the processes cannot connect: {reason}; check --coordinator and --processes") from None
     if not is_process_0():
         logging.getLogger("realm_jax").setLevel(logging.WARNING)  # process 0 logs for all
 
 
 class WorkerSlice(NamedTuple):
-    """This process among those that share work through files, without a connection."""
+    """This process among those that share work through files, without a connection.
+
+    Attributes:
+        process: its number, from 0.
+        processes: number of processes.
+    """
 
     process: int = 0
     processes: int = 1
@@ -64,8 +74,8 @@ class WorkerSlice(NamedTuple):
         Its own slice comes first, then the items of others from the last to the first, so that a process that is alive
         and one that helps it meet in the middle.
         """
-        own_items = list(range(self.process, count, self.processes))
-        return own_items + [item for item in reversed(range(count)) if item % self.processes != self.process]
+        local_items = list(range(self.process, count, self.processes))
+        return local_items + [item for item in reversed(range(count)) if item % self.processes != self.process]
 
 
 def check_process(process: int, count: int) -> None:
@@ -83,7 +93,7 @@ def check_process(process: int, count: int) -> None:
 
 
 def is_process_0() -> bool:
-    """Return whether this process writes files that are written once: records, configs, reports."""
+    """Return True if this process writes files that are written once: records, configs, reports."""
     return jax.process_index() == 0
 
 
@@ -109,7 +119,7 @@ def run_on_process_0(function: Callable[[], int | None]) -> int:
 def allgather_flags(*flags: bool) -> NDArray[np.bool_]:
     """Gather flags from all processes: [processes, flags], on every process. Collective: all processes must call it.
 
-    It is for events that one process may see before another: a signal, a file, a timeout.
+    Use it for events that one process may see before another: a signal, a file, a timeout.
     """
     local_flags = np.array([flags])  # [1, flags]
     if jax.process_count() == 1:
@@ -120,12 +130,12 @@ def allgather_flags(*flags: bool) -> NDArray[np.bool_]:
 
 
 def any_process(flag: bool) -> bool:
-    """Return whether a flag is set on any process. Collective: all processes must call it."""
+    """Return True if a flag is set on any process. Collective: all processes must call it."""
     return bool(allgather_flags(flag).any())
 
 
 def same_on_all_processes(value: int) -> bool:
-    """Return whether all processes have the same value, below 2**31. Collective: all processes must call it."""
+    """Return True if all processes have the same value, below 2**31. Collective: all processes must call it."""
     return bool(allgather_flags(broadcast_from_process_0(value) == value).all())
 
 

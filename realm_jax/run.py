@@ -1,4 +1,4 @@
-"""The fixed parts of a run: config, folder, data, mesh, networks, and the corpus on the devices. Shared by every job.
+"""The fixed parts of a run: config, directory, data, mesh, networks, and the corpus on the devices. All jobs share it.
 
 Read next: `tasks/base.py` for the tasks of a run, `train/loop.py` for training, `eval/prediction.py` for answering.
 """
@@ -74,25 +74,36 @@ def _shardings(model: Any, mesh: Mesh) -> Any:
 
 @lru_cache(maxsize=8)
 def _init_program(model: Any, mesh: Mesh | None) -> Callable[[jax.Array], Params]:
+    """Return the jitted initialization: key → parameters, sharded over the mesh if there is one."""
     return jax.jit(model.init, out_shardings=None if mesh is None else _shardings(model, mesh))
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run over a corpus of passages, which is on the devices in document layout."""
+    """A run over a corpus of passages, which is on the devices in document layout.
+
+    Attributes:
+        config: validated.
+        workdir: the run directory.
+        mesh: the devices.
+        model: the networks.
+        sources: the data.
+        context: static arguments of the compiled steps.
+        lengths: sizes of the arrays of examples.
+    """
 
     config: Config
     workdir: Path
     mesh: Mesh
     model: Realm
     sources: Sources
-    context: StaticContext  # static arguments of the compiled steps
+    context: StaticContext
     lengths: Lengths
 
     def initial_params(self) -> Params:
         """Return newly initialized parameters, sharded as `param_shardings`.
 
-        For the GPUs of one process they are made on its CPU, for which the program compiles sooner.
+        For the GPUs of one process, its CPU makes them, because the program compiles faster for it.
         """
         cpu = cpu_of_gpu_mesh(self.mesh)
         if cpu is None:
@@ -103,23 +114,23 @@ class Run:
 
     @property
     def abstract_params(self) -> Any:
-        """Shape and dtype of each parameter, in a tree like the parameters'."""
+        """Return the shape and dtype of each parameter, in a tree like the parameters'."""
         return abstract_params(self.model)
 
     @property
     def param_shardings(self) -> Any:
-        """Sharding of each parameter, in a tree like the parameters'."""
+        """Return the sharding of each parameter, in a tree like the parameters'."""
         return _shardings(self.model, self.mesh)
 
     @cached_property
     def corpus(self) -> CorpusRows:
-        """The corpus on the host, in document layout."""
+        """Return the corpus on the host, in document layout."""
         length, special = self.config.data.document_length, self.sources.tokenizer.special
         return CorpusRows(*self.sources.passages.document_matrix(length, special))
 
     @cached_property
     def documents(self) -> PassageBatch:
-        """The corpus on the devices, sharded by rows."""
+        """Return the corpus on the devices, sharded by rows."""
         length, special = self.config.data.document_length, self.sources.tokenizer.special
         matrix = self.sources.passages.document_matrix
         parts = (matrix(length, special, rows) for rows in self.local_corpus_slices)
@@ -136,7 +147,7 @@ class Run:
         return self.index_without_vectors._replace(vectors=stored)
 
     def bm25(self) -> Bm25:
-        """Return BM25 over the corpus, from the run folder or built in memory.
+        """Return BM25 over the corpus, from the run directory or built in memory.
 
         Raises UserError if the corpus has no terms.
         """
@@ -155,10 +166,9 @@ class Run:
 
     @property
     def bm25_for_masked_sentence(self) -> Bm25Lookup | None:
-        """A function that searches REALM's candidates for the unmasked words of a sentence by BM25.
+        """Return a function that searches REALM's candidates by BM25 with the unmasked words of a sentence.
 
-        It leaves out the sentence's own passage if `realm.exclude_own` says so. None if candidates come from vectors
-        only.
+        With `realm.exclude_own` it excludes the sentence's passage. None if candidates come only from vectors.
         """
         realm = self.config.realm
         if realm.search == "vectors":
@@ -167,7 +177,7 @@ class Run:
         depth = bm25_list_length(realm.search, search_depth(realm, self.context.rows), self.context.rows)
 
         def search_candidates(text: str, own_row: int) -> Example:
-            rows, scores = (batch[0] for batch in bm25.scored([text], depth + 1))  # [depth + 1]
+            rows, scores = (batch[0] for batch in bm25.scored([text], depth + 1))  # [depth + 1] both
             valid = (rows >= 0) & (rows != own_row) if realm.exclude_own else rows >= 0
             ranks = np.flatnonzero(valid)[:depth]
             padding = 0, depth - len(ranks)
@@ -178,12 +188,12 @@ class Run:
 
     @property
     def index_without_vectors(self) -> Index:
-        """An index of passages without vectors, for tasks that do not search by vectors."""
+        """Return an index of passages without vectors, for tasks that do not search by vectors."""
         return Index(None, self.documents, held_out=self._held_out)
 
     @cached_property
     def _held_out(self) -> jax.Array | None:
-        """Whether each passage is of a held-out document, bool, sharded as `documents`; None if no document is."""
+        """Return which passages are of held-out documents, bool [rows], sharded as `documents`; None for none."""
         train_mask = self.training_rows(self.sources.passages)  # [rows]
         if train_mask is None:
             return None
@@ -195,20 +205,20 @@ class Run:
 
     @property
     def answering_qa(self) -> QaConfig:
-        """The settings for answering: evaluation and inference may read more passages than training does."""
+        """Return the settings for answering: evaluation and inference may read more passages than training does."""
         qa = self.config.qa
         return dataclasses.replace(qa, passages=self.config.answering.read or qa.passages)
 
     @property
     def scann_config(self) -> ScannConfig | None:
-        """The settings of host search; None if `retrieval.backend` is not 'scann'."""
+        """Return the settings of host search; None if `retrieval.backend` is not 'scann'."""
         config = self.config
         budget = max(BUDGET, config.realm.candidates)
         return ScannConfig(budget, config.scann.leaves_searched) if config.retrieval.backend == "scann" else None
 
     @property
     def local_corpus_slices(self) -> list[slice]:
-        """The range of passages that each device of this process holds, with start and stop."""
+        """Return the range of passages that each device of this process holds, with start and stop."""
         rows = self.context.rows
         parts = addressable_parts(self.mesh, "rows", padded_rows(rows, corpus_devices(self.mesh)))
         return [slice(min(part.start, rows), min(part.stop, rows)) for _, part in parts]
@@ -241,7 +251,7 @@ class Run:
     ) -> NDArray[np.float32]:
         """Embed passages by the passage encoder, on this run's devices.
 
-        Every device embeds the same number at a time, whatever their number, so vectors do not depend on it.
+        Every device embeds the same number at a time, so vectors do not depend on the number of devices.
 
         Args:
             params: parameters of the model.
@@ -251,16 +261,16 @@ class Run:
         Returns:
             [rows, projection].
         """
-        tower = {name: params[name] for name in self.model.embedder_names}
+        encoders = {name: params[name] for name in self.model.embedder_names}
 
         def embed_batch(batch: CorpusRows) -> jax.Array:
-            return embed_program(self.model, self.mesh, tower, PassageBatch(*put_batch(self.mesh, batch)))
+            return embed_program(self.model, self.mesh, encoders, PassageBatch(*put_batch(self.mesh, batch)))
 
         size = EMBED_BATCH * self.mesh.size
         return embed_corpus(embed_batch, self.corpus if rows is None else rows, size, progress)
 
     def read_stored(self, first: int, last: int) -> CorpusRows:
-        """Read stored rows of the corpus in document layout, including those that its version leaves out.
+        """Read stored rows of the corpus in document layout, including those that its version excludes.
 
         Args:
             first: first row.

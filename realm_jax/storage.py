@@ -1,9 +1,9 @@
 """Files that several processes or runs share: every file appears complete, or not at all.
 
-Two levels. The functions at the top are for files and folders of this machine: content is written under a temporary
-name, flushed to the disk and then renamed. `Folder` at the bottom is for files that jobs on several machines share
-(exports, index generations, job status): a POSIX folder or a bucket (`gs://…`, `s3://…`, all that fsspec opens).
-Not for scratch files of one process. Read `Folder` next.
+There are two levels. The functions at the top are for files and folders of this machine: content is written under a
+temporary name, flushed to the disk and then renamed. `Folder` at the bottom is for files that jobs on several machines
+share (exports, index generations, job status): a POSIX folder or a bucket (`gs://…`, `s3://…`, all that fsspec opens).
+Scratch files of one process need neither. Read `Folder` next.
 """
 
 import contextlib
@@ -39,13 +39,13 @@ def open_atomic(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         with os.fdopen(handle, "wb") as stream:
             yield stream
             flush_to_disk(stream)
-        # mkstemp makes files for the owner alone; a published file follows the umask like any other.
+        # Only the owner can read the files of mkstemp; a published file follows the umask like any other.
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, final)
     except BaseException as error:
         Path(name).unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(final)  # a write does not say where
+            error.filename = str(final)  # the error of a write names no file
         raise
     _flush(final.parent)
 
@@ -69,7 +69,7 @@ def write_json_atomic(path: str | os.PathLike[str], value: Any) -> None:
 
     Args:
         path: the file.
-        value: what `json` can write; NaN and infinity raise ValueError.
+        value: of types that `json` can write; NaN and infinity raise ValueError.
     """
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
@@ -97,14 +97,14 @@ def read_settings(path: Path, needed: bool = False) -> dict[str, Any]:
 
     Args:
         path: the file.
-        needed: whether it must exist; otherwise a missing file means {}.
+        needed: True if it must exist; otherwise a missing file means {}.
 
     Raises:
         UserError: the file is missing, unreadable, or holds no JSON object.
     """
     settings = read_fetched_json(path) if needed or path.is_file() else {}
     if not isinstance(settings, dict):
-        raise UserError(f"{path}: holds no settings; fetch it again")
+        raise UserError(f"{path}: has no JSON object of settings; fetch it again")
     return settings
 
 
@@ -123,7 +123,7 @@ def make_folder(path: str | os.PathLike[str], name: str) -> None:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise UserError(f"{name}={path}: no folder that can be written to ({error.strerror}); name another") from None
+        raise UserError(f"{name}={path}: cannot be written to ({error.strerror}); name another folder") from None
 
 
 @contextmanager
@@ -131,9 +131,9 @@ def exclusive_lock(folder: Path, lock: str = ".lock", wait: bool = False) -> Ite
     """Lock a folder for this process, against other processes of this machine.
 
     Args:
-        folder: what to lock.
+        folder: the folder.
         lock: name of the lock file in it.
-        wait: whether to wait for another process that holds the lock.
+        wait: True to wait for another process that holds the lock.
 
     Raises:
         UserError: another process holds the lock, and `wait` is False.
@@ -149,7 +149,7 @@ def exclusive_lock(folder: Path, lock: str = ".lock", wait: bool = False) -> Ite
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether some process of this machine holds the lock of a folder, see `exclusive_lock`."""
+    """Return True if a process of this machine holds the lock of a folder, see `exclusive_lock`."""
     try:
         with open(folder / ".lock") as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -180,7 +180,7 @@ def publish_folder(temporary: str | os.PathLike[str], final: str | os.PathLike[s
 
 
 def flush_to_disk(stream: IO[bytes]) -> None:
-    """Flush `stream` to disk (fsync): what was written survives a power failure."""
+    """Flush `stream` to disk (fsync), so that its content survives a power failure."""
     stream.flush()
     os.fsync(stream.fileno())
 
@@ -218,11 +218,17 @@ class Damaged(UserError):
 
 
 class FileEntry(NamedTuple):
-    """The entry of a file in a record."""
+    """The entry of a file in a record.
 
-    name: str  # relative to the folder
+    Attributes:
+        name: its path relative to the folder.
+        bytes: its size.
+        sha256: its checksum, in hexadecimal.
+    """
+
+    name: str
     bytes: int
-    sha256: str  # hexadecimal
+    sha256: str
 
 
 def sha256_hex(data: bytes | memoryview) -> str:
@@ -248,7 +254,7 @@ def check_files(folder: Path, listed: Iterable[Sequence[Any]], content: bool = T
     Args:
         folder: the folder.
         listed: entries of `list_files`, as read back from JSON.
-        content: whether to compare checksums too, and not only sizes.
+        content: True to compare checksums too, and not only sizes.
 
     Raises:
         Damaged: a file is missing or differs; the message names the first one.
@@ -263,7 +269,8 @@ def record_digest(record: Mapping[str, Any]) -> str:
     return sha256_hex(json.dumps(content, sort_keys=True).encode())
 
 
-OBJECT_STORES = ("gs", "gcs", "s3", "s3a", "az", "abfs", "abfss", "oci", "memory")  # what is written appears whole
+# Schemes whose files appear only when they are complete.
+OBJECT_STORES = ("gs", "gcs", "s3", "s3a", "az", "abfs", "abfss", "oci", "memory")
 
 
 class Folder(ABC):
@@ -271,10 +278,14 @@ class Folder(ABC):
 
     A file appears complete or not at all, and never changes unless it is written again. Every method raises
     StorageError, naming the path, if storage fails, and FileNotFoundError for a missing file.
+
+    Attributes:
+        url: path or URL.
+        poll_seconds: time between two polls of a job that waits for a file to appear.
     """
 
     url: str
-    poll_seconds: float  # time between two polls of a job that waits for a file to appear
+    poll_seconds: float
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -312,7 +323,7 @@ class Folder(ABC):
 
         Args:
             name: of the file.
-            value: what `json` can write; NaN and infinity raise ValueError.
+            value: of types that `json` can write; NaN and infinity raise ValueError.
         """
         self.write(name, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
@@ -360,7 +371,9 @@ def open_folder(url: str | os.PathLike[str]) -> Folder:
     if not is_url or scheme == "file":
         return PosixFolder(Path(path if is_url else url))
     if scheme not in OBJECT_STORES:
-        raise UserError(f"{url}: files do not appear whole there; use one of {', '.join(OBJECT_STORES)}, or a path")
+        raise UserError(
+            f"{url}: readers may see incomplete files there; use one of {', '.join(OBJECT_STORES)}, or a path"
+        )
     return Bucket(str(url))
 
 
@@ -405,6 +418,7 @@ class PosixFolder(Folder):
 
     @contextmanager
     def _storage_errors(self, name: str) -> Iterator[None]:
+        """Raise StorageError for an OSError of the block other than FileNotFoundError."""
         try:
             yield
         except FileNotFoundError:
@@ -416,9 +430,8 @@ class PosixFolder(Folder):
 class Bucket(Folder):
     """A folder of an object store or of anything else that fsspec opens.
 
-    It trusts little: an operation that fails is tried again (a write that raised may have happened; writing the same
-    bytes again does no harm), listings never come from a cache, nothing is renamed, and the size of every written file
-    is checked.
+    A failed operation is tried again. A write that raised may have happened, and writing the same bytes again is
+    harmless. Listings never come from a cache, nothing is renamed, and the size of every written file is checked.
     """
 
     poll_seconds = 5.0  # every poll is a request that costs money
@@ -440,7 +453,7 @@ class Bucket(Folder):
         try:
             default, self._root = fsspec.core.url_to_fs(self.url)
         except (ValueError, ImportError) as error:
-            raise UserError(f"{url}: {error}; install what opens such paths (gs://: gcsfs, s3://: s3fs)") from None
+            raise UserError(f"{url}: {error}; install a package for such URLs (gs://: gcsfs, s3://: s3fs)") from None
         self._files = filesystem or default
 
     def read(self, name: str) -> bytes:
@@ -476,7 +489,7 @@ class Bucket(Folder):
         self._with_retries("remove", name, rm)
 
     def local_path(self, entry: FileEntry) -> Path:
-        # Copied once to this machine: downloaded, verified, and only then given its name.
+        # Copied once to this machine: downloaded, verified, and renamed last.
         path = self._staged_path(entry.name)
         if path.is_file():
             with contextlib.suppress(Damaged):
@@ -496,6 +509,7 @@ class Bucket(Folder):
         shutil.rmtree(self._staged_path(folder), ignore_errors=True)
 
     def _staged_path(self, name: str) -> Path:
+        """Return the path of a file's copy on this machine."""
         return staging_folder() / sha256_hex(self.url.encode())[:16] / name
 
     def _with_retries(self, verb: str, name: str, operation: Callable[[str], _T]) -> _T:
@@ -505,7 +519,7 @@ class Bucket(Folder):
                 return operation(f"{self._root}/{name}" if name else self._root)
             except FileNotFoundError:
                 raise
-            except Exception as error:  # every file system has errors of its own
+            except Exception as error:  # every file system has other classes of errors
                 if attempt == TRIES - 1:
                     raise StorageError(f"{self.path(name)}: cannot {verb} it after {TRIES} tries ({error})") from error
                 logger.warning("%s: cannot %s it (%s); trying again", self.path(name), verb, error)
@@ -524,11 +538,11 @@ def parallel_map(function: Callable[..., None], *items: Iterable[Any]) -> None:
     """Call `function` for each item in AT_A_TIME threads, because a bucket answers only after tens of milliseconds.
 
     Args:
-        function: what to call.
-        *items: its arguments, an iterable for each, as of `map`.
+        function: the function.
+        *items: an iterable for each argument, as of `map`.
 
     Raises:
-        Exception: that of the first call, in order, that failed; calls that have not begun are canceled.
+        Exception: of the first failed call, in order; calls that have not begun are canceled.
     """
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         try:
@@ -538,12 +552,13 @@ def parallel_map(function: Callable[..., None], *items: Iterable[Any]) -> None:
 
 
 def cache_folder() -> Path:
-    """Return this machine's folder for files that can be made again: REALM_CACHE, else one in the user's cache."""
+    """Return this machine's folder for files that can be recomputed: REALM_CACHE, else one in the user's cache."""
     folder = os.environ.get("REALM_CACHE")
     return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "realm_jax"
 
 
 def _verify_file(path: Path, entry: FileEntry, name: str, content: bool = True) -> None:
+    """Raise Damaged if a file on a disk does not agree with its entry; `name` is for the message."""
     try:
         _verify(name, entry, path.stat().st_size, lambda: file_digest(path) if content else entry.sha256)
     except FileNotFoundError:
@@ -551,7 +566,8 @@ def _verify_file(path: Path, entry: FileEntry, name: str, content: bool = True) 
 
 
 def _verify(name: str, entry: FileEntry, size: int, checksum: Callable[[], str]) -> None:
+    """Raise Damaged if a size or a checksum does not agree with an entry; `name` is for the message."""
     if size != entry.bytes:
         raise Damaged(f"{name} has {size:,} bytes, not {entry.bytes:,}")
     if checksum() != entry.sha256:
-        raise Damaged(f"{name} is damaged: its checksum is another")
+        raise Damaged(f"{name} is damaged: its checksum is different")

@@ -35,7 +35,7 @@ def test_one_axis_takes_the_devices_that_are_left(sizes, wanted):
 @pytest.mark.parametrize(
     "sizes, named",
     [
-        ((-1, -1, 1), "config.mesh: only one of data, fsdp, model may be -1"),
+        ((-1, -1, 1), "config.mesh: only one of data, fsdp, model may be -1; set the others"),
         ((3, 1, 1), "config.mesh: data=3 x fsdp=1 x model=1 does not fit 8 devices"),
         ((-1, 3, 1), "config.mesh: data=-1 x fsdp=3 x model=1 does not fit 8 devices"),
         ((-1, 16, 1), "does not fit 8 devices"),
@@ -93,7 +93,7 @@ def test_an_axis_that_the_mesh_does_not_divide_stays_whole():
 def test_too_much_that_stays_whole_is_an_error():
     """Fifty tokens over four devices, and nothing else to spread the table by."""
     with pytest.raises(
-        UserError, match=r"fsdp=1, model=4 leaves 16% of .* whole on every device, .*bert.words.embedding"
+        UserError, match=r"fsdp=1, model=4 leaves 16% of .* replicated on every device, .*bert.words.embedding"
     ):
         parameter_specs(make_mesh(2, 1, 4))
 

@@ -111,9 +111,9 @@ def test_staging_looks_for_room_first(tmp_path, monkeypatch):
 
 
 def test_an_unknown_kind_of_url_is_refused():
-    with pytest.raises(UserError, match="sftp://host/x: files do not appear whole there; use one of gs, "):
+    with pytest.raises(UserError, match="sftp://host/x: readers may see incomplete files there; use one of gs, "):
         open_folder("sftp://host/x")
-    with pytest.raises(UserError, match="nowhere://x: .*install what opens such paths"):
+    with pytest.raises(UserError, match="nowhere://x: .*install a package for such URLs"):
         Bucket("nowhere://x")
 
 

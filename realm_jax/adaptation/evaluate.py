@@ -1,11 +1,11 @@
-"""Compare adapted encoders with the base encoder, on sentences of documents that nothing was learned from.
+"""Compare adapted encoders with the base encoder, on sentences of held-out documents.
 
-Each held-out sentence is searched with three times, without any label: for its own document by the sentence without a
-hidden span, for another passage that has what is hidden, and for its own passage by the whole sentence. One number has
-to rise, the mean over the sentences of the average of the three recalls (`MEAN_RECALL`), or of those that a sentence
-has. The queries have the very words of their passages, so an encoder that learned only to match words is better at
-this, while it may be worse at questions. So another number must not fall: recall of a passage that lacks the sentence
-(`RECALL_WITHOUT_SENTENCE`). Evaluation questions, if there are any, must not get worse either. Read `measure`.
+Each held-out sentence is a query of three searches that need no label. Without a hidden span it searches its document,
+and another passage that supports the hidden span; complete it searches its passage. The mean over sentences of the
+average of the three recalls (`MEAN_RECALL`), or of those that a sentence has, must rise. The queries share words with
+their passages, so an encoder that learned only to match words is better at this, while it may be worse at questions.
+Therefore recall of a passage that lacks the sentence (`RECALL_WITHOUT_SENTENCE`) must not fall. Recall of evaluation
+questions, if there are any, must not fall either. Read `measure`.
 """
 
 import logging
@@ -42,13 +42,14 @@ from realm_jax.train.restore import restore_params, saved_vectors
 
 logger = logging.getLogger(__name__)
 
-# Split of the evaluation questions: as `dev` they would take the place of held-out documents.
+# Split of the evaluation questions, because `dev` questions would replace held-out documents.
 QUESTIONS_SPLIT = "test"
 QUESTION_PREFIX = "judged questions: "  # before the names of their metrics
-MAX_SENTENCES, MIN_SENTENCES = 1000, 200  # held out: an interval of ± 0.02 or less, and with little time
+MAX_SENTENCES = 1000  # held-out sentences, which give an interval of ± 0.02 or less
+MIN_SENTENCES = 200  # held-out sentences, however short the time
 WEIGHTS = (1.0, 0.5)  # interpolation weights of the trained encoders, in the order in which they are tried
-TOP = 5  # passages among which the right one has to be
-DEPTH = RANKED + 1  # passages that are searched for, one of which may be the sentence's own
+TOP = 5  # k of recall@k
+DEPTH = RANKED + 1  # retrieved passages, one of which may be the sentence's
 MAX_EXAMPLES = 5  # sentences of each kind in the report
 
 BASELINE = "start"  # row of the base encoder
@@ -57,10 +58,10 @@ SENTENCE_RANK, MEAN_RECALL, RECALL_WITHOUT_SENTENCE = "sentence_mrr@10", "mean_r
 METRICS = {  # of sentences: name → title in the report
     MEAN_RECALL: "mean of the three",
     MASKED: "sentence without a name, for its document: recall@5",
-    EVIDENCE: "the same, for another passage that has the name and says it: recall@5",
-    SENTENCE: "whole sentence, for its passage: recall@5",
-    SENTENCE_RANK: "the same: MRR@10",
-    RECALL_WITHOUT_SENTENCE: "whole sentence, for its passage without that sentence: recall@5",
+    EVIDENCE: "sentence without a name, for another passage that supports the name: recall@5",
+    SENTENCE: "complete sentence, for its passage: recall@5",
+    SENTENCE_RANK: "complete sentence, for its passage: MRR@10",
+    RECALL_WITHOUT_SENTENCE: "complete sentence, for its passage without that sentence: recall@5",
 }
 
 
@@ -89,7 +90,7 @@ def measure(run: Run, sentences: Sequence[HeldOutSentence], merge: float | None)
     )
     adapted = evaluate_at(decision.weight)
 
-    # --- Rows that decide nothing: the trained encoders without interpolation, and BM25
+    # --- Rows for information only: the trained encoders without interpolation, and BM25
     rows = {BASELINE: baseline.metrics, "adapted": adapted.metrics}
     if decision.weight != 1.0:
         rows["trained"] = evaluate_at(1.0).metrics
@@ -101,7 +102,13 @@ def measure(run: Run, sentences: Sequence[HeldOutSentence], merge: float | None)
 
 
 class EncoderResult(NamedTuple):
-    """Encoders, the passages' vectors by them, [rows, width], and what a search of these vectors finds."""
+    """An evaluation of encoders.
+
+    Attributes:
+        params: their parameters.
+        vectors: of the passages, [rows, width].
+        metrics: of vector search.
+    """
 
     params: Params
     vectors: NDArray[np.float32]
@@ -109,17 +116,17 @@ class EncoderResult(NamedTuple):
 
 
 def choose_weight(decisions: Iterable[Decision]) -> Decision:
-    """Return the first decision, or a later one if more sentences are found and fewer passages without them.
+    """Return the first decision, or a later one if mean recall rises and recall without the sentence falls.
 
-    Both changes have to be significant. So a later weight is a second chance to lose nothing, and none to gain.
+    Both changes must be significant. So a later weight can only avoid a loss; it is no second chance for a gain.
 
     Args:
-        decisions: one for each weight to try, made when it is asked for: each takes an evaluation.
+        decisions: one for each weight, in an iterator, because each needs an evaluation.
     """
     for decision in decisions:
         if not (decision.mean_recall.is_significant_gain and decision.recall_without_sentence.is_significant_loss):
             break
-        logger.info("weight %g finds more sentences, and fewer passages without them", decision.weight)
+        logger.info("weight %g: mean recall rises, but recall without the sentence falls", decision.weight)
     return decision
 
 
@@ -127,7 +134,7 @@ def _decide(weight: float, before: QueryMetrics, after: QueryMetrics, documents:
     """Decide by the metrics of the base encoder and of encoders at a weight; see `compare` for `documents`."""
     mean_recall = compare(before[MEAN_RECALL], after[MEAN_RECALL], documents)
     without = compare(before[RECALL_WITHOUT_SENTENCE], after[RECALL_WITHOUT_SENTENCE], documents)
-    # Questions are compared by the recall that stands for a retriever elsewhere, too.
+    # Questions are compared by the primary metric of retrievers.
     metric = primary_metric({name.removeprefix(QUESTION_PREFIX): True for name in before if name not in METRICS})
     name = f"{QUESTION_PREFIX}{metric}"
     questions = compare(before[name], after[name]) if metric else Change()
@@ -146,10 +153,10 @@ def compare(
     """Compare the values of a metric, over the queries that have it.
 
     Args:
-        before: values of the base encoder, [queries].
-        after: values of the other encoder, [queries].
-        documents: number of the document of each query, [queries]. Sentences of one document gain or lose together, so
-            the interval is over documents. None for queries that have nothing to do with one another.
+        before: values of the base encoder, float64 [queries]; NaN for queries without the metric.
+        after: values of the other encoder, likewise.
+        documents: number of the document of each query, int64 [queries]. Sentences of one document gain or lose
+            together, so the interval is clustered by document. None for independent queries.
     """
     known = ~(np.isnan(before) | np.isnan(after))
     if not known.any():
@@ -166,7 +173,7 @@ def compare_with_baseline(rows: Mapping[str, QueryMetrics], documents: NDArray[n
     """Compare all metrics of all encoders with those of the base encoder.
 
     Args:
-        rows: encoder → its metrics; one of them is BASELINE.
+        rows: encoder → its metrics; BASELINE is one of the keys.
         documents: number of the document of each sentence, [sentences].
     """
     before = rows[BASELINE]
@@ -186,10 +193,10 @@ def find_sentences(
     """Return held-out sentences of a run.
 
     Args:
-        run: the run, whose passages and tokenizer are used.
+        run: has passages and tokenizer.
         evidence: the spans to hide.
         share: share of the documents that is held out.
-        max_sentences: return at most so many, evenly spread over the corpus.
+        max_sentences: number of sentences at most, evenly spread over the corpus.
     """
     sources = run.sources
     return held_out_sentences(sources.passages, sources.tokenizer, run.lengths.query, share, max_sentences, evidence)
@@ -197,7 +204,13 @@ def find_sentences(
 
 @dataclass(frozen=True)
 class AdaptEvaluator:
-    """Search with held-out sentences, and with evaluation questions if there are any, and measure what is found."""
+    """Measures recall of held-out sentences, and of evaluation questions if there are any.
+
+    Attributes:
+        run: the run.
+        sentences: held-out sentences.
+        questions: evaluation questions.
+    """
 
     run: Run
     sentences: Sequence[HeldOutSentence]
@@ -205,13 +218,13 @@ class AdaptEvaluator:
 
     @cached_property
     def document_numbers(self) -> NDArray[np.int64]:
-        """Number of each sentence's document, [sentences], from 0 in their order."""
+        """Return the number of each sentence's document, from 0 in their order, int64 [sentences]."""
         store = self.run.sources.passages
         return number_names(store.document_id(sentence.row) for sentence in self.sentences)
 
     @cached_property
     def shortened_passages(self) -> tuple[list[int], CorpusRows]:
-        """Positions of the sentences that ask for their passage without them, and these passages."""
+        """Return positions of sentences whose passage is long enough without them, and these shortened passages."""
         sources, length = self.run.sources, self.run.lengths.document
         positions, examples = passages_without(sources.passages, sources.tokenizer, length, self.sentences)
         names = ("document", "document_length", "document_title_length")
@@ -222,19 +235,19 @@ class AdaptEvaluator:
         return positions, CorpusRows(*columns)
 
     def metrics(self, params: Params, vectors: NDArray[np.floating], search: str) -> QueryMetrics:
-        """Search and measure.
+        """Return the metrics of a search, an array per metric with a value for each query.
 
         Args:
-            params: parameters whose query encoder searches.
+            params: parameters of the query encoder.
             vectors: of the passages, [rows, width].
             search: one of `config.SEARCHES`.
 
         Returns:
-            METRICS of the sentences, and the recall metrics of the questions.
+            METRICS of the sentences, and recall metrics of the questions; NaN for queries without the metric.
         """
         metrics = self.sentence_metrics(params, vectors, search)
 
-        # Recall of passages without the sentence, by vectors only: BM25 finds none of them.
+        # Recall of passages without the sentence, only by vectors: BM25's index has no such passages.
         without = np.full(len(self.sentences), np.nan)  # [sentences]
         positions, passages = self.shortened_passages
         if search == "vectors" and positions:
@@ -254,7 +267,13 @@ class AdaptEvaluator:
         return metrics
 
     def sentence_metrics(self, params: Params, vectors: NDArray[np.floating], search: str) -> QueryMetrics:
-        """Search with the sentences among the passages as they are; see `metrics` for the arguments."""
+        """Return the metrics of the sentences over unchanged passages.
+
+        Args:
+            params: parameters of the query encoder.
+            vectors: of the passages, [rows, width].
+            search: one of `config.SEARCHES`.
+        """
         index = self.run.index(vectors)
         masked_queries = [Question(sentence.masked or sentence.text, []) for sentence in self.sentences]
         unmasked_queries = [Question(sentence.text, []) for sentence in self.sentences]
@@ -281,7 +300,7 @@ class AdaptEvaluator:
 def _changed_examples(
     store: PassageStore, sentences: Sequence[HeldOutSentence], before: QueryMetrics, after: QueryMetrics
 ) -> dict[str, list[dict[str, str]]]:
-    """Return up to MAX_EXAMPLES sentences that only the adapted, or only the base encoder finds a passage for."""
+    """Return up to MAX_EXAMPLES sentences whose passage only the adapted, or only the base encoder retrieves."""
     examples = dict[str, list[dict[str, str]]]()
     for kind, finder, other in (("gained", after, before), ("lost", before, after)):
         entries = []
@@ -302,7 +321,7 @@ def interpolate_encoders(run: Run, trained: Params, base: Params, weight: float)
     """Return the trained parameters with encoders (1 − weight) × base + weight × trained, array by array.
 
     Args:
-        run: the run, whose model names the encoders.
+        run: has the names of the encoders.
         trained: parameters after training.
         base: parameters of the base encoder.
         weight: 0 to 1.
@@ -324,7 +343,7 @@ def passage_vectors(run: Run, params: Params, weight: float) -> NDArray[np.float
         weight: of these parameters.
 
     Returns:
-        The vectors of the last checkpoint if they are the same, and else new ones, which the cache keeps.
+        The vectors of the last checkpoint if they are the same; otherwise new ones, which the cache stores.
     """
     trains_passages = any(trains_passage_encoder(task) for task in recipe_tasks(run))
     vectors = saved_vectors(run, last_checkpoint(run)[1]) if weight == 1.0 or not trains_passages else None

@@ -1,6 +1,6 @@
-"""Plan an adaptation: which documents are held out, which tasks are trained, and how many of their steps fit the time.
+"""Plan an adaptation: choose the held-out documents, the tasks, and the number of their steps that fits the time.
 
-Times are measured on this machine before the first step. They are estimates, for a machine that does nothing else.
+Times are measured on this machine before the first step. They are estimates for a machine that runs nothing else.
 Read `make_plan`; the functions below it are in the order of their use.
 """
 
@@ -52,14 +52,14 @@ from realm_jax.train.step import make_step, start_state
 
 logger = logging.getLogger(__name__)
 
-WANTED_SENTENCES = 750  # with a span to hide, of held-out documents
+WANTED_SENTENCES = 750  # held-out sentences with a span to hide
 MIN_SHARE, MAX_SHARE = 0.02, 0.2  # of the documents that are held out
-MIN_HELD_OUT, MAX_SHARE_OF_FEW = 12, 1 / 3  # documents that are held out of few, as far as that share goes
-REQUIRED_SENTENCES, REQUIRED_DOCUMENTS = 8, 6  # without which nothing can be decided
+MIN_HELD_OUT, MAX_SHARE_OF_FEW = 12, 1 / 3  # hold out so many documents, but no larger share
+REQUIRED_SENTENCES, REQUIRED_DOCUMENTS = 8, 6  # held out; fewer cannot decide anything
 MIN_STEPS = 20  # of a task
-RESERVE = 0.1  # share of the time for what the plan does not foresee
+RESERVE = 0.1  # share of the time that is not planned
 MAX_MEASURING = 0.2  # share of the time to compare encoders
-NUM_SAMPLED_PASSAGES = 256  # that are embedded to see how long it takes
+NUM_SAMPLED_PASSAGES = 256  # passages that are embedded to measure the time
 NUM_TIMED_STEPS = 3  # of each task, after the first
 
 
@@ -69,12 +69,12 @@ def make_plan(request: AdaptRequest, config: ConfigDict, began: float) -> Plan:
     Args:
         request: the request.
         config: its recipe, with `data.path` and `init_from`. It is not changed.
-        began: `time.monotonic()` at the start of the command.
+        began: `time.monotonic()` at the start of the command, in seconds.
 
     Raises:
-        UserError: the documents or the minutes do not suffice.
+        UserError: there are too few documents or minutes.
     """
-    # --- What the corpus allows: the candidates of REALM, and the share to hold out
+    # --- Limits of the corpus: the candidates of REALM, and the share to hold out
     config = ConfigDict(config.to_dict())
     num_passages = len(open_sources(config.data.path, questions=False).passages)
     config.realm.candidates = _num_candidates(config, num_passages)
@@ -100,13 +100,13 @@ def make_plan(request: AdaptRequest, config: ConfigDict, began: float) -> Plan:
     config.tasks = run.config.tasks
     if num_documents < GROUP and len(other_tasks) < len(task_names(run.config)):
         few = (
-            f"{num_documents} documents to learn from have a name that another passage tells of, and {GROUP} are needed"
+            f"{num_documents} documents to learn from have a name that another passage supports, and {GROUP} are needed"
         )
         if not other_tasks:
             other_tasks = [Ict.name]
             if lacking := missing_data(Ict.name, config, run.sources):
                 raise UserError(
-                    f"{request.documents}: {few}, and there is no {lacking}: nothing to learn from; keep the start"
+                    f"{request.documents}: {few}, and there is no {lacking}; add documents, or use the base encoder"
                 )
         config.tasks = ",".join(other_tasks)
         notes.append(f"{few}: nothing was learned from hidden names.")
@@ -115,14 +115,14 @@ def make_plan(request: AdaptRequest, config: ConfigDict, began: float) -> Plan:
     other_corpus = open_other_corpus(request, run.config) if request.forgetting else None
     save_bm25_index(run)
 
-    # --- Time: what has to be done, before steps are compiled, and then what a step takes
-    logger.info("measuring how fast this machine is")
+    # --- Time: embedding and searching before any step is compiled, then the time of a step
+    logger.info("measuring the speed of this machine")
     seconds = request.minutes * 60
     params = starting_params(run)
     estimate, max_sentences = measure_searches(run, params, sentences, seconds * MAX_MEASURING)
     if other_corpus is not None:
         other_run, other_sentences = other_corpus
-        encoders = 1 + any(trains_passage_encoder(task) for task in recipe_tasks(run))  # that embed its passages
+        encoders = 1 + any(trains_passage_encoder(task) for task in recipe_tasks(run))  # to embed its passages
         embed_other = estimate.passage * len(other_run.sources.passages) * encoders
         measure_other = estimate.query * 2 * 2 * len(other_sentences)  # two encoders, two queries of a sentence
         estimate = dataclasses.replace(
@@ -139,7 +139,7 @@ def make_plan(request: AdaptRequest, config: ConfigDict, began: float) -> Plan:
     remaining_seconds -= estimate.embed + estimate.measure + estimate.compile
     max_steps = {name: run.config[name].steps for name in task_names(run.config)}
     counts = read_json(Path(config.data.path) / PREPARED)["counts"]
-    lost_questions = count_left_out(counts["questions"]) if "questions" in counts else {}
+    skipped_questions = count_skipped(counts["questions"]) if "questions" in counts else {}
     return Plan(
         candidates=config.realm.candidates,
         held_out=share,
@@ -153,8 +153,8 @@ def make_plan(request: AdaptRequest, config: ConfigDict, began: float) -> Plan:
             passages=num_passages,
             documents=store.documents,
             read=counts["passages"]["records"],
-            left_out=count_left_out(counts["passages"])
-            | {f"questions {reason}": count for reason, count in lost_questions.items()},
+            left_out=count_skipped(counts["passages"])
+            | {f"questions {reason}": count for reason, count in skipped_questions.items()},
             fingerprint=store.fingerprint,
             spans=int(store.counts("spans").sum()),
             spans_with_evidence=len(evidence.spans.rows),
@@ -170,7 +170,7 @@ def open_other_corpus(request: AdaptRequest, config: ConfigDict) -> tuple[Run, l
         config: of the run.
 
     Returns:
-        The run over it, and its sentences to search with, from all documents because none is learned from.
+        The run over it, and its sentences to search with, from all documents because no task trains on them.
 
     Raises:
         UserError: there are too few sentences.
@@ -186,23 +186,23 @@ def open_other_corpus(request: AdaptRequest, config: ConfigDict) -> tuple[Run, l
 
 
 def _num_candidates(config: ConfigDict, num_passages: int) -> int:
-    """Return K of REALM, or as many as there are passages, and at least the null document and one more."""
+    """Return K of REALM, at most the number of passages, and at least 2 (the null document and one passage)."""
     return max(2, min(config.realm.candidates, num_passages))
 
 
 def _check_sentences(documents: str, run: Run, sentences: Sequence[HeldOutSentence], share: float) -> None:
-    """Raise UserError if nothing could be decided with held-out sentences of a share of the documents."""
+    """Raise UserError if there are too few held-out sentences to decide anything."""
     number = len({run.sources.passages.document_id(sentence.row) for sentence in sentences})
     if len(sentences) < REQUIRED_SENTENCES or number < REQUIRED_DOCUMENTS:
         raise UserError(
-            f"{documents}: {len(sentences)} sentences of {share:.0%} of the documents stand in no other, in {number} "
-            f"documents; {REQUIRED_SENTENCES} in {REQUIRED_DOCUMENTS} are needed to see whether adaptation helps; add "
-            "documents that differ, or split long ones"
+            f"{documents}: {share:.0%} of the documents have {len(sentences)} sentences that no other has, in {number} "
+            f"documents, but {REQUIRED_SENTENCES} in {REQUIRED_DOCUMENTS} are needed to measure whether adaptation "
+            "helps; add documents that differ, or split long ones"
         )
 
 
-def count_left_out(counts: Mapping[str, Any]) -> dict[str, int]:
-    """Return reason → how many records of a part of PREPARED.json were left out."""
+def count_skipped(counts: Mapping[str, Any]) -> dict[str, int]:
+    """Return reason → number of skipped records, for a part of PREPARED.json."""
     return dict(Counter(counts["dropped"]) + Counter(counts["damaged"]))
 
 
@@ -210,29 +210,30 @@ def count_left_out(counts: Mapping[str, Any]) -> dict[str, int]:
 
 
 def check_time(minutes: float, elapsed_seconds: float, estimate: Estimate, num_passages: int) -> list[str]:
-    """Compare the time that is given with what is needed at least.
+    """Check that there is enough time.
 
     Args:
         minutes: time for everything.
-        elapsed_seconds: how much of it is over.
-        estimate: of what has to be done.
+        elapsed_seconds: time since the command began.
+        estimate: time of all stages.
         num_passages: for the message.
 
     Returns:
-        A note for the report if little time is left to train.
+        A note for the report if there is time only for MIN_STEPS of each task.
 
     Raises:
-        UserError: twice the minutes would not suffice.
+        UserError: twice the minutes would be too short.
     """
     training = estimate.compile + MIN_STEPS * sum(estimate.step.values())
     needed = elapsed_seconds + estimate.embed + estimate.measure + training
     if needed <= minutes * 60 * (1 - RESERVE):
         return []
-    parts = f"{duration(estimate.embed)} to embed {num_passages:,} passages and {duration(estimate.measure)} to compare"
-    message = f"--minutes={minutes:g}: {duration(needed)} at least are needed here, {parts} among them"
+    embedding, measuring = duration(estimate.embed), duration(estimate.measure)
+    parts = f"{embedding} to embed {num_passages:,} passages, {measuring} to compare encoders"
+    message = f"--minutes={minutes:g}: is too short, because this machine needs {duration(needed)} ({parts})"
     if needed > 2 * minutes * 60:
-        raise UserError(f"{message}; give more minutes, or fewer documents")
-    note = f"{message}: training is as short as can be."
+        raise UserError(f"{message}; increase it, or use fewer documents")
+    note = f"{message}; training takes the fewest steps."
     logger.warning("%s", note)
     return [note]
 
@@ -246,10 +247,10 @@ def measure_searches(
         run: the run.
         params: the base encoder.
         sentences: held-out sentences.
-        longest: seconds that comparing encoders may take.
+        longest: maximum seconds to compare encoders.
 
     Returns:
-        The estimate, without steps, and how many sentences are measured at most: fewer if time is short.
+        The estimate, without steps, and the maximum number of sentences to measure, which is lower if time is short.
     """
     num_passages = run.context.rows
     sample = sentences[:: max(1, len(sentences) // 64)]
@@ -257,18 +258,18 @@ def measure_searches(
     zeros = np.zeros((num_passages, run.model.vector_size), np.float32)  # the values do not change the time
     query_seconds = _seconds_of(lambda: evaluator.sentence_metrics(params, zeros, "vectors")) / (2 * len(sample))
     num_weights = 1 + len(WEIGHTS)  # with the base encoder
-    num_searches = num_weights + 3  # by BM25, and hybrid with the base encoder and with what is exported
+    num_searches = num_weights + 3  # by BM25, and hybrid with the base encoder and with the exported one
     num_questions = len(run.sources.questions.get(QUESTIONS_SPLIT, []))
-    affordable = int((longest / (query_seconds * num_searches) - num_questions) / 2)  # two queries a sentence
+    affordable = int((longest / (query_seconds * num_searches) - num_questions) / 2)  # two queries per sentence
     max_sentences = min(MAX_SENTENCES, max(MIN_SENTENCES, affordable))
     num_sentences = min(max_sentences, len(sentences))
     measure_seconds = query_seconds * num_searches * (2 * num_sentences + num_questions)
 
     embed_seconds = seconds_to_embed(run, params)
-    num_moving = sum(trains_passage_encoder(task) for task in recipe_tasks(run))
-    # All passages: by the base encoder, by each task that changes them, and at a second weight. Passages without their
-    # sentence: by each encoder that is measured.
-    times_embedded = share_to_embed(run, params) + num_moving + float(num_moving > 0)
+    num_passage_tasks = sum(trains_passage_encoder(task) for task in recipe_tasks(run))
+    # All passages: by the base encoder, by each task that trains the passage encoder, and at a second weight. Passages
+    # without their sentence: by each measured encoder.
+    times_embedded = share_to_embed(run, params) + num_passage_tasks + float(num_passage_tasks > 0)
     times_embedded += num_weights * min(num_sentences / num_passages, 1.0)
     estimate = Estimate(
         passage=embed_seconds / num_passages,
@@ -280,14 +281,19 @@ def measure_searches(
 
 
 def seconds_to_embed(run: Run, params: Params) -> float:
-    """Return how long embedding the corpus takes, measured on passages that are spread evenly over it."""
+    """Return the seconds that embedding the corpus takes, measured on passages that are spread evenly over it.
+
+    Args:
+        run: the run.
+        params: parameters of the passage encoder.
+    """
     count = min(NUM_SAMPLED_PASSAGES, run.context.rows)
     sample = run.corpus.take(np.linspace(0, run.context.rows - 1, count).astype(int))
     return _seconds_of(lambda: run.embed(params, rows=sample)) * run.context.rows / count
 
 
 def _seconds_of(work: Callable[[], Any]) -> float:
-    """Return how long something takes once it is compiled."""
+    """Return the seconds that a function takes once it is compiled."""
     jax.block_until_ready(work())
     began = time.monotonic()
     jax.block_until_ready(work())
@@ -295,21 +301,21 @@ def _seconds_of(work: Callable[[], Any]) -> float:
 
 
 def measure_steps(run: Run, params: Params, embed_seconds: float) -> tuple[float, dict[str, float]]:
-    """Take a few steps of each task, which leave nothing behind.
+    """Measure a few steps of each task, without changing any file of the run.
 
     Args:
         run: the run.
-        params: that each task starts from.
-        embed_seconds: to embed all passages.
+        params: parameters that each task starts from.
+        embed_seconds: time to embed all passages.
 
     Returns:
-        Seconds to compile the steps of all tasks, which is done again whenever their number changes; and task → seconds
-        of a step, with its share of embedding passages that the task changes again.
+        Seconds to compile the steps of all tasks, which a change of their number requires again; and task → seconds of
+        a step, with its share of refreshing the index.
     """
     compile_seconds, step_seconds = 0.0, dict[str, float]()
     zeros = np.zeros((run.context.rows, run.model.vector_size), np.float32)  # the values do not change the time
     for task in recipe_tasks(run):
-        # Examples are made for a run folder that goes away, so that training makes its own.
+        # A temporary run directory, so that training makes the lists of its examples again.
         with tempfile.TemporaryDirectory() as folder:
             if (run.workdir / bm25.FOLDER).is_dir():
                 (Path(folder) / bm25.FOLDER).symlink_to((run.workdir / bm25.FOLDER).absolute())
@@ -334,13 +340,13 @@ def measure_steps(run: Run, params: Params, embed_seconds: float) -> tuple[float
 def steps_that_fit(
     max_steps: Mapping[str, int], step_seconds: Mapping[str, float], seconds: float, min_steps: int
 ) -> dict[str, int]:
-    """Return the steps of each task: the same share of its maximum, as large as fits.
+    """Return the steps of each task: the same share of its maximum, as large as the time allows.
 
     Args:
         max_steps: task → steps of the recipe.
         step_seconds: task → seconds of a step.
-        seconds: time for all of them.
-        min_steps: steps of a task, even if they do not fit.
+        seconds: time for all steps.
+        min_steps: fewest steps of a task, even if they take longer.
     """
     total = sum(max_steps[name] * step_seconds[name] for name in max_steps)
     share = min(1.0, max(0.0, seconds) / total) if total else 1.0

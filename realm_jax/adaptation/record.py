@@ -19,28 +19,41 @@ from realm_jax.errors import UserError
 from realm_jax.index.heartbeat import StatusWriter
 from realm_jax.storage import read_json, write_json_atomic
 
-RECORD, DATA, REPORT = "adapt.json", "data", "report.html"  # in the run folder
-OTHER = "other"  # folder of the second corpus, which is measured and never learned from
+RECORD, DATA, REPORT = "adapt.json", "data", "report.html"  # in the run directory
+OTHER = "other"  # folder of the second corpus, which is only measured
 MINUTES = 60.0  # default of AdaptRequest.minutes
 
 
 @dataclass(frozen=True)
 class AdaptRequest:
-    """What to adapt, and in which time."""
+    """A request to adapt an encoder.
 
-    documents: str  # file, pattern or folder
-    model: str  # base model of sentence-transformers: a folder, hf:NAME or py:NAME
-    workdir: Path  # created or resumed
-    config: ConfigDict  # from `load_config("adapt")`; `data.path` and `init_from` are set later
-    config_arguments: tuple[str, ...] = ()  # that made the config; others are rejected on resume
-    questions: str | None = None  # file of evaluation questions, which are never learned from
-    forgetting: str | None = None  # documents of a second corpus, to measure what the encoder lost
-    minutes: float = MINUTES  # for everything
-    merge: float | None = None  # interpolation weight of the trained encoders; None: one of `evaluate.WEIGHTS`
-    command: str = ""  # that made the request, for the report and the model card
+    Attributes:
+        documents: file, pattern or folder of the documents.
+        model: base encoder, a model of sentence-transformers: a folder, hf:NAME or py:NAME.
+        workdir: run directory, created or resumed.
+        config: from `load_config("adapt")`; `data.path` and `init_from` are set later.
+        config_arguments: arguments that made the config; others are rejected on resume.
+        questions: file of evaluation questions, which no task trains on; None for none.
+        forgetting: documents of a second corpus, to measure what the encoder lost; None for none.
+        minutes: time for everything.
+        merge: interpolation weight of the trained encoders; None for one of `evaluate.WEIGHTS`.
+        command: command line of the request, for the report and the model card.
+    """
+
+    documents: str
+    model: str
+    workdir: Path
+    config: ConfigDict
+    config_arguments: tuple[str, ...] = ()
+    questions: str | None = None
+    forgetting: str | None = None
+    minutes: float = MINUTES
+    merge: float | None = None
+    command: str = ""
 
     def settings(self) -> dict[str, Any]:
-        """Return what may not change on resume, as adapt.json holds it."""
+        """Return the settings that may not change on resume, as adapt.json has them."""
         names = ("documents", "questions", "minutes", "forgetting", "merge")
         settings = {name: getattr(self, name) for name in names}
         return settings | {"from": self.model, "config": [*self.config_arguments]}
@@ -51,42 +64,73 @@ class AdaptRequest:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds on this machine, measured before training."""
+    """Seconds on this machine, measured before training.
 
-    passage: float  # to embed one passage
-    embed: float  # to embed all passages that are not in the cache, by every encoder that is measured
-    query: float  # to embed one query and search with it
-    measure: float  # to compare the encoders
-    compile: float = 0.0  # the steps of all tasks
-    step: Mapping[str, float] = field(default_factory=dict)  # task → one step, with its share of an index refresh
+    Attributes:
+        passage: to embed one passage.
+        embed: to embed all passages that are not in the cache, by every measured encoder.
+        query: to embed one query and search with it.
+        measure: to compare the encoders.
+        compile: to compile the steps of all tasks.
+        step: task → one step, with its share of an index refresh.
+    """
+
+    passage: float
+    embed: float
+    query: float
+    measure: float
+    compile: float = 0.0
+    step: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """Facts about the documents, for the report."""
+    """Facts about the documents, for the report.
+
+    Attributes:
+        passages: number of passages.
+        documents: number of documents.
+        read: number of records that were read.
+        left_out: reason → number of skipped records or questions.
+        fingerprint: of the passages.
+        spans: number of salient spans.
+        spans_with_evidence: number of those that another passage supports.
+    """
 
     passages: int
     documents: int
-    read: int  # records
-    left_out: Mapping[str, int]  # reason → records, and questions, that were not used
-    fingerprint: str  # of the passages
-    spans: int  # salient spans
-    spans_with_evidence: int  # those of them that another passage has, too
+    read: int
+    left_out: Mapping[str, int]
+    fingerprint: str
+    spans: int
+    spans_with_evidence: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided before training."""
+    """The plan of an adaptation, made before training.
 
-    candidates: int  # K of REALM
-    held_out: float  # share of the documents that is not learned from
-    tasks: str  # names, joined by commas
-    steps: Mapping[str, int]  # task → number of steps
-    dtype: str  # compute type of the machine that the plan was made on
-    sentences: int  # at most so many held-out sentences are measured
+    Attributes:
+        candidates: K of REALM.
+        held_out: share of the documents that no task trains on.
+        tasks: names of the tasks, joined by commas.
+        steps: task → number of steps.
+        dtype: compute dtype of the machine that made the plan.
+        sentences: number of held-out sentences to measure at most.
+        estimate: time of the stages.
+        corpus: facts about the documents.
+        notes: sentences for the report.
+    """
+
+    candidates: int
+    held_out: float
+    tasks: str
+    steps: Mapping[str, int]
+    dtype: str
+    sentences: int
     estimate: Estimate
     corpus: CorpusFacts
-    notes: tuple[str, ...]  # sentences for the report
+    notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry `plan`. The facts about the corpus are keys like the others."""
@@ -95,30 +139,43 @@ class Plan:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
-        rest = dict(entry)
-        estimate, notes = Estimate(**rest.pop("estimate")), tuple(rest.pop("notes"))
-        corpus = CorpusFacts(**{each.name: rest.pop(each.name) for each in fields(CorpusFacts)})
-        return cls(**rest, estimate=estimate, corpus=corpus, notes=notes)
+        """Return the plan of an entry `plan`."""
+        values = dict(entry)
+        estimate, notes = Estimate(**values.pop("estimate")), tuple(values.pop("notes"))
+        corpus = CorpusFacts(**{fact.name: values.pop(fact.name) for fact in fields(CorpusFacts)})
+        return cls(**values, estimate=estimate, corpus=corpus, notes=notes)
 
 
 @dataclass(frozen=True)
 class Change:
-    """A metric of the base encoder and of another encoder, over the queries that have it."""
+    """The change of a metric from the base encoder to another encoder, over the queries that have it.
 
-    queries: int = 0  # their number; if it is 0 the other fields say nothing
-    start: float = 0.0  # mean of the base encoder
-    value: float = 0.0  # mean of the other encoder
-    change: float = 0.0  # value − start
-    low: float | None = None  # ends of its paired 95 % interval; None if all queries changed alike
+    Attributes:
+        queries: number of queries; if it is 0, the other fields mean nothing.
+        start: mean of the base encoder.
+        value: mean of the other encoder.
+        change: value − start.
+        low: lower end of the paired 95 % interval of the change; None if all queries changed equally.
+        high: upper end.
+        documents: number of documents if the interval is clustered by document; None otherwise.
+    """
+
+    queries: int = 0
+    start: float = 0.0
+    value: float = 0.0
+    change: float = 0.0
+    low: float | None = None
     high: float | None = None
-    documents: int | None = None  # their number if the interval is over documents, None if it is over queries
+    documents: int | None = None
 
     @property
     def is_significant_gain(self) -> bool:
+        """Return True if the 95 % interval is above 0."""
         return self.low is not None and self.low > 0
 
     @property
     def is_significant_loss(self) -> bool:
+        """Return True if the 95 % interval is below 0."""
         return self.high is not None and self.high < 0
 
     def to_json(self) -> dict[str, Any]:
@@ -141,17 +198,26 @@ def _table_from_json(entry: Mapping[str, Any]) -> ChangeTable:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether adapted encoders take the place of the base encoder, and why."""
+    """The decision about the adapted encoders, with its reasons.
+
+    Attributes:
+        promoted: True if they replace the base encoder.
+        weight: interpolation weight of the trained encoders.
+        mean_recall: of held-out sentences; must rise.
+        recall_without_sentence: recall of passages that lack the sentence; must not fall.
+        question_metric: metric of the evaluation questions; '' if there are none.
+        questions: change of that metric; must not fall.
+    """
 
     promoted: bool
-    weight: float  # interpolation weight of the trained encoders
-    mean_recall: Change  # of held-out sentences: has to rise
-    recall_without_sentence: Change  # of passages that lack the sentence: must not fall
-    question_metric: str = ""  # '' if there are no evaluation questions
-    questions: Change = Change()  # must not fall
+    weight: float
+    mean_recall: Change
+    recall_without_sentence: Change
+    question_metric: str = ""
+    questions: Change = Change()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the part of the entry `measured` that says what was decided."""
+        """Return the decision's part of the entry `measured`."""
         return {
             "promoted": self.promoted,
             "gain": self.mean_recall.to_json(),
@@ -162,6 +228,7 @@ class Decision:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
+        """Return the decision of an entry `measured`."""
         questions = dict(entry["judged"])
         metric = questions.pop("measure", "")
         gain, removed = Change(**entry["gain"]), Change(**entry["removed"])
@@ -170,11 +237,17 @@ class Decision:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The comparison of encoders on held-out documents."""
+    """The comparison of encoders on held-out documents.
+
+    Attributes:
+        decision: the decision.
+        table: encoder → metric → its change.
+        examples: "gained" or "lost" → passages that only one of the two encoders retrieves.
+    """
 
     decision: Decision
     table: ChangeTable
-    examples: Mapping[str, list[dict[str, str]]]  # "gained" or "lost" → what only one of two encoders finds
+    examples: Mapping[str, list[dict[str, str]]]
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry `measured`."""
@@ -182,12 +255,19 @@ class Measurement:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
+        """Return the measurement of an entry `measured`."""
         return cls(Decision.from_json(entry), _table_from_json(entry["table"]), entry["examples"])
 
 
 @dataclass(frozen=True)
 class Forgetting:
-    """The comparison of encoders on a second corpus, which decides nothing."""
+    """The comparison of encoders on a second corpus, which has no influence on the decision.
+
+    Attributes:
+        table: encoder → metric → its change.
+        documents: number of documents.
+        passages: number of passages.
+    """
 
     table: ChangeTable
     documents: int
@@ -199,6 +279,7 @@ class Forgetting:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
+        """Return the comparison of an entry `forgetting`."""
         return cls(_table_from_json(entry["table"]), entry["documents"], entry["passages"])
 
 
@@ -207,30 +288,43 @@ class Forgetting:
 
 @dataclass
 class AdaptRecord:
-    """adapt.json of a run; the entry of a stage is None until the stage is done."""
+    """adapt.json of a run; the entry of a stage is None until the stage is done.
+
+    Attributes:
+        path: the file.
+        status: publishes the current stage.
+        settings: settings of the first command.
+        command: the first command.
+        seconds: "preparation" or stage → its duration.
+        plan: the plan.
+        training: task → steps.
+        measured: the comparison on held-out documents.
+        forgetting: the comparison on a second corpus.
+        export: names of the exported files.
+    """
 
     path: Path
-    status: StatusWriter  # says which stage is running
-    settings: Mapping[str, Any]  # of the first command
-    command: str  # the first one
-    seconds: dict[str, float]  # "preparation" or stage → how long it took
+    status: StatusWriter
+    settings: Mapping[str, Any]
+    command: str
+    seconds: dict[str, float]
     plan: Plan | None = None
-    training: Mapping[str, int] | None = None  # task → steps
+    training: Mapping[str, int] | None = None
     measured: Measurement | None = None
     forgetting: Forgetting | None = None
-    export: list[str] | None = None  # names of what was written
+    export: list[str] | None = None
 
     @classmethod
     def open(cls, request: AdaptRequest, status: StatusWriter, preparation: float) -> Self:
         """Read the record of a run, or begin one.
 
         Args:
-            request: the request. If there is a record, it has the same settings.
+            request: the request, with the settings of the record if there is one.
             status: the trainer's status.
-            preparation: seconds of the preparation, for a new record.
+            preparation: duration of the preparation in seconds, for a new record.
 
         Raises:
-            UserError: the file is of another version of this package.
+            UserError: another version of this package wrote the file.
         """
         path = request.workdir / RECORD
         if not path.is_file():
@@ -253,7 +347,7 @@ class AdaptRecord:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Run a stage in the block, which sets its entry; the file is written when the block ends without an error."""
+        """Run a stage in the block, which sets its entry; write the file if the block succeeds."""
         self.status.update(stage=name)
         began = time.monotonic()
         yield

@@ -8,12 +8,12 @@ from realm_jax.eval.format import duration
 from realm_jax.eval.html import Section, render_page
 from realm_jax.train.model_card import front_matter, recipe_lines
 
-TITLES = {  # columns of the table
-    BASELINE: "start",
+TITLES = {  # encoder in adapt.json → column of the table
+    BASELINE: "base encoder",
     "adapted": "adapted",
     "trained": "weight 1",
     "bm25": "BM25",
-    "start_hybrid": "start with BM25",
+    "start_hybrid": "base encoder with BM25",
     "hybrid": "adapted with BM25",
 }
 
@@ -21,33 +21,31 @@ TITLES = {  # columns of the table
 def headline(decision: Decision) -> str:
     """Return the decision in one line, with its numbers."""
     gain, removed, questions = decision.mean_recall, decision.recall_without_sentence, decision.questions
-    reasons = (
-        f"held-out sentences: {_change(gain)} of {MEAN_RECALL}, {gain.queries} of them in {gain.documents} documents"
-    )
+    numbers = f"{MEAN_RECALL} of {gain.queries} held-out sentences in {gain.documents} documents: {_change(gain)}"
     if removed.queries:
-        reasons += f"; of passages without them: {_change(removed)}"
+        numbers += f"; recall of passages without them: {_change(removed)}"
     if questions.queries:
-        reasons += f"; {decision.question_metric} of judged questions: {_change(questions)}"
+        numbers += f"; {decision.question_metric} of judged questions: {_change(questions)}"
     if decision.promoted:
-        return f"Adapted: {1 - decision.weight:g} × start + {decision.weight:g} × trained ({reasons})"
-    is_worse = removed.is_significant_loss or questions.is_significant_loss
-    why = "is not better beyond doubt"
-    if gain.is_significant_gain and is_worse:
-        why = "finds more, but not all that the start finds"
-    return f"Start kept: the adapted encoder {why} ({reasons})"
+        return f"Adapted: {1 - decision.weight:g} × base + {decision.weight:g} × trained ({numbers})"
+    reason = "is not significantly better"
+    if gain.is_significant_gain and (removed.is_significant_loss or questions.is_significant_loss):
+        reason = "is better at held-out sentences, but significantly worse at another metric"
+    return f"Base encoder kept: the adapted encoder {reason} ({numbers})"
 
 
 def _change(change: Change) -> str:
+    """Return before → after of a metric, with the change and its interval."""
     if not change.queries:
         return "unknown"
-    interval = "no interval, as all changed alike"
+    interval = "no interval, because all changed equally"
     if change.low is not None:
         interval = f"95 % interval {change.low:+.3f} to {change.high:+.3f}"
     return f"{change.start:.3f} → {change.value:.3f} ({change.change:+.3f}, {interval})"
 
 
 def table_cells(table: ChangeTable) -> tuple[list[str], list[list[str]]]:
-    """Return the titles of the columns, the first of which is empty, and for each metric its title and values."""
+    """Return the column titles, the first of which is empty, and the rows: a metric's title and its values."""
     encoders = [name for name in TITLES if name in table]
     rows = []
     for metric in table[BASELINE]:
@@ -60,34 +58,34 @@ def table_cells(table: ChangeTable) -> tuple[list[str], list[list[str]]]:
 
 
 def render_report(record: AdaptRecord) -> str:
-    """Render the page of adapt.json as one string of HTML."""
+    """Return report.html of a measured adaptation."""
     assert record.plan is not None and record.measured is not None
     measured, plan, settings = record.measured, record.plan, record.settings
     note = (
-        "All sentences of held-out documents, and judged questions if there are any. In brackets the 95 % interval of "
-        "the change from the start: of sentences over documents, of questions over questions."
+        "Sentences of held-out documents, and judged questions if there are any. Brackets have the 95 % interval of "
+        "the change from the base encoder, for sentences clustered by document."
     )
     heads, rows = table_cells(measured.table)
-    sections = [Section("Measures", note, heads, rows, len(heads) - 1)]
+    sections = [Section("Metrics", note, heads, rows, len(heads) - 1)]
     if (other := record.forgetting) is not None:
         note = (
-            f"{other.passages:,} passages of {other.documents:,} documents, none of which was trained on. This "
-            "decides nothing; it shows what adaptation costs elsewhere."
+            f"{other.passages:,} passages of {other.documents:,} documents, none of which was trained on. They have no "
+            "influence on the decision; they show the cost of adaptation on other documents."
         )
         _, rows = table_cells(other.table)
-        heads = ["", "start", "promoted"]
+        heads = ["", "base encoder", "promoted"]
         sections.append(Section(f"On other documents: {settings['forgetting']}", note, heads, rows, 2))
-    for heading, kind in (("Found after adaptation only", "gained"), ("Found before adaptation only", "lost")):
+    for heading, kind in (("Retrieved only after adaptation", "gained"), ("Retrieved only before", "lost")):
         examples = measured.examples[kind]
         rows = [[example["query"], example["what"], f"{example['title']}: {example['text']}"] for example in examples]
         sections.append(Section(heading, "" if rows else "None.", ["Sentence", "Passage", ""] if rows else (), rows))
     corpus = plan.corpus
     facts = {
-        "base model": settings["from"],
+        "base encoder": settings["from"],
         "documents": settings["documents"],
         "passages": f"{corpus.passages:,} of {corpus.documents:,} documents",
         "read": f"{corpus.read:,}",
-        **{f"left out: {reason}": f"{count:,}" for reason, count in corpus.left_out.items()},
+        **{f"skipped: {reason}": f"{count:,}" for reason, count in corpus.left_out.items()},
         "fingerprint of the passages": corpus.fingerprint,
         "spans with evidence": f"{corpus.spans_with_evidence:,} of {corpus.spans:,}",
         "documents held out": f"{plan.held_out:.1%}",
@@ -95,17 +93,17 @@ def render_report(record: AdaptRecord) -> str:
         **{f"time of {name}": duration(seconds) for name, seconds in record.seconds.items()},
         "command": record.command,
     }
-    sections.append(Section("How it was made", rows=[*facts.items()]))
+    sections.append(Section("Data, recipe and times", rows=[*facts.items()]))
     return render_page("REALM: adaptation", headline(measured.decision), sections, notes=plan.notes)
 
 
 def model_card(record: AdaptRecord, config: ConfigDict) -> str:
     """Return README.md of the exported model, with its YAML front matter.
 
-    It does not depend on when or how fast the model was made, so a resumed adaptation writes the same bytes.
+    It does not depend on times, so a resumed adaptation writes the same bytes.
 
     Args:
-        record: of an adaptation that is measured.
+        record: of a measured adaptation.
         config: of the run.
     """
     assert record.plan is not None and record.measured is not None
@@ -118,18 +116,18 @@ def model_card(record: AdaptRecord, config: ConfigDict) -> str:
         "",
         f"{headline(decision)}.",
         "",
-        f"Base model: `{base}`. It was trained on sentences of the documents only, on no question and no label.",
+        f"Base encoder: `{base}`. It was trained only on sentences of the documents, without questions or labels.",
         "",
         "    model = SentenceTransformer(FOLDER)",
         "    queries = model.encode_query(questions)",
         "    passages = model.encode_document(texts)",
         "",
         f"Passages are texts as {passage_format!r}, of at most {config.data.document_length} tokens.",
-        *(["Queries have weights of their own; plain `encode` is that of passages."] if decision.promoted else []),
+        *(["Queries have another encoder; plain `encode` uses that of passages."] if decision.promoted else []),
         "",
-        "## Measures",
+        "## Metrics",
         "",
-        "Recall and rank on held-out documents; mean, and the 95 % interval of the change from the start.",
+        "Recall and rank on held-out documents: mean, and the 95 % interval of the change from the base encoder.",
         "",
         *(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)),
         "",

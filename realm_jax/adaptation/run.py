@@ -1,7 +1,7 @@
 """Adapt a public sentence encoder to documents without questions or labels: `realm adapt`, from request to report.
 
-Read `adapt` from top to bottom; then `plan.py` (what is held out, which tasks, how many steps), `evaluate.py` (what
-decides) and `record.py` (the request, and adapt.json).
+Read `adapt` from top to bottom; then `plan.py` (held-out documents, tasks, steps), `evaluate.py` (metrics and decision)
+and `record.py` (the request, and adapt.json).
 """
 
 import logging
@@ -26,7 +26,7 @@ from realm_jax.adaptation.evaluate import (
     measure,
     passage_vectors,
 )
-from realm_jax.adaptation.plan import count_left_out, make_plan, open_other_corpus
+from realm_jax.adaptation.plan import count_skipped, make_plan, open_other_corpus
 from realm_jax.adaptation.record import (
     DATA,
     OTHER,
@@ -68,8 +68,8 @@ from realm_jax.train.restore import restore_params
 logger = logging.getLogger(__name__)
 
 _MEASURED_ONCE = "only the base encoder and the result are measured"
-_AS_BASE = "vectors are made as the encoder of --from makes them, because they are compared with those"
-DECIDED = {  # keys of the config that the request sets, or that have no effect, and why
+_AS_BASE = "the adapted encoder has the vector format of --from, because both are compared"
+DECIDED = {  # key of the config that the request sets, or that has no effect → why
     "data.path": "the folder is prepared from DOCUMENTS",
     "init_from": "the encoder is that of --from",
     "evaluation.held_out": "the share follows from the documents",
@@ -85,7 +85,13 @@ DECIDED = {  # keys of the config that the request sets, or that have no effect,
 
 @dataclass(frozen=True)
 class AdaptResult:
-    """A finished adaptation: whether the base encoder was replaced and why, and where the model and the report are."""
+    """A finished adaptation.
+
+    Attributes:
+        decision: whether the base encoder was replaced, and why.
+        model: folder of the exported model.
+        report: path of the report.
+    """
 
     decision: Decision
     model: Path
@@ -96,7 +102,7 @@ def adapt(request: AdaptRequest) -> AdaptResult:
     """Adapt an encoder. Finished stages are skipped and interrupted ones resumed.
 
     Raises:
-        UserError: before anything is trained, if the request, the documents or the time do not suffice.
+        UserError: before any training, if the request is invalid, or there are too few documents or minutes.
         Preempted: after SIGTERM, once the state is saved.
     """
     began, workdir = time.monotonic(), request.workdir
@@ -111,21 +117,21 @@ def adapt(request: AdaptRequest) -> AdaptResult:
         for name, value in request.settings().items():
             if recorded.get(name) != value:
                 was = f"{name} {recorded.get(name)!r}, not {value!r}"
-                raise UserError(f"--output={workdir}: was begun with {was}; give the same, or another --output")
+                raise UserError(f"--output={workdir}: was begun with {was}; use the same, or another --output")
     elif (workdir / "config.json").is_file():
-        raise UserError(f"--output={workdir}: is the folder of another run; choose another one")
+        raise UserError(f"--output={workdir}: is the directory of another run; choose another one")
     else:
         for name in (MODEL, REPORT, *VECTOR_FILES):
             if (workdir / name).exists():
-                raise UserError(f"--output={workdir}: has a {name} of something else; choose another folder")
+                raise UserError(f"--output={workdir}: has a {name} that is not of this run; choose another folder")
     check_model(request.model)
-    usual_values = flatten(load_config("adapt").to_dict())
+    default_values = flatten(load_config("adapt").to_dict())
     for key, value in flatten(request.config.to_dict()).items():
-        if key in DECIDED and value != usual_values[key]:
+        if key in DECIDED and value != default_values[key]:
             raise UserError(f"config.{key}: {DECIDED[key]}; leave it out, or use `realm train --config=adapt`")
     for source in filter(None, (request.documents, request.forgetting)):
         check_outside(workdir, source, "whose files are documents")
-    check_outside(workdir, str(resolve_model_path(request.model, "--from")), "which is the model to start from")
+    check_outside(workdir, str(resolve_model_path(request.model, "--from")), "which is the base encoder")
     if request.forgetting:
         open_texts(request.forgetting)  # reports its errors before the documents are read
 
@@ -136,9 +142,9 @@ def adapt(request: AdaptRequest) -> AdaptResult:
     _prepare(request, request.documents, workdir / DATA, questions)
     prepared = read_json(workdir / DATA / PREPARED)
     if request.questions and not prepared["questions"].get(QUESTIONS_SPLIT):
-        reasons = count_left_out(prepared["counts"]["questions"])
-        lost = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()) or "there is none"
-        raise UserError(f"--questions={request.questions}: none can be judged ({lost}); correct them")
+        reasons = count_skipped(prepared["counts"]["questions"])
+        skipped = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()) or "there is none"
+        raise UserError(f"--questions={request.questions}: none can be judged ({skipped}); correct them")
     if request.forgetting:
         _prepare(request, request.forgetting, workdir / OTHER / DATA)
 
@@ -162,7 +168,7 @@ def adapt(request: AdaptRequest) -> AdaptResult:
             config[name].steps = steps
         run = open_run(config, workdir)
 
-        # --- Train: nothing is measured on the way, because only start and end are compared ---------------------------
+        # --- Train: no evaluations on the way, because only base encoder and result are compared ----------------------
         if record.training is None:
             with record.stage("training"):
                 params = starting_params(run)
@@ -173,7 +179,7 @@ def adapt(request: AdaptRequest) -> AdaptResult:
                 for task in recipe_tasks(run):
                     status.update(stage=task.name)
                     params = train_task(run, task.name, params)
-                del params  # measuring needs the memory, and restores what was saved
+                del params  # measuring needs the memory, and restores the parameters from the checkpoint
                 record.training = plan.steps
 
         # --- Measure and decide ---------------------------------------------------------------------------------------
@@ -187,18 +193,18 @@ def adapt(request: AdaptRequest) -> AdaptResult:
                 record.measured = measure(run, sentences, request.merge)
         decision = record.measured.decision
 
-        # --- Promote: the run answers with the encoders that were chosen ----------------------------------------------
+        # --- Export: the run answers with the chosen encoders ---------------------------------------------------------
         if record.export is None or find_exported_model(workdir / MODEL) is None:
             last_task, saved = last_checkpoint(run)
             base = recorded_start(run, workdir)
             weight = decision.weight if decision.promoted else 0.0
             params = interpolate_encoders(run, restore_params(run, last_task, saved), base, weight)
 
-            # What was forgotten on a second corpus; it decides nothing.
+            # Measure forgetting on a second corpus, for information only.
             if request.forgetting and record.forgetting is None:
                 with record.stage("forgetting"):
                     other_run, sentences = open_other_corpus(request, run.config)
-                    logger.info("measuring on %s what was forgotten", request.forgetting)
+                    logger.info("measuring forgetting on %s", request.forgetting)
                     evaluator = AdaptEvaluator(other_run, sentences)
                     rows = {
                         BASELINE: evaluator.metrics(base, embed_with_cache(other_run, base, bar=True), "vectors"),
@@ -223,35 +229,35 @@ def adapt(request: AdaptRequest) -> AdaptResult:
 
 
 def check_model(name: str) -> None:
-    """Reject what is not a folder of sentence-transformers that the encoders can start from; raises UserError."""
+    """Check that a name is a model of sentence-transformers that the encoders can start from. Raises UserError."""
     folder = resolve_model_path(name, "--from")
     if not folder.is_dir():
         raise UserError(f"--from={name}: no such folder; write hf:NAME for a model of the hub, py:NAME for a package")
-    read_bert_settings(transformer_folder(folder))  # says what it is, if it is no BERT
+    read_bert_settings(transformer_folder(folder))  # raises UserError if it is no BERT
     if sentence_model(folder) is None:
         raise UserError(
-            f"--from={name}: {folder} does not say how it makes a text a vector (no modules.json with a pooling); name "
-            "a model of sentence-transformers"
+            f"--from={name}: {folder} has no modules.json with a pooling, so it is no encoder of texts; name a model "
+            "of sentence-transformers"
         )
 
 
 def check_outside(workdir: Path, source: str, description: str) -> None:
-    """Reject a run folder whose files would be among those of a source the next time.
+    """Check that the files of a run directory are not among those of a source.
 
     Args:
-        workdir: folder of the run.
+        workdir: the run directory.
         source: a folder, or a pattern of files.
-        description: of the source, for the message.
+        description: relative clause about the source, for the message.
 
     Raises:
-        UserError: the run folder is inside.
+        UserError: the run directory is inside the source.
     """
     path, run_parts = Path(source).absolute(), workdir.resolve().parts
     first_wildcard = next((number for number, part in enumerate(path.parts) if set("*?[") & {*part}), None)
     if first_wildcard is None:
         is_inside = path.is_dir() and workdir.resolve().is_relative_to(path.resolve())
     else:
-        # The pattern has to match the folders down to the run folder, or down to its "**", and then go deeper.
+        # The pattern has to match the folders down to the run directory, or down to its "**", and then go deeper.
         parts = [*Path(*path.parts[:first_wildcard]).resolve().parts, *path.parts[first_wildcard:]]
         is_deeper = "**" in parts or len(parts) > len(run_parts)
         parts = parts[: parts.index("**")] if "**" in parts else parts[: len(run_parts)]
@@ -261,13 +267,13 @@ def check_outside(workdir: Path, source: str, description: str) -> None:
 
 
 def _prepare(request: AdaptRequest, documents: str, folder: Path, questions: Sequence[str] = ()) -> None:
-    """Prepare a folder of the run and print a summary.
+    """Write a prepared folder of the run and print a summary.
 
-    Until there is a plan, a folder that was prepared from other documents is made again, so that documents that do not
-    suffice can be completed.
+    Until there is a plan, a folder that was prepared from other documents is written again, so that you can add
+    documents if there were too few.
     """
     limit = request.config.data.document_length
-    # Damage does not end the run: the report has the counts.
+    # Unreadable documents are skipped, and the report has their number.
     options = Options(documents, folder, questions=questions, vocab=request.model, limit=limit, skip_damage=True)
     try:
         prepare_and_print(options)

@@ -1,7 +1,7 @@
 """`realm ablate`: train variants that differ in one setting, with several seeds, and tabulate their results.
 
-A row is a run like any other, `WORKDIR/seed-<n>/<row>`: its config is the base with the row's changes, and it starts
-where the base does (from fresh parameters, or `init_from`) or from where another row ended. So finished rows are
+A row is a run like any other, `WORKDIR/seed-<n>/<row>`. Its config is the base with the row's changes. It starts from
+the final parameters of another row, or as the base does (from fresh parameters, or `init_from`). So finished rows are
 skipped and interrupted ones resume. The rows are in the config file; the table is `realm_jax/eval/ablations.py`.
 """
 
@@ -46,28 +46,28 @@ EXAMPLES = """examples:
   realm ablate --config=ablations --workdir=runs/ablations --config.seeds=0 --rows=realm,baseline
   realm ablate --config=ablations --config.base.data.path=data/wiki --workdir=runs/wiki
 
-The table lies in ablations.md, ablations.html and ablations.json of the folder, and grows with every row. Commands for
-different seeds may work in one folder at the same time: `taskset --cpu-list=0 realm ablate … --config.seeds=0 &` …
+The table is written to ablations.md, ablations.html and ablations.json of WORKDIR after every row. Commands for
+different seeds may share WORKDIR at the same time: `taskset --cpu-list=0 realm ablate … --config.seeds=0 &` …
 """
 ROW = ("title", "tasks", "start", "reader", "changes", "paper")  # keys of a row
-SET_BY_ROWS = ("tasks", "seed", "init_from", "reader_from")  # keys that a row's own entries decide
+SET_BY_ROWS = ("tasks", "seed", "init_from", "reader_from")  # keys of the config that follow from a row's other keys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm ablate`."""
+    """Add the arguments of `realm ablate`."""
     parser.epilog = EXAMPLES
     add_config_argument(parser, "ablations: the paper's table 2 and more")
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the runs: created or resumed")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="directory of the runs, created or resumed")
     parser.add_argument(
         "--rows", metavar="NAME,NAME", help="train only these rows, and the rows that they start from (default: all)"
     )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train what is missing. Raises Preempted after SIGTERM, once the state is saved."""
+    """Train the rows that are not finished. Raises Preempted after SIGTERM, once the state is saved."""
     config = load_config(args.config or "ablations", args.overrides, like=_config_template)
     if any(override.startswith("--config.base.tasks=") for override in args.overrides):
-        raise UserError("--config.base.tasks: every row has tasks of its own; set --config.rows.NAME.tasks")
+        raise UserError("--config.base.tasks: every row sets its tasks; set --config.rows.NAME.tasks")
     check(config)
     rows = rows_to_train(config, args.rows)
     workdir = Path(args.workdir)
@@ -84,23 +84,22 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _config_template(config: ConfigDict) -> ConfigDict:
-    """The keys of an ablation config; `check` validates its rows."""
+    """Return the keys of an ablation config with their defaults; `check` validates its rows."""
     rows = config.get("rows", ConfigDict())
-    made = config.get("encyclopedia", ConfigDict())
-    base = default()
-    return ConfigDict({"seeds": (0,), "encyclopedia": made, "base": base, "table": ("",), "rows": rows})
+    encyclopedia = config.get("encyclopedia", ConfigDict())
+    return ConfigDict({"seeds": (0,), "encyclopedia": encyclopedia, "base": default(), "table": ("",), "rows": rows})
 
 
 def check(config: ConfigDict) -> None:
     """Raise UserError, with the key's name, for rows that cannot be trained."""
-    whole = all(isinstance(seed, int) and seed >= 0 for seed in config.seeds)
-    check_key(bool(config.seeds) and whole, "seeds", "takes one whole number at least, such as (0, 1, 2)")
-    check_key(bool(config.table), "table", "name a row at least")
+    are_seeds = all(isinstance(seed, int) and seed >= 0 for seed in config.seeds)
+    check_key(bool(config.seeds) and are_seeds, "seeds", "takes at least one whole number, such as (0, 1, 2)")
+    check_key(bool(config.table), "table", "name at least one row")
     known = {field.name for field in dataclasses.fields(EncyclopediaSettings)} - {"seed"}
-    made = {*config.encyclopedia}
-    check_key(made <= known, "encyclopedia", f"takes {', '.join(sorted(known))}")
-    given = bool(config.base.data.path) or "entities" in made
-    check_key(given, "encyclopedia", "needs entities; or name a prepared folder in base.data.path")
+    settings = {*config.encyclopedia}
+    check_key(settings <= known, "encyclopedia", f"takes {', '.join(sorted(known))}")
+    has_data = bool(config.base.data.path) or "entities" in settings
+    check_key(has_data, "encyclopedia", "needs entities; or name a prepared folder in base.data.path")
     for name in config.table:
         check_key(name in config.rows, "table", f"there is no row {name!r}; choose among {', '.join(config.rows)}")
     for name, row in config.rows.items():
@@ -108,7 +107,7 @@ def check(config: ConfigDict) -> None:
         check_key(isinstance(row, ConfigDict) and {*row} == {*ROW}, key, f"must have the keys {', '.join(ROW)}")
         for other in ("start", "reader"):
             check_key(row[other] in ("", *config.rows), f"{key}.{other}", f"there is no row {row[other]!r}")
-        check_key(not row.reader or bool(row.start), f"{key}.reader", "needs a start, whose towers go with it")
+        check_key(not row.reader or bool(row.start), f"{key}.reader", "needs a start, whose encoders go with it")
         check_key(len(row.paper) in (0, 2), f"{key}.paper", "takes exact match and recall@5, or nothing")
         is_tuple = isinstance(row.changes, tuple) and all(isinstance(change, str) for change in row.changes)
         check_key(is_tuple, f"{key}.changes", "takes a tuple, such as ('realm.masking=uniform',) with its comma")
@@ -125,7 +124,15 @@ def check(config: ConfigDict) -> None:
 
 
 def rows_to_train(config: ConfigDict, names: str | None) -> list[str]:
-    """The rows to train, in order: those of the table, or that are named, and before each what it starts from."""
+    """List the rows to train, each after the rows that it starts from.
+
+    Args:
+        config: the ablation config.
+        names: rows to train, joined by commas; None for those of the table.
+
+    Raises:
+        UserError: there is no such row, or a row starts from itself.
+    """
     chosen = [name.strip() for name in names.split(",")] if names else config.table
     for name in chosen:
         if name not in config.rows:
@@ -134,59 +141,84 @@ def rows_to_train(config: ConfigDict, names: str | None) -> list[str]:
 
 
 def with_starting_rows(config: ConfigDict, names: Iterable[str]) -> list[str]:
-    """Rows with those that they start from, those first. Raises UserError if one starts from itself."""
-    found: list[str] = []
+    """List rows, each after the rows that it starts from.
+
+    Args:
+        config: the ablation config.
+        names: rows of it.
+
+    Raises:
+        UserError: a row starts from itself.
+    """
+    ordered: list[str] = []
 
     def add(name: str, above: tuple[str, ...]) -> None:
         check_key(name not in above, f"rows.{name}.start", f"it would start from itself, via {', '.join(above)}")
         for other in (config.rows[name].start, config.rows[name].reader):
             if other:
                 add(other, (*above, name))
-        if name not in found:
-            found.append(name)
+        if name not in ordered:
+            ordered.append(name)
 
     for name in names:
         add(name, ())
-    return found
+    return ordered
 
 
-def row_config(config: ConfigDict, name: str, seed: int, place: Path) -> ConfigDict:
-    """The config of the run of a row. place: the seed's folder."""
+def row_config(config: ConfigDict, name: str, seed: int, seed_folder: Path) -> ConfigDict:
+    """Return the config of the run of a row.
+
+    Args:
+        config: the ablation config.
+        name: the row.
+        seed: the run's seed.
+        seed_folder: the parent of the run directories of that seed.
+    """
     row = config.rows[name]
-    found = with_overrides(ConfigDict(config.base.to_dict()), [f"--config.{change}" for change in row.changes])
-    found.update(tasks=row.tasks, seed=seed)
+    run_config = with_overrides(ConfigDict(config.base.to_dict()), [f"--config.{change}" for change in row.changes])
+    run_config.update(tasks=row.tasks, seed=seed)
     for key, other in (("init_from", row.start), ("reader_from", row.reader)):
         if other:
-            found[key] = str(place / other)
-    return found
+            run_config[key] = str(seed_folder / other)
+    return run_config
 
 
 def train_seed(config: ConfigDict, rows: Sequence[str], seed: int, workdir: Path) -> None:
-    """Train rows under a seed, as far as they are not done. Several seeds may be trained at once, by as many commands.
+    """Train the unfinished rows under a seed. Other commands may train other seeds at the same time.
 
-    Raises Preempted once the state is saved.
+    Args:
+        config: the ablation config.
+        rows: rows in the order of `rows_to_train`.
+        seed: the seed.
+        workdir: directory of all seeds.
+
+    Raises:
+        UserError: the prepared folder lacks questions.
+        Preempted: after SIGTERM, once the state is saved.
     """
-    place = workdir / f"seed-{seed}"
-    make_folder(place, "--workdir")
-    with exclusive_lock(place):
+    seed_folder = workdir / f"seed-{seed}"
+    make_folder(seed_folder, "--workdir")
+    with exclusive_lock(seed_folder):
         for name in rows:
             logger.info("seed %d: %s", seed, config.rows[name].title or name)
-            opened = open_run(row_config(config, name, seed, place), place / name)
-            for split, what in (("dev", "rows are measured with"), ("train", "readers are trained with")):
+            opened = open_run(row_config(config, name, seed, seed_folder), seed_folder / name)
+            for split, use in (("dev", "rows are measured with"), ("train", "readers are trained with")):
                 if not opened.sources.answered(split):
                     raise UserError(
-                        f"{config.base.data.path}: no {split} questions with answers, which {what}; prepare some"
+                        f"{config.base.data.path}: no {split} questions with answers, which {use}; prepare some"
                     )
             with exclusive_lock(opened.workdir), report_status(opened) as status:
                 train(opened, status)
-            jax.clear_caches()  # the programs of one row are of no use to the next
+            jax.clear_caches()  # the next row needs other programs
             write_table(config, workdir)
 
 
 def seed_result(folder: Path, origins: Iterable[Path] = ()) -> SeedResult | None:
-    """The results of a row's run; None while it is not done.
+    """Return the results of a row's run; None until it is done.
 
-    origins: the runs that it starts from, whose time counts too.
+    Args:
+        folder: its run directory.
+        origins: run directories of the rows that it starts from, whose training time counts too.
     """
     lines = next(filter(None, (read_lines(folder / task / "evaluations.jsonl") for task in ANSWERING_TASKS)), [])
     if not lines or "exact_match" not in lines[-1] or "seconds" not in lines[-1]:
@@ -199,46 +231,54 @@ def seed_result(folder: Path, origins: Iterable[Path] = ()) -> SeedResult | None
 
 
 def table_rows(config: ConfigDict, workdir: Path, warn: bool = False) -> list[Row]:
-    """The rows of the table, with all the seeds that lie in the folder and were trained with this config.
+    """Return the rows of the table, with the results of all seeds that were trained with this config.
 
-    warn: say which are left out, as they were trained with another.
+    Args:
+        config: the ablation config.
+        workdir: directory of all seeds.
+        warn: log a warning for each run that was trained with another config.
     """
-    seeds = sorted(int(place.name[5:]) for place in workdir.glob("seed-*") if place.name[5:].isdecimal())
+    seeds = sorted(int(folder.name[5:]) for folder in workdir.glob("seed-*") if folder.name[5:].isdecimal())
     rows = []
     for name in config.table:
         results, parts = {}, with_starting_rows(config, [name])
         for seed in seeds:
-            place = workdir / f"seed-{seed}"
-            result = seed_result(place / name, [place / origin for origin in parts[:-1]])
+            seed_folder = workdir / f"seed-{seed}"
+            result = seed_result(seed_folder / name, [seed_folder / origin for origin in parts[:-1]])
             if result is None:
                 continue
             differences = []
             for part in parts:
-                if not (place / part / "config.json").is_file():  # the run is gone
+                if not (seed_folder / part / "config.json").is_file():  # the run was removed
                     continue
-                recorded, now = (
-                    training_keys(recorded_config(place / part)),
-                    training_keys(row_config(config, part, seed, place)),
-                )
+                recorded = training_keys(recorded_config(seed_folder / part))
+                now = training_keys(row_config(config, part, seed, seed_folder))
                 for key in sorted({*recorded, *now}):
                     if recorded.get(key) != now.get(key):
                         differences.append(f"{part} has {key}={recorded.get(key)!r}, the config {now.get(key)!r}")
             if not differences:
                 results[seed] = result
             elif warn:
-                logger.warning("%s is left out of the table: %s", place / name, differences[0])
+                logger.warning("%s is left out of the table: %s", seed_folder / name, differences[0])
         rows.append(Row(config.rows[name].title or name, tuple(config.rows[name].paper), results))
     return rows
 
 
 def write_table(config: ConfigDict, workdir: Path) -> None:
-    """Write the table of the rows that are finished."""
+    """Write the table of the finished rows to ablations.md, ablations.html and ablations.json; nothing without any.
+
+    Args:
+        config: the ablation config.
+        workdir: directory of all seeds.
+    """
     rows = table_rows(config, workdir)
     if not any(row.seeds for row in rows):
         return
-    made = ", ".join(f"{key}={value}" for key, value in config.encyclopedia.items())
-    is_made = Path(config.base.data.path) == workdir / "data"
-    note = f"{f'The encyclopedia with {made}' if is_made else config.base.data.path}; {hardware()}."
+    data = config.base.data.path
+    if Path(data) == workdir / "data":
+        settings = ", ".join(f"{key}={value}" for key, value in config.encyclopedia.items())
+        data = f"The encyclopedia with {settings}"
+    note = f"{data}; {hardware()}."
     write_atomic(workdir / "ablations.md", markdown(rows, note))
     write_atomic(workdir / "ablations.html", html(rows, note))
     records = [
@@ -249,7 +289,12 @@ def write_table(config: ConfigDict, workdir: Path) -> None:
 
 
 def show(rows: Sequence[Row], workdir: Path) -> None:
-    """The table, and where it lies."""
+    """Print the table and the paths of its files.
+
+    Args:
+        rows: rows of the table.
+        workdir: directory that holds the files.
+    """
     screen = stdout()
     if not any(row.seeds for row in rows):
         screen.print("no row of the table is trained yet", markup=False)

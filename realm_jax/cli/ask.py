@@ -41,11 +41,11 @@ EXAMPLES = """examples:
   realm ask --workdir=runs/wiki --config.answering.read=50 "Who built the bridge?"
   realm ask --workdir=runs/wiki --generation=newest "the bridge over the river"
 """
-SNIPPET, TITLE, RANKS = 60, 30, 9  # characters of a passage, its title and its ranks, where passages are listed
+SNIPPET, TITLE, RANKS = 60, 30, 9  # characters of a passage, its title and its ranks, in the list of passages
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm ask`."""
+    """Add the arguments of `realm ask`."""
     parser.epilog = EXAMPLES
     add_run_arguments(parser)
     how = parser.add_mutually_exclusive_group()
@@ -65,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer; exit code 2 when a line from a pipe could not be asked."""
-    # --- the run, and a warning, once, if its answers are not to be trusted
+    """Answer questions; return 2 if a line from a pipe was no valid question."""
+    # --- the run, and one warning if its answers cannot be trusted
     opened = open_run_for_inference(Path(args.workdir), config_changes(args), questions=False)
     single = " ".join(args.question) if args.question else None
     if single is not None:
@@ -78,17 +78,17 @@ def run(args: argparse.Namespace) -> int:
         check_reads_passages(trained)
         metrics = recorded_metrics(trained.run, trained.task)
         if not trained.reads:
-            logger.warning("no reader was trained (task %s): these are the passages that were found", trained.task)
+            logger.warning("no reader was trained (task %s): showing the retrieved passages", trained.task)
         elif trained.reads_blanks:
             logger.warning(
-                "the reader learnt from blanks in your documents and never saw a question: check its answers"
+                "the reader learned from blanks in your documents and never saw a question: check its answers"
             )
         if metrics is not None and metrics.is_low:
             logger.warning("%s", metrics.advice())
         elif metrics is None and not trained.reads_blanks:
             logger.info("this run has no recorded metrics")
     to = stdout()
-    to.soft_wrap = not to.is_terminal  # words are wrapped for people, lines stay whole for programs
+    to.soft_wrap = not to.is_terminal  # wrap words for people, but no lines for programs
 
     def reply(text: str) -> None:
         question = check_question(trained.run, text, trained.search)
@@ -125,20 +125,25 @@ def run(args: argparse.Namespace) -> int:
     # --- one per line of a file or a pipe; an invalid line is reported and skipped
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # invalid bytes affect only their own line
-    refused = number = 0
+    rejected = number = 0
     for number, line in enumerate(sys.stdin, start=1):
         try:
             reply(line)
         except UserError as error:
             logger.error("line %d: %s", number, error)
-            refused += 1
+            rejected += 1
     if not number:
-        raise UserError("no question was given; add one in quotes, or write one a line to stdin")
-    return 2 if refused else 0
+        raise UserError("there is no question; add one in quotes, or write one per line to stdin")
+    return 2 if rejected else 0
 
 
 def show(answer: Mapping[str, Any], to: Console) -> None:
-    """Print an answer for people; the span is in reverse on a terminal with colours and in [[…]] elsewhere."""
+    """Print an answer for people.
+
+    Args:
+        answer: an `Answer` or a `Nearest` of `inference/answers.py`.
+        to: prints it.
+    """
     candidates, passage = answer["candidates"], answer.get("passage")
     if not candidates:
         to.print("no passage shares a word with the question; ask with other words, or with --search=vectors")
@@ -148,9 +153,9 @@ def show(answer: Mapping[str, Any], to: Console) -> None:
         text = Text(printable(answer["answer"]) or "no answer", style="bold green")
         to.print(Text.assemble(text, f"  (probability {answer['probability']:.3g})"))
         to.print()
-    whole = passage or candidates[0]
-    to.print(Text(printable(f"{whole['title'] or 'passage'} ({whole['id']})"), style="bold"))
-    to.print(highlight_span(whole["text"], whole.get("span", [0, 0]), to))
+    first = passage or candidates[0]  # printed in full
+    to.print(Text(printable(f"{first['title'] or 'passage'} ({first['id']})"), style="bold"))
+    to.print(highlight_span(first["text"], first.get("span", [0, 0]), to))
     to.print()
     # --- a line for each passage: p(z|x) or score, ranks by search such as v3 b1, title, text around the best answer
     titles = [printable(candidate["title"]) for candidate in candidates]
@@ -168,7 +173,14 @@ def show(answer: Mapping[str, Any], to: Console) -> None:
 
 
 def highlight_span(text: str, span: list[int], to: Console, room: int | None = None) -> Text:
-    """A text with its span marked; with `room`, only so many characters around the span."""
+    """Return a text with a span marked: in reverse if the console has colors, in [[…]] otherwise.
+
+    Args:
+        text: the text.
+        span: first character of the span and the one after its last; equal for no span.
+        to: the console that will print it.
+        room: characters to keep around the span; None for all.
+    """
     start, end = span
     first, last = 0, len(text)
     if room is not None:

@@ -1,7 +1,7 @@
 """`realm build-index`: a job that runs alongside training, re-embeds the corpus and publishes index generations.
 
-It follows the exports of the run in --workdir and needs nothing else of the trainer. What it does when is
-`realm_jax/index/job.py`; the files are explained in `realm_jax/index/files.py`.
+It follows the exports of the run in --workdir and needs nothing else of the trainer. Read next:
+`realm_jax/index/job.py` for its loop, `realm_jax/index/files.py` for the files.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from realm_jax.train.workdir import recorded_config, recorded_corpus
 
 EXAMPLES = """examples:
   realm build-index --config=realm_wiki --config.data.path=data/wiki --workdir=runs/wiki
-  realm build-index --workdir=runs/wiki --process=1 --processes=4         the second of four; the run is there already
+  realm build-index --workdir=runs/wiki --process=1 --processes=4         the second of four, for an existing run
   realm build-index --workdir=runs/wiki --once                            the newest export, then end
 
 The config is the trainer's. Run the same command again to resume.
@@ -35,10 +35,10 @@ The config is the trainer's. Run the same command again to resume.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm build-index`."""
+    """Add the arguments of `realm build-index`."""
     parser.epilog = EXAMPLES
     add_config_argument(parser, "the one that the run in --workdir has recorded, else the paper's sizes")
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run that trains")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="run directory of the trainer")
     parser.add_argument("--process", type=int, default=0, metavar="I", help="this process among --processes, from 0")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the work")
     parser.add_argument("--wait", action="store_true", help="wait for the trainer until this command is stopped, not "
@@ -49,12 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Build. Raises Preempted after SIGTERM."""
+    """Build generations. Raises Preempted after SIGTERM."""
     check_process(args.process, args.processes)
     worker, workdir = WorkerSlice(args.process, args.processes), Path(args.workdir)
-    recorded = (workdir / "config.json").is_file()  # then the builder of a run needs its folder alone
-    usual = ConfigDict(recorded_config(workdir).to_dict()) if recorded else default()
-    config = validate(load_config(args.config, args.overrides, lambda: usual))
+    is_recorded = (workdir / "config.json").is_file()  # then --workdir is enough
+    default_config = ConfigDict(recorded_config(workdir).to_dict()) if is_recorded else default()
+    config = validate(load_config(args.config, args.overrides, lambda: default_config))
     config = fill_from_pretrained(config, workdir, with_reader=False)
     if config.retrieval.backend == "scann":
         load_scann()

@@ -10,14 +10,14 @@ from realm_jax.config import config_names
 
 EXAMPLES = """examples:
   realm completion bash > ~/.local/share/bash-completion/completions/realm
-  realm completion zsh > ~/.zfunc/_realm                 where fpath has ~/.zfunc
+  realm completion zsh > ~/.zfunc/_realm                 if fpath has ~/.zfunc
   realm completion tcsh > ~/.realm.tcsh                  and `source ~/.realm.tcsh` in ~/.tcshrc
 """
-PATHS = {"FILE": shtab.FILE, "DOCUMENTS": shtab.FILE, "DIR": shtab.DIRECTORY}  # words of metavars
+PATHS = {"FILE": shtab.FILE, "DOCUMENTS": shtab.FILE, "DIR": shtab.DIRECTORY}  # word of a metavar → completion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm completion`."""
+    """Add the arguments of `realm completion`."""
     parser.epilog = EXAMPLES
     parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="whose script to print")
 

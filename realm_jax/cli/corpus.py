@@ -1,9 +1,9 @@
 """`realm corpus`: add, replace or remove documents of a prepared corpus; a trained run then answers from the new text.
 
 An edit makes a new version of the passages. Runs that train stay with the version they began with; `realm ask` and
-`realm evaluate` read the newest one. With --workdir the passages that changed are embedded with the run's towers and
-published as a generation that shares everything else, without any training. The prepared folder changes last, by
-renames, so a command that fails leaves it as it was.
+`realm evaluate` read the newest one. With --workdir the changed passages are embedded by the run's passage encoder and
+published as a generation that shares all other vectors, without training. The prepared folder changes last, by
+renames, so a command that fails does not change it.
 """
 
 import argparse
@@ -51,76 +51,76 @@ from realm_jax.train.workdir import recorded_config, recorded_folder
 
 logger = logging.getLogger(__name__)
 
-COPY = ".edit"  # in a prepared folder that is being edited
+COPY = ".edit"  # copy of a prepared folder, inside it, while it is edited
 
 EXAMPLES = """examples:
-  realm corpus replace new-articles.jsonl --workdir=runs/wiki      ids that are there already get the new text
+  realm corpus replace new-articles.jsonl --workdir=runs/wiki      give existing ids new text
   realm corpus add more-articles.jsonl --workdir=runs/wiki
   realm corpus remove article-17 article-18 --workdir=runs/wiki
-  realm corpus add more-articles.jsonl --data=data                 the corpus alone; runs embed it when they are asked
+  realm corpus add more-articles.jsonl --data=data                 only the corpus; `realm ask` embeds the new passages
 
-A line of the files is {"id": …, "title": …, "text": …}; other files are read as by `realm prepare`.
+A line of a file is {"id": …, "title": …, "text": …}; other files are read as by `realm prepare`.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm corpus`."""
+    """Add the arguments of `realm corpus`."""
     parser.epilog = EXAMPLES
     parser.add_argument("action", choices=("add", "replace", "remove"), help="what to do")
-    parser.add_argument("what", nargs="+", metavar="FILE|ID", help="add, replace: one file; remove: document ids")
+    parser.add_argument("subjects", nargs="+", metavar="FILE|ID", help="add, replace: one file; remove: document ids")
     parser.add_argument("--workdir", metavar="DIR", help="a trained run over the corpus; publish a generation for it")
     parser.add_argument("--data", metavar="DIR", help="the prepared folder (default: the run's)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Check the run, edit a copy of the corpus, publish the edit for the run, and put the copy into place."""
+    """Edit a copy of the corpus, publish the edit for the run, and move the copy's new files into the folder."""
     if args.data is None and args.workdir is None:
         raise UserError("realm corpus: name the prepared folder with --data, or a run over it with --workdir")
     workdir = Path(args.workdir) if args.workdir else None
     if workdir is not None:
-        # A trainer, which holds the run folder, and its builder use the unedited corpus.
+        # A trainer, which locks the run directory, and its builder use the unedited corpus.
         trainer = read_status(recorded_folder(workdir), TRAINER)
         if is_held(workdir) or (trainer is not None and trainer.needs_index):
             stage = f"at step {trainer.step} of {trainer.stage}" if trainer and trainer.step >= 0 else "training"
             raise UserError(
                 f"--workdir={workdir}: the run is {stage} and stays with its corpus; "
-                "edit with --data alone (`realm ask` embeds what changed), or wait until the run is done"
+                "edit with --data instead of --workdir (`realm ask` embeds the new passages), or wait until it is done"
             )
-    place = args.data or recorded_config(Path(args.workdir)).data.path
-    if is_remote(place):
-        raise UserError(f"{place}: a corpus is edited on a disk; edit it there, and copy the folder to its bucket")
-    data = Path(place)
-    open_sources(data, flag="--data=" if args.data else "config.data.path=")  # says what is wrong with it
+    data_path = args.data or recorded_config(Path(args.workdir)).data.path
+    if is_remote(data_path):
+        raise UserError(f"{data_path}: a corpus is edited on a disk; edit it there, and copy the folder to its bucket")
+    data = Path(data_path)
+    open_sources(data, flag="--data=" if args.data else "config.data.path=")  # checks the folder
     with exclusive_lock(workdir) if workdir else nullcontext(), exclusive_lock(data, PREPARED):
         if workdir is not None:  # the encoders of the run, which count as those of REALM's last step
-            opened = open_run_for_inference(workdir, {"data.path": place})
-            host = exported_model(workdir).params(opened.model, opened.model.embedder_names)
-            towers = jax.device_put(host, replicated(opened.mesh))
+            opened = open_run_for_inference(workdir, {"data.path": data_path})
+            host_params = exported_model(workdir).params(opened.model, opened.model.embedder_names)
+            encoders = jax.device_put(host_params, replicated(opened.mesh))
         before = PassageStore.open(data / "passages")
         with _copy_to_edit(data) as copy:
-            after = edit(copy, args.action, args.what)
-            record: dict[str, Any] = {"data": place, "passages_before": len(before), "passages": len(after)}
+            after = edit(copy, args.action, args.subjects)
+            record: dict[str, Any] = {"data": data_path, "passages_before": len(before), "passages": len(after)}
             record |= {"version": after.fingerprint}
             if workdir is not None:
                 opened = open_run_for_inference(workdir, {"data.path": str(copy)})
-                record |= publish(opened, opened.config.realm.steps, towers)
+                record |= publish(opened, opened.config.realm.steps, encoders)
     if args.json:
         print_json(record)
         return
-    print(f"{place}: {len(before):,} -> {len(after):,} passages, version {after.fingerprint[:12]}")
+    print(f"{data_path}: {len(before):,} -> {len(after):,} passages, version {after.fingerprint[:12]}")
     if "generation" in record:
         print(f"generation {record['generation']}: {record['stored_vectors']:,} stored vectors")
     if "written_anew" in record:
-        print(f"written anew: {', '.join(record['written_anew'])}")
+        print(f"written again: {', '.join(record['written_anew'])}")
 
 
 @contextmanager
 def _copy_to_edit(data: Path) -> Iterator[Path]:
-    """A copy of a prepared folder, made of links. Its new files are moved into the folder when the block ends well.
+    """Yield a copy of a prepared folder, made of links; move its new files into the folder if the block succeeds.
 
-    Everything that a block changes is written beside a file and renamed, so no link is written through. Raises
-    UserError, with the name of the folder itself, as the block does.
+    The block writes files under other names and renames them, so it never writes through a link. A UserError of the
+    block then names the folder, not the copy.
     """
     copy = data / COPY
     shutil.rmtree(copy, ignore_errors=True)  # of a command that was killed
@@ -134,62 +134,72 @@ def _copy_to_edit(data: Path) -> Iterator[Path]:
             if path.is_dir() and not (target := data / path.relative_to(copy)).exists():
                 path.rename(target)
         new_files = [path for path in copy.rglob("*") if path.is_file() and not path.is_symlink()]
-        for path in sorted(new_files, key=lambda path: path.parent == copy / "passages"):  # which make it the newest
+        # The files of `passages` last, because they make the version the newest.
+        for path in sorted(new_files, key=lambda path: path.parent == copy / "passages"):
             path.replace(data / path.relative_to(copy))
-    except UserError as fault:
-        fault.args = (str(fault).replace(str(copy), str(data)),)
+    except UserError as error:
+        error.args = (str(error).replace(str(copy), str(data)),)
         raise
     finally:
         shutil.rmtree(copy, ignore_errors=True)
 
 
-def edit(data: Path, action: str, what: list[str]) -> PassageStore:
-    """Make a new version of the passages of a prepared folder."""
+def edit(data: Path, action: str, subjects: list[str]) -> PassageStore:
+    """Write a new version of the passages of a prepared folder and return it.
+
+    Args:
+        data: the prepared folder.
+        action: "add", "replace" or "remove".
+        subjects: one file of documents to add or replace, or ids of documents to remove.
+
+    Raises:
+        UserError: documents exist that should not, or the reverse; or the folder's span finder is not here.
+    """
     folder = data / "passages"
     if action == "remove":
-        return remove_documents(folder, what)
-    if len(what) != 1:
+        return remove_documents(folder, subjects)
+    if len(subjects) != 1:
         raise UserError(f"realm corpus {action}: name one file; put the documents of several into one")
-    articles = list(read_passages(what[0]))
+    file = subjects[0]
+    articles = list(read_passages(file))
     if not articles:
-        raise UserError(f"{what[0]} holds no passages")
+        raise UserError(f"{file}: has no passages; name another file")
     store, manifest = PassageStore.open(folder), read_json(data / PREPARED)
     known = [article.id for article in articles if store.rows_of(article.id)]
     missing = sorted({article.id for article in articles} - {*known})
     if action == "add" and known:
-        raise UserError(f"{what[0]}: document {known[0]!r} is in the corpus already; use `realm corpus replace`")
+        raise UserError(f"{file}: document {known[0]!r} is in the corpus already; use `realm corpus replace`")
     if action == "replace" and missing:
-        raise UserError(f"{what[0]}: document {missing[0]!r} is not in the corpus; use `realm corpus add`")
+        raise UserError(f"{file}: document {missing[0]!r} is not in the corpus; use `realm corpus add`")
     if "tagged" in manifest:
         raise UserError(f"{data}: has the spans of a tagger that this version cannot run; prepare the folder again")
-    made = manifest["inputs"]["settings"]
-    if spans.finder(made["spans"]).identity != made.get("spans_identity"):
-        raise UserError(
-            f"{data}: {made['spans']} is not the span finder used there; restore it, or prepare the folder again"
-        )
-    build_store(articles, open_tokenizer(data / "tokenizer"), folder, store.limit, made["spans"], known)
+    settings = manifest["inputs"]["settings"]
+    finder = settings["spans"]
+    if spans.finder(finder).identity != settings.get("spans_identity"):
+        raise UserError(f"{data}: {finder} is not the span finder used there; restore it, or prepare the folder again")
+    build_store(articles, open_tokenizer(data / "tokenizer"), folder, store.limit, finder, known)
     return PassageStore.open(folder)
 
 
-def publish(run: Run, step: int, towers: Params) -> dict[str, Any]:
-    """Publish a generation of the newest version of the corpus; only what is not there yet is embedded.
+def publish(run: Run, step: int, encoders: Params) -> dict[str, Any]:
+    """Publish a generation of the newest version of the corpus, embedding only passages that have no vector yet.
 
     Args:
         run: the run over that version.
-        step: of REALM's training, that the towers count as.
-        towers: the run's final ones, on its devices.
+        step: export step that the encoders count as.
+        encoders: parameters of the run's final encoders, on its devices.
 
     Returns:
-        {"generation", "stored_vectors"}; of an adaptation "written_anew", the names of the files of its vectors.
+        {"generation", "stored_vectors"}; for an adaptation also "written_anew", the names of its vector files.
 
     Raises:
-        UserError: when storage fails, and for a generation that is damaged or does not pass its checks.
+        UserError: storage fails, or the generation is damaged or fails its checks.
     """
     folder, store = shared_folder(run), run.sources.passages
     try:
-        queries = sample_vectors(run, towers)
-        export = write_export(folder, export_record(run, step), to_arrays(towers), queries)
-        newest = run_builder(run, folder).build(export, embed_unknown(run, towers), queries)
+        queries = sample_vectors(run, encoders)
+        export = write_export(folder, export_record(run, step), to_arrays(encoders), queries)
+        newest = run_builder(run, folder).build(export, embed_unknown(run, encoders), queries)
         # Generations for versions between the first, which runs train with, and the newest are outdated.
         same_step = [name for name in generation_names(folder) if export_step(name) == newest.step]
         for manifest in read_manifests(folder, same_step):
@@ -200,5 +210,5 @@ def publish(run: Run, step: int, towers: Params) -> dict[str, Any]:
             vectors = load_vectors(folder, newest)[store.visible_rows]
             record["written_anew"] = write_vectors(run.workdir, store, vectors, overwrite=True)
         return record
-    except (StorageError, Damaged, Rejected) as fault:
-        raise UserError(f"{fault}; the corpus was left as it is, so give the command again") from None
+    except (StorageError, Damaged, Rejected) as error:
+        raise UserError(f"{error}; the corpus is not changed, so run the command again") from None

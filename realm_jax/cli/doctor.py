@@ -69,7 +69,7 @@ def examine() -> dict[str, Any]:
 
         first = jax.devices()[0]
         devices = f"{jax.device_count()} x {first.device_kind} ({first.platform})"
-    except Exception as error:  # whatever stops JAX is what this command reports
+    except Exception as error:  # any reason why JAX does not start is to be reported
         devices = "none"
         problems.append(" ".join(f"JAX does not start: {type(error).__name__}: {error}".split()))
     memory, folder = psutil.virtual_memory(), Path.cwd()
@@ -88,6 +88,7 @@ def examine() -> dict[str, Any]:
 
 
 def _version(name: str) -> str | None:
+    """Return the installed version of a package; None if it is missing."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
     return None

@@ -1,7 +1,7 @@
 """`realm evaluate`: one table of all metrics of a trained run or of a file of `realm predict`; or compare two files.
 
 The metrics are in `realm_jax/eval/question_metrics.py`; a run is evaluated through the same records that a file holds.
-BM25's recall stands beside a run's. Two files are compared by the tests of `realm_jax/eval/significance.py`.
+A run's table also has BM25's recall. The tests of `realm_jax/eval/significance.py` compare two files.
 """
 
 import argparse
@@ -42,14 +42,14 @@ EXAMPLES = f"""examples:
   realm evaluate --workdir=runs/wiki
   realm evaluate --workdir=runs/wiki --task=realm --json         before fine-tuning
   realm evaluate --workdir=runs/wiki --questions=test.jsonl --config.answering.retrieved=100 --trec=run.txt
-  realm evaluate predictions.jsonl --qrels=qrels.txt             what `realm predict` wrote; needs no device
+  realm evaluate predictions.jsonl --qrels=qrels.txt             a file of `realm predict`; needs no device
   realm evaluate predictions.jsonl --unseen=data/wiki
   realm evaluate ict.jsonl realm.jsonl                           test whether the second is significantly better
-  realm evaluate --seeds ict-*.jsonl --seeds realm-*.jsonl       the same over seeds: each file is of another one
+  realm evaluate --seeds ict-*.jsonl --seeds realm-*.jsonl       the same over seeds: one file per seed
 
 Of two files, {METHODS.replace("; ", chr(10))}.
-Where there is no terminal a line is `name value`, or `name value low high` with the ends of the interval; of two files
-`name A B difference low high p McNemar questions`, of seeds `name value low high seeds` or `name A B difference …`.
+If stdout is no terminal, a line is `name value`, or `name value low high` with the ends of the interval; for two files
+`name A B difference low high p McNemar questions`, for seeds `name value low high seeds` or `name A B difference …`.
 """
 # Column of a comparison → its head on a terminal and its format there; the ends of an interval are one column.
 COMPARED = {
@@ -60,7 +60,7 @@ COMPARED = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm evaluate`."""
+    """Add the arguments of `realm evaluate`."""
     parser.epilog = EXAMPLES
     parser.add_argument(
         "files",
@@ -77,24 +77,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="exclude questions whose gold passage is also that of a training question of this prepared folder",
     )
-    parser.add_argument("--trec", type=nonempty, metavar="FILE", help="write what was retrieved there, as a TREC run")
-    parser.add_argument(
-        "--qrels", type=nonempty, metavar="FILE", help="write the gold passages there, as TREC's judgments"
-    )
+    parser.add_argument("--trec", type=nonempty, metavar="FILE", help="write the retrieved passages, as a TREC run")
+    parser.add_argument("--qrels", type=nonempty, metavar="FILE", help="write the gold passages, as TREC's judgments")
     parser.add_argument(
         "--seeds",
         type=nonempty,
         nargs="+",
         action="append",
         metavar="FILE",
-        help="files of one system trained under several seeds; given twice, of two systems, in the order of the seeds",
+        help="files of one system, one per seed; repeat the flag to compare a second system with the same seeds",
     )
     parser.add_argument("--no-bm25", action="store_true", help="leave out BM25, which holds the corpus in memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Measure, write and print."""
+    """Measure, print the table and write the files of --trec and --qrels."""
 
     def report(measured: dict[str, Any], show: Callable[[dict[str, Any], Console], None]) -> None:
         if args.json:
@@ -129,13 +127,13 @@ def run(args: argparse.Namespace) -> None:
         opened = open_run_for_inference(Path(args.workdir), changes)
         questions = load_questions(opened, args.questions, need_right=True)
         if args.unseen:
-            questions = _without_training_golds(questions, [one.gold for one in questions], args)
+            questions = _without_training_golds(questions, [question.gold for question in questions], args)
         if "answering.read" not in changes and not answered(questions):
-            # Only what is retrieved is measured; reading more takes minutes.
+            # Without answers only retrieval is measured, and reading takes minutes.
             opened = dataclasses.replace(opened, config=with_values(opened.config, {"answering.read": 1}))
         check_passages(opened, args)
-        asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
-        _check_trec(args, asked, reads_passages(find_task(opened, args.task).task))
+        records = [question_record(question, number) for number, question in enumerate(questions, start=1)]
+        _check_trec(args, records, reads_passages(find_task(opened, args.task).task))
         trained = restore(opened, args.task, search=args.search)
         measured, scored = evaluate(trained, questions, bm25=not args.no_bm25)
 
@@ -147,7 +145,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise UserError unless there is one thing to do, with flags that take part in it and files of their own."""
+    """Raise UserError unless there is one run or file or two files, with flags that apply and no file named twice."""
     if bool(args.workdir) == bool(args.files) or len(args.files) > 2:
         raise UserError("realm evaluate: name a run with --workdir, or one file of predictions, or two to compare")
     if args.files:
@@ -169,24 +167,24 @@ def _check(args: argparse.Namespace) -> None:
             raise UserError(f"{name}={path}: is also the file of {other}; choose another")
 
 
-def _check_trec(args: argparse.Namespace, asked: Sequence[Record], retrieves: bool) -> None:
+def _check_trec(args: argparse.Namespace, records: Sequence[Record], retrieves: bool) -> None:
     """Raise UserError if the files for TREC would be empty, or two questions have one id."""
     if args.trec and not retrieves:
-        raise UserError(f"--trec={args.trec}: nothing was retrieved that could be written; leave the flag out")
-    if args.qrels and not any(map(gold_of, asked)):
+        raise UserError(f"--trec={args.trec}: no passages were retrieved; leave the flag out")
+    if args.qrels and not any(map(gold_of, records)):
         raise UserError(f"--qrels={args.qrels}: no question has a gold passage; leave the flag out")
     if args.trec or args.qrels:
-        trec_ids(asked)
+        trec_ids(records)
 
 
 def _evaluate_seeds(args: argparse.Namespace) -> dict[str, Any]:
-    """`over_seeds` of the files of --seeds. Raises UserError for other flags with it, or unequal numbers."""
+    """Return `over_seeds` of the files of --seeds. Raises UserError for other flags, or unequal numbers of files."""
     others = ("files", "workdir", "questions", "task", "search", "unseen", "trec", "qrels", "no_bm25", "overrides")
-    if given := [name for name in others if vars(args)[name]]:
-        raise UserError(f"--seeds: goes with --json alone; leave out {', '.join(given)}")
+    if extra := [name for name in others if vars(args)[name]]:
+        raise UserError(f"--seeds: goes only with --json; leave out {', '.join(extra)}")
     sizes = {len(group) for group in args.seeds}
     if len(args.seeds) > 2 or len(sizes) > 1 or sizes == {1}:
-        raise UserError("--seeds: takes two files or more, and a second time as many, in the order of their seeds")
+        raise UserError("--seeds: takes two or more files, and for a second system as many, in the order of the seeds")
     groups = [[read_predictions(path) for path in group] for group in args.seeds]
     for paths, group in zip(args.seeds, groups, strict=True):
         for path, records in zip(paths, group, strict=True):
@@ -195,22 +193,22 @@ def _evaluate_seeds(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _provenance(path: str) -> dict[str, Any]:
-    """The settings that a predictions file was made with, as far as they are known."""
+    """Return the settings that a predictions file was made with, as far as they are known."""
     settings = read_settings(path)
     return {name: settings[name] for name in FACTS if name in settings}
 
 
 def _without_training_golds(
-    asked: Sequence[_T], golds: Sequence[Collection[str]], args: argparse.Namespace
+    questions: Sequence[_T], golds: Sequence[Collection[str]], args: argparse.Namespace
 ) -> list[_T]:
-    """The questions without a gold passage that a training question has, too. golds: ids of gold passages."""
+    """Return the questions none of whose gold passages, `golds`, is also that of a training question."""
     if not any(golds):
         raise UserError(f"--unseen={args.unseen}: no measured question has a gold passage; leave the flag out")
     training = open_sources(args.unseen, flag="--unseen=").questions.get("train", [])
     seen = {name for question in training for name in question.gold}
     if not seen:
         raise UserError(f"--unseen={args.unseen}: no training question there has a gold passage; name another folder")
-    unseen = [question for question, gold in zip(asked, golds, strict=True) if seen.isdisjoint(gold)]
+    unseen = [question for question, gold in zip(questions, golds, strict=True) if seen.isdisjoint(gold)]
     if not unseen:
         raise UserError(f"--unseen={args.unseen}: leaves no question; name the folder that the run was trained with")
     return unseen
@@ -220,7 +218,12 @@ def _without_training_golds(
 
 
 def show(report: dict[str, Any], to: Console) -> None:
-    """A table on a terminal; elsewhere lines, with `bm25 ` before those of BM25."""
+    """Print the metrics: a table on a terminal, otherwise lines, those of BM25 prefixed with `bm25 `.
+
+    Args:
+        report: facts, "questions", "measures" and for a run "bm25".
+        to: prints it.
+    """
     facts = {name: report[name] for name in (*FACTS, "questions") if name in report}
     bm25, measures = report.get("bm25", {}), report["measures"]
     if not to.is_terminal:
@@ -240,7 +243,12 @@ def show(report: dict[str, Any], to: Console) -> None:
 
 
 def show_comparison(report: dict[str, Any], to: Console) -> None:
-    """A table on a terminal, with what was compared and how; elsewhere lines. Of two files, or of seeds."""
+    """Print a comparison: a table with facts and methods on a terminal, otherwise lines.
+
+    Args:
+        report: of `compare` for two files, or of `over_seeds`.
+        to: prints it.
+    """
     measures = report["measures"]
     columns = [column for column in COMPARED if column in next(iter(measures.values()), {})]
     if not to.is_terminal:
@@ -267,4 +275,5 @@ def show_comparison(report: dict[str, Any], to: Console) -> None:
 
 
 def _interval(measure: dict[str, Any], form: str) -> str:
+    """Return the ends of a 95 % interval in a format; a dash for none."""
     return "–" if measure["low"] is None else f"{measure['low']:{form}} … {measure['high']:{form}}"

@@ -1,4 +1,4 @@
-"""`realm inspect`: look at prepared data, or at how a trained model predicts a text.
+"""`realm inspect`: show prepared data, or how a trained model predicts a text.
 
 `data` shows passages with their salient spans in color, queries masked from them, and numbers. `text` shows which
 passages a model reads for a sentence with a blank, `___` or `[the word]`, or for a question, and how each affects the
@@ -49,7 +49,7 @@ from realm_jax.train.workdir import recorded_config
 EXAMPLES = """examples:
   realm inspect data data/wiki                                three passages drawn at random, and numbers
   realm inspect data data/wiki --document=article-17          the passages of a document
-  realm inspect data data/wiki --config=realm_ccnews --rows=5       its text, and queries masked as it says
+  realm inspect data data/wiki --config=realm_ccnews --rows=5       text and masking of that config
   realm inspect data data/wiki --config.realm.masking=random_span
   realm inspect data data/wiki --html=wiki.html               histograms
   realm inspect text "3 is a [Fermat] prime." --workdir=runs/wiki --bert=runs/bert
@@ -61,13 +61,13 @@ COMMON_SPANS = 20
 SAMPLED_ROWS = 20_000  # evenly spread rows whose most common spans are counted
 HEADS = ("p(z|x)", "p(y|z,x)", "p(z|x,y)", "r(z)", "passage")
 SNIPPET = 160  # characters of a passage in a line
-NOWHERE = "the answer stands in none of the passages that were read"
+NOWHERE = "no passage that was read has the answer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm inspect`: those of each kind are its own."""
+    """Add the arguments of `realm inspect`, for `data` and for `text`."""
     parser.epilog = EXAMPLES
-    kinds = parser.add_subparsers(dest="what", metavar="data|text", required=True)
+    kinds = parser.add_subparsers(dest="kind", metavar="data|text", required=True)
     subparsers = []
     for name, subject, text in (
         ("data", "DIR", "a folder written by `realm prepare`, or its URL"),
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         kind = kinds.add_parser(name, help=text, description=f"See {text}.", allow_abbrev=parser.allow_abbrev)
         kind.add_argument("subject", metavar=subject, help=text)
-        kind.add_argument("--html", type=nonempty, metavar="FILE", help="also write what is shown as a page")
+        kind.add_argument("--html", type=nonempty, metavar="FILE", help="also write the output as an HTML page")
         subparsers.append(kind)
     of_data, of_text = subparsers
     add_config_argument(of_data, "passages, and queries masked as by the built-in one")
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(of_text)
     for name, value, meaning in (
         ("task", "TASK", "parameters at the end of this task (default: realm's for a sentence)"),
-        ("answer", "TEXT", "of a question: the answer to inspect (default: the likeliest)"),
+        ("answer", "TEXT", "answer of a question to inspect (default: the most probable one)"),
         ("bert", "DIR", "run whose reader was trained without passages, for comparison"),
     ):
         of_text.add_argument(f"--{name}", type=nonempty, metavar=value, help=meaning)
@@ -93,9 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Look, and show."""
+    """Show data or a prediction, and write the page of --html."""
     html = None if args.html is None else checked_output(args.html, "--html")
-    if args.what == "data":
+    if args.kind == "data":
         run_data(args, html)
     else:
         run_text(args, html)
@@ -105,12 +105,20 @@ def run(args: argparse.Namespace) -> None:
 
 
 def run_data(args: argparse.Namespace, html: Path | None) -> None:
-    """Show passages of the folder `args.subject`, and numbers. html: a checked file for the page."""
+    """Print passages of a prepared folder and statistics of its text.
+
+    Args:
+        args: of the command; `subject` is the folder.
+        html: checked file for the page; None for no page.
+
+    Raises:
+        UserError: the folder, the config or a flag is invalid.
+    """
     if args.rows < 0:
         raise UserError(f"--rows={args.rows}: must be at least 0")
-    usual = default()
-    usual.data.text = "passages"  # which every prepared folder has
-    config = load_config(args.config, args.overrides, lambda: usual)
+    default_config = default()
+    default_config.data.text = "passages"  # which every prepared folder has
+    config = load_config(args.config, args.overrides, lambda: default_config)
     config.data.path = args.subject
     validate(config)
     sources, data, masking = open_sources(args.subject, flag=""), config.data, config.realm.masking
@@ -145,27 +153,27 @@ def run_data(args: argparse.Namespace, html: Path | None) -> None:
             screen.print("  no query: nothing in it can be masked\n", style="dim")
             continue
         line, ids, before = Text("  "), query["query"][: query["query_length"]].tolist(), ""
-        for place in range(len(ids)):
-            text = tokenizer.decode(ids[: place + 1])
-            masked = place in query["positions"][query["weights"] > 0]
+        for position in range(len(ids)):
+            text = tokenizer.decode(ids[: position + 1])
+            masked = position in query["positions"][query["weights"] > 0]
             line.append(printable(text[len(before) :]), style="bold red" if masked else "dim")
             before = text
         line.append(printable(f"   = {tokenizer.decode(query['targets'][query['weights'] > 0])}"), style="bold")
         screen.print(line)
         screen.print()
 
-    # --- numbers, one a line, and as a page with histograms
-    found = statistics(store, tokenizer)
-    numbers = [(name, f"{n:,}" if isinstance(n, int) else f"{n:.2%}") for name, n in found.numbers.items()]
-    kinds = ", ".join(f"{kind} {count:,}" for kind, count in found.kinds.items())
-    questions = ", ".join(f"{split} {len(asked):,}" for split, asked in sources.questions.items())
+    # --- statistics, one per line, and as a page with histograms
+    stats = statistics(store, tokenizer)
+    numbers = [(name, f"{n:,}" if isinstance(n, int) else f"{n:.2%}") for name, n in stats.numbers.items()]
+    kinds = ", ".join(f"{kind} {count:,}" for kind, count in stats.kinds.items())
+    questions = ", ".join(f"{split} {len(split_questions):,}" for split, split_questions in sources.questions.items())
     lines = [f"{name:>24}  {value}" for name, value in (*numbers, ("of kinds", kinds or "none"))]
-    most = max(found.kinds.values(), default=1) or 1
+    largest = max(stats.kinds.values(), default=1) or 1
     sections = [
         Section("The corpus in numbers", rows=numbers, numbers=1),
-        Section("Kinds of salient spans", bars=[Bar(kind, n, f"{n:,}", most) for kind, n in found.kinds.items()]),
+        Section("Kinds of salient spans", bars=[Bar(kind, n, f"{n:,}", largest) for kind, n in stats.kinds.items()]),
     ]
-    for name, values in found.counted.items():
+    for name, values in stats.counted.items():
         if not len(values):
             lines.append(f"{name:>29}  none")
             continue
@@ -179,7 +187,7 @@ def run_data(args: argparse.Namespace, html: Path | None) -> None:
     for shown in (*lines, f"{'questions':>24}  {questions or 'none'}"):
         screen.print(Text(printable(shown)))
     if html:
-        common = [(span, kind, f"{times:,}") for span, kind, times in found.spans]
+        common = [(span, kind, f"{times:,}") for span, kind, times in stats.spans]
         note = "As word pieces, in passages evenly spread over the corpus."
         sections.append(Section("Most common salient spans", note, ("span", "kind", "times"), common, 1))
         write_output(html, render_page(f"{data.text} of {Path(args.subject).name}", data.text.title(), sections))
@@ -187,18 +195,34 @@ def run_data(args: argparse.Namespace, html: Path | None) -> None:
 
 
 def spans_in_text(store: PassageStore, row: int, tokenizer: Tokenizer) -> list[tuple[int, int, int]]:
-    """The salient spans of a row: first character, the one behind the last, and kind.
+    """Return the salient spans of a row in its text, by the character offsets of their tokens.
 
-    Found again by the characters that their tokens stand for. Raises UserError for a text that has other tokens.
+    Args:
+        store: the text.
+        row: the passage.
+        tokenizer: of the text.
+
+    Returns:
+        For each span its first character, the one after its last, and its kind.
+
+    Raises:
+        UserError: the text has other tokens.
     """
     offsets = tokenizer.offsets_of(store.text(row), store.body_tokens(row))
     if offsets is None:
-        raise UserError(f"{store.folder}: the text of row {row} does not give its tokens; prepare the data again")
+        raise UserError(f"{store.folder}: the text of row {row} does not match its tokens; prepare the data again")
     return [(int(offsets[start, 0]), int(offsets[end - 1, 1]), int(kind)) for start, end, kind in store.spans(row)]
 
 
 class Statistics(NamedTuple):
-    """Numbers of a store. counted: values of all rows or spans, by name; spans: common ones (words, kind, times)."""
+    """Statistics of a store.
+
+    Attributes:
+        numbers: name → a count (int) or a share (float).
+        counted: name → values of all rows, spans or titles, [n] int each.
+        kinds: kind of salient spans → how many there are.
+        spans: common salient spans: text, kind, how often in the sampled rows.
+    """
 
     numbers: dict[str, Any]
     counted: dict[str, NDArray[Any]]
@@ -207,7 +231,12 @@ class Statistics(NamedTuple):
 
 
 def statistics(store: PassageStore, tokenizer: Tokenizer) -> Statistics:
-    """Count lengths, sentences, spans and unknown words of all rows; the common spans are those of sampled rows."""
+    """Count lengths, sentences, spans and unknown tokens of all rows; common spans are those of sampled rows.
+
+    Args:
+        store: the text.
+        tokenizer: of the text.
+    """
     passages, titles, span_counts = store.counts("tokens"), store.column("title_lengths"), store.counts("spans")
     stored_tokens = [segment.columns["tokens"] for segment in store.segments]
     unknown = sum(int(np.count_nonzero(tokens == tokenizer.unk_id)) for tokens in stored_tokens)
@@ -239,8 +268,15 @@ def statistics(store: PassageStore, tokenizer: Tokenizer) -> Statistics:
 
 
 def histogram(values: NDArray[Any], bins: int = 16) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Count whole numbers in at most `bins` bins of equal whole width: the first number of each bin and one past the
-    last, [bins + 1], and the counts, [bins]."""
+    """Count integers in bins of equal integer width.
+
+    Args:
+        values: integers, [n].
+        bins: number of bins at most.
+
+    Returns:
+        The first integer of each bin and the one after the last bin, [bins + 1], and the counts, [bins].
+    """
     low, high = int(values.min()), int(values.max())
     width = -(-(high - low + 1) // bins)
     edges = np.arange(low, high + 1 + width, width)
@@ -251,7 +287,15 @@ def histogram(values: NDArray[Any], bins: int = 16) -> tuple[NDArray[np.int64], 
 
 
 def run_text(args: argparse.Namespace, html: Path | None) -> None:
-    """Look at the text `args.subject`. html: a checked file for the page."""
+    """Print how a trained model predicts a text.
+
+    Args:
+        args: of the command; `subject` is a sentence with a blank, or a question.
+        html: checked file for the page; None for no page.
+
+    Raises:
+        UserError: the text, the run or a flag is invalid.
+    """
     # --- invalid texts, and flags that would have no effect
     for name, value in (("the text", args.subject), ("--answer", args.answer or "")):
         try:
@@ -262,11 +306,11 @@ def run_text(args: argparse.Namespace, html: Path | None) -> None:
     if masked is None and args.bert:
         raise UserError("--bert: goes with a sentence that has a blank, such as '3 is a [Fermat] prime.'")
     if masked is not None and args.answer:
-        raise UserError("--answer: goes with a question; write what stands in the blank into it: [the word]")
+        raise UserError("--answer: goes with a question; write the answer into the blank: [the word]")
     if (masked is None or masked.answer is not None) and args.pieces != 1:
         raise UserError("--pieces: goes with a blank that is to be filled: ___")
 
-    # --- the run, and the other of --bert, which has to read the text in the same tokens
+    # --- the run, and that of --bert, which has to read the text in the same tokens
     changes = config_changes(args)
     opened = open_run_for_inference(Path(args.workdir), {"evaluation.batch_size": 1} | changes)
     bert = None
@@ -280,8 +324,8 @@ def run_text(args: argparse.Namespace, html: Path | None) -> None:
             other = open_run_for_inference(Path(args.bert), changes)
             exported = exported_model(other.workdir)
             masked_text(other, masked, args.pieces)
-        except UserError as fault:
-            raise UserError(f"--bert: {fault}") from None
+        except UserError as error:
+            raise UserError(f"--bert: {error}") from None
         if other.sources.tokenizer.fingerprint != opened.sources.tokenizer.fingerprint:
             raise UserError(
                 f"--bert={args.bert}: its vocabulary is not that of --workdir={args.workdir}; name another run"
@@ -304,20 +348,21 @@ def run_text(args: argparse.Namespace, html: Path | None) -> None:
 
 
 def _name(passage: InspectedPassage) -> str:
+    """Return the title, document and part of a passage."""
     if passage["id"] is None:
         return "the empty passage"
     return f"{passage['title'] or 'passage'} ({passage['id']}, part {passage['part']})"
 
 
 def _numbers(passage: InspectedPassage) -> list[str]:
-    """The cells of a passage below HEADS, but the last."""
+    """Return the cells of a passage below HEADS, except the last."""
     known = passage["posterior"] is not None
     posterior, gain = (f"{passage['posterior']:.3f}", f"{passage['gain']:+.3f}") if known else ("–", "–")
     return [f"{passage['prior']:.3f}", probability(passage["likelihood"]), posterior, gain]
 
 
 def _facts(record: Inspection) -> list[tuple[str, str]]:
-    """The rows of the paper's table above its passages: what is meant, and the number."""
+    """Return the rows of the paper's table 3 above its passages: description and number."""
     passages, facts = record["passages"], []
     if "bert" in record:
         facts.append(("(a) BERT, trained without passages: p(y|x)", probability(record["bert"])))
@@ -327,21 +372,27 @@ def _facts(record: Inspection) -> list[tuple[str, str]]:
         facts.append((f"(b) {NOWHERE}", ""))
     else:
         best = max(passages, key=lambda passage: passage["likelihood"])
-        facts.append((f"(b) beside {_name(best)}: p(y|z,x)", probability(best["likelihood"])))
+        facts.append((f"(b) with {_name(best)}: p(y|z,x)", probability(best["likelihood"])))
     marginal = f"(c) marginal over {len(passages)} passages: p(y|x), y = {record['answer']!r}"
     facts.append((marginal, probability(record["probability"])))
     facts.append(("    share of the whole corpus's probability that they hold", probability(record["held"])))
-    return facts + [(f"    instead: {one['answer']!r}", probability(one["probability"])) for one in record["others"]]
+    facts += [(f"    instead: {other['answer']!r}", probability(other["probability"])) for other in record["others"]]
+    return facts
 
 
 def show(record: Inspection, to: Console) -> None:
-    """The facts, then one passage per line, cut to the terminal's width; numbers are never cut."""
+    """Print the facts, then one passage per line, cut to the terminal's width; numbers are never cut.
+
+    Args:
+        record: the inspection.
+        to: prints it.
+    """
     to.soft_wrap = not to.is_terminal
     to.print(Text(printable(record["text"]), style="bold"))
-    facts = [(printable(meant), number) for meant, number in _facts(record)]
+    facts = [(printable(description), number) for description, number in _facts(record)]
     width = max(cell_len(number) for _, number in facts)
-    for meant, number in facts:
-        to.print(Text(f"{number.rjust(width)}  {meant}"))
+    for description, number in facts:
+        to.print(Text(f"{number.rjust(width)}  {description}"))
     rows = [
         [*_numbers(passage), f"{_name(passage)}: {' '.join(passage['text'].split())[:SNIPPET]}"]
         for passage in record["passages"]
@@ -354,11 +405,11 @@ def show(record: Inspection, to: Console) -> None:
 
 
 def page(record: Inspection) -> str:
-    """The same as a page, with the passages whole."""
+    """Return the inspection as an HTML page, with the full passages."""
     passages = record["passages"]
-    explained = [(_name(one), one["posterior"]) for one in passages if one["posterior"] is not None]
-    bars = [Bar(name, posterior, f"{posterior:.3f}") for name, posterior in explained]
-    rows = [(*_numbers(one), _name(one), one["text"]) for one in passages]
+    posteriors = [(_name(passage), passage["posterior"]) for passage in passages if passage["posterior"] is not None]
+    bars = [Bar(name, posterior, f"{posterior:.3f}") for name, posterior in posteriors]
+    rows = [(*_numbers(passage), _name(passage), passage["text"]) for passage in passages]
     sections = [
         Section("Probabilities", rows=list(_facts(record)), numbers=1),
         Section("Which passage explains it", "p(z|x,y): the posterior." if bars else f"{NOWHERE}: –", bars=bars),

@@ -1,9 +1,9 @@
 """`realm launch`: plan a run, start it on this machine, on TPU VMs or on GKE; see it, stop it, remove it.
 
-One description (`realm_jax/launch/spec.py`) serves every target: a class with `plan` (all that would be sent), `start`,
-`items` (what is there), `logs`, `stop` and `delete`, which raise UserError for what cannot be done there.
-Everything is checked before anything is created, and `--dry-run` prints all that would be sent. Each action has the
-flags that it needs, and takes those that say what was started, so that a command is repeated with another action.
+One description (`realm_jax/launch/spec.py`) serves every target. A target is a class with `plan` (all commands and
+files that it would send), `start`, `items` (existing resources), `logs`, `stop` and `delete`, which raise UserError for
+what it does not support. Everything is checked before anything is created, and `--dry-run` prints the plan. The flags
+that describe the run come before or after the action, so that you can repeat a command with another action.
 """
 
 import argparse
@@ -42,7 +42,7 @@ docs/launch.md. `status` exits with 1 if a job that should be running gave no he
 """
 
 
-Action = Callable[[argparse.Namespace], int | None]
+Action = Callable[[argparse.Namespace], int | None]  # a function that runs an action and returns the exit code
 Target = Local | QueuedResources | JobSets
 TARGETS: dict[str, Callable[[Launch], Target]] = {
     "local": Local,
@@ -52,63 +52,65 @@ TARGETS: dict[str, Callable[[Launch], Target]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm launch`, which starts a run unless another action is named."""
+    """Add the arguments of `realm launch`, which starts a run unless another action is named."""
     parser.epilog = EXAMPLES
     _add_flags(parser, start)
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
-    for act, summary in ACTIONS.items():
-        # Suppressed defaults leave what was said before the action as it is.
-        action = actions.add_parser(act.__name__, help=summary, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-        _add_flags(action, act)
+    for action, summary in ACTIONS.items():
+        # With suppressed defaults, flags before the name of the action keep their values.
+        subparser = actions.add_parser(
+            action.__name__, help=summary, allow_abbrev=False, argument_default=argparse.SUPPRESS
+        )
+        _add_flags(subparser, action)
 
 
-def _add_flags(parser: argparse.ArgumentParser, act: Action) -> None:
-    """Adds what says which run is meant, and the action's own."""
-    parser.set_defaults(act=act)
+def _add_flags(parser: argparse.ArgumentParser, action: Action) -> None:
+    """Add the flags that describe the run, and those of an action."""
+    parser.set_defaults(action=action)
     add = parser.add_argument
-    add("--target", choices=TARGETS, help="where")
+    add("--target", choices=TARGETS, help="machines to run on")
     add_config_argument(parser, "the paper's sizes")
     add("--spec", metavar="FILE", help="Python file with get_spec() (default: the built-in one); its keys are set with "
         "--spec.section.key=value")  # fmt: skip
     add("--help-spec", action=PrintPage, nargs=0, const=specs.reference, help="list all keys of specs, and exit")
-    add("--workdir", metavar="DIR", help="folder of the run: a path, or gs://BUCKET/FOLDER for a cloud")
-    if act is start:
+    add("--workdir", metavar="DIR", help="run directory: a path, or gs://BUCKET/FOLDER for a cloud")
+    if action is start:
         add("--dry-run", action="store_true", help="print all that would be sent, and do nothing")
-    if act is plan:
+    if action is plan:
         add("--task", default=None, help="plan this task (default: realm if it is in the recipe, else the last)")
-        add("--passages", type=positive, default=None, metavar="N", help="of the corpus (default: those of "
-            f"config.data.path where it is a folder here, else {ROWS:,})")  # fmt: skip
+        add("--passages", type=positive, default=None, metavar="N", help="passages of the corpus (default: those of "
+            f"config.data.path if it is a folder of this machine, else {ROWS:,})")  # fmt: skip
         add("--vocabulary", type=positive, default=None, metavar="N",
-            help=f"word pieces (default: likewise, else {VOCABULARY:,})")  # fmt: skip
+            help=f"word pieces of the vocabulary (default: likewise, else {VOCABULARY:,})")  # fmt: skip
         add("--price-per-chip-hour", type=float, default=None, metavar="X", help="for the cost, in any currency")
-    if act is logs:
-        add("--job", metavar="NAME", default=TRAINER, help="such as builder-0 (default: trainer)")
+    if action is logs:
+        add("--job", metavar="NAME", default=TRAINER, help="job, such as builder-0 (default: trainer)")
         add("--follow", action="store_true", default=False, help="go on until Ctrl-C")
-    if act in (plan, status):
+    if action in (plan, status):
         add("--json", action="store_true", default=False, help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what is asked; see EXAMPLES for exit codes."""
-    if args.act is plan:
+    """Run the action; see EXAMPLES for exit codes."""
+    if args.action is plan:
         return plan(args)
     if not args.workdir:
-        raise UserError("--workdir: name the folder of the run")
-    if not args.target and (args.act is not status or args.spec or args.spec_overrides):
+        raise UserError("--workdir: name the run directory")
+    if not args.target and (args.action is not status or args.spec or args.spec_overrides):
         raise UserError(f"--target: name one of {', '.join(TARGETS)}")
-    if args.dry_run and args.act is not start:
+    if args.dry_run and args.action is not start:
         raise UserError("--dry-run: goes with start; leave it out")
     if args.target not in (None, "local"):
         check_remote_workdir(args.workdir, args.target)
-    return args.act(args) or 0
+    return args.action(args) or 0
 
 
 # ---- actions
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Print what the config needs on the slices of the spec, and what it costs; 1 if it does not fit."""
-    from realm_jax.launch.plan import plan_launch, show  # here, since the other actions need no JAX
+    """Print the memory, time and cost of the config on the slices of the spec; return 1 if it does not fit."""
+    from realm_jax.launch.plan import plan_launch, show  # here, because the other actions need no JAX
 
     planned = plan_launch(_description(args), args, (ROWS, VOCABULARY))
     if args.json:
@@ -119,7 +121,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def start(args: argparse.Namespace) -> int | None:
-    """Start the run; the exit code where that waits for its end."""
+    """Start the run; return the exit code if the target waits for its end."""
     target = TARGETS[args.target](_checked_launch(args))
     if not args.dry_run:
         return target.start()
@@ -128,7 +130,7 @@ def start(args: argparse.Namespace) -> int | None:
 
 
 def status(args: argparse.Namespace) -> int:
-    """Print the run's status from its work directory, and the target's resources; 1 if a job is late."""
+    """Print the run's status from its run directory, and the target's resources; return 1 if a job is late."""
     resources = {"resources": _target(args).items()} if args.target else {}
     folder = open_folder(args.workdir)
     if not folder.names() and not resources:
@@ -142,7 +144,7 @@ def status(args: argparse.Namespace) -> int:
 
 
 def logs(args: argparse.Namespace) -> int:
-    """Print what a job printed; the exit code of the tool that shows it."""
+    """Print the output of a job; return the exit code of the tool that shows it."""
     return _target(args).logs(args.job, args.follow)
 
 
@@ -153,22 +155,22 @@ def stop(args: argparse.Namespace) -> None:
 
 
 def delete(args: argparse.Namespace) -> None:
-    """Remove everything but the work directory."""
+    """Remove everything except the run directory."""
     _target(args).delete()
     clear_expected_jobs(args.workdir)
 
 
 ACTIONS: dict[Action, str] = {
-    plan: "print what the run needs and costs on TPUs, without a TPU",
-    start: "create what is missing, restart what was stopped (the default action)",
-    status: "print the jobs' status from the work directory, and with --target the resources",
-    logs: "print what a job printed",
+    plan: "print memory, time and cost of the run on TPUs, without a TPU",
+    start: "create missing resources, restart stopped jobs (the default action)",
+    status: "print the jobs' status from the run directory, and with --target the resources",
+    logs: "print the output of a job",
     stop: "stop every job after it has saved",
-    delete: "remove everything but the work directory",
+    delete: "remove everything except the run directory",
 }
 
 
-# ---- what is meant
+# ---- descriptions
 
 
 def _target(args: argparse.Namespace) -> Target:
@@ -176,23 +178,23 @@ def _target(args: argparse.Namespace) -> Target:
 
 
 def _description(args: argparse.Namespace) -> Launch:
-    """The description, for what needs no config."""
+    """Return the description of the run for actions that need no valid config."""
     spec = load_config(args.spec, args.spec_overrides, specs.default, kind="spec")
     return describe(spec, args.config or "", args.overrides, args.workdir or "")
 
 
 def _checked_launch(args: argparse.Namespace) -> Launch:
-    """The description of what is started. Raises UserError for a config or a spec that cannot work."""
+    """Return the description of the run to start. Raises UserError for a config or a spec that cannot work."""
     spec = load_config(args.spec, args.spec_overrides, specs.default, kind="spec")
     config, local = load_config(args.config, args.overrides), args.target == "local"
     if "realm" not in task_names(config):
-        spec.builder.update(processes=0, slices=0)  # no other task follows an index
+        spec.builder.update(processes=0, slices=0)  # only `realm` uses index generations
     builders = spec.builder.processes if local else spec.builder.slices
     overrides = list(args.overrides)
     if builders and config.refresh.mode != "async":  # builders imply it
-        if given := [override for override in overrides if override.startswith("--config.refresh.mode=")]:
+        if modes := [override for override in overrides if override.startswith("--config.refresh.mode=")]:
             raise UserError(
-                f"{given[-1]}: the spec has index builders; leave it out, or set spec.builder.processes and slices to 0"
+                f"{modes[-1]}: the spec has index builders; leave it out, or set spec.builder.processes and slices to 0"
             )
         overrides.append("--config.refresh.mode=async")
         config = with_overrides(config, overrides[-1:])
@@ -208,14 +210,19 @@ def _checked_launch(args: argparse.Namespace) -> Launch:
 
 
 def show(state: RunState | None, resources: list[dict[str, str]] | None = None) -> None:
-    """How a run does, a line a job; and what of it is there, a line each."""
+    """Print one line per job, and one per resource.
+
+    Args:
+        state: of the run; None if it has no files yet.
+        resources: of the target; None to print none.
+    """
     if state:
         print(one_line(state, {}))
         for job in state.jobs:
-            sign = "LATE: no heartbeat for 10 s" if job.state == "late" else job.state
+            job_state = "LATE: no heartbeat for 10 s" if job.state == "late" else job.state
             used = f", index of step {job.status.index}" if job.status.index >= 0 else ""
-            print(f"{job.name}: {sign}; {describe_status(job.name, job.status)}{used}")
+            print(f"{job.name}: {job_state}; {describe_status(job.name, job.status)}{used}")
         if state.generation >= 0:
             print(f"newest index: of step {state.generation}")
     if resources is not None:
-        print_records(resources, as_json=False, nothing="nothing is there")
+        print_records(resources, as_json=False, empty_message="no resources")

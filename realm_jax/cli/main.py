@@ -1,7 +1,7 @@
-"""The `realm` command: finds the job, parses its arguments and turns the outcome into an exit code.
+"""The `realm` command: import the module of a command, parse its arguments, and turn the outcome into an exit code.
 
 Each command is a module of `realm_jax.cli` with `add_arguments(parser)` and `run(args) -> int | None`, imported only
-when its command is given, so that `realm --help` needs no JAX. A job that takes a config calls
+when you use it, so that `realm --help` needs no JAX. A command that takes a config calls
 `realm_jax.config.add_config_argument`; its `args.overrides` then holds the arguments of the form
 `--config.key=value`, and `args.spec_overrides` those of the form `--spec.key=value`.
 """
@@ -34,19 +34,19 @@ from realm_jax.host import (
 
 OVERRIDES = {"config": "overrides", "spec": "spec_overrides"}  # --config.key=value → args.overrides
 
-BROKEN_PIPE = 141  # what a shell reports for a program that SIGPIPE ended
+BROKEN_PIPE = 141  # exit code: as shells report a program that SIGPIPE ended
 
-JOBS = {  # command → what it does; its module is named like it
-    "quickstart": "make a small encyclopedia, train on it, watch retrieval being learned",
-    "adapt": "make a public encoder find more in your documents, without a question or a label",
-    "prepare": "turn your documents and questions into a folder to train from",
-    "inspect": "look at prepared data, or at how a trained model predicts a text",
+JOBS = {  # command → summary; its module has the same name
+    "quickstart": "write a small encyclopedia and train all tasks on it",
+    "adapt": "adapt a public encoder to your documents, without questions or labels",
+    "prepare": "turn your documents and questions into a prepared folder",
+    "inspect": "show prepared data, or how a trained model predicts a text",
     "train": "run, or resume, the training recipe of a config file",
     "launch": "plan a run, start it here, on TPU VMs or on GKE; see it, stop it, remove it",
-    "watch": "see how a run does, live: loss, recall, its indexes and jobs",
+    "watch": "show a live view of a run: loss, recall, indexes and jobs",
     "build-index": "re-embed the corpus alongside a training run, and publish the index",
     "corpus": "add, replace or remove documents; a trained run then answers from them",
-    "storage": "list, verify and remove what a run has stored: checkpoints and indexes",
+    "storage": "list, verify and remove checkpoints and indexes of a run",
     "weights": "write a run's networks for Hugging Face's library, or convert released ones",
     "predict": "answer a file of questions with a trained run",
     "evaluate": "measure a trained run or a file of predictions, or test whether two files differ significantly",
@@ -59,16 +59,21 @@ JOBS = {  # command → what it does; its module is named like it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code; `argv` is `sys.argv[1:]` if not given.
+    """Run one command and return its exit code.
 
-    Raises `SystemExit(2)` for arguments that cannot be parsed. An exception that is neither the user's mistake nor a
-    preemption is a defect and propagates with its traceback.
+    An exception that is neither the user's mistake nor a preemption is a defect and propagates with its traceback.
+
+    Args:
+        argv: arguments; None for `sys.argv[1:]`.
+
+    Raises:
+        SystemExit: 2, if arguments cannot be parsed.
     """
     if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows "?"
-    # No traceback of a thread that a full disk ends: whoever needs what it writes says that in a line.
-    usual = threading.excepthook
-    threading.excepthook = lambda ended: None if full_disk(ended.exc_value) else usual(ended)
+    # No traceback of a thread that a full disk ends: the thread that waits for its file reports that in one line.
+    original_hook = threading.excepthook
+    threading.excepthook = lambda ended: None if full_disk(ended.exc_value) else original_hook(ended)
     with CtrlC() as ctrl_c:
         try:
             code = _run(list(sys.argv[1:] if argv is None else argv), ctrl_c)
@@ -90,26 +95,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"realm: error: {message}", file=sys.stderr)
             return MACHINE_FAULT if full_disk(error) else USER_ERROR
         finally:
-            threading.excepthook = usual
+            threading.excepthook = original_hook
 
 
 def _interrupted() -> int:
+    """Print that Ctrl-C ended the command, and return its exit code."""
     print("\nrealm: interrupted; run the same command again to continue", file=sys.stderr)
     return INTERRUPTED
 
 
 def _user_error_message(error: Exception) -> str:
-    """The message for the user, empty for a defect. JAX initialises its devices late, wherever they are first used."""
+    """Return the message for the user, empty for a defect."""
     if isinstance(error, UserError):
         advice = "; make room there, then run the command again"
         return f"{error}{advice}" if full_disk(error) and ";" not in str(error) else str(error)
     message = " ".join(str(error).split())
-    where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+    file = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
     if full := full_disk(error):
         cause = "" if isinstance(error, OSError) else f" ({message[:300]})"
-        return f"{where}{full}{cause}; make room there, then run the command again: saved files are complete"
+        return f"{file}{full}{cause}; make room there, then run the command again: saved files are complete"
     if isinstance(error, OSError) and error.errno == errno.EROFS:
-        return f"{where}{error.strerror}; name a folder that can be written to"
+        return f"{file}{error.strerror}; name a folder that can be written to"
+    # JAX initializes its devices when they are first used, so this may come from any command.
     if isinstance(error, RuntimeError) and message.startswith("Unable to initialize backend"):
         return f"JAX does not start: {message}; `realm doctor` shows the devices and settings"
     if isinstance(error, RuntimeError) and message.startswith("RESOURCE_EXHAUSTED"):
@@ -119,7 +126,7 @@ def _user_error_message(error: Exception) -> str:
 
 
 def _stdout_is_closed() -> bool:
-    """Return whether the reader of stdout went away; stdout then becomes /dev/null, so that shutting down is quiet."""
+    """Return True if the reader of stdout is gone; stdout then becomes /dev/null, so that Python ends quietly."""
     stdout = select.poll()
     stdout.register(sys.stdout.fileno(), 0)
     if not any(event & (select.POLLERR | select.POLLHUP) for _, event in stdout.poll(0)):
@@ -129,12 +136,12 @@ def _stdout_is_closed() -> bool:
 
 
 def _run(argv: list[str], ctrl_c: CtrlC) -> int:
-    """Parses `argv`, imports the one job that it names and runs it."""
+    """Parse `argv`, import the module of the command and run it."""
     name = next((argument for argument in argv if not argument.startswith("-")), None)
     with ctrl_c.held():
         jobs = {name: import_job(name)} if name in JOBS else {}
     parser, prefixes = make_parser(jobs), tuple(f"--{flag}." for flag in OVERRIDES)
-    for word in argv:  # here, since what follows a space is taken for something else
+    for word in argv:  # here, because argparse takes a value after a space for a positional argument
         if word.startswith(prefixes) and "=" not in word:
             raise UserError(f"{word}: no value; write {word}=VALUE")
     # Removed first: argparse would take one with a space in it for a positional argument.
@@ -145,7 +152,7 @@ def _run(argv: list[str], ctrl_c: CtrlC) -> int:
             parser.error(f"unrecognized arguments: {' '.join(overrides)}")
         setattr(args, attribute, overrides)
     args.command_line = shlex.join(["realm", *argv])
-    from realm_jax import console  # here, since Rich is not needed for `realm --help`
+    from realm_jax import console  # here, because `realm --help` does not need Rich
 
     console.set_up_logging()
     code = jobs[args.command].run(args)
@@ -153,12 +160,12 @@ def _run(argv: list[str], ctrl_c: CtrlC) -> int:
 
 
 def module_of(name: str) -> str:
-    """The module of a command."""
+    """Return the name of a command's module."""
     return f"realm_jax.cli.{name.replace('-', '_')}"
 
 
 def import_job(name: str) -> ModuleType:
-    """The module of a command, imported. Raises UserError for a package that is not installed."""
+    """Import and return the module of a command. Raises UserError if a package is not installed."""
     module = module_of(name)
     keep_freed_memory()
     allow_open_files()

@@ -1,6 +1,6 @@
-"""Output of commands: results on stdout, as JSON, a table or plain lines; and the files that flags name.
+"""Print results of commands on stdout as JSON, a table or plain lines; check and write the files that flags name.
 
-Not for log lines and progress, which go to stderr: `realm_jax/console.py`.
+Log lines and progress go to stderr, by `realm_jax/console.py`.
 """
 
 import json
@@ -15,27 +15,38 @@ from rich.table import Table
 from realm_jax.errors import UserError
 from realm_jax.storage import make_folder, write_atomic
 
-WIDE = 1000  # columns of a table where no terminal limits it: another program may read the names in it
+WIDE = 1000  # columns of a table if stdout is no terminal, so that no name is wrapped for the program that reads it
 
 
 def stdout() -> Console:
-    """Stdout for tables and text; numbers in it are not coloured."""
+    """Return the console of stdout for tables and text, which does not color numbers."""
     return Console(highlight=False)
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """One JSON object on a line of its own, for programs that read lines as they come."""
+    """Print a JSON object as one line, flushed for programs that read lines as they come."""
     print(json.dumps(value, ensure_ascii=False, allow_nan=False), flush=True)
 
 
 def print_line(name: str, values: Iterable[Any], digits: str) -> None:
-    """`name value …` for programs: floats in the format `digits`, `-` for None."""
+    """Print `name value …` for programs.
+
+    Args:
+        name: first word of the line.
+        values: numbers or words; None is printed as `-`.
+        digits: format of floats, such as `.4f`.
+    """
     print(name, *("-" if x is None else f"{x:{digits}}" if isinstance(x, float) else x for x in values))
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = False) -> Table:
-    """A table without lines between its cells. numbers: whether columns hold numbers, all but the first and those
-    without a head, which are notes."""
+    """Return a table without lines between its cells.
+
+    Args:
+        heads: of the columns.
+        rows: their cells.
+        numbers: whether all columns hold numbers, except the first and those without a head, which are notes.
+    """
     columns = Table(box=None, pad_edge=False, header_style="bold")
     for number, head in enumerate(heads):
         right, style = numbers and number > 0 and head != "", "dim" if number > 0 and not head else None
@@ -45,8 +56,14 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = F
     return columns
 
 
-def print_records(records: Sequence[dict[str, Any]], as_json: bool, nothing: str) -> None:
-    """One JSON object per line, or a table of all that the records hold. nothing: what a table without rows says."""
+def print_records(records: Sequence[dict[str, Any]], as_json: bool, empty_message: str) -> None:
+    """Print records as one JSON object per line, or as a table with a column for every key.
+
+    Args:
+        records: may have different keys.
+        as_json: JSON instead of a table.
+        empty_message: printed instead of a table without rows.
+    """
     if as_json:
         for record in records:
             print_json(record)
@@ -56,11 +73,11 @@ def print_records(records: Sequence[dict[str, Any]], as_json: bool, nothing: str
     out = stdout()
     if not out.is_terminal:
         out.width = WIDE
-    out.print(table([key.replace("_", " ") for key in keys], rows) if records else nothing)
+    out.print(table([key.replace("_", " ") for key in keys], rows) if records else empty_message)
 
 
 def _cell(value: Any) -> str:
-    """A value for people: a dash for what is not there, thousands apart, three digits of a fraction."""
+    """Return a value for people: a dash for an empty value, commas between thousands, three digits of a fraction."""
     if value is None or value is False or value in ("", {}):
         return "–"
     if isinstance(value, dict):
@@ -74,25 +91,38 @@ def _cell(value: Any) -> str:
 
 
 def checked_output(path: str | Path, flag: str) -> Path:
-    """The file that `path` leads to, through links. Raises UserError, with the flag, where nothing can be written."""
-    given = file = Path(path)
-    if not is_special(given):
-        file = Path(os.path.realpath(given))
+    """Return the file that a path leads to through links.
+
+    Args:
+        path: value of a flag.
+        flag: its name, for the message.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    target = file = Path(path)
+    if not is_special(target):
+        file = Path(os.path.realpath(target))
         if file.is_dir() or not file.parent.is_dir():
-            raise UserError(f"{flag}={given}: name a file in a folder that exists")
+            raise UserError(f"{flag}={target}: name a file in a folder that exists")
         make_folder(file.parent, flag)
     if file.exists() and not os.access(file, os.W_OK):
-        raise UserError(f"{flag}={given}: may not be written to; name another")
+        raise UserError(f"{flag}={target}: may not be written to; name another")
     return file
 
 
 def is_special(path: Path) -> bool:
-    """Whether it is there and neither a file nor a folder: a pipe or a device, which is written to as it is."""
+    """Return True for a pipe or a device, which is written to directly and not replaced."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def write_output(file: Path, text: str) -> None:
-    """Write a checked file whole or not at all; a pipe or a device, which has nothing to replace, as it is."""
+    """Write a file atomically; write directly to a pipe or a device.
+
+    Args:
+        file: from `checked_output`.
+        text: its content.
+    """
     if is_special(file):
         file.write_text(text, encoding="utf-8")
     else:

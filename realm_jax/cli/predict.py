@@ -1,7 +1,6 @@
-"""`realm predict`: answers to questions, one JSON object per line, with the passages that they come from.
+"""`realm predict`: write answers to questions, one JSON object per line, with the passages that they come from.
 
-The format of the file, and how one that was cut off is resumed: `realm_jax/eval/prediction_files.py`. Nothing is scored
-here: `realm evaluate` evaluates such a file.
+`realm_jax/eval/prediction_files.py` defines the format and resumes an incomplete file. `realm evaluate` scores it.
 """
 
 import argparse
@@ -43,28 +42,28 @@ EXAMPLES = f"""examples:
   realm predict --workdir=runs/wiki --output=predictions.jsonl --search=hybrid --config.answering.read=50
   realm evaluate predictions.jsonl
 
-A line of the questions is {{"question": …, "id": …, "answers": […]}}, of which only the question has to be there. A
-line of the predictions has in addition
+A line of the questions is {{"question": …, "id": …, "answers": […]}}; only the question is required. A line of the
+predictions also has
 {FIELDS}
 Run the same command again to resume.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm predict`."""
+    """Add the arguments of `realm predict`."""
     parser.epilog = EXAMPLES
     add_run_arguments(parser)
     add_question_arguments(parser)
     parser.add_argument("--output", required=True, metavar="FILE", help="file of predictions to write or resume")
-    parser.add_argument(
-        "--nbest", type=positive, metavar="N", help=f"answers to write of a question (default: {NBEST})"
-    )
+    parser.add_argument("--nbest", type=positive, metavar="N", help=f"answers to write per question (default: {NBEST})")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the predictions that are not there yet; a pipe or a device gets them all.
+    """Write the predictions that the file lacks; a pipe or a device gets all of them.
 
-    Raises UserError, before the model is loaded, if the output was made by something else, and Preempted after SIGTERM.
+    Raises:
+        UserError: the output was made with other settings; raised before the model is loaded.
+        Preempted: after SIGTERM.
     """
     output, nbest = checked_output(args.output, "--output"), args.nbest or NBEST
     run = open_run_for_inference(Path(args.workdir), config_changes(args))
@@ -95,14 +94,22 @@ def run(args: argparse.Namespace) -> None:
 def prediction_settings(
     run: Run, exported: ExportedModel, questions: Sequence[Question], nbest: int, search: str
 ) -> dict[str, Any]:
-    """Everything that determines the bytes of a predictions file, and what readers of its metrics want to know."""
-    asked = [question_record(question, number) for number, question in enumerate(questions, start=1)]
+    """Return everything that determines the bytes of a predictions file, and facts for its readers.
+
+    Args:
+        run: the run.
+        exported: the exported model that answers.
+        questions: the questions.
+        nbest: answers per question.
+        search: one of `config.SEARCHES`.
+    """
+    question_records = [question_record(question, number) for number, question in enumerate(questions, start=1)]
     answering, rerank = run.config.answering, reranker(exported.task, run.config)
     settings = describe(run, exported.task, exported.step, search) | ({"reranked": rerank.passages} if rerank else {})
     return settings | {
         "checkpoint": exported.identity,
         "corpus": run.sources.passages.fingerprint,
-        "questions": sha256_hex(json.dumps(asked).encode()),
+        "questions": sha256_hex(json.dumps(question_records).encode()),
         "lines": len(questions),
         "search": search,
         "retrieved": max(answering.retrieved, run.answering_qa.passages),
@@ -117,7 +124,7 @@ def prediction_settings(
 def _append(
     stream: IO[bytes], trained: TrainedRun, questions: Sequence[Question], nbest: int, done: int, stop: Stop
 ) -> None:
-    """Write the predictions of questions `done` … a batch at a time, each durable before the next is begun."""
+    """Write the predictions of the questions from number `done` on, flushing each batch before the next."""
     with StageProgress("questions answered", len(questions)) as bar:
         for batch in records(trained, questions, nbest, done):
             stream.write("".join(map(write_record, batch)).encode())

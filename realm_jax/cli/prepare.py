@@ -1,6 +1,6 @@
-"""`realm prepare`: turn documents and questions into a folder that every other job reads.
+"""`realm prepare`: turn documents and questions into a prepared folder, which all other commands read.
 
-The work is `prepare` of `realm_jax.corpora.preparation`; here are the flags.
+This file has the flags; `prepare` of `realm_jax/corpora/preparation.py` does the work.
 """
 
 import argparse
@@ -21,21 +21,20 @@ EXAMPLES = """examples:
   realm prepare --passages 'enwiki-20261101/*.xml*.bz2' --vocab vocab.txt --output data
   realm prepare --passages psgs_w100.tsv.gz --questions train=nq-train.json dev=nq-dev.json --output data
   realm prepare --passages wiki.jsonl --questions tfds:open_qa/web_questions --output data
-  realm prepare --passages scifact.jsonl --questions scifact --output data      judged questions in the folder of BEIR
+  realm prepare --passages scifact.jsonl --questions scifact --output data      judged questions in a folder of BEIR
   realm prepare --passages tfds:wikipedia/20230601.en --pretraining 'news:cc-news/*.jsonl.gz' --vocab vocab.txt \\
       --output data
 
 A line of a passage file is {"id": …, "title": …, "text": …}, of a question file {"question": …, "answers": […]} with
-"gold_passage_id" and "split" if known; with a gold passage it needs no answers, and retrieval alone is measured by it.
+"gold_passage_id" and "split" if known; with a gold passage it needs no answers, but then measures only retrieval.
 "gold_passages": {id: grade} names several. Files of DPR, Atlas, FiD, BEIR, Pyserini, FlashRAG, SQuAD, ORQA, DrQA and
-CuratedTREC are read as they are; of BEIR's folders queries.jsonl and qrels/{train,dev,test}.tsv are the questions, of
-TREC's qrels queries.jsonl.
-Files may be packed as .gz, .xz, .bz2 or .zst. Documents of a folder or pattern that cannot be read are left out and
-counted.
+CuratedTREC are read in their format; of BEIR's folders queries.jsonl and qrels/{train,dev,test}.tsv are the questions,
+of TREC's qrels queries.jsonl.
+Files may be packed as .gz, .xz, .bz2 or .zst. Unreadable documents of a folder or pattern are skipped and counted.
 tfds:open_qa/nq_open, …/web_questions and …/curated_trec are the published questions with ORQA's splits train, dev and
 test; they are downloaded, or taken from TFDS_DATA_DIR/downloads/manual. Texts may also be hf:NAME, tfds:NAME or a dump
-of Wikipedia; news:SOURCE is raw news (JSON Lines with text or maintext, title, url, or hf:cc_news), of which prose in
-English of a usual length stays, without near-duplicates.
+of Wikipedia; news:SOURCE is raw news (JSON Lines with text or maintext, title, url, or hf:cc_news), of which English
+prose of a usual length is used, without near-duplicates.
 Run the same command again to resume an interrupted run.
 """
 
@@ -45,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add = parser.add_argument
     add("--passages", required=True, metavar="FILE", help="file, pattern or folder of the texts to retrieve from")
-    add("--output", required=True, metavar="DIR", help="folder to make")
-    add("--pretraining", metavar="FILE", help="the same of the texts to pre-train on (default: the passages)")
+    add("--output", required=True, metavar="DIR", help="prepared folder to write")
+    add("--pretraining", metavar="FILE", help="likewise for the texts to pre-train on (default: the passages)")
     add(
         "--questions",
         default=[],
@@ -60,15 +59,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vocabulary.add_argument(
         "--vocab",
         metavar="FILE",
-        help="tokenizer of a pretrained encoder, which says whether capitals are kept: its vocab.txt, any "
-        "tokenizer.json, its folder, hf:NAME, or py:NAME of an installed package",
+        help="tokenizer of a pretrained encoder: its vocab.txt, any tokenizer.json, its folder, hf:NAME, or py:NAME "
+        "of an installed package",
     )
     vocabulary.add_argument(
         "--vocabulary-size",
         default=DEFAULT_VOCABULARY_SIZE,
         type=positive,
         metavar="N",
-        help="most word pieces of a vocabulary learned from the texts, or from every n-th article of large ones "
+        help="maximum word pieces of a vocabulary learned from the texts, or from every n-th article of large ones "
         "(default: %(default)s)",
     )
     add(
@@ -76,13 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_LIMIT,
         type=positive,
         metavar="N",
-        help="most word pieces of a passage, its title and three special ones included (default: %(default)s)",
+        help="maximum word pieces of a passage, including its title and three special ones (default: %(default)s)",
     )
     add(
         "--spans",
         default="rules",
         metavar="NAME",
-        help=f"how salient spans are found (default: %(default)s): {spans.CHOICES}",
+        help=f"finder of salient spans (default: %(default)s): {spans.CHOICES}",
     )
     add(
         "--question-sources",
@@ -101,14 +100,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--ignore-gold",
         action="store_true",
-        help="forget which passages the questions come with: for questions made with other passages than these",
+        help="ignore the gold passages of the questions: for questions made with other passages than these",
     )
-    add("--workers", type=positive, metavar="N", help="processes to use (default: one a core)")
+    add("--workers", type=positive, metavar="N", help="processes to use (default: one per core)")
     add(
         "--shards",
         type=positive,
         metavar="N",
-        help="parts of a corpus that are packed one by one, by hash of the id (default: one for each 2 MiB of input)",
+        help="number of parts of a corpus, by hash of the id, packed separately (default: one for each 2 MiB of input)",
     )
     add(
         "--skip-damage",
@@ -118,25 +117,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--beam",
         metavar="OPTIONS",
-        help="work with Apache Beam instead of processes of this machine, such as --beam='--runner=DataflowRunner "
+        help="use Apache Beam instead of processes of this machine, such as --beam='--runner=DataflowRunner "
         "--project=… --region=… --temp_location=gs://…'; --output may be a bucket then",
     )
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
+    """Prepare the folder."""
     prepare(**{option.name: getattr(args, option.name) for option in fields(Options)})
 
 
-def prepare(passages: Path_, output: Path_, **further: Any) -> None:
-    """Write a prepared folder and print a summary: what was made and what was skipped, with samples.
+def prepare(passages: Path_, output: Path_, **options: Any) -> None:
+    """Write a prepared folder and print a summary with counts and samples.
 
     Args:
         passages: file, pattern or folder of the texts.
-        output: the folder to make.
-        further: the other fields of `Options`.
+        output: the folder to write.
+        **options: the other fields of `Options`.
 
     Raises:
-        UserError: a fault in the inputs, or `output` exists otherwise.
+        UserError: the inputs have errors, or `output` was made otherwise.
     """
-    prepare_and_print(Options(passages, output, **further))
+    prepare_and_print(Options(passages, output, **options))

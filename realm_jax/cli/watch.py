@@ -1,7 +1,6 @@
-"""`realm watch`: a live view of a run on the terminal, made from its records alone.
+"""`realm watch`: show a live view of a run on the terminal, from its records.
 
-What is known of a run is found by `run_status` of `realm_jax/launch/status.py`, which says what each entry means;
-here is how it looks.
+`run_status` of `realm_jax/launch/status.py` collects the status and documents its entries; this file renders it.
 """
 
 import argparse
@@ -33,7 +32,7 @@ from realm_jax.launch.status import (
 )  # fmt: skip
 from realm_jax.storage import StorageError, open_folder
 
-WIDEST, NARROWEST = 40, 6  # characters of a curve
+MAX_CURVE, MIN_CURVE = 40, 6  # characters
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 GAP = 2  # characters between columns
 STYLES = {RUNNING: "green", "alive": "green", SILENT: "bold red", "late": "bold red", STOPPED: "yellow"}
@@ -48,24 +47,24 @@ JSON = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm watch`."""
+    """Add the arguments of `realm watch`."""
     parser.epilog = EXAMPLES
     add = parser.add_argument
-    add("--workdir", type=nonempty, required=True, metavar="DIR", help="folder of the run: a path, or a URL such as "
+    add("--workdir", type=nonempty, required=True, metavar="DIR", help="run directory: a path, or a URL such as "
         "gs://BUCKET/FOLDER")  # fmt: skip
-    add("--every", type=positive, default=int(HEARTBEAT_SECONDS), metavar="SECONDS", help="between two looks at it "
+    add("--every", type=positive, default=int(HEARTBEAT_SECONDS), metavar="SECONDS", help="time between two updates "
         f"(default: {HEARTBEAT_SECONDS:g})")  # fmt: skip
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--once", action="store_true", help="print it once, as where stdout is no terminal; waits up to "
-        "ten seconds for heartbeats")  # fmt: skip
+    how.add_argument("--once", action="store_true", help="print the view once, which is the default if stdout is no "
+        "terminal; waits up to ten seconds for heartbeats")  # fmt: skip
     how.add_argument("--json", action="store_true", help="print one JSON object, likewise")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Show the run until it is done or Ctrl-C comes, or once."""
+    """Show the run until it is done or you press Ctrl-C, or once."""
     folder, console = open_folder(args.workdir), stdout()
     if not folder.names():
-        raise UserError(f"--workdir={args.workdir}: nothing is there yet; name the folder of a run")
+        raise UserError(f"--workdir={args.workdir}: nothing is there yet; name a run directory")
     heartbeats = Heartbeats(folder, needs_trainer=False)
     if args.json or args.once or not console.is_terminal:
         status = run_status(folder, poll_jobs(heartbeats))
@@ -81,8 +80,8 @@ def run(args: argparse.Namespace) -> None:
         while True:
             try:
                 status = run_status(folder, heartbeats.poll(time.monotonic()))
-            except StorageError as fault:  # a network's: it may come back
-                live.update(Text(f"{fault}; trying again"), refresh=True)
+            except StorageError as error:  # may be transient
+                live.update(Text(f"{error}; trying again"), refresh=True)
             else:
                 live.update(view(status, args.workdir, console), refresh=True)
                 if status["state"] == DONE:
@@ -90,11 +89,17 @@ def run(args: argparse.Namespace) -> None:
             time.sleep(args.every)
 
 
-# ---- how it looks
+# ---- the view
 
 
 def view(status: JSON, name: str, console: Console) -> RenderableType:
-    """A run as wide as the console. name: of its folder. status: as of `run_status`."""
+    """Render the status of a run, as wide as the console.
+
+    Args:
+        status: of `run_status`.
+        name: path or URL of the run directory.
+        console: that will print it.
+    """
     blocks, width = ASCII if console.options.ascii_only else BLOCKS, console.width
     tables = (
         tasks(status["tasks"], width, blocks),
@@ -110,23 +115,34 @@ def view(status: JSON, name: str, console: Console) -> RenderableType:
 
 
 def headline(status: JSON, name: str) -> Text:
-    """The folder, how the run does, what it is at, and how long that takes."""
-    state, stage, left = status["state"], status["stage"], status["seconds_left"]
+    """Render the run directory, the state and stage of the run, and its past and remaining time.
+
+    Args:
+        status: of `run_status`.
+        name: path or URL of the run directory.
+    """
+    state, stage, remaining = status["state"], status["stage"], status["seconds_left"]
     now = next((task for task in status["tasks"] if task["name"] == stage), None)
     parts = [state if state in (DONE, NOT_BEGUN) or not stage else f"{state}, {stage}"]
     if status["seconds"]:
         parts.append(f"{duration(round(status['seconds']))} of training")
-    if left is not None:
-        parts.append(f"about {duration(round(left))} left")
+    if remaining is not None:
+        parts.append(f"about {duration(round(remaining))} left")
     elif now is not None and now["seconds_left"] is not None:
         parts.append(f"about {duration(round(now['seconds_left']))} of {stage} left")
     return Text.assemble((name, "bold"), ": ", ("; ".join(parts), STYLES.get(state, "")))
 
 
-def tasks(found: Sequence[JSON], width: int, blocks: str) -> RenderableType | None:
-    """A line a task: steps, time, loss and its curve."""
+def tasks(task_records: Sequence[JSON], width: int, blocks: str) -> RenderableType | None:
+    """Render a line per task: steps, time, loss and its curve.
+
+    Args:
+        task_records: `tasks` of the status.
+        width: characters of a line.
+        blocks: characters of a curve, the lowest first.
+    """
     heads, rows = ["task", "", "step", "time", "loss"], []
-    for task in found:
+    for task in task_records:
         step = f"{task['step']:,}" + (f"/{task['steps']:,}" if task["steps"] is not None else "")
         loss = f"{task['loss'][-1][1]:.3g}" if task["loss"] and task["loss"][-1][1] is not None else ""
         taken = duration(round(task["seconds"])) if task["seconds"] is not None else ""
@@ -134,16 +150,22 @@ def tasks(found: Sequence[JSON], width: int, blocks: str) -> RenderableType | No
     if not rows:
         return None
     room = width - sum(max(map(len, column)) + GAP for column in zip(heads, *rows, strict=True))
-    if room >= NARROWEST:
+    if room >= MIN_CURVE:
         heads.append("")
-        for row, task in zip(rows, found, strict=True):
-            row.append(sparkline([value for _, value in task["loss"]], min(room, WIDEST), blocks))
+        for row, task in zip(rows, task_records, strict=True):
+            row.append(sparkline([value for _, value in task["loss"]], min(room, MAX_CURVE), blocks))
     return table(heads, rows)
 
 
 def facts(status: JSON, width: int, blocks: str) -> RenderableType | None:
-    """A line each: recall, utility, where time goes, the index, the newest checkpoint, what came out."""
-    rows, room = [], min(WIDEST, width // 4)
+    """Render a line each for recall, utility, goodput, index, newest checkpoint, exact match and decision.
+
+    Args:
+        status: of `run_status`.
+        width: characters of a line.
+        blocks: characters of a curve, the lowest first.
+    """
+    rows, room = [], min(MAX_CURVE, width // 4)
     if recall := status["recall"]:
         values = [point["value"] for point in recall["points"]]
         by_task = {point["task"]: point["value"] for point in recall["points"]}
@@ -157,18 +179,18 @@ def facts(status: JSON, width: int, blocks: str) -> RenderableType | None:
         goodput = f"{status['goodput']:.0%} of the time of {status['task']} went into steps"
         rows.append(["goodput", f"{goodput}; waits: {waits}" if waits else goodput])
     if index := status["index"]:
-        words = "none is in use yet"
+        text = "none is in use yet"
         if index["step"] is not None:
-            words = f"of step {index['step']:,} of {index['task']}"
-            words += "" if index["age"] is None else f", {index['age']:,} steps old"
-            words += "" if index["drift"] is None else f", the last change kept {index['drift']:.0%} of the first ranks"
-        rows.append(["index", words])
+            text = f"of step {index['step']:,} of {index['task']}"
+            text += "" if index["age"] is None else f", {index['age']:,} steps old"
+            text += "" if index["drift"] is None else f", the last change kept {index['drift']:.0%} of the first ranks"
+        rows.append(["index", text])
     if saved := status["checkpoint"]:
         rows.append(["checkpoint", f"{saved['task']}/{saved['step']}"])
     if exact := status["results"].get("exact_match"):
         rows.append(["exact match", ", ".join(f"{name} {share(value)}" for name, value in exact.items())])
     if status["adapted"] is not None:
-        rows.append(["decision", "what was learned is kept" if status["adapted"] else "the start is kept"])
+        rows.append(["decision", "adapted encoder promoted" if status["adapted"] else "base encoder kept"])
     grid = Table.grid(padding=(0, GAP))
     for row in rows:
         grid.add_row(*row)
@@ -176,17 +198,23 @@ def facts(status: JSON, width: int, blocks: str) -> RenderableType | None:
 
 
 def generations(index: JSON | None, width: int) -> RenderableType | None:
-    """A line a generation of the index builder; columns that a narrow terminal has no room for are left out."""
+    """Render a line per generation of the index builder, with as many columns as fit.
+
+    Args:
+        index: `index` of the status; None if there is none.
+        width: characters of a line.
+    """
     if not index or not index["generations"]:
         return None
     adopted = {line["generation"]: line for line in index["adoptions"]}
     heads = ["generation", "age", "state", "drift", "adopted at", "built in", "waited"]
     rows = []
-    for made in index["generations"]:
-        line = adopted.get(made["generation"], {})
-        drift, step = line.get("drift"), line.get("step")
-        row = [made["generation"], f"{made['age']:,}", made["state"], "–" if drift is None else f"{drift:.2f}"]
-        row += ["–" if step is None else f"{step:,}", duration(made.get("seconds")), duration(line.get("waited"))]
+    for generation in index["generations"]:
+        name, age, seconds = generation["generation"], generation["age"], generation.get("seconds")
+        adoption = adopted.get(name, {})
+        drift, step = adoption.get("drift"), adoption.get("step")
+        row = [name, f"{age:,}", generation["state"], "–" if drift is None else f"{drift:.2f}"]
+        row += ["–" if step is None else f"{step:,}", duration(seconds), duration(adoption.get("waited"))]
         rows.append(row)
     while sum(max(map(len, column)) + GAP for column in zip(heads, *rows, strict=True)) > width + GAP:
         heads.pop()
@@ -194,10 +222,10 @@ def generations(index: JSON | None, width: int) -> RenderableType | None:
     return table(heads, rows)
 
 
-def jobs(found: Sequence[JSON]) -> RenderableType | None:
-    """A line a job."""
+def jobs(job_records: Sequence[JSON]) -> RenderableType | None:
+    """Render a line per job, from `jobs` of the status."""
     rows = []
-    for job in found:
+    for job in job_records:
         status = Status("", stage=job["stage"], step=job["step"], done=job["state"] == "done")
         state = "late: no heartbeat" if job["state"] == "late" else job["state"]
         rows.append([job["name"], state, "" if status.done else describe_status(job["name"], status)])
@@ -205,7 +233,13 @@ def jobs(found: Sequence[JSON]) -> RenderableType | None:
 
 
 def sparkline(values: Sequence[float | None], width: int, blocks: str = BLOCKS) -> str:
-    """A curve from the lowest value to the highest, of at most `width` characters: means of parts of the values."""
+    """Draw values as a curve from the lowest to the highest; each character is the mean of a part of them.
+
+    Args:
+        values: in order; None is skipped.
+        width: characters at most.
+        blocks: characters of the curve, the lowest first.
+    """
     known = [value for value in values if value is not None]
     if not known:
         return ""

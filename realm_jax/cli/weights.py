@@ -2,12 +2,12 @@
 
     OUTPUT/query_embedder/       model.safetensors, config.json, vocab.txt, tokenizer_config.json; the modules of
                                  sentence-transformers, and a README.md that says what text to encode
-    OUTPUT/document_embedder/    or `embedder` for both, where the run has one tower
+    OUTPUT/document_embedder/    or `embedder` for both, if the run has one shared encoder
     OUTPUT/reader/
     OUTPUT/README.md             a model card, of `export`
 
-The folder appears whole or not at all, and `config.init_from` takes it. Read next: `realm_jax/models/weights.py` for
-names, `realm_jax/models/tf_checkpoints.py` for TensorFlow's.
+The folder is published in one step, and `config.init_from` takes it. Read next: `realm_jax/models/weights.py` for names
+of tensors, `realm_jax/models/tf_checkpoints.py` for those of TensorFlow.
 """
 
 import argparse
@@ -49,20 +49,20 @@ EXAMPLES = """examples:
   realm weights convert --embedder=cc_news_pretrained/embedder --bert=cc_news_pretrained/bert --output=weights/cc_news
   realm train --config=qa_wiki --config.init_from=weights/cc_news --config.data.path=data/wiki --workdir=runs/qa
 """
-CONVERTED = {  # flags
-    "embedder": "the towers: folder of a released module, or prefix of a checkpoint",
-    "bert": "the reader: the same, or a BERT of google-research/bert",
-    "finetuned": "the query tower and the reader with its span head: prefix of a fine-tuned ORQA checkpoint",
+CONVERTED = {  # flag → its help
+    "embedder": "convert both encoders: folder of a released module, or prefix of a checkpoint",
+    "bert": "convert the reader: likewise, or a BERT of google-research/bert",
+    "finetuned": "convert the query encoder and the reader with its span head: prefix of a fine-tuned ORQA checkpoint",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `realm weights`."""
+    """Add the arguments of `realm weights`."""
     parser.epilog = EXAMPLES
     actions = parser.add_subparsers(dest="action", metavar="export|push|convert", required=True)
     export, push, convert = (
-        actions.add_parser(name, help=what, description=f"Write {what}.", allow_abbrev=False)
-        for name, what in (
+        actions.add_parser(name, help=summary, description=f"Write {summary}.", allow_abbrev=False)
+        for name, summary in (
             ("export", "a run's networks to folders"),
             ("push", "a run's networks, or the model of `realm adapt`, with its card to the Hugging Face hub"),
             ("convert", "TensorFlow's checkpoints to folders"),
@@ -71,28 +71,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for action in (export, push):
         add_run_arguments(action)
     push.add_argument("--repo", type=nonempty, required=True, metavar="NAME",
-        help="repository, USER/NAME: made if it is not there")  # fmt: skip
+        help="repository, USER/NAME: created if it does not exist")  # fmt: skip
     push.add_argument(
         "--private", action="store_true",
-        help="upload to a private repository alone (default: a new one is public, unless your organisation makes "
+        help="upload only to a private repository (default: a new one is public, unless your organization makes "
         "private ones). The token is that of `hf auth login` or HF_TOKEN",
     )  # fmt: skip
     export.add_argument("--task", choices=tuple(TASKS),
-        help="parameters at the end of it (default: of the last one trained)")  # fmt: skip
+        help="export the parameters at the end of this task (default: the last one trained)")  # fmt: skip
     export.add_argument(
         "--names", choices=("bert", HF_REALM), default="bert",
-        help="'bert', the default: towers open in sentence-transformers and as BertModel, the reader as "
-        "BertForMaskedLM; 'realm': as RealmEmbedder and RealmReader of transformers 4.x",
+        help="names of tensors. 'bert', the default: sentence-transformers and BertModel open the encoders, "
+        "BertForMaskedLM the reader; 'realm': RealmEmbedder and RealmReader of transformers 4.x open them",
     )  # fmt: skip
     for name, summary in CONVERTED.items():
         convert.add_argument(f"--{name}", metavar="PATH", help=summary)
     convert.add_argument("--vocab", metavar="FILE", help="vocab.txt (default: that of a module's assets)")
     for action in (export, convert):
-        action.add_argument("--output", required=True, metavar="DIR", help="folder to make")
+        action.add_argument("--output", required=True, metavar="DIR", help="folder to write")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Make the folder, or upload it and print where it lies."""
+    """Write the folder, or upload it and print its address."""
     if args.action == "push":
         print(push(Path(args.workdir), args.repo, args.private, config_changes(args)))
         return
@@ -108,10 +108,17 @@ def run(args: argparse.Namespace) -> None:
 def export(
     workdir: Path, output: Path, names: str = "bert", task: str | None = None, changes: dict[str, Any] | None = None
 ) -> None:
-    """Write the networks of a run's exported model, of `task` or of the last task that ended.
+    """Write the networks of a run's exported model.
 
-    names: 'bert' or 'realm'. changes: of the run's config, as of `config_changes`. Raises UserError if there is no
-    exported model, and where `names` cannot say what the networks are.
+    Args:
+        workdir: the run directory.
+        output: the folder to write.
+        names: names of the tensors, 'bert' or 'realm'.
+        task: whose final parameters are written; None for the last finished task.
+        changes: overrides of the run's config, as of `config_changes`.
+
+    Raises:
+        UserError: there is no exported model, or RealmEmbedder cannot represent the encoders.
     """
     opened = open_run_for_inference(workdir, changes)
     model, sources = opened.model, opened.sources
@@ -129,17 +136,24 @@ def export(
 
 
 def push(workdir: Path, repository: str, private: bool, changes: dict[str, Any]) -> str:
-    """Upload the networks of a run as `export` writes them, or the model of an adaptation as it is; returns where.
+    """Upload the networks of a run as `export` writes them, or the exported model of an adaptation; return the address.
 
-    changes: as those of `export`. Raises UserError as it does, and as `upload_model`.
+    Args:
+        workdir: the run directory.
+        repository: USER/NAME on the Hugging Face hub.
+        private: whether the repository must be private.
+        changes: overrides of the run's config; an adaptation accepts none.
+
+    Raises:
+        UserError: as `export` and `upload_model`, or the adaptation is not finished.
     """
-    hub = open_hub(f"--repo={repository}")  # first, since it says at once what is missing
+    hub = open_hub(f"--repo={repository}")  # first, because it fails at once without a token or a package
     if (workdir / ADAPTED).is_file():
         if not (workdir / MODEL).is_dir():
             raise UserError(f"--workdir={workdir}: the adaptation is not done; run its command again")
         if changes:
             raise UserError(f"--config.{next(iter(changes))}: changes nothing in an adapted model; leave it out")
-        # The vectors tell of the documents, and the config names folders of this machine.
+        # Without the vectors, which reveal the documents, and the config, which names folders of this machine.
         return upload_model(hub, workdir / MODEL, repository, private, "--repo", (VECTORS, CONFIG, MANIFEST))
     with tempfile.TemporaryDirectory() as work:
         export(workdir, Path(work) / MODEL, changes=changes)
@@ -147,18 +161,18 @@ def push(workdir: Path, repository: str, private: bool, changes: dict[str, Any])
 
 
 def _check_realm(model: Realm) -> None:
-    """Raise UserError for towers that RealmEmbedder cannot be."""
+    """Raise UserError for encoders that RealmEmbedder cannot represent."""
     if model.norm_epsilon != LAYER_NORM_EPSILON:
         raise UserError(
             f"--names=realm: RealmEmbedder has LayerNorm's epsilon {LAYER_NORM_EPSILON:g} on its vectors, but the run "
             f"has config.encoder.norm_epsilon={model.norm_epsilon:g}; give --names=bert"
         )
-    theirs = {"pooling": "pooler", "normalization": "layer", "query_template": None, "passage_template": None}
-    other = next((name for name, value in theirs.items() if getattr(model, name) != value), None)
-    if other or not model.projection:
-        name = (other or "projection").replace("template", "prompt")
+    required = {"pooling": "pooler", "normalization": "layer", "query_template": None, "passage_template": None}
+    different = next((name for name, value in required.items() if getattr(model, name) != value), None)
+    if different or not model.projection:
+        name = (different or "projection").replace("template", "prompt")
         raise UserError(
-            f"--names=realm: RealmEmbedder has the towers of the paper, but the run another config.encoder.{name}; "
+            f"--names=realm: RealmEmbedder is the paper's encoder, but the run has another config.encoder.{name}; "
             "give --names=bert"
         )
 
@@ -167,15 +181,22 @@ def _check_realm(model: Realm) -> None:
 
 
 def convert(paths: dict[str, str], output: Path, vocabulary: str | None = None) -> None:
-    """Write the networks of released checkpoints. paths: by flag, `embedder`, `bert`, `finetuned`.
+    """Write the networks of released checkpoints.
 
-    A fine-tuned checkpoint trains the query tower and the reader; its document tower is the pre-trained one. Raises
-    UserError where a checkpoint cannot be read, or has other networks than its flag says.
+    A fine-tuned checkpoint has the query encoder and the reader; its passage encoder is the pre-trained one.
+
+    Args:
+        paths: flag, a key of CONVERTED → folder of a module or prefix of a checkpoint.
+        output: the folder to write.
+        vocabulary: vocab.txt; None for that of a module.
+
+    Raises:
+        UserError: a checkpoint cannot be read, or lacks the networks of its flag.
     """
     if not paths:
-        raise UserError("realm weights convert: name what to convert with --embedder, --bert or --finetuned")
+        raise UserError("realm weights convert: name a checkpoint with --embedder, --bert or --finetuned")
     if "finetuned" in paths and "bert" in paths:
-        raise UserError("--finetuned has a reader of its own; leave out --bert")
+        raise UserError("--finetuned: has a reader already; leave out --bert")
     assets = [Path(path) / "assets" / VOCABULARY_FILE for path in paths.values()]
     file = vocabulary or next((asset for asset in assets if asset.is_file()), None)
     if file is None:
@@ -185,11 +206,11 @@ def convert(paths: dict[str, str], output: Path, vocabulary: str | None = None) 
     checkpoints: dict[str, dict[str, NDArray]] = {}  # flag → name → variable
     networks: dict[str, dict[str, dict[str, str]]] = {}  # flag → network → Hugging Face's name → name of the variable
     for flag, path in paths.items():
-        inner = Path(path) / "variables" / "variables"  # where a module's folder keeps its checkpoint
+        inner = Path(path) / "variables" / "variables"  # the checkpoint of a module's folder
         checkpoints[flag] = read_checkpoint(inner if inner.parent.is_dir() else Path(path))
         networks[flag] = tf_checkpoints.map_variables(checkpoints[flag], f"--{flag}={path}")
     query, document = TOWERS
-    sources = {  # folder → where its tensors are
+    sources = {  # folder → flag and network of its tensors
         (document if "finetuned" in paths else SHARED): ("embedder", tf_checkpoints.EMBEDDER),
         query: ("finetuned", tf_checkpoints.EMBEDDER),
         "reader": ("finetuned" if "finetuned" in paths else "bert", tf_checkpoints.READER),
@@ -209,11 +230,12 @@ def convert(paths: dict[str, str], output: Path, vocabulary: str | None = None) 
             }
             save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
             bert = tf_checkpoints.bert_config(tensors)
-            if (words := bert.vocabulary_size) != tokenizer.size:
+            if bert.vocabulary_size != tokenizer.size:
                 raise UserError(
-                    f"--vocab: has {tokenizer.size} word pieces, but {name} has {words}; name its vocab.txt"
+                    f"--vocab: has {tokenizer.size} word pieces, but {name} has {bert.vocabulary_size}; name its "
+                    "vocab.txt"
                 )
-            # Settings are those of the released networks, as far as shapes do not tell: tanh-GELU and the epsilons.
+            # The settings that shapes do not determine are those of the released networks: tanh-GELU and the epsilons.
             settings = {"model_type": "bert"} | bert_settings(bert)
             settings |= tf_checkpoints.epsilons(network, variables.values()) | {"pad_token_id": tokenizer.pad_id}
             write_json(folder / SETTINGS, settings)
@@ -222,35 +244,35 @@ def convert(paths: dict[str, str], output: Path, vocabulary: str | None = None) 
 
 
 def read_checkpoint(prefix: Path) -> dict[str, NDArray]:
-    """The networks' variables in a checkpoint of TensorFlow, by name.
+    """Return the networks' variables in a checkpoint of TensorFlow, by name.
 
-    Raises UserError without TensorFlow, and for what it cannot read.
+    Raises UserError if TensorFlow is not installed or cannot read the checkpoint.
     """
     try:
-        import tensorflow  # here, since it is optional
+        import tensorflow  # here, because it is optional
     except ImportError:
         raise UserError(f"{prefix}: reading it needs TensorFlow; run `pip install '.[tensorflow]'`") from None
     try:
         reader = tensorflow.train.load_checkpoint(str(prefix))
         names = [name for name in reader.get_variable_to_shape_map() if tf_checkpoints.network_of(name)]
         return {name: reader.get_tensor(name) for name in names}
-    except (ValueError, tensorflow.errors.OpError) as fault:
-        reason = " ".join(str(fault).split())[:200]
+    except (ValueError, tensorflow.errors.OpError) as error:
+        reason = " ".join(str(error).split())[:200]
         raise UserError(f"{prefix}: no checkpoint of TensorFlow that can be read ({reason}); name its prefix") from None
 
 
-# --- What both write --------------------------------------------------------------------------------------------------
+# --- The output folder ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _staged_output(output: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `output` when the block ends well and is removed otherwise."""
+    """Yield a temporary folder, which becomes `output` if the block succeeds and is removed otherwise."""
     parent = output.absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
         staging = tempfile.TemporaryDirectory(prefix=f".{output.name}.", suffix=".partial", dir=parent)
-    except OSError as fault:
-        raise UserError(f"--output={output}: cannot be written ({fault.strerror}); choose another folder") from None
+    except OSError as error:
+        raise UserError(f"--output={output}: cannot be written ({error.strerror}); choose another folder") from None
     with staging as work:
         yield Path(work)
         publish_folder(work, output)

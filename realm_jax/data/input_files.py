@@ -46,7 +46,7 @@ def file_system(path: str) -> tuple[Any, str]:
     try:
         files, root = fsspec.core.url_to_fs(path)
     except (ValueError, ImportError) as error:
-        raise UserError(f"{path}: {error}; install what opens such paths (gs://: gcsfs, s3://: s3fs)") from None
+        raise UserError(f"{path}: {error}; install a package for such URLs (gs://: gcsfs, s3://: s3fs)") from None
     return files, root
 
 

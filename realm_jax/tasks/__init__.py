@@ -1,4 +1,4 @@
-"""The tasks by name, in the order of their streams. Each is a file of this package."""
+"""The training tasks by name. Each is a file of this package."""
 
 from realm_jax.run import Run
 from realm_jax.tasks.base import Task
@@ -16,5 +16,10 @@ TASKS: dict[str, type[Task]] = {
 
 
 def make_task(name: str, run: Run) -> Task:
-    """Return the task of a run that is called `name`."""
+    """Return a task of a run.
+
+    Args:
+        name: a key of TASKS.
+        run: config, data, mesh and networks.
+    """
     return TASKS[name](run)

@@ -1,6 +1,6 @@
-"""How questions are answered with the parameters of a task: by the task's name, because few tasks differ.
+"""How questions are answered with the parameters of a task, by the task's name, because few tasks differ.
 
-Evaluation, inference and the index ask here what searches, what reads and what orders passages.
+Evaluation, inference and the index call these functions to choose search, reader and reranker.
 """
 
 from realm_jax.config import Config, task_names
@@ -22,29 +22,44 @@ def trains_qa_reader(task: str) -> bool:
 
 
 def trains_cloze_reader(task: str, config: Config) -> bool:
-    """Return True if the reader has learned, without questions, to point at what stands in a blank."""
+    """Return True if the reader has learned, without questions, to point at the answer of a blank.
+
+    Args:
+        task: its name.
+        config: of the run.
+    """
     return task == "realm" and config.realm.uses_span_marginal
 
 
 def question_search(task: str, config: Config) -> str:
-    """Return what finds the passages of questions unless they say how, one of `config.SEARCHES`."""
+    """Return the search of questions for which the user names none, one of `config.SEARCHES`.
+
+    Args:
+        task: its name.
+        config: of the run.
+    """
     return config.qa.search if reads_passages(task) else "vectors"
 
 
 def evaluation_search(task: str, config: Config) -> str:
-    """Return what finds passages while a task is measured: its own search, so that of vectors before fine-tuning."""
+    """Return the search with which a task is measured: that of fine-tuning after it, vectors before.
+
+    Args:
+        task: its name.
+        config: of the run.
+    """
     return config.qa.search if trains_qa_reader(task) else "vectors"
 
 
 def needs_vectors(task: str, config: Config, search: str | None = None) -> bool:
     """Return True if answering needs the passages' vectors: to search them, or for p(z|x).
 
-    A reader that was trained on BM25's scores goes on with those.
+    A reader that was trained on BM25's scores is also evaluated with them.
 
     Args:
         task: its name.
         config: of the run.
-        search: what finds passages; None: what does while the task is measured.
+        search: one of `config.SEARCHES`; None for that of `evaluation_search`.
     """
     if not reads_passages(task):
         return False
@@ -53,7 +68,12 @@ def needs_vectors(task: str, config: Config, search: str | None = None) -> bool:
 
 
 def reranker(task: str, config: Config) -> Rerank | None:
-    """Return what orders passages again before they are read: a reranker that the recipe has trained by then."""
+    """Return the reranker that orders passages before they are read; None if the recipe has trained none by then.
+
+    Args:
+        task: name of the last trained task.
+        config: of the run.
+    """
     names = task_names(config)
     if task not in names or "rerank" not in names[: names.index(task) + 1]:
         return None

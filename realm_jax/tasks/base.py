@@ -1,13 +1,13 @@
 """A task: one training objective, and the examples that it learns from. Read next: `mlm.py`, a short one.
 
-`Task` is what a training step needs. Whoever asks more about a task has a table or a function by the task's name: its
-section of the config (`config.TASK_SECTIONS`), operations of a step (`step_flops.py`), how questions are answered
-with its parameters (`answering.py`), what its data lack (`train/recipe.py`), what it is measured by and when
+`Task` has only the members that a training step needs. Other modules have a table or a function by the task's name: its
+section of the config (`config.TASK_SECTIONS`), operations of a step (`step_flops.py`), answering questions with its
+parameters (`answering.py`), missing data (`train/recipe.py`), its metrics and when they are measured
 (`train/measure.py`, `train/best.py`), warnings (`train/monitors.py`), and its text in the report (`train/results.py`).
 
 A loss has the form `loss(params, batch, index, key) -> {name: WeightedSum}`: its entry 'loss' is minimized, the others
-are reported. The means of the parts of a batch add up to those of the batch. `index` is None if nothing is retrieved,
-and `key` None turns dropout off. Retrieval happens inside the loss (`forward.py`), so a step is one program.
+are reported. Sums and weights of the microbatches add up to those of the batch. `index` is None if nothing is
+retrieved, and `key` None turns dropout off. Retrieval happens inside the loss (`forward.py`), so a step is one program.
 """
 
 import abc
@@ -33,9 +33,9 @@ from realm_jax.run import Run
 from realm_jax.storage import make_folder, read_json, write_json_atomic
 
 Array = jax.Array
-Metrics = dict[str, WeightedSum]  # what a loss returns: `loss` and what is reported
+Metrics = dict[str, WeightedSum]  # `loss`, which is minimized, and the reported metrics
 ExampleSpec = dict[str, tuple[tuple[int, ...], Any]]  # name of an array → its shape in one example, and dtype
-EmbedCorpus = Callable[[], NDArray]  # the corpus by the parameters that a task starts with, [rows, width]
+EmbedCorpus = Callable[[], NDArray]  # embeds the corpus by the parameters that a task starts with, [rows, width]
 LOG_PERPLEXITY = "log_perplexity"
 
 
@@ -45,7 +45,7 @@ class ContrastiveLoss(NamedTuple):
     Attributes:
         encode: (params, batch, key) → the vectors of some examples.
         null: (params, key) → the vector of the null document, or None.
-        loss: (vectors of all examples, null vector) → what is reported.
+        loss: (vectors of all examples, null vector) → the metrics.
     """
 
     encode: Callable[[Params, Batch, Array | None], Any]
@@ -57,11 +57,11 @@ class Task(abc.ABC):
     """A training objective of a run.
 
     Attributes:
-        name: in `config.tasks`; also its section of the config and its folder in the run folder.
+        name: in `config.tasks`; also its section of the config and its folder in the run directory.
         stream: seeds its examples and dropout; it never changes, and no two tasks share one.
         run: config, data, mesh and networks.
         settings: its section of the config.
-        trained: top-level keys of the parameters that move.
+        trained: top-level keys of the parameters that it trains.
         retrieves: True if a step takes an index.
         refresh_every: steps between two embeddings of the corpus for that index; 0: it is embedded once.
         contrast: its loss in parts, if it compares the examples of a batch; None if the losses of examples add up.
@@ -76,34 +76,34 @@ class Task(abc.ABC):
     contrast: ContrastiveLoss | None = None
 
     def __init__(self, run: Run) -> None:
-        """Read its settings; subclasses set here what depends on the run."""
+        """Read its settings; subclasses also set the attributes that depend on the run."""
         self.run = run
         self.settings = run.config[self.name]
 
     @cached_property
     def context(self) -> StaticContext:
-        """Return what is compiled into its steps, with sequences packed if there are data to say how long they are."""
+        """Return the static arguments of its steps; sequences are packed if there are data, whose lengths are known."""
         return replace(self.run.context, packing=None if self.run.sources is None else self.packing())
 
     def packing(self) -> PackingSpec | None:
-        """Work out into how many token slots a step packs its sequences; None: they stay padded. See `packed.py`."""
+        """Return the token slots into which a step packs its sequences; None if they stay padded. See `packed.py`."""
         return None
 
     @property
     def num_microbatches(self) -> int:
-        """Return the parts of a batch whose gradients are added up one after another; they divide it."""
+        """Return the number of microbatches whose gradients are added up; it divides the batch."""
         return int(self.run.config.optimizer.microbatches)
 
     def start(self, params: Params) -> Params:
-        """Return what its first step starts from, given all parameters as the task before left them."""
+        """Return the parameters of its first step, given the final ones of the task before."""
         return params
 
     @abc.abstractmethod
     def examples(self, params: Params, embed: EmbedCorpus) -> Examples:
-        """List what it learns from.
+        """Return the examples that it learns from.
 
         Args:
-            params: what it starts, or resumes, from.
+            params: parameters that it starts or resumes from.
             embed: embeds the corpus by the parameters that the task started with, [rows, width].
         """
 
@@ -113,11 +113,18 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def loss(self, params: Params, batch: Batch, index: Any, key: Array | None) -> Metrics:
-        """Return the loss and what is reported, as the top of this file says."""
+        """Return the loss and the reported metrics; see the top of this file.
+
+        Args:
+            params: all parameters.
+            batch: arrays of `example_spec`, [batch, …].
+            index: the corpus; None if the task retrieves nothing.
+            key: of dropout; None for none.
+        """
 
 
 def batch_mean(values: Array) -> WeightedSum:
-    """Return the mean of one value an example, [batch]."""
+    """Return the mean of one value per example, [batch]."""
     return WeightedSum(values.astype(jnp.float32).sum(), jnp.float32(values.shape[0]))
 
 
@@ -126,17 +133,17 @@ def load_or_create(
 ) -> list[Any]:
     """Make a list at the first start of a task, and read it from the task's folder at every later one.
 
-    So a run that is resumed goes on with the list that it began with.
+    So a resumed run continues with the same list.
 
     Args:
         task: whose folder holds the file.
         file: name of the file.
-        name: what the entries are.
-        make: makes the list.
-        count: number of questions that there is an entry for; None if there are no questions.
+        name: key of the list in the file.
+        make: makes the list, of values that JSON has.
+        count: number of questions, one entry each; None if entries are not of questions.
 
     Raises:
-        UserError: if the file has another number of entries.
+        UserError: the file has another number of entries.
     """
     path = task.run.workdir / task.name / file
     if run_on_process_0(lambda: int(path.is_file())):
@@ -155,13 +162,23 @@ def load_or_create(
 
 
 def query_spec(run: Run, name: str = "query") -> ExampleSpec:
-    """Return the spec of `query_arrays`."""
+    """Return the spec of `query_arrays`.
+
+    Args:
+        run: whose lengths and vocabulary are used.
+        name: of the array of tokens; that of the lengths is `<name>_length`.
+    """
     ids = id_dtype(run.model.bert.vocabulary_size)
     return {name: ((run.lengths.query,), ids), f"{name}_length": ((), np.int32)}
 
 
 def question_spec(run: Run, bm25_depth: int) -> ExampleSpec:
-    """Return the spec of `question_arrays`, with BM25's list of `bm25_depth` passages."""
+    """Return the spec of `question_arrays`.
+
+    Args:
+        run: whose lengths and vocabulary are used.
+        bm25_depth: passages of BM25's list; 0 for no list.
+    """
     lengths = run.lengths
     answers: ExampleSpec = {
         "answers": ((lengths.answers, lengths.span_width), np.int32),
@@ -177,7 +194,12 @@ def document_spec(run: Run) -> ExampleSpec:
 
 
 def masked_spec(run: Run, query: ExampleSpec) -> ExampleSpec:
-    """Return the spec of `masked_arrays`, given that of the text."""
+    """Return the spec of `masked_arrays`.
+
+    Args:
+        run: whose lengths are used.
+        query: spec of the masked text.
+    """
     positions = (run.lengths.predictions,)
     masked: ExampleSpec = {
         "positions": (positions, np.int32),
@@ -188,6 +210,6 @@ def masked_spec(run: Run, query: ExampleSpec) -> ExampleSpec:
 
 
 def bm25_spec(depth: int) -> ExampleSpec:
-    """Return the spec of `Bm25Hits.arrays`; empty if no list comes with an example (depth 0)."""
+    """Return the spec of `Bm25Hits.arrays`; empty for depth 0, if examples have no list."""
     hits: ExampleSpec = {"bm25_rows": ((depth,), np.int32), "bm25_scores": ((depth,), np.float32)}
     return hits if depth else {}

@@ -1,8 +1,7 @@
-"""A reader without passages, the baseline for retrieval: `[CLS] question [MASK] … [MASK] [SEP]`, answers as masked
-words.
+"""A reader without passages, the baseline for retrieval: it fills `[CLS] question [MASK] … [MASK] [SEP]`.
 
-An answer has as many [MASK] as a span may have tokens; the ones after the answer are to be filled with [SEP]. The
-predicted answer is the likeliest tokens at those positions, up to [SEP].
+There are as many [MASK] as a span may have tokens; the targets after the answer are [SEP]. The predicted answer has the
+most probable token of each position, up to [SEP].
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +37,7 @@ from realm_jax.tasks.qa_examples import check_string_answers
 
 
 class ClosedBook(Mlm):
-    """The loss of the warm-up over other examples."""
+    """Train the reader by the loss of `mlm`, on questions and masked sentences."""
 
     name = "closed_book"
     stream = 7
@@ -58,7 +57,7 @@ def answer_length(lengths: Lengths) -> int:
 
 
 def closed_book_query(question: str, tokenizer: Tokenizer, lengths: Lengths) -> Example:
-    """Lay out a question, cut so that there is room, followed by the masked positions, and list these.
+    """Return a question, truncated so that the masked positions after it fit, and these positions.
 
     Args:
         question: the question.
@@ -77,18 +76,33 @@ def closed_book_query(question: str, tokenizer: Tokenizer, lengths: Lengths) -> 
 
 
 def closed_book_answer(predicted_ids: NDArray, tokenizer: Tokenizer, lengths: Lengths) -> str:
-    """Return the answer that the tokens predicted at `positions` spell: those up to the first [SEP]."""
+    """Return the text of the predicted tokens, up to the first [SEP].
+
+    Args:
+        predicted_ids: tokens predicted at `positions`, int [predictions].
+        tokenizer: the run's.
+        lengths: sizes of the arrays.
+    """
     answer_ids = predicted_ids[: answer_length(lengths)]
     ends = np.flatnonzero(answer_ids == tokenizer.sep_id)
     return tokenizer.decode(answer_ids[: ends[0]] if len(ends) else answer_ids)
 
 
 def check_closed_book(questions: Sequence[Question], lengths: Lengths) -> None:
-    """Raise UserError if the task cannot be trained on these questions."""
+    """Check that the task can be trained.
+
+    Args:
+        questions: training questions with answers.
+        lengths: sizes of the arrays.
+
+    Raises:
+        UserError: there are no questions, too little room for an answer, or answers are regular expressions.
+    """
     room = lengths.query - 2 - answer_length(lengths)
     if room < 1:
         raise UserError(
-            f"config.data.query_length: the task closed_book needs {1 - room} more, for an answer after the question"
+            f"config.data.query_length: the task closed_book needs {1 - room} more, for an answer after the question; "
+            "increase it"
         )
     if not questions:
         raise UserError("the task closed_book needs training questions; prepare some, or set config.tasks")
@@ -98,7 +112,7 @@ def check_closed_book(questions: Sequence[Question], lengths: Lengths) -> None:
 def closed_book_examples(
     store: PassageStore, questions: Sequence[Question], tokenizer: Tokenizer, lengths: Lengths
 ) -> Examples:
-    """Make half masked sentences of the pre-training text, half training questions, all with the empty document.
+    """Return examples: half masked sentences of the pre-training text, half questions, all with the null document.
 
     Args:
         store: the pre-training text.
@@ -107,12 +121,12 @@ def closed_book_examples(
         lengths: sizes of the arrays.
 
     Raises:
-        UserError: if there are no questions, no sentences with a salient span, or too little room for an answer.
+        UserError: there are no questions, no sentences with a salient span, or too little room for an answer.
     """
     check_closed_book(questions, lengths)
     sentences = salient_sentences(store, lengths.query)
     if not len(sentences.rows):
-        raise UserError("the task closed_book needs pre-training text with salient spans; there are none")
+        raise UserError("the task closed_book needs pre-training text with salient spans; leave it out of config.tasks")
     empty = empty_document(tokenizer, lengths)
 
     def make(index: int, rng: np.random.Generator) -> Example:
@@ -131,9 +145,14 @@ def closed_book_examples(
 
 
 def empty_document(tokenizer: Tokenizer, lengths: Lengths) -> Example:
-    """Return the arrays of the passage that is read if there is none."""
-    nothing = np.zeros(0, tokenizer.dtype)
-    return document_arrays(nothing, nothing, lengths.document, tokenizer)
+    """Return the arrays of the null document.
+
+    Args:
+        tokenizer: the run's.
+        lengths: sizes of the arrays.
+    """
+    no_tokens = np.zeros(0, tokenizer.dtype)
+    return document_arrays(no_tokens, no_tokens, lengths.document, tokenizer)
 
 
 # --- Answers ----------------------------------------------------------------------------------------------------------
@@ -155,8 +174,8 @@ def predict_closed_book(run: Run, questions: Sequence[Question], params: Params)
     """Answer questions, as many at a time as `Evaluator` does.
 
     Args:
-        run: of the task.
-        questions: what is asked.
+        run: the run.
+        questions: the questions.
         params: all parameters.
 
     Yields:
@@ -181,7 +200,7 @@ def predict_closed_book(run: Run, questions: Sequence[Question], params: Params)
 
 @partial(jax.jit, static_argnums=0)
 def _predict_tokens(model: Realm, params: Params, batch: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the likeliest token at every predicted position and its log probability, [batch, predictions] both."""
+    """Return the most probable token of each predicted position and its log probability, [batch, predictions] both."""
     joint, positions = masked_inputs(batch, batch_candidates(batch))
     log_p = jax.nn.log_softmax(model.reader.read_words(params, joint, positions))
     return log_p.argmax(axis=-1), log_p.max(axis=-1)

@@ -1,13 +1,13 @@
-"""Which passages tell what a sentence leaves out: contrastive training of both encoders.
+"""Contrastive training of both encoders: sentences without a name, and the passages that support the name.
 
-The query is a sentence without one of its names. Right are its own passage and those that are evidence for the name
-(`data/evidence.py`), one of which comes with it; wrong are the other passages of the batch. It is the retriever's part
-of REALM with a reader that never errs on which passages help, so it needs no index and can move the passages as well.
-What it gains, and over what, stands in `docs/results/adaptation.md`.
+The query is a sentence without one of its names. Correct passages are the sentence's and those that are evidence for
+the name (`data/evidence.py`), one of which comes with it; the other passages of the batch are negatives. This is the
+retriever's part of REALM with a reader that always knows which passages help. So it needs no index and can train the
+passage encoder as well. Results are in `docs/results/adaptation.md`.
 
-In a batch of passages drawn at random almost any word of a sentence tells which one it comes from, and there is nothing
-to learn. So passages come in groups that are alike: one drawn at random, and those of other documents whose vectors are
-nearest to its own.
+In a batch of random passages almost any word of a sentence identifies its passage, so there is nothing to learn.
+Therefore passages come in groups of similar ones: a random passage, and the passages of other documents whose vectors
+are nearest to its vector.
 """
 
 import logging
@@ -50,18 +50,18 @@ from realm_jax.tasks.base import (
 logger = logging.getLogger(__name__)
 
 Array = jax.Array
-MAX_EVIDENCE = HOLDERS - 1  # passages that can be evidence besides a sentence's own
+MAX_EVIDENCE = HOLDERS - 1  # passages that can be evidence, other than the sentence's
 GROUP = 8  # passages
-SEEDS = 64  # groups that are begun at a time
+SEEDS = 64  # first passages of groups whose neighbors are computed at a time
 GROUPS_FILE = "neighbours.json"
 
 
 class EvidenceContrast(Task):
-    """Both encoders learn."""
+    """Train both encoders."""
 
     name = "evidence_contrast"
     stream = 13
-    num_microbatches = 1  # it embeds short texts alone, and a part of a batch would have fewer to compare
+    num_microbatches = 1  # it embeds only short texts, and a microbatch would have fewer passages to compare
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -70,7 +70,7 @@ class EvidenceContrast(Task):
     def examples(self, params: Params, embed: EmbedCorpus) -> Examples:
         passages, tokenizer, lengths = self.run.sources.passages, self.run.sources.tokenizer, self.run.lengths
         evidence, training_rows = find_evidence(passages, *lengths.hidden), self.run.training_rows(passages)
-        if training_rows is not None:  # passages that are evidence are learned from as well
+        if training_rows is not None:  # evidence passages are trained on as well, so none may be held out
             evidence = evidence.among(training_rows)
         rows = np.unique(evidence.spans.rows)
         require_passages(len(rows), passages, "a name that another passage is evidence for", self.name, training_rows)
@@ -87,35 +87,37 @@ class EvidenceContrast(Task):
 
 
 def evidence_loss(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> Metrics:
-    """Return −log p(a right passage) among all passages of the batch, mean over its sentences.
+    """Return −log p(a correct passage) among all passages of the batch, mean over its sentences.
 
-    A passage is one candidate, however often it came. Passages of the sentence's own document that are not right are
-    no candidates, because they may tell as well.
+    Duplicates of a passage are one candidate. Other passages of the sentence's document are no candidates, because they
+    may support the name as well.
 
     Args:
-        context: what is compiled into the step.
+        context: static arguments of the step.
         params: all parameters.
         batch: arrays of `evidence_examples`, [batch, …].
-        key: for dropout; None: none.
+        key: of dropout; None for none.
 
     Returns:
-        loss, and accuracy: sentences whose likeliest passage is right.
+        loss: the loss that is minimized.
+        accuracy: sentences whose most probable passage is correct.
     """
     keys = dropout_keys(key, 2)
     queries = context.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])  # [batch, projection]
-    own, other = batch_passages(batch), batch_passages(batch, "other_")
-    passages = jax.tree.map(lambda *parts: jnp.concatenate(parts), own, other)
+    source_passages, other_passages = batch_passages(batch), batch_passages(batch, "other_")
+    passages = jax.tree.map(lambda *parts: jnp.concatenate(parts), source_passages, other_passages)  # [2 · batch, …]
     scores = queries @ context.model.embed_documents(params, passages, keys[1]).T  # [batch, 2 · batch]
     rows = jnp.concatenate([batch["own_row"], batch["other_row"]])  # [2 · batch]
     owners = jnp.concatenate([batch["owner"], batch["other_owner"]])  # [2 · batch]: document of each passage
 
-    is_right = (rows == batch["own_row"][:, None]) | (rows == batch["right_rows"][..., None]).any(axis=1)
+    is_evidence = (rows == batch["right_rows"][..., None]).any(axis=1)  # [batch, 2 · batch]
+    is_correct = (rows == batch["own_row"][:, None]) | is_evidence  # [batch, 2 · batch]
     repeated = jnp.tril(rows[:, None] == rows, -1).any(axis=1)  # [2 · batch]
-    excluded = repeated | (~is_right & (owners == batch["owner"][:, None]))  # [batch, 2 · batch]
+    excluded = repeated | (~is_correct & (owners == batch["owner"][:, None]))  # [batch, 2 · batch]
     log_p = jax.nn.log_softmax(jnp.where(excluded, losses.NEG_INF, scores), axis=1)  # [batch, 2 · batch]
-    log_p_right = jax.nn.logsumexp(jnp.where(is_right & ~excluded, log_p, losses.NEG_INF), axis=1)  # [batch]
-    top1_is_right = jnp.take_along_axis(is_right, log_p.argmax(axis=1, keepdims=True), axis=1)  # [batch, 1]
-    return {"loss": batch_mean(-log_p_right), "accuracy": batch_mean(top1_is_right)}
+    log_p_correct = jax.nn.logsumexp(jnp.where(is_correct & ~excluded, log_p, losses.NEG_INF), axis=1)  # [batch]
+    top1_is_correct = jnp.take_along_axis(is_correct, log_p.argmax(axis=1, keepdims=True), axis=1)  # [batch, 1]
+    return {"loss": batch_mean(-log_p_correct), "accuracy": batch_mean(top1_is_correct)}
 
 
 # --- Examples ---------------------------------------------------------------------------------------------------------
@@ -124,9 +126,7 @@ def evidence_loss(context: StaticContext, params: Params, batch: Batch, key: Arr
 def evidence_examples(
     store: PassageStore, tokenizer: Tokenizer, lengths: Lengths, evidence: Evidence, rows: NDArray[np.int64]
 ) -> Examples:
-    """Make a sentence without a span that has evidence, its passage, and another that is evidence, drawn for each.
-
-    A sentence of which too little would be left is given whole.
+    """Return examples: a sentence without a random span that has evidence, its passage, and a random evidence passage.
 
     Args:
         store: the corpus.
@@ -162,7 +162,13 @@ def evidence_examples(
 
 
 def without_span(store: PassageStore, evidence: Evidence, span: int) -> NDArray:
-    """Return the tokens of a span's sentence without the span; the whole sentence if hardly any would be left."""
+    """Return the tokens of a span's sentence without the span, or all of them if too few would remain.
+
+    Args:
+        store: the corpus.
+        evidence: has the spans.
+        span: number of the span in it.
+    """
     spans = evidence.spans
     row = int(spans.rows[span])
     start, end = store.sentences(row)[spans.sentences[span]]
@@ -172,37 +178,37 @@ def without_span(store: PassageStore, evidence: Evidence, span: int) -> NDArray:
 
 
 def grouped_rows(task: Task, embed: EmbedCorpus, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """List rows in groups of GROUP, one group after another: as many as the task's steps take, or as there are.
+    """Return rows in groups of GROUP, one group after another: as many as all steps of the task need, if possible.
 
-    The groups are kept in a file of the task, so that a resumed run has the same.
+    A file of the task stores the groups, so that a resumed run has the same.
 
     Args:
         task: whose passages are grouped.
         embed: embeds the corpus, [rows, width].
-        rows: those that may be in a group.
+        rows: rows that may be in a group, int [n].
 
     Raises:
-        UserError: if there are no groups.
+        UserError: there are too few documents for a group.
     """
 
     def make_groups() -> list[list[int]]:
-        store, wanted = task.run.sources.passages, task.settings.steps * task.settings.batch_size // GROUP
+        store, required = task.run.sources.passages, task.settings.steps * task.settings.batch_size // GROUP
         allowed = np.isin(np.arange(len(store)), rows)
         documents = [store.document_id(row) for row in range(len(store))]
         rng = np.random.default_rng((task.run.config.seed, task.stream))
-        groups = groups_of_neighbours(embed(), documents, allowed, wanted, rng)
+        groups = group_neighbors(embed(), documents, allowed, required, rng)
         if not len(groups):
             raise UserError(
                 f"{store.folder}: {task.name} needs {GROUP} documents to learn from; leave it out of config.tasks"
             )
-        logger.info("%d groups of %d passages that are alike, of %d wanted", len(groups), GROUP, wanted)
+        logger.info("made %d of %d groups of %d similar passages", len(groups), required, GROUP)
         return groups.tolist()
 
     return np.array(load_or_create(task, GROUPS_FILE, "groups", make_groups), np.int64).reshape(-1)
 
 
-def groups_of_neighbours(
-    vectors: NDArray[np.floating], documents: Sequence[str], allowed: NDArray[np.bool_], most: int,
+def group_neighbors(
+    vectors: NDArray[np.floating], documents: Sequence[str], allowed: NDArray[np.bool_], max_groups: int,
     rng: np.random.Generator,
 ) -> NDArray[np.int64]:  # fmt: skip
     """Group rows with their nearest neighbors; no row is in two groups, and no document twice in one.
@@ -211,9 +217,9 @@ def groups_of_neighbours(
 
     Args:
         vectors: of all rows, [rows, width]; neighbors have large inner products.
-        documents: of each row.
-        allowed: rows that may be in a group, bool [rows].
-        most: groups at most.
+        documents: document of each row.
+        allowed: True for rows that may be in a group, bool [rows].
+        max_groups: number of groups at most.
         rng: draws the first row of each group.
 
     Returns:
@@ -223,11 +229,11 @@ def groups_of_neighbours(
     owners = number_names(documents)
     groups: list[NDArray[np.int64]] = []
     for start in range(0, len(seeds), SEEDS):
-        if len(groups) == most:
+        if len(groups) == max_groups:
             break
         seed_scores = vectors[seeds[start : start + SEEDS]] @ vectors.T  # [SEEDS, rows]
         for seed, scores in zip(seeds[start : start + SEEDS], seed_scores, strict=True):
-            if len(groups) == most:
+            if len(groups) == max_groups:
                 break
             if not free[seed]:
                 continue
@@ -243,6 +249,6 @@ def groups_of_neighbours(
 
 
 def number_names(names: Iterable[str]) -> NDArray[np.int64]:
-    """Number names in the order in which they first occur, equal names alike: int64 [names]."""
+    """Return a number for each name, equal ones for equal names, in order of first occurrence: int64 [names]."""
     numbers: dict[str, int] = {}
     return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)

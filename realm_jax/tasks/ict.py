@@ -1,6 +1,6 @@
-"""Inverse cloze task: which passage was this sentence taken from (Lee et al. 2019, section 4).
+"""Inverse cloze task: find the passage that a sentence was taken from (Lee et al. 2019, section 4).
 
-Against the passages of the batch (`ict.negatives=batch`), or against what the sentence itself retrieves ('index').
+Negatives are the passages of the batch (`ict.negatives=batch`), or those that the sentence itself retrieves ('index').
 """
 
 from functools import partial
@@ -41,11 +41,11 @@ from realm_jax.tasks.base import (
 )  # fmt: skip
 
 Array = jax.Array
-MASK_RATE = 0.9  # sentences taken out of their passage (Lee et al. 2019) if negatives are drawn at random: else none
+MASK_RATE = 0.9  # share of sentences removed from their passage (Lee et al. 2019), with negatives of the batch
 
 
 class Ict(Task):
-    """Both encoders learn, or against the index the query encoder alone, so that passages keep their vectors."""
+    """Train both encoders; with `ict.negatives=index` only the query encoder, so that passages keep their vectors."""
 
     name = "ict"
     stream = 2
@@ -65,7 +65,7 @@ class Ict(Task):
 
     @property
     def num_microbatches(self) -> int:
-        """Return 1 if it retrieves, because it then embeds short texts alone: there is little memory to save."""
+        """Return 1 if it retrieves, because it then embeds only short texts and there is little memory to save."""
         return 1 if self.retrieves else super().num_microbatches
 
     def examples(self, params: Params, embed: EmbedCorpus) -> Examples:
@@ -86,31 +86,46 @@ class Ict(Task):
 
 
 def ict_vectors(context: StaticContext, params: Params, batch: Batch, key: Array | None) -> tuple[Array, Array]:
-    """Return the vectors of sentences and of their passages, [batch, projection] both."""
+    """Return the vectors of sentences and of their passages, [batch, projection] both.
+
+    Args:
+        context: static arguments of the step.
+        params: all parameters.
+        batch: arrays of `ict_examples`, [batch, …].
+        key: of dropout; None for none.
+    """
     keys = dropout_keys(key, 3)
     queries = context.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
     return queries, context.model.embed_documents(params, batch_passages(batch), keys[1])
 
 
 def ict_null_vector(ict: IctConfig, context: StaticContext, params: Params, key: Array | None) -> Array | None:
-    """Return the null document's vector, [1, projection]; None if it takes no part."""
+    """Return the null document's vector, [1, projection]; None if it is no candidate.
+
+    Args:
+        ict: settings of the task.
+        context: static arguments of the step.
+        params: all parameters.
+        key: of dropout; None for none.
+    """
     return embed_null(context, params, dropout_keys(key, 3)[2]) if ict.null_weight else None
 
 
 def in_batch_softmax(vectors: tuple[Array, Array], null: Array | None, null_weight: float) -> Metrics:
     """Return the loss of a softmax of each sentence over all passages of the global batch.
 
-    With `null_weight` the null document is one more candidate, and the right one for a sentence whose own passage
-    is taken away: its score becomes the threshold under which a passage does not fit. Without that, REALM starts with
-    p(null) near 0, and a query none of whose candidates helps teaches the retriever which one harms least.
+    With `null_weight` the null document is one more candidate, and the correct one if the sentence's passage is
+    excluded. So its score becomes the threshold below which a passage does not fit. Without it REALM starts with
+    p(null) near 0, and a query without helpful candidates teaches the retriever which one harms least.
 
     Args:
         vectors: of sentences and of their passages, [batch, projection] both.
-        null: vector of the null document, [1, projection]; None if it takes no part.
-        null_weight: weight of picking the null document without the own passage.
+        null: vector of the null document, [1, projection]; None if it is no candidate.
+        null_weight: weight of choosing the null document when the sentence's passage is excluded.
 
     Returns:
-        loss, and accuracy: sentences whose own passage has the largest score.
+        loss: the loss that is minimized.
+        accuracy: sentences whose passage has the largest score.
     """
     queries, documents = vectors
     scores = queries @ documents.T  # [batch, batch]
@@ -123,7 +138,7 @@ def in_batch_softmax(vectors: tuple[Array, Array], null: Array | None, null_weig
 
 
 def _ict_loss_with_null(scores: Array, null: Array, weight: float) -> Array:
-    """Return −log p(own passage | all passages and null) − weight · log p(null | all other passages and null).
+    """Return −log p(passage | all passages and null) − weight · log p(null | all other passages and null).
 
     Args:
         scores: of sentences and passages, [batch, batch].
@@ -131,38 +146,41 @@ def _ict_loss_with_null(scores: Array, null: Array, weight: float) -> Array:
         weight: of the second term.
 
     Returns:
-        One loss a sentence, [batch].
+        The loss of each sentence, [batch].
     """
-    is_own = jnp.eye(scores.shape[0], dtype=bool)  # [batch, batch]
-    others = jnp.where(is_own, losses.NEG_INF, scores)
+    is_source = jnp.eye(scores.shape[0], dtype=bool)  # [batch, batch]
+    others = jnp.where(is_source, losses.NEG_INF, scores)  # [batch, batch]
     log_p = jax.nn.log_softmax(jnp.concatenate([scores, null], axis=1), axis=1)  # [batch, batch + 1]
-    log_p_without_own = jax.nn.log_softmax(jnp.concatenate([others, null], axis=1), axis=1)  # [batch, batch + 1]
-    return -(jnp.diagonal(log_p) + weight * log_p_without_own[:, -1])
+    log_p_of_others = jax.nn.log_softmax(jnp.concatenate([others, null], axis=1), axis=1)  # [batch, batch + 1]
+    return -(jnp.diagonal(log_p) + weight * log_p_of_others[:, -1])
 
 
 def retrieved_ict_loss(
     beam: int, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
 ) -> Metrics:
-    """Return −log p(own passage) among it and the `beam` best of the index: what the sentence itself retrieves are its
-    hardest negatives.
+    """Return −log p(passage) among the sentence's passage and the `beam` best of the index, its hardest negatives.
 
-    Passages keep their stored vectors and the query encoder alone learns, so a pretrained retriever is sharpened
-    without moving the space that its passages live in.
+    Only the query encoder learns, and passages keep their stored vectors. So a pretrained retriever improves without a
+    new index.
 
     Args:
-        beam: passages that are retrieved, or all.
-        context: what is compiled into the step.
+        beam: number of retrieved passages, at most all.
+        context: static arguments of the step.
         params: all parameters.
         batch: arrays of `ict_examples`, [batch, …].
         index: the corpus.
-        key: for dropout; None: none.
+        key: of dropout; None for none.
+
+    Returns:
+        loss: the loss that is minimized.
+        accuracy: sentences whose passage has the largest score.
     """
     queries = context.model.embed_queries(params, batch["query"], batch["query_length"], key)  # [batch, projection]
     depth = min(beam, context.rows)
     rows = search(context.mesh, queries, index.vectors, context.rows, depth).rows  # [batch, depth]
-    own = batch["own_row"][:, None]  # [batch, 1]
-    scores = stored_scores(queries, index, jnp.concatenate([own, rows], axis=1))  # [batch, 1 + depth]
-    others = jnp.where(rows == own, losses.NEG_INF, scores[:, 1:])  # [batch, depth]
+    source_rows = batch["own_row"][:, None]  # [batch, 1]
+    scores = stored_scores(queries, index, jnp.concatenate([source_rows, rows], axis=1))  # [batch, 1 + depth]
+    others = jnp.where(rows == source_rows, losses.NEG_INF, scores[:, 1:])  # [batch, depth]
     log_p = jax.nn.log_softmax(jnp.concatenate([scores[:, :1], others], axis=1), axis=1)[:, 0]  # [batch]
     return {"loss": batch_mean(-log_p), "accuracy": batch_mean(scores[:, 0] >= others.max(axis=1))}
 
@@ -171,14 +189,14 @@ def retrieved_ict_loss(
 
 
 def sentence_rows(store: PassageStore, training_rows: NDArray[np.bool_] | None = None) -> NDArray[np.int64]:
-    """List the rows of two or more sentences.
+    """Return the rows that have two or more sentences.
 
     Args:
         store: the corpus.
-        training_rows: rows that may be trained on, bool [rows]; None for all.
+        training_rows: True for rows that may be trained on, bool [rows]; None for all.
 
     Raises:
-        UserError: if there is none.
+        UserError: there is none.
     """
     has_several = store.counts("sentences") > 1  # [rows]
     rows = np.flatnonzero(has_several if training_rows is None else has_several & training_rows)
@@ -189,13 +207,13 @@ def sentence_rows(store: PassageStore, training_rows: NDArray[np.bool_] | None =
 def ict_examples(
     store: PassageStore, tokenizer: Tokenizer, lengths: Lengths, mask_rate: float, rows: NDArray[np.int64]
 ) -> Examples:
-    """Make a sentence and its passage, of which a share `mask_rate` is without the sentence.
+    """Return examples: a sentence and its passage.
 
     Args:
         store: the corpus.
         tokenizer: of the corpus.
         lengths: sizes of the arrays.
-        mask_rate: share of the passages out of which the sentence is taken.
+        mask_rate: share of the examples whose passage is without the sentence.
         rows: passages of two or more sentences each, in the order of the examples.
     """
 

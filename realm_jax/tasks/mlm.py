@@ -1,6 +1,6 @@
 """Warm-up of the reader: masked language modeling given a passage, so that it reads before anything is retrieved.
 
-Read `mlm_loss`, then what examples there are: `warmup_examples`.
+Read `mlm_loss`, then `warmup_examples`.
 """
 
 from collections.abc import Mapping
@@ -36,14 +36,14 @@ from realm_jax.tasks.packed import SAMPLED, PackingEstimator
 
 Array = jax.Array
 Numbers = TypeVar("Numbers", Array, NDArray)
-WHOLE_RATE = 0.5  # excerpts that hold all other sentences; the rest are mostly short
-NULL_RATE = 0.15  # examples that are a sentence of X with the empty document: plain masked words are learned too
-UNRELATED_RATE = 0.15  # examples with a passage drawn at random: most that is retrieved at first does not help
-KEPT_RATE = 0.1  # excerpts that hold the masked sentence too, as in the inverse cloze task
+ALL_SENTENCES_RATE = 0.5  # share of excerpts with all other sentences; the rest are mostly short
+NULL_RATE = 0.15  # share of examples with the null document, so that the reader also learns plain masked words
+UNRELATED_RATE = 0.15  # share of examples with a random passage, because most retrieved passages do not help at first
+SAME_SENTENCE_RATE = 0.1  # share of excerpts with the masked sentence too, as in the inverse cloze task
 
 
 class Mlm(Task):
-    """The reader alone learns."""
+    """Train the reader."""
 
     name = "mlm"
     stream = 1
@@ -51,22 +51,22 @@ class Mlm(Task):
 
     @property
     def num_microbatches(self) -> int:
-        """Return as few parts as have no more reader inputs each than a part of REALM's batch.
+        """Return the smallest number whose microbatches have no more reader inputs than those of REALM.
 
-        That has all candidates of its sentences. A step in small parts takes a quarter longer on two cores
+        REALM reads all candidates of its sentences. A step in small microbatches takes a quarter longer on two cores
         (`benchmarks/README.md`).
         """
-        config, most = self.run.config, super().num_microbatches
+        config, maximum = self.run.config, super().num_microbatches
         if "realm" not in task_names(config):
-            return most
+            return maximum
         realm = config.realm
-        largest = realm.batch_size * realm.candidates // most  # reader inputs of a part
-        divisors = (parts for parts in range(1, most) if most % parts == 0)
-        return next((parts for parts in divisors if self.settings.batch_size // parts <= largest), most)
+        max_inputs = realm.batch_size * realm.candidates // maximum  # reader inputs of a microbatch of REALM
+        divisors = (parts for parts in range(1, maximum) if maximum % parts == 0)
+        return next((parts for parts in divisors if self.settings.batch_size // parts <= max_inputs), maximum)
 
     @cached_property
     def fixed_examples(self) -> Examples:
-        """Its examples, which depend on no parameters."""
+        """Return its examples, which depend on no parameters."""
         run, sources = self.run, self.run.sources
         training_rows = run.training_rows(sources.passages), run.training_rows(sources.pretraining)
         return warmup_examples(
@@ -95,13 +95,15 @@ def mlm_loss(context: StaticContext, params: Params, batch: Batch, key: Array | 
     """Return the cross-entropy of masked words given the passage that comes with the batch.
 
     Args:
-        context: what is compiled into the step.
+        context: static arguments of the step.
         params: all parameters.
         batch: arrays of `warmup_examples`, [batch, …].
-        key: for dropout; None: none.
+        key: of dropout; None for none.
 
     Returns:
-        loss and accuracy, means over the masked tokens, and `unplaced`, the share of tokens that packing dropped.
+        loss: mean over the masked tokens.
+        accuracy: mean over the masked tokens.
+        unplaced: share of tokens that packing dropped.
     """
     slots = context.packing_for(len(batch["query"])).reader_inputs
     read = read_targets(context, params, batch, batch_candidates(batch), key, slots)
@@ -116,8 +118,7 @@ def mlm_loss(context: StaticContext, params: Params, batch: Batch, key: Array | 
 
 
 def joint_lengths(arrays: Mapping[str, Numbers]) -> Numbers:
-    """Return the tokens of texts with the passages that come with them, as `reader_inputs` joins them: int32 [batch] of
-    a batch, [] of one example."""
+    """Return the tokens of texts with their passages, as `reader_inputs` joins them: [batch], or [] for one example."""
     passage = arrays["document_length"] - arrays["document_title_length"] - DOCUMENT_SPECIALS
     return arrays["query_length"] + passage
 
@@ -134,26 +135,27 @@ def warmup_examples(
     unrelated_rate: float = UNRELATED_RATE,
     training_rows: tuple[NDArray[np.bool_] | None, NDArray[np.bool_] | None] = (None, None),
 ) -> Examples:
-    """Make the reader's warm-up: masked salient spans of three kinds, from pairs that any text provides.
+    """Return the examples of the warm-up: masked salient spans of three kinds, which any text provides.
 
     * A sentence of a passage with an excerpt of that passage in which the span occurs again. The excerpt is a random
-      choice of the other sentences, in order: short ones teach copying quickly, long ones teach what to copy.
-    * A share `unrelated_rate`: such a sentence with a passage drawn at random, so that the reader does not believe
-      every passage: what retrieval offers at first is mostly wrong.
-    * A share `null_rate`: a sentence of the pre-training text with the empty document (plain masked words). With
-      unrelated passages these would teach that the pre-training text's style means that no passage helps.
+      choice of the other sentences, in order: short ones teach to copy, long ones teach what to copy.
+    * A share `unrelated_rate`: such a sentence with an excerpt of a random passage, so that the reader does not trust
+      every passage, because most retrieved passages are wrong at first.
+    * A share `null_rate`: a sentence of the pre-training text with the null document (plain masked words). With an
+      unrelated passage it would teach that no passage helps a text of the pre-training text's style.
 
     Args:
         passages: the corpus.
         pretraining: the pre-training text.
         tokenizer: of both.
         lengths: sizes of the arrays.
-        null_rate: share of examples with the empty document.
-        unrelated_rate: share of examples with a passage drawn at random.
-        training_rows: rows of passages and of pre-training text that may be trained on, bool [rows] each; None for all.
+        null_rate: share of examples with the null document.
+        unrelated_rate: share of examples with a random passage.
+        training_rows: for passages and for pre-training text, True for rows that may be trained on, bool [rows]; None
+            for all.
 
     Raises:
-        UserError: if one of the two has no such sentence.
+        UserError: one of the two has no such sentence.
     """
     spans = recurring_spans(passages, lengths.query - 2)  # [n, 4]
     spans = spans if training_rows[0] is None else spans[training_rows[0][spans[:, 0]]]
@@ -185,15 +187,15 @@ def _excerpt_example(
     lengths: Lengths,
     tokenizer: Tokenizer,
 ) -> Example:
-    """Make a sentence with its recurring span masked, with some of its passage's other sentences, one with the span.
+    """Return a sentence with its recurring span masked, and some of its passage's other sentences, one with the span.
 
-    A share KEPT_RATE of the excerpts holds the sentence itself too, so that whole passages occur.
+    A share SAME_SENTENCE_RATE of the excerpts has the sentence itself too, so that complete passages occur.
 
     Args:
         store: the corpus.
         recurring: row, sentence, span and the other sentence that has it, as `recurring_spans` lists them, [4].
-        unrelated: True for an excerpt of a passage drawn at random, made in the same way, so that length tells nothing.
-        rng: what all choices are drawn from.
+        unrelated: True for an excerpt of a random passage, made in the same way, so that its length reveals nothing.
+        rng: draws all choices.
         lengths: sizes of the arrays.
         tokenizer: of the corpus.
     """
@@ -205,8 +207,9 @@ def _excerpt_example(
         row = (row + 1 + int(rng.integers(max(1, len(store) - 1)))) % len(store)
         number, other = (int(rng.integers(len(store.sentences(row)))) for _ in range(2))
     sentences, body = store.sentences(row), store.body_tokens(row)
-    is_shown = rng.random(len(sentences)) < (1.0 if rng.random() < WHOLE_RATE else rng.random() ** 2)  # [sentences]
-    is_shown[number] = rng.random() < KEPT_RATE
+    draws = rng.random(len(sentences))  # [sentences]
+    is_shown = draws < (1.0 if rng.random() < ALL_SENTENCES_RATE else rng.random() ** 2)  # [sentences]
+    is_shown[number] = rng.random() < SAME_SENTENCE_RATE
     is_shown[other] = True
     excerpt = np.concatenate([body[first:last] for first, last in sentences[is_shown]])
     return arrays | document_arrays(store.title_tokens(row), excerpt, lengths.document, tokenizer)

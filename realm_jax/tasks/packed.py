@@ -1,9 +1,9 @@
-"""How many token slots a step packs its sequences into, by the lengths of its data.
+"""Estimate the token slots into which a step packs its sequences, from the lengths of its data.
 
-Passages end before their row does, and most sentences and questions are short, so a fifth to a quarter of padded reader
-inputs is padding, and half of those of the warm-up. What will be retrieved is not known, so passages are drawn at
-random: those that are retrieved are a little longer (`LONGER`). Sequences are drawn, and shared out among the parts of
-a batch, as a step does it (`models/packing.py`).
+Most passages, sentences and questions are shorter than their rows, so a fifth to a quarter of padded reader inputs is
+padding, and half of those of the warm-up. We do not know which passages will be retrieved, so we draw random ones;
+retrieved ones are a little longer (`LONGER`). We draw sequences and divide them into parts of a batch as a step does
+(`models/packing.py`).
 """
 
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ from realm_jax.models.prompts import longest_passage, passage_lengths
 from realm_jax.run import Run
 
 RARE = 10_000  # one part in so many needs more slots than there are, if candidates are as long as others
-SLACK = 0.05  # at least this share more slots than texts need on average, of which a sample is counted
-LONGER = 0.2  # the same for passages, in standard deviations of their lengths: those that are retrieved are longer
-WORTH = 0.92  # with more slots than this share of the padded ones sequences stay padded
+SLACK = 0.05  # at least this share more slots than sampled texts need on average
+LONGER = 0.2  # the same for passages, in standard deviations of their lengths, because retrieved ones are longer
+WORTH = 0.92  # with more slots than this share of the padded ones, sequences stay padded
 MAX_DRAWN = 4_000_000  # lengths that are drawn
-SAMPLED = 2048  # texts whose lengths are looked at
+SAMPLED = 2048  # texts whose lengths are counted
 ABSENT = np.zeros(1, np.int64)  # lengths of texts, or of passages, if there are none
 
 
@@ -31,8 +31,8 @@ class TextLengths(NamedTuple):
     """Lengths of some texts of a task, special tokens counted.
 
     Attributes:
-        queries: of what is searched with, int64 [texts].
-        texts: of what the reader reads, int64 [texts].
+        queries: tokens of the queries that search, int64 [texts].
+        texts: tokens of the texts that the reader reads, int64 [texts].
     """
 
     queries: NDArray[np.int64]
@@ -44,8 +44,8 @@ class PackingEstimator:
     """Counts the token slots of a device's share of a microbatch.
 
     Attributes:
-        run: its data, networks and devices.
-        microbatch_size: examples whose gradients are computed at once.
+        run: provides data, networks and devices.
+        microbatch_size: examples of a microbatch, on all devices.
     """
 
     run: Run
@@ -53,7 +53,7 @@ class PackingEstimator:
 
     @property
     def examples(self) -> int:
-        """Examples of a device."""
+        """Return the examples of a device."""
         return self.microbatch_size // batch_parts(self.run.mesh)
 
     def queries(self, lengths: TextLengths) -> int:
@@ -67,31 +67,48 @@ class PackingEstimator:
         return self._slots(lengths.texts + 1, ABSENT, 1, self.run.lengths.query + 1)
 
     def reader_inputs(self, lengths: TextLengths, passages: int, titles: bool) -> int:
-        """Count the slots of the reader's texts with `passages` passages each, and their titles if `titles`."""
+        """Count the slots of the reader's texts with retrieved passages.
+
+        Args:
+            lengths: of the texts.
+            passages: number of passages per text.
+            titles: True if passages are read with their titles.
+        """
         sizes = self.run.lengths
         body, title = clipped_lengths(self.run.sources.passages, sizes.document)  # [rows] both
         added, longest = (title + 2, sizes.document - 1) if titles else (1, sizes.document - 2)
         return self._slots(lengths.texts, body + added, passages, sizes.query + longest)
 
     def joined(self, lengths: NDArray[np.int64], longest: int) -> int:
-        """Count the slots of texts that come with a passage each, by a sample of their lengths and the longest."""
+        """Count the slots of texts that come with one passage each.
+
+        Args:
+            lengths: a sample of the tokens of texts with their passages, [n].
+            longest: tokens of a padded sequence.
+        """
         return self._slots(lengths, ABSENT, 1, longest)
 
     def documents(self, passages: int) -> int:
-        """Count the slots of the passages that are embedded, so many for each text."""
+        """Count the slots of the embedded passages, of which there are `passages` per text."""
         template = self.run.model.passage_template
         body, title = clipped_lengths(self.run.sources.passages, self.run.lengths.document)  # [rows] both
         longest = longest_passage(self.run.lengths.document, template)
         return self._slots(ABSENT, passage_lengths(body, title, template), passages, longest)
 
     def _slots(self, queries: NDArray[np.int64], passages: NDArray[np.int64], candidates: int, longest: int) -> int:
+        """Return `slots_needed` for a device's examples with `candidates` passages each."""
         mesh = self.run.mesh
         shape = batch_parts(mesh) // mesh.shape["slices"], self.examples, candidates
         return slots_needed(queries, passages, shape, longest, self.run.model.bert.compute.alignment)
 
 
 def clipped_lengths(store: PassageStore, document_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the tokens of bodies and of titles, as many as a document row has room for: int64 [rows] both."""
+    """Return the number of tokens of bodies and of titles, truncated to a document row: int64 [rows] both.
+
+    Args:
+        store: the corpus.
+        document_length: tokens of a document row, with three special ones.
+    """
     titles = store.column("title_lengths").astype(np.int64)
     bodies = store.counts("tokens") - titles
     titles = np.minimum(titles, document_length - 3)
@@ -102,17 +119,17 @@ def slots_needed(
     queries: NDArray[np.int64], passages: NDArray[np.int64], shape: tuple[int, int, int], longest: int,
     alignment: int = 1,
 ) -> int:  # fmt: skip
-    """Estimate the token slots of which a part of a batch almost never needs more.
+    """Estimate how many token slots almost always suffice for a part of a batch.
 
     Args:
         queries: lengths of texts to draw from, [n].
         passages: lengths of passages to draw from, [n].
-        shape: parts of a batch, examples of a part, passages of an example.
+        shape: parts per batch, examples per part, passages per example.
         longest: tokens of a padded sequence.
         alignment: slots of a sequence are a multiple of it.
 
     Returns:
-        Slots of a part; 0 if padding takes little more.
+        Slots of a part; 0 if padded sequences take only a little more.
     """
     parts, examples, candidates = shape
     sequences = examples * candidates
@@ -120,7 +137,8 @@ def slots_needed(
     rng = np.random.default_rng(0)
     drawn_queries = rng.choice(queries, (draws, parts * examples, 1))
     drawn_passages = rng.choice(passages, (draws, parts * examples, candidates))
-    used = slots_used((drawn_queries + drawn_passages).reshape(draws, -1), parts, longest, alignment)
+    lengths = (drawn_queries + drawn_passages).reshape(draws, -1)  # [draws, parts · sequences]
+    used = slots_used(lengths, parts, longest, alignment)  # [draws, parts]
     slack = max(SLACK * queries.mean(), LONGER * passages.std())
     needed = max(np.quantile(used, 1 - 1 / RARE), used.mean() + slack * sequences, longest)
     slots = -int(-needed // alignment) * alignment
@@ -128,11 +146,11 @@ def slots_needed(
 
 
 def slots_used(lengths: NDArray[np.int64], parts: int, longest: int, alignment: int = 1) -> NDArray[np.int64]:
-    """Count the slots that the parts of batches use, with the sequences of each batch in balanced order.
+    """Count the slots that the parts of batches use, if sequences are divided in balanced order.
 
     Args:
-        lengths: [batches, sequences].
-        parts: of a batch.
+        lengths: tokens of sequences, [batches, sequences].
+        parts: number of parts per batch.
         longest: tokens of a padded sequence.
         alignment: slots of a sequence are a multiple of it.
 

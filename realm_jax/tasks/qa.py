@@ -1,8 +1,8 @@
 """Fine-tuning: questions with answers, read in the passages that the retriever finds for them.
 
-Three objectives (`qa.objective`): 'marginal', the paper's −log Σ_z p(z|x) p(y|z,x); 'orqa', L_ret + L_read of the
-released code; 'positive', L_ret, and L_read of one passage a question that holds its answer. Read `qa_loss`; which
-answers and passages questions are trained with is in `qa_examples.py`.
+There are three objectives (`qa.objective`): 'marginal', the paper's −log Σ_z p(z|x) p(y|z,x); 'orqa', L_ret + L_read of
+the released code; 'positive', L_ret, and L_read of one passage per question that has its answer. Read `qa_loss`, then
+`qa_examples.py` for the answers and passages of training questions.
 """
 
 import jax
@@ -35,11 +35,11 @@ from realm_jax.tasks.packed import SAMPLED, PackingEstimator, TextLengths
 from realm_jax.tasks.qa_examples import fine_tuning_examples
 
 Array = jax.Array
-BEAM_PART = 64  # passages of a beam that are searched for answers at a time
+BEAM_PART = 64  # passages of a beam whose texts are in memory at a time
 
 
 class Qa(Task):
-    """The reader learns, with a search of vectors the query encoder too, and with `qa.refresh_every` both encoders."""
+    """Train the reader; with vector search the query encoder too, and with `qa.refresh_every` both encoders."""
 
     name = "qa"
     stream = 4
@@ -58,7 +58,7 @@ class Qa(Task):
 
     @property
     def is_positive(self) -> bool:
-        """True if the reader is given one passage a question, which comes with the batch."""
+        """Return True if the reader reads one passage per question, which comes with the batch."""
         return self.settings.objective == "positive"
 
     def examples(self, params: Params, embed: EmbedCorpus) -> Examples:
@@ -78,8 +78,10 @@ class Qa(Task):
         return qa_loss(self.settings, self.context, params, batch, index, key)
 
     def packing(self) -> PackingSpec | None:
-        """Count token slots by the lengths of a sample of questions. With one passage a question, batches are of
-        questions of like length, and stay padded."""
+        """Return the token slots for a sample of questions.
+
+        With one passage per question the questions of a batch have similar lengths, so they stay padded.
+        """
         run, qa, questions = self.run, self.settings, self.run.sources.answered("train")
         if self.is_positive or not questions:
             return None
@@ -107,16 +109,16 @@ def qa_loss(
 
     Args:
         qa: settings of fine-tuning.
-        context: what is compiled into the step.
+        context: static arguments of the step.
         params: all parameters.
         batch: arrays of `question_examples`, [batch, …].
         index: the corpus.
-        key: for dropout; None: none.
+        key: of dropout; None for none.
 
     Returns:
-        loss: what is minimized.
-        accuracy: questions whose likeliest span is an answer.
-        answer_in_passages: questions for which a passage that is read has an answer.
+        loss: the loss that is minimized.
+        accuracy: questions whose most probable span is an answer.
+        answer_in_passages: questions with an answer in a passage that is read.
         log_likelihood: log p(y|x) of these questions.
         unplaced: share of tokens that packing dropped.
     """
@@ -140,7 +142,12 @@ def qa_loss(
 
 
 def top1_is_correct(scores: Array, correct: Array) -> Array:
-    """Return True if the span with the largest score of an example is correct: both [batch, …] → bool [batch]."""
+    """Return True for examples whose span of largest score is correct, bool [batch].
+
+    Args:
+        scores: of spans, [batch, …].
+        correct: True for correct spans, bool [batch, …].
+    """
     flat = scores.reshape(len(scores), -1)
     return jnp.take_along_axis(correct.reshape(flat.shape), flat.argmax(axis=1)[:, None], axis=1)[:, 0]
 
@@ -148,22 +155,25 @@ def top1_is_correct(scores: Array, correct: Array) -> Array:
 def positive_qa_loss(
     qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None
 ) -> Metrics:
-    """Return the loss of one positive passage a question, which comes with the batch.
+    """Return the loss of one positive passage per question, which comes with the batch.
 
     The reader's term is −log p(correct span) among the spans of that passage; the retriever's is ORQA's L_ret over a
     beam of the index, whose passages are not read.
 
     Args:
         qa: settings of fine-tuning.
-        context: what is compiled into the step.
+        context: static arguments of the step.
         params: all parameters.
         batch: arrays of `positive_examples`, [batch, …].
         index: the corpus.
-        key: for dropout; None: none.
+        key: of dropout; None for none.
 
     Returns:
-        loss, accuracy (questions whose likeliest span is an answer), the two terms, and answer_in_beam (questions for
-        which a passage of the beam has an answer).
+        loss: the loss that is minimized, the sum of the next two.
+        reader_loss: the reader's term.
+        retriever_loss: the retriever's term, if it is trained.
+        accuracy: questions whose most probable span is an answer.
+        answer_in_beam: questions with an answer in a passage of the beam, if the retriever is trained.
     """
     keys = dropout_keys(key, 2)
     joint, answers = batch_reader_input(batch), (batch["answers"], batch["answer_lengths"])
@@ -181,7 +191,7 @@ def positive_qa_loss(
 
 
 def batch_reader_input(batch: Batch) -> ReaderInput:
-    """Return the reader input that came with the batch, one passage a question: arrays [batch, 1, …]."""
+    """Return the reader input of the batch, one passage per question: arrays [batch, 1, …]."""
     ids, lengths = batch["joint"].astype(jnp.int32)[:, None], batch["joint_length"][:, None]
     mask = token_mask(lengths, ids.shape[-1])
     _, query_lengths = reader_query(batch)
@@ -192,20 +202,20 @@ def batch_reader_input(batch: Batch) -> ReaderInput:
 def beam_has_answer(context: StaticContext, batch: Batch, index: Index, rows: Array) -> Array:
     """Return True for passages of a beam that have an answer of their question as a span.
 
-    The texts of BEAM_PART passages a question are in memory at a time, however long the beam is.
+    The texts of BEAM_PART passages per question are in memory at a time, so memory does not depend on the beam.
 
     Args:
-        context: what is compiled into the step.
-        batch: `answers` [batch, answers, width] and `answer_lengths` [batch, answers] are read.
+        context: static arguments of the step.
+        batch: has `answers` [batch, answers, width] and `answer_lengths` [batch, answers].
         index: the corpus.
-        rows: of the passages, [batch, beam].
+        rows: rows of the passages, [batch, beam].
 
     Returns:
         bool [batch, beam].
     """
     count, beam = rows.shape
     parts = -(-beam // BEAM_PART)
-    padded = jnp.pad(rows, ((0, 0), (0, parts * BEAM_PART - beam)))
+    padded = jnp.pad(rows, ((0, 0), (0, parts * BEAM_PART - beam)))  # [batch, parts · BEAM_PART]
     split = padded.reshape(count, parts, BEAM_PART).swapaxes(0, 1)  # [parts, batch, BEAM_PART]
     answers = (batch["answers"], batch["answer_lengths"], context.model.reader.span_width)
     has_answer = jax.lax.map(lambda part: has_answer_span(gather_passages(index, part), *answers), split)

@@ -1,14 +1,14 @@
-"""The questions of fine-tuning: with answers as strings, and each with a positive passage if `qa.objective=positive`.
+"""The questions of fine-tuning, with answers as strings, and with a positive passage each if `qa.objective=positive`.
 
-Answers that are regular expressions (CuratedTREC): a span has to be compared with tokens on the devices, which no
-regular expression can be. So before fine-tuning each such question searches with the parameters that fine-tuning starts
-from, and what its patterns match in the retrieved passages becomes its answers.
+Answers may be regular expressions (CuratedTREC), but a step compares spans with tokens. So before fine-tuning we
+retrieve passages for each such question, with the parameters that fine-tuning starts from, and the strings that its
+patterns match in them become its answers.
 
-A positive passage holds an answer as a span. It is one of the gold document if that is known, else the first that is
-retrieved.
+A positive passage has an answer as a span. It belongs to the gold document if that is known; otherwise it is the first
+retrieved one.
 
-Both depend on the parameters at the start and on the devices' rounding, so we keep them in TASK/answers.json and
-TASK/positives.json: a run that is resumed trains on the same ones. Read `fine_tuning_examples`.
+Both depend on the parameters at the start and on the devices' rounding, so we store them in TASK/answers.json and
+TASK/positives.json, and a resumed run trains on the same ones. Read `fine_tuning_examples`.
 """
 
 import dataclasses
@@ -43,12 +43,21 @@ from realm_jax.tasks.base import EmbedCorpus, Task, load_or_create
 logger = logging.getLogger(__name__)
 
 ANSWERS, POSITIVES = "answers.json", "positives.json"
-DEPTH = 20  # retrieved passages among which a positive one is looked for
-NO_ROW = -1  # in place of a row: no passage is known to hold an answer
+DEPTH = 20  # retrieved passages that are searched for a positive one
+NO_ROW = -1  # instead of a row: no passage is known that has an answer
 
 
 def fine_tuning_examples(task: Task, params: Params, embed: EmbedCorpus) -> Examples:
-    """Make the examples of fine-tuning from `params`; see `Task.examples`."""
+    """Return the examples of fine-tuning.
+
+    Args:
+        task: the task that trains on the questions.
+        params: parameters that it starts from.
+        embed: embeds the corpus by these, [rows, width].
+
+    Raises:
+        UserError: no question can be learned from.
+    """
     run = task.run
     qa, questions = run.config.qa, training_questions(task, params, embed)
     if qa.objective == "positive":
@@ -57,13 +66,19 @@ def fine_tuning_examples(task: Task, params: Params, embed: EmbedCorpus) -> Exam
 
 
 def retrieved_examples(run: Run, questions: Sequence[Question], depth: int) -> Examples:
-    """Make questions with their answers, for a step that retrieves `depth` passages."""
+    """Return the examples of a step that retrieves passages itself: questions with their answers.
+
+    Args:
+        run: the run.
+        questions: with answers as strings.
+        depth: passages of BM25's list, if it is used.
+    """
     examples = question_examples(questions, run.sources.tokenizer, run.lengths)
     return with_search(run, examples, questions, depth, run.config.qa.search != "vectors")
 
 
 def question_examples(questions: Sequence[Question], tokenizer: Tokenizer, lengths: Lengths) -> Examples:
-    """Make questions with their answers as tokens; an answer of more than `span_width` tokens cannot be a span.
+    """Return examples: questions with their answers as tokens, without answers of more than `span_width` tokens.
 
     Args:
         questions: with answers.
@@ -71,7 +86,7 @@ def question_examples(questions: Sequence[Question], tokenizer: Tokenizer, lengt
         lengths: sizes of the arrays.
 
     Raises:
-        UserError: if there are no questions, or answers are regular expressions.
+        UserError: there are no questions, or answers are regular expressions.
     """
     if not questions:
         raise UserError("no training questions in the prepared folder; give `realm prepare --questions train=FILE`")
@@ -90,9 +105,9 @@ def with_search(run: Run, examples: Examples, questions: Sequence[Question], dep
     Args:
         run: whose passages are searched.
         examples: one for each question.
-        questions: what is searched for.
+        questions: the queries.
         depth: passages of the list.
-        uses_bm25: False to leave the examples as they are.
+        uses_bm25: False to return the examples unchanged.
     """
     if not uses_bm25:
         return examples
@@ -119,11 +134,11 @@ def retrieved_at_start(
     """Retrieve passages of questions by the search of fine-tuning, with the parameters that it starts from.
 
     Args:
-        task: which trains on the questions.
-        params: what it starts from.
+        task: the task that trains on the questions.
+        params: parameters that it starts from.
         embed: embeds the corpus by these, [rows, width].
-        questions: what is searched for.
-        depth: passages of a question, or all.
+        questions: the queries.
+        depth: passages per question, at most all.
 
     Returns:
         Rows of the best passages, int64 [questions, depth].
@@ -139,15 +154,15 @@ def retrieved_at_start(
 def training_questions(task: Task, params: Params, embed: EmbedCorpus) -> list[Question]:
     """Return the training questions that have answers, as strings.
 
-    A question none of whose patterns matches keeps no answer, and teaches nothing.
+    If none of a question's patterns matches, it has no answer and nothing is learned from it.
 
     Args:
-        task: which trains on the questions.
-        params: what it starts from.
+        task: the task that trains on the questions.
+        params: parameters that it starts from.
         embed: embeds the corpus by these, [rows, width].
 
     Raises:
-        UserError: if no pattern matches, or the answers that the run began with are of other questions.
+        UserError: no pattern matches, or the stored answers are of other questions.
     """
     run = task.run
     questions = run.sources.answered("train")
@@ -173,7 +188,7 @@ def training_questions(task: Task, params: Params, embed: EmbedCorpus) -> list[Q
 
 
 def _regex_answers(task: Task, params: Params, embed: EmbedCorpus, questions: Sequence[Question]) -> list[list[str]]:
-    """Find the strings that the patterns of each question match in the passages that are retrieved for it."""
+    """Return the strings that the patterns of each question match in the passages that are retrieved for it."""
     run = task.run
     store, depth = run.sources.passages, min(run.config.qa.beam, run.context.rows)
     retrieved = retrieved_at_start(task, params, embed, questions, depth)  # [questions, depth]
@@ -192,8 +207,8 @@ def _regex_answers(task: Task, params: Params, embed: EmbedCorpus, questions: Se
     )
     if without == len(questions):
         raise UserError(
-            f"no pattern of {without} training questions matches in the {depth} passages that are found for it; train "
-            "the retriever first, or set config.qa.beam higher"
+            f"no pattern of {without} training questions matches in the {depth} passages that are retrieved for it; "
+            "train the retriever first, or set config.qa.beam higher"
         )
     return answers
 
@@ -201,15 +216,15 @@ def _regex_answers(task: Task, params: Params, embed: EmbedCorpus, questions: Se
 def matching_strings(
     expressions: Iterable[str], texts: Iterable[str], tokenizer: Tokenizer, span_width: int
 ) -> list[str]:
-    """List the strings that patterns match in texts and that can be spans, the most frequent first, then the first.
+    """Return the strings that patterns match in texts and that can be spans, the most frequent first.
 
-    Two strings of the same tokens are one.
+    Strings of the same tokens count as one, and ties go to the earlier one.
 
     Args:
         expressions: the patterns.
-        texts: where they are looked for.
+        texts: texts to search.
         tokenizer: the run's.
-        span_width: tokens of a span at most.
+        span_width: maximum tokens of a span.
     """
     counts: Counter[tuple[int, ...]] = Counter()
     strings: dict[tuple[int, ...], str] = {}  # token ids → how they are spelled
@@ -228,16 +243,16 @@ def matching_strings(
 
 
 def examples_with_positives(task: Task, params: Params, embed: EmbedCorpus, questions: Sequence[Question]) -> Examples:
-    """Make the examples of `qa.objective=positive`: the questions for which a passage is known that holds an answer.
+    """Return the examples of `qa.objective=positive`: the questions that have a positive passage.
 
     Args:
-        task: which trains on the questions.
-        params: what it starts from.
+        task: the task that trains on the questions.
+        params: parameters that it starts from.
         embed: embeds the corpus by these, [rows, width].
         questions: with answers as strings.
 
     Raises:
-        UserError: if there is no such question, or the passages that the run began with are of other questions.
+        UserError: there is no such question, or the stored passages are of other questions.
     """
     run = task.run
     rows = load_or_create(
@@ -245,11 +260,11 @@ def examples_with_positives(task: Task, params: Params, embed: EmbedCorpus, ques
     )
     known = [number for number, row in enumerate(rows) if row != NO_ROW]  # of the questions
     counts = len(known), len(questions)
-    logger.info("%s: %d of %d training questions have a passage that holds an answer", task.name, *counts)
+    logger.info("%s: %d of %d training questions have a passage with an answer", task.name, *counts)
     if not known:
         raise UserError(
-            f"no passage that holds an answer is known for any of {len(questions)} training questions: neither their "
-            f"gold passages nor the first {DEPTH} that are retrieved have one; check questions and passages"
+            f"no passage with an answer is known for any of {len(questions)} training questions: neither their gold "
+            f"passages nor the first {DEPTH} that are retrieved have one; check questions and passages"
         )
     questions, positives = [questions[number] for number in known], [rows[number] for number in known]
     sources, qa = run.sources, run.config.qa
@@ -261,8 +276,8 @@ def find_positives(task: Task, params: Params, embed: EmbedCorpus, questions: Se
     """Return the positive passage of each question: one of its gold document, else the first retrieved with an answer.
 
     Args:
-        task: which trains on the questions.
-        params: what it starts from.
+        task: the task that trains on the questions.
+        params: parameters that it starts from.
         embed: embeds the corpus by these, [rows, width].
         questions: with answers as strings.
 
@@ -281,15 +296,15 @@ def find_positives(task: Task, params: Params, embed: EmbedCorpus, questions: Se
 
 
 def gold_row(store: PassageStore, question: Question, tokenizer: Tokenizer, lengths: Lengths) -> int:
-    """Return the row of a question's gold documents that holds an answer.
+    """Return the row of a question's gold documents that has an answer.
 
-    Of several the one with the most tokens of the question, then the first.
+    Of several rows it is the one with the most tokens of the question; ties go to the first.
 
     Args:
         store: the corpus.
         question: with answers as strings.
         tokenizer: of the corpus.
-        lengths: how much of a passage is read.
+        lengths: tokens of a passage that are read.
 
     Returns:
         The row; NO_ROW if none has an answer, or there is no gold document.
@@ -307,13 +322,27 @@ def gold_row(store: PassageStore, question: Question, tokenizer: Tokenizer, leng
 def first_row_with_answer(
     store: PassageStore, question: Question, rows: Sequence[int], tokenizer: Tokenizer, lengths: Lengths
 ) -> int:
-    """Return the first of `rows` that holds an answer of a question; NO_ROW if none does."""
+    """Return the first row that has an answer of a question; NO_ROW if none has.
+
+    Args:
+        store: the corpus.
+        question: with answers as strings.
+        rows: rows in order; negative ones are skipped.
+        tokenizer: of the corpus.
+        lengths: tokens of a passage that are read.
+    """
     answers = answer_ids(question, tokenizer, lengths)
     return next((row for row in rows if row >= 0 and row_has_answer(store, row, answers, lengths)), NO_ROW)
 
 
 def answer_ids(question: Question, tokenizer: Tokenizer, lengths: Lengths) -> list[NDArray]:
-    """Return the tokens of the answers that can be spans, as the reader is trained with them."""
+    """Return the tokens of each answer that can be a span, as the reader is trained with them.
+
+    Args:
+        question: with answers as strings.
+        tokenizer: the run's.
+        lengths: sizes of the arrays.
+    """
     arrays = question_arrays([], question.answers, tokenizer, lengths)
     return [
         token_ids[:size].astype(tokenizer.dtype)
@@ -330,14 +359,14 @@ def positive_examples(
     lengths: Lengths,
     titles: bool,
 ) -> Examples:
-    """Make questions with their answers, each joined with its passage, and batched by the length of that.
+    """Return examples: questions with their answers, each joined with its passage, and batched by the joint length.
 
-    Arrays are those of `question_arrays`, and `joint` [query + document − 1 or 2], its tokens `joint_length`, and
-    `body_start`; the layout is that of `models/inputs.py: reader_inputs`.
+    The arrays are those of `question_arrays`, and `joint` [query + document − 1 or 2], its number of tokens
+    `joint_length`, and `body_start`; the layout is that of `models/inputs.py: reader_inputs`.
 
     Args:
         questions: with answers as strings.
-        rows: the passage of each.
+        rows: row of the passage of each question.
         store: the corpus.
         tokenizer: of the corpus.
         lengths: sizes of the arrays.

@@ -1,6 +1,6 @@
 """REALM: masked sentences whose passages are retrieved, −log Σ_z p(z|x) p(y|z,x) (Guu et al. 2020, section 3.3).
 
-Read `realm_loss`, then what it is given: `realm_jax/forward.py`.
+Read `realm_loss`, then `read_masked` of `realm_jax/forward.py`.
 """
 
 import logging
@@ -63,7 +63,7 @@ Array = jax.Array
 
 
 class RealmTask(Task):
-    """Retriever and reader learn together, while the index follows the passage encoder."""
+    """Train retriever and reader together, while the index follows the passage encoder."""
 
     name = "realm"
     stream = 3
@@ -101,8 +101,10 @@ class RealmTask(Task):
         return realm_loss(self.settings, self.context, params, batch, index, key, self.frozen_passages)
 
     def packing(self) -> PackingSpec:
-        """Count token slots by the lengths of a sample of sentences with a salient span, if there are any: those that
-        other kinds of masking take are as long or shorter."""
+        """Return the token slots for a sample of sentences.
+
+        They have a salient span, if there are any: sentences of other kinds of masking are as long or shorter.
+        """
         run, realm, sources = self.run, self.settings, self.run.sources
         masking = "salient" if len(salient_rows(sources.pretraining, run.lengths.query - 2)) else "uniform"
         examples = MaskedSentences(
@@ -132,15 +134,15 @@ def realm_loss(
     realm: RealmConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None,
     frozen_passages: bool,
 ) -> Metrics:  # fmt: skip
-    """Return −log Σ_z p(z|x) p(y|z,x) over the null document and the retrieved candidates, and what is reported.
+    """Return −log Σ_z p(z|x) p(y|z,x) over the null document and the retrieved candidates, and the other metrics.
 
     Args:
         realm: settings of REALM.
-        context: what is compiled into the step.
+        context: static arguments of the step.
         params: all parameters.
         batch: arrays of `MaskedSentences`, [batch, …].
         index: the corpus.
-        key: for dropout; None: none.
+        key: of dropout; None for none.
         frozen_passages: True if candidates are scored by the vectors of the index, False if they are embedded again.
 
     Returns:
@@ -152,16 +154,16 @@ def realm_loss(
 
 
 def realm_metrics(result: losses.Marginal, is_top1: Array, batch: Batch, candidates: Candidates) -> Metrics:
-    """Return what a REALM step reports: means over the examples of the batch, or over its masked tokens.
+    """Return the metrics of a REALM step: means over the examples of the batch, or over its masked tokens.
 
     Args:
         result: the marginal likelihood of the batch.
-        is_top1: True if no token is likelier than the masked one, bool [batch, 1 + k, m].
-        batch: of which `weights` [batch, m] is read.
-        candidates: what was retrieved.
+        is_top1: True if no token is more probable than the masked one, bool [batch, 1 + k, m].
+        batch: has `weights` [batch, m].
+        candidates: the retrieved passages.
 
     Returns:
-        loss: what is minimized.
+        loss: the loss that is minimized.
         log_perplexity: −log p(y|x) of a masked token.
         accuracy: masked tokens that the reader gets right with the candidate of largest p(z|x).
         retrieval_utility: log p(y|x) − log p(y|null, x), in nats.
@@ -169,12 +171,12 @@ def realm_metrics(result: losses.Marginal, is_top1: Array, batch: Batch, candida
         best_candidate_gain: log p(y|z, x) of the best candidate − log p(y|null, x), in nats.
         null_probability: p(null|x).
         prior_entropy: entropy of p(z|x), in nats.
-        excluded: passages dropped as the example's own.
+        excluded: retrieved passages that were dropped because the example comes from them.
     """
     prior = jnp.exp(result.log_prior)  # [batch, 1 + k]
-    weights = batch["weights"].astype(jnp.float32)
-    likeliest = result.log_prior.argmax(axis=1)  # [batch]
-    correct = jnp.take_along_axis(is_top1, likeliest[:, None, None], axis=1)[:, 0] * weights  # [batch, m]
+    weights = batch["weights"].astype(jnp.float32)  # [batch, m]
+    top_candidate = result.log_prior.argmax(axis=1)  # [batch]
+    correct = jnp.take_along_axis(is_top1, top_candidate[:, None, None], axis=1)[:, 0] * weights  # [batch, m]
     gain = result.best_log_likelihood - result.null_log_likelihood  # [batch]
     return {
         "loss": result.loss,
@@ -194,26 +196,26 @@ def realm_metrics(result: losses.Marginal, is_top1: Array, batch: Batch, candida
 
 @dataclass
 class MaskedSentences:
-    """REALM's queries: one masked sentence a passage and epoch.
+    """REALM's queries: one masked sentence per passage and epoch.
 
     If spans are hidden, the sentence is that of a span chosen uniformly over those of the passage, as in the released
-    code; else it is any sentence.
+    code; otherwise it is any sentence.
 
     Attributes:
         store: the pre-training text.
         tokenizer: its tokenizer.
         lengths: sizes of the arrays.
-        masking: how tokens are chosen, as `masking.mask` has it.
-        pretraining_is_corpus: True if `store` is the corpus, so that `own_row` names the passage that may not be
-            retrieved; else it is −1.
-        bm25_lookup: finds BM25's list for the words that are not hidden; None if none comes with an example.
-        training_rows: rows that may be trained on, bool [rows]; None for all.
-        separate_reader_query: True if the retriever's query is the sentence without what is hidden, and the masked
-            sentence is for the reader alone.
-        rows: rows with something to hide, in the order of the examples, int64 [examples].
+        masking: kind of masking, as of `masking.mask`.
+        pretraining_is_corpus: True if `store` is the corpus, so that `own_row` is the passage that may not be
+            retrieved; otherwise it is −1.
+        bm25_lookup: returns BM25's list for the words that are not hidden; None if examples have no list.
+        training_rows: True for rows that may be trained on, bool [rows]; None for all.
+        separate_reader_query: True if the retriever's query is the sentence without the hidden tokens, and only the
+            reader gets the masked sentence.
+        rows: rows with tokens to hide, in the order of the examples, int64 [examples].
 
     Raises:
-        UserError: if there are no such rows.
+        UserError: there are no such rows.
     """
 
     store: PassageStore
@@ -232,7 +234,7 @@ class MaskedSentences:
             evidence = find_evidence(store, *self.lengths.hidden)
             self._evidence = (evidence if training_rows is None else evidence.among(training_rows)).spans
             rows = np.unique(self._evidence.rows)
-            logger.info("%d spans of %d passages have evidence elsewhere", len(self._evidence.rows), len(rows))
+            logger.info("%d spans of %d passages have evidence in another passage", len(self._evidence.rows), len(rows))
         elif self.masking == "salient":
             rows = salient_rows(store, self.lengths.query - 2)
         else:
@@ -241,14 +243,19 @@ class MaskedSentences:
         require_passages(len(self.rows), store, hidden, "learning from masked sentences", training_rows)
 
     def examples(self) -> Examples:
-        """Return one example a row."""
+        """Return one example per row."""
         return Examples(len(self.rows), self.make)
 
     def make(self, index: int, rng: np.random.Generator) -> Example:
-        """Make the arrays of an example; a mask depends on `rng` alone."""
+        """Return the arrays of an example.
+
+        Args:
+            index: position in `rows`.
+            rng: draws the sentence and its mask.
+        """
         row, query_length, max_tokens = int(self.rows[index]), self.lengths.query, self.lengths.query - 2
 
-        # A sentence is drawn as often as it has spans within reach, if spans are hidden; else all alike.
+        # If spans are hidden, sentences are drawn by their number of spans that fit into a query; otherwise uniformly.
         numbers, sentences = self.sentences(row)
         hides_spans = self.masking in OF_SPANS
         weights = [(spans[:, 1] <= max_tokens).sum() if hides_spans else 1 for _, spans in sentences]
@@ -271,10 +278,10 @@ class MaskedSentences:
         return arrays | self.bm25_lookup(unmasked_text(self.store, self.tokenizer, row, number, hidden), own_row)
 
     def sentences(self, row: int) -> tuple[Sequence[int], list[tuple[NDArray, NDArray]]]:
-        """List the sentences of a row that have something to hide.
+        """Return the sentences of a row that have tokens to hide.
 
         Returns:
-            Their numbers in the row, and of each its tokens and the spans that may be hidden, relative to it [m, 2].
+            Their numbers in the row, and for each its tokens and the spans that may be hidden, relative to it [m, 2].
         """
         store = self.store
         if self.masking == "evidence":
@@ -292,26 +299,32 @@ class MaskedSentences:
 
 
 def hidden_positions(arrays: Example) -> NDArray[np.int64]:
-    """Return the positions in a masked sentence of the tokens that are hidden, or predicted without being hidden."""
+    """Return the positions in a sentence of the tokens that are hidden or predicted, sorted."""
     count = min(int(arrays["sentence_length"]), len(arrays["query"]) - 2)
     changed = np.flatnonzero(arrays["query"][1 : 1 + count] != arrays["sentence"][:count])
     return np.union1d(changed, arrays["positions"][arrays["weights"] > 0] - 1)
 
 
 def without_hidden(sentence: NDArray, hidden: NDArray[np.int64], tokenizer: Tokenizer) -> NDArray[np.int32]:
-    """Return the tokens of a sentence without those at the positions `hidden`; if all are hidden, as many [MASK]."""
+    """Return the tokens of a sentence without the hidden ones; if all are hidden, as many [MASK].
+
+    Args:
+        sentence: tokens, [n] int.
+        hidden: positions of the hidden tokens.
+        tokenizer: has the id of [MASK].
+    """
     shown = np.delete(sentence, hidden).astype(np.int32)
     return shown if len(shown) else np.full(len(sentence), tokenizer.mask_id, np.int32)
 
 
 def unmasked_text(store: PassageStore, tokenizer: Tokenizer, row: int, number: int, hidden: NDArray) -> str:
-    """Return the text of a sentence with spaces in place of its hidden tokens.
+    """Return the text of a sentence with spaces instead of its hidden tokens.
 
     Args:
         store: the text.
         tokenizer: its tokenizer.
         row: the passage.
-        number: of the sentence in the row.
+        number: number of the sentence in the row.
         hidden: positions of the tokens in the sentence.
     """
     text, body, (start, end) = store.text(row), store.body_tokens(row), store.sentences(row)[number]

@@ -1,9 +1,10 @@
-"""Reranker: a cross-encoder that orders the first retrieved passages again, taught by the reader.
+"""Reranker: a cross-encoder that reorders the first retrieved passages, trained by the reader's posterior.
 
-It reads the question beside a passage and adds to the passage's score. What it learns is the trained reader's posterior
-p(z|x,y) over the first passages: which of them the answer is read from, which a retriever's inner product cannot see.
-Its score starts at 0, so the start is the order of the search, and `evaluation.keep_best` can hand that on. The
-exported model holds it; `realm weights export` writes encoders and reader only. Read `rerank_loss`.
+It reads a question together with a passage and adds its score to the passage's. It learns the trained reader's
+posterior p(z|x,y) over the first passages, which says from which of them the answer is read. A retriever's inner
+product cannot model that. Its score starts at 0, so the initial order is that of the search, and
+`evaluation.keep_best` can keep it. The exported model includes it; `realm weights export` writes only encoders and
+reader. Read `rerank_loss`.
 """
 
 import dataclasses
@@ -34,12 +35,12 @@ from realm_jax.tasks.base import EmbedCorpus, ExampleSpec, Metrics, Task, batch_
 from realm_jax.tasks.qa_examples import retrieved_examples, training_questions
 
 Array = jax.Array
-NAME = "reranker"  # of its parameters
-CANDIDATES = 6  # first passages of a question that it learns to order: the reader reads all of them in every step
+NAME = "reranker"  # top-level key of its parameters
+CANDIDATES = 6  # passages of a question that it learns to order; in every step the reader reads all of them
 
 
 class RerankTask(Task):
-    """The cross-encoder alone learns."""
+    """Train the cross-encoder."""
 
     name = "rerank"
     stream = 8
@@ -52,7 +53,7 @@ class RerankTask(Task):
         self.candidates = min(CANDIDATES, run.context.rows)
 
     def start(self, params: Params) -> Params:
-        """Start its BERT from that of the reader."""
+        """Return the parameters with its BERT copied from the reader's."""
         return params | {NAME: params[NAME] | {"bert": jax.tree.map(jnp.copy, params["reader"]["bert"])}}
 
     def examples(self, params: Params, embed: EmbedCorpus) -> Examples:
@@ -73,16 +74,16 @@ def rerank_loss(
     """Return the cross-entropy between p(z|x,y) of the reader and the softmax of the new scores.
 
     Args:
-        qa: settings of fine-tuning, with as many passages as are ordered.
-        context: what is compiled into the step.
+        qa: settings of fine-tuning; `passages` is the number of passages to order.
+        context: static arguments of the step.
         params: all parameters.
         batch: arrays of `question_examples`, [batch, …].
         index: the corpus.
-        key: for dropout of the cross-encoder; None: none.
+        key: of dropout of the cross-encoder; None for none.
 
     Returns:
-        loss: what is minimized, a mean over the questions that have an answer in these passages.
-        agreement: those whose passage of largest p(z|x,y) has the largest score.
+        loss: the loss that is minimized, a mean over the questions that have an answer in these passages.
+        agreement: share of them whose passage of largest p(z|x,y) has the largest score.
         answer_in_passages: share of the questions that have an answer in these passages.
     """
     read = read_question(qa, context, params, batch, index, None, qa.passages)
@@ -103,7 +104,11 @@ def rerank_loss(
 
 
 class CrossEncoderNetwork(nn.Module):
-    """BERT, [CLS] through a tanh layer, and one score."""
+    """BERT, [CLS] through a tanh layer, and one score.
+
+    Attributes:
+        config: sizes of the BERT.
+    """
 
     config: BertConfig
 
@@ -112,9 +117,9 @@ class CrossEncoderNetwork(nn.Module):
         """Score reader inputs; 0 with fresh parameters.
 
         Args:
-            ids: int [batch, length].
-            segments: int [batch, length].
-            mask: True for tokens that are no padding, bool [batch, length].
+            ids: tokens, int [batch, length].
+            segments: 0 or 1 for each token, int [batch, length].
+            mask: False on padding, bool [batch, length].
             deterministic: False turns dropout on.
 
         Returns:
@@ -140,7 +145,13 @@ class CrossEncoder(Network):
         return params
 
     def scores(self, params: Params, joint: ReaderInput, key: Array | None = None) -> Array:
-        """Score reader inputs, arrays [batch, length]: float32 [batch]. A key turns dropout on."""
+        """Return the scores of reader inputs, float32 [batch].
+
+        Args:
+            params: all parameters.
+            joint: reader inputs, arrays [batch, length].
+            key: of dropout; None for none.
+        """
         scores: Array = apply(
             CrossEncoderNetwork(self.bert), params[NAME], (joint.ids, joint.segments, joint.mask), "__call__", key
         )
@@ -148,15 +159,29 @@ class CrossEncoder(Network):
 
 
 def scores_of(context: StaticContext, params: Params, joint: ReaderInput, key: Array | None = None) -> Array:
-    """Score reader inputs, arrays [batch, k, length], with the cross-encoder of a run: float32 [batch, k]."""
+    """Return the scores of reader inputs by the cross-encoder of a run, float32 [batch, k].
+
+    Args:
+        context: has the networks.
+        params: all parameters.
+        joint: reader inputs, arrays [batch, k, length].
+        key: of dropout; None for none.
+    """
     network: Any = next(network for network in context.model.networks if network.name == NAME)
     return network.scores(params, flatten_passages(joint), key).reshape(joint.ids.shape[:2])
 
 
 def added(qa: QaConfig, context: StaticContext, params: Params, batch: Batch, documents: PassageBatch) -> Array:
-    """Return what is added to the scores of passages, as `Rerank` has it.
+    """Return the scores that `Rerank` adds to those of passages, float32 [batch, k].
 
-    The passages of one rank are read at a time, however long the list is.
+    The passages of one rank are read at a time, so memory does not depend on k.
+
+    Args:
+        qa: settings of fine-tuning.
+        context: has the networks.
+        params: all parameters.
+        batch: arrays of questions, [batch, …].
+        documents: the passages, arrays [batch, k, …].
     """
 
     def score(passages: PassageBatch) -> Array:  # ids [batch, d] → [batch]

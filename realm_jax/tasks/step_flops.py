@@ -1,14 +1,14 @@
-"""Operations of a step of each task, by part of the model; what counts as one is in `realm_jax/flops.py`.
+"""Count the operations of a step of each task, by part of the model; `realm_jax/flops.py` says which ones count.
 
 `EXAMPLE_FLOPS` has a function for each task. The backward pass costs twice the forward one, hence the factor 3. Lengths
-are those of the config, not of the run: `realm launch plan` counts the same step with others.
+are those of the config, so that `realm launch plan` can count the same step with other lengths.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from realm_jax.config import joint_length
-from realm_jax.flops import embedding_flops, reader_of, score_flops, word_flops
+from realm_jax.flops import embedding_flops, reader_size, score_flops, word_flops
 from realm_jax.forward import MAX_POINTED, PackingSpec
 from realm_jax.tasks.base import Task
 from realm_jax.tasks.evidence_contrast import EvidenceContrast
@@ -20,19 +20,19 @@ from realm_jax.tasks.rerank import RerankTask
 
 
 def step_flops(task: Task) -> dict[str, float]:
-    """Count the operations of a step: {part of the model: operations}."""
+    """Return the operations of a step: {part of the model: operations}."""
     return {part: task.settings.batch_size * flops for part, flops in example_flops(task).items()}
 
 
 def example_flops(task: Task) -> dict[str, float]:
-    """Count the operations of a step for each of its examples: {part of the model: operations}."""
+    """Return the operations of a step per example: {part of the model: operations}."""
     return EXAMPLE_FLOPS[task.name](task)
 
 
 def _mlm(task: Mlm) -> dict[str, float]:
     run, packing = task.run, packing_of(task)
     slots = packing.reader_inputs / packing.examples
-    read = reader_of(run.config).forward(joint_length(run.config), run.lengths.predictions, slots)
+    read = reader_size(run.config).forward(joint_length(run.config), run.lengths.predictions, slots)
     return {"reader": 3 * (read + word_flops(run))}
 
 
@@ -48,7 +48,7 @@ def _ict(task: Ict) -> dict[str, float]:
 
 def _realm(task: RealmTask) -> dict[str, float]:
     run, realm, config = task.run, task.settings, task.run.config
-    reader, packing, predictions = reader_of(config), packing_of(task), run.lengths.predictions
+    reader, packing, predictions = reader_size(config), packing_of(task), run.lengths.predictions
     query_length, document_length = config.data.query_length, config.data.document_length
     candidates = realm.candidates - 1
 
@@ -76,10 +76,9 @@ def _realm(task: RealmTask) -> dict[str, float]:
 
 
 def _qa(task: Qa) -> dict[str, float]:
-    """A question with its positive passage counts as long as the longest can be; the length of batches is up to
-    data."""
+    # A question with its positive passage counts with the maximum length, because batches' lengths depend on the data.
     run, qa, config = task.run, task.settings, task.run.config
-    reader, packing, joint = reader_of(config), packing_of(task), joint_length(config)
+    reader, packing, joint = reader_size(config), packing_of(task), joint_length(config)
     spans = 2 * joint * reader.width * 2 * run.model.reader.span_hidden
     read = 1 if task.is_positive else qa.passages
     slots = packing.reader_inputs / (packing.examples * read)
@@ -96,7 +95,7 @@ def _qa(task: Qa) -> dict[str, float]:
 
 def _rerank(task: RerankTask) -> dict[str, float]:
     run, config, count = task.run, task.run.config, task.candidates
-    reader, length = reader_of(config), joint_length(config)
+    reader, length = reader_size(config), joint_length(config)
     read, scored = reader.forward(length), reader.forward(length, 1) + 2 * reader.width**2
     parts = {"reader": count * read, "reranker": 3 * count * scored}
     if not config.qa.uses_bm25_only:
@@ -115,7 +114,7 @@ def _evidence_contrast(task: EvidenceContrast) -> dict[str, float]:
 
 
 def packing_of(task: Task) -> PackingSpec:
-    """Return how a device's share of a microbatch is packed; of one example and all 0 if it is padded."""
+    """Return the packing of a device's share of a microbatch; one example and no slots if it is padded."""
     return task.context.packing or PackingSpec(1)
 
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from realm_jax.assemble import tower_lengths
+from realm_jax.assemble import longest_inputs
 from realm_jax.checksums import arrays_digest, checksums, mismatched, named_arrays
 from realm_jax.config import Config, task_names
 from realm_jax.data.tokenizer import Tokenizer
@@ -321,7 +321,7 @@ def write_networks(
         trained_reader: true if the reader learned to answer questions; recorded for runs that start from it.
     """
     encoder = config.encoder.to_dict()
-    query_length, passage_length = tower_lengths(config, model.query_template, model.passage_template)
+    query_length, passage_length = longest_inputs(config, model.query_template, model.passage_template)
     lengths = {QUERIES: query_length, PASSAGES: passage_length}
     for network, parts in networks(model).items():
         if network not in params:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from realm_jax.assemble import make_model, prompt_encoder, tower_lengths
+from realm_jax.assemble import longest_inputs, make_model, prompt_encoder
 from realm_jax.checksums import checksums
 from realm_jax.config import (
     Config,
@@ -247,7 +247,7 @@ class WeightsSource(_NamedSource):
         if self.key == "reader_from":
             check(READER in files, self.key, f"{self.folder} has no reader; name another folder")
             return
-        lengths = tower_lengths(config, model.query_template, model.passage_template)
+        lengths = longest_inputs(config, model.query_template, model.passage_template)
         for network, length, key in zip(TOWERS, lengths, ("query_length", "document_length"), strict=True):
             folder = network_folder(self.folder, network)
             sentence = sentence_model(folder) if folder else None

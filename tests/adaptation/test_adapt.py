@@ -151,7 +151,7 @@ def test_from_documents_to_a_model_and_a_report(done, capsys, monkeypatch):
     assert start["mean_recall@5"]["queries"] >= 8 and start["evidence_recall@5"]["queries"] > 0
     assert start["judged questions: recall@5"]["queries"] == 12
     page, card = (done / "report.html").read_text(), (done / "model" / "README.md").read_text()
-    assert "Adapted: 0.5 × start + 0.5 × trained" in page and "Adapted: 0.5 ×" in card
+    assert "Adapted: 0.5 × base + 0.5 × trained" in page and "Adapted: 0.5 ×" in card
     assert "http:" not in page and "https:" not in page and record["plan"]["fingerprint"] in card
     assert np.load(done / "vectors.npy").shape == (60, 16)
     folder = open_folder(done)
@@ -247,14 +247,14 @@ def test_the_start_is_kept_where_adaptation_is_worse(documents, encoder, questio
     monkeypatch.setattr(evaluate, "compare", lambda before, after, *clusters: compare(before, after * 0, *clusters))
     assert adapt(broken, start, run, f"--questions={asked}") == 0
     out, page, record = capsys.readouterr().out, (run / "report.html").read_text(), read_json(run / "adapt.json")
-    assert out.splitlines()[-4].startswith("Start kept: ") and "Start kept: " in page
+    assert out.splitlines()[-4].startswith("Base encoder kept: ") and "Base encoder kept: " in page
     assert "\n# An encoder that is not adapted to" in (run / "model" / "README.md").read_text()
     opened = open_run_for_inference(run)
     first, found = init_from_sources(opened, opened.initial_params()), towers(run)
     jax.tree.map(np.testing.assert_array_equal, {name: first[name] for name in found}, found)
     assert record["plan"]["read"] == 61 and record["measured"]["judged"]["queries"] == 12
     assert record["plan"]["left_out"] == {"not JSON": 1, "questions whose gold passage is not there": 1}
-    assert "left out: " in page and "whose gold passage is not there" in out
+    assert "skipped: " in page and "whose gold passage is not there" in out
 
 
 def test_only_a_significant_gain_without_a_significant_loss_is_promoted():
@@ -264,9 +264,9 @@ def test_only_a_significant_gain_without_a_significant_loss_is_promoted():
     assert passes_promotion_test(better, Change()) and passes_promotion_test(better, unsure)
     assert not passes_promotion_test(unsure, Change()) and not passes_promotion_test(Change(9), Change())
     assert not passes_promotion_test(better, worse) and not passes_promotion_test(better, unsure, worse)
-    assert "not better beyond doubt" in headline(Decision(False, 1.0, unsure, unsure))
+    assert "not significantly better" in headline(Decision(False, 1.0, unsure, unsure))
     lost = headline(Decision(False, 1.0, better, worse))
-    assert "Start kept: the adapted encoder finds more, but not all that the start finds" in lost
+    assert "Base encoder kept: the adapted encoder is better at held-out sentences, but significantly worse" in lost
 
 
 @pytest.mark.parametrize(
@@ -324,10 +324,11 @@ def test_a_corpus_that_takes_too_long_is_told_or_refused():
 
     assert check(40.0) == []
     (note,) = check(100.0)
-    wanted = "--minutes=1: 1 min 52 s at least are needed here, 1 min 40 s to embed 1,000 passages and 5 s to compare "
-    assert note == f"{wanted}among them: training is as short as can be."
+    parts = "1 min 40 s to embed 1,000 passages, 5 s to compare encoders"
+    needed = f"--minutes=1: is too short, because this machine needs 1 min 52 s ({parts})"
+    assert note == f"{needed}; training takes the fewest steps."
     for embed, step in ((110.0, 0.1), (40.0, 4.0)):
-        with pytest.raises(UserError, match="at least are needed here, .*; give more minutes, or fewer documents"):
+        with pytest.raises(UserError, match="this machine needs .*; increase it, or use fewer documents"):
             check(embed, step)
 
 
@@ -350,17 +351,17 @@ def test_what_cannot_be_adapted_is_reported_before_training(documents, encoder, 
     shutil.copytree(encoder, tmp_path / "plain")
     (tmp_path / "plain" / "modules.json").unlink()
     (tmp_path / "empty").mkdir()
-    few = "of the documents stand in no other"
+    few = "sentences that no other has"
     for number, (source, start, options, *messages) in enumerate([
         (tmp_path / "empty", encoder, [], "empty"),
         (made["one"], encoder, [], "the corpus has 1 passages"),
-        (made["alike"], encoder, [], f"0 sentences of 20% {few}"),
+        (made["alike"], encoder, [], f"20% of the documents have 0 {few}"),
         (made["short"], encoder, [], "short.jsonl: 0 documents to learn from have a name",
-         "and there is no passage of two or more sentences"),
-        (documents, encoder, [f"--forgetting={made['alike']}"], f"{made['alike']}: 0 sentences of 100% {few}"),
+         "and there is no passage of two or more sentences; add documents"),
+        (documents, encoder, [f"--forgetting={made['alike']}"], f"{made['alike']}: 100% of the documents have 0 {few}"),
         (documents, encoder, [f"--questions={made['asked']}"],
          "asked.jsonl: none can be judged (1 whose gold passage is not there)"),
-        (documents, tmp_path / "plain", [], "does not say how it makes a text a vector"),
+        (documents, tmp_path / "plain", [], "has no modules.json with a pooling"),
     ]):  # fmt: skip
         output = tmp_path / f"run{number}"
         told = fails(capsys, source, start, output, *options)
@@ -398,9 +399,9 @@ def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp
     decided = ("evaluation.held_out=0.5", "refresh.mode=async", "data.path=data", "model.shared_tower=True")
     for source, start, output, option, message in [
         (documents, encoder, done, "--merge=0.25", "was begun with questions"),
-        (documents, encoder, done, "--merge=0.25", "give the same, or another --output"),
-        (documents, encoder, other, "", "is the folder of another run"),
-        (documents, encoder, other / "vectors", "", "has a vectors.npy of something else"),
+        (documents, encoder, done, "--merge=0.25", "use the same, or another --output"),
+        (documents, encoder, other, "", "is the directory of another run"),
+        (documents, encoder, other / "vectors", "", "has a vectors.npy that is not of this run"),
         (documents, encoder, new, "--merge=2", "--merge=2: give a weight"),
         *[(documents, encoder, new, f"--minutes={x}", f"={x}: give a number above 0") for x in ("0", "inf", "nan")],
         *[
@@ -411,7 +412,7 @@ def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp
         (own, encoder, own / "deep" / "run", "", "whose files are documents"),
         (own / "**" / "*.jsonl", encoder, own / "deep" / "run", "", "whose files are documents"),
         (own / "*" / "*" / "*.json*", encoder, own / "deep" / "run", "", "whose files are documents"),
-        (documents, encoder, encoder / "run", "", "which is the model to start from"),
+        (documents, encoder, encoder / "run", "", "which is the base encoder"),
         (nowhere, encoder, new, "", "nowhere"),
         (documents, encoder, new, f"--forgetting={nowhere}", "nowhere"),
         (documents, nowhere, new, "", "no such folder; write hf:NAME"),
@@ -468,7 +469,7 @@ def test_a_document_that_is_added_is_found_and_nothing_else_is_embedded(
     monkeypatch.setattr(Run, "embed", counted)
     added = write_lines(tmp_path / "new.jsonl", [new])
     assert cli.main(["corpus", "add", str(added), f"--workdir={run}"]) == 0
-    assert "written anew: vectors.npy" in capsys.readouterr().out
+    assert "written again: vectors.npy" in capsys.readouterr().out
     vectors = np.load(run / "vectors.npy")
     assert vectors.shape == (61, 16) and np.isfinite(vectors).all() and vectors.any(axis=1).all()
     np.testing.assert_array_equal(vectors[:60], before)

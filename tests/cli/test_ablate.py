@@ -169,9 +169,9 @@ def test_the_shipped_rows_hold_together_and_differ():
         ("changes", ("seed=9",), "config.rows.realm.changes: seed follows from tasks, start and seeds"),
         ("tasks", "realm", "config.rows.realm.tasks: a row of the table has to end with qa or closed_book"),
         ("paper", (1.0,), "config.rows.realm.paper: takes exact match and recall@5"),
-        ("seeds", (), "config.seeds: takes one whole number at least"),
-        ("seeds", (0, -1), "config.seeds: takes one whole number at least"),
-        ("seeds", "x", "config.seeds: takes one whole number at least"),
+        ("seeds", (), "config.seeds: takes at least one whole number"),
+        ("seeds", (0, -1), "config.seeds: takes at least one whole number"),
+        ("seeds", "x", "config.seeds: takes at least one whole number"),
         ("encyclopedia", {"entitees": 3200}, "config.encyclopedia: takes entities, held_out"),
         ("encyclopedia", {}, "config.encyclopedia: needs entities; or name a prepared folder"),
     ],
@@ -193,9 +193,9 @@ def test_a_config_of_another_kind_is_refused(tmp_path, capsys):
     assert cli.main(["ablate", f"--config={file}", f"--workdir={tmp_path / 'out'}"]) == 2
     assert "no such key" in capsys.readouterr().err and not (tmp_path / "out").exists()
     assert cli.main(["ablate", f"--workdir={tmp_path / 'out'}", "--config.seeds=a"]) == 2
-    assert "config.seeds: takes one whole number at least" in capsys.readouterr().err
+    assert "config.seeds: takes at least one whole number" in capsys.readouterr().err
     assert cli.main(["ablate", f"--workdir={tmp_path / 'out'}", "--config.base.tasks=qa"]) == 2
-    assert "--config.base.tasks: every row has tasks of its own" in capsys.readouterr().err
+    assert "--config.base.tasks: every row sets its tasks" in capsys.readouterr().err
 
 
 def evaluated(folder: Path, config: ConfigDict, exact: float, **changes) -> None:

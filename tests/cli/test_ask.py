@@ -112,7 +112,7 @@ def test_a_run_before_fine_tuning_shows_passages_and_claims_no_answer(trained_ru
     go_back_to(tmp_path / "run", "ict")
     assert cli.main(["ask", f"--workdir={tmp_path}/run", "--json", QUESTION]) == 0
     out, err = capsys.readouterr()
-    assert "no reader was trained (task ict): these are the passages that were found" in err
+    assert "no reader was trained (task ict): showing the retrieved passages" in err
     answer = json.loads(out)
     assert (answer["answer"], answer["probability"], answer["passage"], answer["nbest"]) == (None, None, None, [])
     assert answer["candidates"] and all("text" in one and "span" not in one for one in answer["candidates"])
@@ -277,7 +277,7 @@ def test_a_single_question_must_be_one(trained_run, quick, capsys, monkeypatch):
     assert "realm: error: the question is empty" in refused(capsys, workdir, " ")
     assert "tokens, but this run reads at most 14; shorten it" in refused(capsys, workdir, "why " * 30)
     monkeypatch.setattr(sys, "stdin", pipe(b""))
-    assert "no question was given" in refused(capsys, workdir)
+    assert "there is no question" in refused(capsys, workdir)
 
 
 # ---- marks

@@ -269,7 +269,7 @@ def test_an_edit_that_cannot_be_published_changes_nothing(workdir, capsys, monke
     monkeypatch.setattr(corpus_command, "write_export", fail)
     before = content(workdir.parent / "data")
     assert corpus(workdir, "remove", "p3") == (130 if isinstance(fault, KeyboardInterrupt) else 2)
-    assert isinstance(fault, KeyboardInterrupt) or "; the corpus was left as it is" in capsys.readouterr().err
+    assert isinstance(fault, KeyboardInterrupt) or "; the corpus is not changed" in capsys.readouterr().err
     assert content(workdir.parent / "data") == before
 
 

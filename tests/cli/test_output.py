@@ -14,7 +14,7 @@ def put(path: Path, text: str) -> None:
 
 
 def test_names_in_a_table_are_whole_where_no_terminal_limits_it(capsys):
-    print_records([{"name": "n" * 100, "other": "o" * 100}], as_json=False, nothing="")
+    print_records([{"name": "n" * 100, "other": "o" * 100}], as_json=False, empty_message="")
     assert capsys.readouterr().out.split() == ["name", "other", "n" * 100, "o" * 100]
 
 
@@ -42,7 +42,7 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path):
     [
         ("nowhere/run.txt", "--trec=nowhere/run.txt: name a file in a folder that exists"),
         (".", "--trec=.: name a file in a folder that exists"),
-        ("/proc/run.txt", "--trec=/proc: no folder that can be written to"),
+        ("/proc/run.txt", "--trec=/proc: cannot be written to"),
     ],
 )
 def test_where_nothing_can_be_written_is_named(path, message):

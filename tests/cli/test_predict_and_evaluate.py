@@ -372,7 +372,7 @@ def test_what_would_be_written_over_or_be_empty_is_refused(tmp_path, capsys):
         ([f"--trec={file}"], "is also the file of the predictions; choose another"),
         ([f"--qrels={tmp_path}/link.txt"], "is also the file of the predictions; choose another"),
         ([f"--trec={one}", f"--qrels={tmp_path}/../{tmp_path.name}/one"], "is also the file of --trec; choose another"),
-        ([f"--trec={one}"], "nothing was retrieved"),
+        ([f"--trec={one}"], "no passages were retrieved"),
         ([f"--qrels={one}"], "no question has a gold passage"),
         ([f"--unseen={tmp_path}"], "no measured question has a gold passage"),
     ):
@@ -480,9 +480,9 @@ def test_files_of_several_seeds_are_one_system(predicted, better, capsys):
 @pytest.mark.parametrize(
     ("others", "told"),
     [
-        ((), "takes two files or more, and a second time as many"),
-        (("--seeds", "b.jsonl", "c.jsonl"), "takes two files or more, and a second time as many"),
-        (("--trec=run.txt",), "goes with --json alone; leave out trec"),
+        ((), "takes two or more files, and for a second system as many"),
+        (("--seeds", "b.jsonl", "c.jsonl"), "takes two or more files, and for a second system as many"),
+        (("--trec=run.txt",), "goes only with --json; leave out trec"),
     ],
 )
 def test_seeds_that_are_no_pairs_are_refused(others, told, capsys):

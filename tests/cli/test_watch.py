@@ -160,7 +160,7 @@ def test_an_adaptation_and_how_long_what_has_not_begun_takes(tmp_path):
     assert (found["state"], found["seconds_left"], found["adapted"]) == ("unknown", 5 * 2 + 20 * 4, None)
     folder.write_json("adapt.json", {"measured": {"promoted": False}, "export": []})
     assert (once(folder)["state"], once(folder)["adapted"]) == ("done", False)
-    assert "the start is kept" in shown(once(folder), 80)
+    assert "base encoder kept" in shown(once(folder), 80)
 
 
 def test_a_curve_is_short_however_long_the_run(tmp_path):
@@ -254,7 +254,7 @@ def test_a_run_without_a_task_is_shown_and_nothing_is_written(tmp_path, capsys):
 
 def test_a_folder_that_is_not_there_is_named(tmp_path, capsys):
     assert cli.main(["watch", f"--workdir={tmp_path / 'none'}"]) == 2
-    assert "nothing is there yet; name the folder of a run" in capsys.readouterr().err
+    assert "nothing is there yet; name a run directory" in capsys.readouterr().err
 
 
 def test_it_needs_no_jax(tmp_path):

@@ -120,7 +120,7 @@ def test_what_cannot_be_exported_is_told_and_leaves_nothing(trained_run, tmp_pat
 
     config["encoder"] |= {"norm_epsilon": 1e-12, "passage_prompt": "{title} {text}"}
     (other / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="the towers of the paper, but the run another config.encoder.passage_prompt"):
+    with pytest.raises(UserError, match="the paper's encoder, but the run has another config.encoder.passage_prompt"):
         job.export(other, tmp_path / "out", names="realm")
 
     def full(*_: object) -> None:

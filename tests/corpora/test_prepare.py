@@ -223,7 +223,7 @@ def test_a_vocabulary_that_is_named_itself_is_read_as_the_tokenizer_beside_it_sa
     [
         ({"tokenizer": {"model": {"type": "BPE", "vocab": {}}}}, "tokenizer.json: not a tokenizer that can be read"),
         ({"tokenizer": {"model": {"type": "WordPiece", "vocab": {"a": 7}}}}, "not numbered from 0 to 0; fetch it"),
-        ({"tokenizer_config": []}, "tokenizer_config.json: holds no settings; fetch it again"),
+        ({"tokenizer_config": []}, "tokenizer_config.json: has no JSON object of settings; fetch it again"),
         (None, "^--vocab=.*/model: .* has no vocab.txt and no tokenizer.json; name"),
     ],
 )

@@ -160,7 +160,7 @@ def test_buckets_are_read_as_files_are():
         assert list(read_passages("memory:///news/one.jsonl.gz")) == [Article("a", "A", "Some text.", 1)]
         with pytest.raises(UserError, match="no file fits"):
             parts("memory:///news/*.xml")
-        with pytest.raises(UserError, match="install what opens such paths"):
+        with pytest.raises(UserError, match="install a package for such URLs"):
             parts("nothing://news/*.jsonl")
     finally:
         bucket.rm("/news", recursive=True)

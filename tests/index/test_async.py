@@ -217,8 +217,8 @@ def test_generations_are_listed_verified_and_removed_by_hand(copied, capsys):
         (["verify"], 1, f"{name}: DAMAGED: "),
         (["rm", name], 2, "is needed to resume the run; remove it anyway with --force"),
         (["rm", name, "--force"], 0, ""),
-        (["rm", name], 2, f"there is no {name} stored; `realm storage ls` lists what there is"),
-        (["rm", "realm/8"], 2, "a checkpoint is removed by training itself"),
+        (["rm", name], 2, f"no {name} is stored; `realm storage ls` lists all names"),
+        (["rm", "realm/8"], 2, "is a checkpoint, which only training removes"),
     ):
         code, told = storage(*words)
         assert code == wanted and message in told

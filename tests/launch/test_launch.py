@@ -132,7 +132,7 @@ NOWHERE = ("--target=jobset", f"--spec.image={IMAGE}")
          "spec.builder.processes=0: config.refresh.mode=async needs an index builder"),
         ([WORKDIR], "--target: name one of local, queued_resources, jobset"),
         (["--dry-run", "stop", *JOBSET], "--dry-run: goes with start"),
-        (["--target=local"], "--workdir: name the folder of the run"),
+        (["--target=local"], "--workdir: name the run directory"),
         (["stop", WORKDIR], "--target: name one of local, queued_resources, jobset"),
         (["status", WORKDIR, "--spec.name=x"], "--target: name one of local, queued_resources, jobset"),
     ],

@@ -17,7 +17,7 @@ from realm_jax.assemble import abstract_run, make_run
 from realm_jax.cli import main as cli
 from realm_jax.config import default, load_config
 from realm_jax.data.sources import open_sources
-from realm_jax.flops import Tower, chip, embedding_flops
+from realm_jax.flops import BertSize, chip, embedding_flops
 from realm_jax.launch import plan
 from realm_jax.launch.plan import (
     abstract_arguments,
@@ -83,11 +83,11 @@ def test_a_step_of_every_objective_can_be_planned(task, changes):
 
 def test_operations_of_a_tower_by_hand():
     """Width 4, feed-forward 8, three pieces: 24 × 16 for the projections, 144 for attention, 384 for the rest."""
-    one = Tower(layers=1, width=4, feed_forward=8)
+    one = BertSize(layers=1, width=4, feed_forward=8)
     assert one.forward(3) == 2 * (4 * 3 * 16) + 2 * 2 * 3 * 3 * 4 + 2 * 2 * 3 * 4 * 8
-    assert Tower(2, 4, 8).forward(3) == 2 * one.forward(3)
+    assert BertSize(2, 4, 8).forward(3) == 2 * one.forward(3)
     first = 2 * (2 * 1 + 2 * 3) * 16 + 2 * 2 * 1 * 3 * 4 + 2 * 2 * 1 * 4 * 8
-    assert Tower(2, 4, 8).forward(3, 1) == one.forward(3) + first
+    assert BertSize(2, 4, 8).forward(3, 1) == one.forward(3) + first
 
 
 def flops_of(config, task: str, rows: int) -> dict[str, float]:

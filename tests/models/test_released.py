@@ -205,8 +205,8 @@ def test_converting_says_what_is_wrong_and_leaves_nothing(tensorflow, tmp_path):
         "--embedder=bert.ckpt: has no embedder; it has reader": ({"embedder": "bert.ckpt"}, words),
         "nowhere: no checkpoint of TensorFlow .*; name its prefix": ({"bert": "nowhere"}, words),
         "there is no bert.ckpt/assets/vocab.txt; name .* --vocab": ({"bert": "bert.ckpt"}, None),
-        "--finetuned has a reader of its own": ({"bert": "bert.ckpt", "finetuned": "bert.ckpt"}, words),
-        "name what to convert": ({}, words),
+        "--finetuned: has a reader already": ({"bert": "bert.ckpt", "finetuned": "bert.ckpt"}, words),
+        "name a checkpoint with": ({}, words),
     }
     for says, (paths, vocab) in wrong.items():
         with pytest.raises(UserError, match=says):

@@ -190,7 +190,7 @@ def test_other_files_are_refused(tmp_path):
         load_bert(save_tensors(tmp_path / "other", {"lstm.weight": np.zeros((2, 2), np.float32)}), config())
     folder = save_tensors(tmp_path / "settings", random_weights())
     (folder / "config.json").write_text("[1]")
-    with pytest.raises(UserError, match="config.json: holds no settings"):
+    with pytest.raises(UserError, match="config.json: has no JSON object of settings"):
         load_bert(folder, config())
 
 

@@ -9,12 +9,12 @@ from tiny_run import open_config, tiny_config
 from realm_jax.errors import UserError
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
-from realm_jax.tasks.evidence_contrast import GROUP, grouped_rows, groups_of_neighbours
+from realm_jax.tasks.evidence_contrast import GROUP, group_neighbors, grouped_rows
 from realm_jax.train.recipe import check_data
 
 
 def groups_of(vectors, documents, allowed, most=1000, seed=0):
-    return groups_of_neighbours(vectors, documents, allowed, most, np.random.default_rng(seed))
+    return group_neighbors(vectors, documents, allowed, most, np.random.default_rng(seed))
 
 
 @settings(max_examples=30, deadline=None)
