@@ -22,6 +22,8 @@ class Full(Exception):
 
 
 class _Item(NamedTuple):
+    """A payload that waits, and the future of its result."""
+
     kind: str
     payload: Any
     done: asyncio.Future[Any]
