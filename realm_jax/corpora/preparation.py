@@ -41,7 +41,7 @@ from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.data.store import new_version
-from realm_jax.data.tokenizer_files import FoundTokenizer, lower_case_of, tokenizer_file, tokenizer_of
+from realm_jax.data.tokenizer_files import TokenizerFile, lower_case_of, tokenizer_file, tokenizer_of
 from realm_jax.data.wordpiece import WordPiece, check_size
 from realm_jax.errors import Resumable, UserError, full_disk
 from realm_jax.storage import Folder, StorageError, exclusive_lock, open_folder, publish_folder
@@ -60,10 +60,7 @@ UNKNOWN_SHARE = 0.05  # more [UNK] than this says that the vocabulary is for ano
 
 @dataclass(frozen=True)
 class Options:
-    """Inputs and settings of a preparation.
-
-    Attributes are the flags of `realm prepare`, whose --help explains them.
-    """
+    """Inputs and settings of a preparation: the flags of `realm prepare`, whose --help explains them."""
 
     passages: Path_
     output: Path_
@@ -275,7 +272,7 @@ def _question_identity(file: QuestionFile) -> dict[str, Any]:
     return identity(file.path) | texts
 
 
-def vocabulary_file(name: str) -> FoundTokenizer:
+def vocabulary_file(name: str) -> TokenizerFile:
     """Find the tokenizer that --vocab names: a file, or a model as `config.init_from` takes it.
 
     Text is put in lower case unless the tokenizer that the file belongs to keeps capitals. Raises UserError if the
@@ -294,7 +291,7 @@ def vocabulary_file(name: str) -> FoundTokenizer:
                 )
             path = file
     stated_case = lower_case_of(path.parent)
-    return FoundTokenizer(path, stated_case is None or stated_case.value)
+    return TokenizerFile(path, stated_case is None or stated_case.value)
 
 
 # --- The output folder while it is being written ----------------------------------------------------------------------

@@ -58,7 +58,7 @@ MODEL = {
 }
 
 
-class FoundTokenizer(NamedTuple):
+class TokenizerFile(NamedTuple):
     """A tokenizer in a folder.
 
     Attributes:

@@ -32,7 +32,7 @@ class PassageBatch(NamedTuple):
 
 
 class EncoderInput(NamedTuple):
-    """Input of a tower.
+    """Input of an encoder.
 
     Attributes:
         ids: tokens, [batch, length] int32.
@@ -64,11 +64,19 @@ class ReaderInput(NamedTuple):
 
 
 def token_mask(lengths: Array, length: int) -> Array:
-    """Return True on the first `lengths` of `length` positions: [...] → [..., length] bool."""
+    """Return True on the first positions of each sequence.
+
+    Args:
+        lengths: tokens of each sequence, [...] int.
+        length: number of positions.
+
+    Returns:
+        [..., length] bool.
+    """
     return jnp.arange(length) < lengths[..., None]
 
 
-# --- Inputs of the towers ---------------------------------------------------------------------------------------------
+# --- Inputs of the encoders -------------------------------------------------------------------------------------------
 
 
 def document_segments(passages: PassageBatch) -> Array:
@@ -79,7 +87,7 @@ def document_segments(passages: PassageBatch) -> Array:
 
 
 def document_sequences(passages: PassageBatch, template: Template | None = None) -> EncoderInput:
-    """Lay passages out for a tower: as they are, in two segments, or as one text that a template makes.
+    """Lay passages out for the passage encoder: as they are, in two segments, or as one text that a template makes.
 
     The one text is `[CLS] before title between body [SEP]`, all in segment 0; a template without a title leaves titles
     out.
@@ -117,7 +125,7 @@ def _insert(ids: Array, position: Array, start: Array, literal: tuple[int, ...])
 
 
 def query_sequences(query: Array, lengths: Array, template: Template | None = None) -> EncoderInput:
-    """Lay queries `[CLS] text [SEP]` out for a tower, with a template's tokens before the text, all in segment 0.
+    """Lay queries `[CLS] text [SEP]` out for the query encoder, with a template before the text, all in segment 0.
 
     Args:
         query: [batch, q] int.
@@ -136,7 +144,15 @@ def query_sequences(query: Array, lengths: Array, template: Template | None = No
 
 
 def null_passages(batch: int, special: tuple[int, int]) -> PassageBatch:
-    """Return the null document `[CLS] [SEP] [SEP]`, `batch` times. special: ids of [CLS] and [SEP]."""
+    """Return the null document `[CLS] [SEP] [SEP]` for each example.
+
+    Args:
+        batch: number of examples.
+        special: ids of [CLS] and [SEP].
+
+    Returns:
+        ids [batch, 3] int32.
+    """
     cls, sep = special
     row = jnp.array([cls, sep, sep], jnp.int32)
     return PassageBatch(jnp.tile(row, (batch, 1)), jnp.full(batch, 3, jnp.int32), jnp.zeros(batch, jnp.int32))

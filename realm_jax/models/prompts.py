@@ -117,27 +117,45 @@ def compiled(template: str, key: str, titles: bool, encode: Encode) -> Template:
 
 
 def query_lengths(lengths: Any, template: Template | None) -> Any:
-    """Return tokens of queries as a tower reads them. lengths: of `[CLS] text [SEP]`, a number or an array."""
+    """Return the number of tokens of queries that the query encoder reads.
+
+    Args:
+        lengths: of `[CLS] text [SEP]`, a number or an array.
+        template: around queries; None for none.
+    """
     return lengths + (template.size if template else 0)
 
 
 def passage_lengths(bodies: Any, titles: Any, template: Template | None) -> Any:
-    """Return tokens of passages as a tower reads them, by tokens of bodies and titles: numbers or arrays."""
+    """Return the number of tokens of passages that the passage encoder reads.
+
+    Args:
+        bodies: tokens of the bodies, a number or an array.
+        titles: tokens of the titles, like `bodies`.
+        template: around passages; None for two segments.
+    """
     if template is None:
         return bodies + titles + 3
     return bodies + (titles if template.titled else 0) + 2 + template.size
 
 
 def longest_passage(length: int, template: Template | None) -> int:
-    """Return tokens of the longest passage as a tower reads it.
+    """Return the number of tokens of the longest passage that the passage encoder reads.
 
-    length: of the two segments `[CLS] title [SEP] body [SEP]`; one text has one [SEP] less.
+    Args:
+        length: of the two segments `[CLS] title [SEP] body [SEP]`; one text has one [SEP] less.
+        template: around passages; None for two segments.
     """
     return length if template is None else length - 1 + template.size
 
 
 def from_prompt(prompt: str, rest: str) -> str:
-    """Return the template of a literal prompt with the slots `rest` after it."""
+    """Return the template of a literal prompt.
+
+    Args:
+        prompt: may contain braces.
+        rest: slots after the prompt.
+    """
     return prompt.replace("{", "{{").replace("}", "}}") + rest
 
 

@@ -46,7 +46,15 @@ class Pooling(NamedTuple):
 
 
 def masked_mean(hidden: Array, mask: Array) -> Array:
-    """Return the float32 mean over positions where `mask` is true, 0 if there are none: [batch, width]."""
+    """Return the mean over tokens, 0 if there are none.
+
+    Args:
+        hidden: [batch, length, width].
+        mask: [batch, length] bool, false on padding.
+
+    Returns:
+        [batch, width] float32.
+    """
     hidden, weights = hidden.astype(jnp.float32), mask.astype(jnp.float32)
     return jnp.einsum("bld,bl->bd", hidden, weights) / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1)
 
@@ -77,11 +85,11 @@ POOLINGS = {  # values of config.encoder.pooling; exports, imports and FLOPs rea
 # --- The network ------------------------------------------------------------------------------------------------------
 
 
-class Embedder(nn.Module):
-    """One tower.
+class Encoder(nn.Module):
+    """The network of an encoder.
 
     Attributes:
-        config: its BERT.
+        config: sizes of its BERT.
         projection: size of a linear layer after the pooling, 0 for none.
         norm_epsilon: of the LayerNorm.
         norm_scale: of the LayerNorm. A fresh vector's length is norm_scale × √size, so scores lie within
@@ -142,8 +150,8 @@ class Retriever:
     """The towers as pure functions over one tree of parameters, in which each has its own key.
 
     Attributes:
-        bert: sizes of a tower.
-        projection: see `Embedder`, as for the next four.
+        bert: sizes of both encoders.
+        projection: see `Encoder`, as for the next four.
         norm_epsilon: of the LayerNorm.
         norm_scale: of the LayerNorm.
         pooling: a key of POOLINGS.
@@ -151,7 +159,7 @@ class Retriever:
         temperature: scores are inner products of passage vectors with query vectors divided by it.
         query_template: text around queries; None for none.
         passage_template: text around passages; None to read title and body as two segments.
-        shared_tower: one tower for queries and passages.
+        shared_tower: one encoder for queries and passages.
     """
 
     bert: BertConfig
@@ -166,20 +174,18 @@ class Retriever:
     shared_tower: bool = False
 
     @property
-    def embedder(self) -> Embedder:
-        """The network of a tower."""
-        return Embedder(
-            self.bert, self.projection, self.norm_epsilon, self.norm_scale, self.pooling, self.normalization
-        )
+    def encoder(self) -> Encoder:
+        """Return the network of an encoder, without parameters."""
+        return Encoder(self.bert, self.projection, self.norm_epsilon, self.norm_scale, self.pooling, self.normalization)
 
     @property
     def vector_size(self) -> int:
-        """Features of a retrieval vector."""
+        """Return the number of features of a retrieval vector."""
         return self.projection or self.bert.width
 
     @property
     def embedder_names(self) -> tuple[str, ...]:
-        """Top-level keys of the retriever's parameters: the query tower first, the passage tower last."""
+        """Return the top-level keys of the parameters: the query encoder first, the passage encoder last."""
         return ("embedder",) if self.shared_tower else ("query_embedder", "document_embedder")
 
     def init_towers(self, key: Array) -> Params:
@@ -189,7 +195,7 @@ class Retriever:
         as a similarity, which training only has to sharpen. Each has its own copy, so that both can be donated.
         """
         ids = jnp.zeros((1, 8), jnp.int32)
-        tower = self.embedder.init(key, ids, ids, jnp.ones((1, 8), bool))["params"]
+        tower = self.encoder.init(key, ids, ids, jnp.ones((1, 8), bool))["params"]
         return {name: jax.tree.map(jnp.copy, tower) for name in self.embedder_names}
 
     def embed_queries(
@@ -237,15 +243,15 @@ class Retriever:
         return self._embed(tower, texts, key, packed_length)
 
     def _embed(self, tower: Params, texts: EncoderInput, key: Array | None, packed_length: int) -> Array:
-        vectors: Array = apply(self.embedder, tower, texts, "__call__", key, packed_length)
+        vectors: Array = apply(self.encoder, tower, texts, "__call__", key, packed_length)
         return vectors
 
     def query_lengths(self, lengths: Any) -> Any:
-        """Return tokens of queries as the tower reads them. lengths: of `[CLS] text [SEP]`, a number or an array."""
+        """Return tokens of queries for the query encoder. lengths: of `[CLS] text [SEP]`, a number or an array."""
         return query_lengths(lengths, self.query_template)
 
     def document_lengths(self, passages: PassageBatch) -> Array:
-        """Return tokens of passages as the tower reads them. passages.ids [batch, k, d] → [batch, k] int32."""
+        """Return tokens of passages for the passage encoder. passages.ids [batch, k, d] → [batch, k] int32."""
         flat = PassageBatch(*(part.reshape(-1, *part.shape[2:]) for part in passages))  # ids [batch · k, d]
         lengths = document_sequences(flat, self.passage_template).mask.sum(axis=1, dtype=jnp.int32)
         return lengths.reshape(passages.lengths.shape)

@@ -188,7 +188,7 @@ def sentence_model(folder: Path) -> SentenceModel | None:
     modules: dict[str, Path] = {}
     for kind, entry in zip(kinds[2:], entries[2:], strict=True):
         if encoder["normalization"] != "none":
-            _refuse(folder / MODULES, f"has {kind} after its normalisation, which must be last; choose another model")
+            _refuse(folder / MODULES, f"has {kind} after its normalization, which must be last; choose another model")
         if kind == "LayerNorm":
             encoder["normalization"] = "layer"
             modules["projection_norm"] = folder / entry["path"]
@@ -302,7 +302,7 @@ def find_tower(model: SentenceModel, config: BertConfig, parts: Sequence[Part]) 
                         raise UserError(f"{path}: has no {name}; fetch it again")
                     stored.append(StoredTensor(tensor, path, name if name in opened else NO_BIAS))
         if stored:
-            files = files._replace(tensors=(*files.tensors, *stored), found=(*files.found, part.title))
+            files = files._replace(tensors=(*files.tensors, *stored), present=(*files.present, part.title))
     return files
 
 

@@ -130,7 +130,12 @@ def encoder(c: BertConfig) -> Part:
 
 
 def bert_of(model: Realm, network: str) -> BertConfig:
-    """Return the BERT of a network, by its name."""
+    """Return the sizes of a network's BERT.
+
+    Args:
+        model: all networks.
+        network: top-level key of its parameters.
+    """
     return model.reader.bert if network == "reader" else model.bert
 
 
@@ -167,7 +172,12 @@ def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
 
 
 def token_classifier(c: BertConfig, labels: int) -> Part:
-    """Return the head of `BertForTokenClassification`."""
+    """Return the head of `BertForTokenClassification`.
+
+    Args:
+        c: sizes of its BERT.
+        labels: how many.
+    """
     return Part("token classifier", _linear(("classifier",), "classifier", (c.width, labels)))
 
 
@@ -186,7 +196,13 @@ Tensors = Mapping[str, Any]  # name of a tensor → the opened file that it is i
 
 
 class StoredTensor(NamedTuple):
-    """A parameter, its file, and its name there."""
+    """A parameter in a file.
+
+    Attributes:
+        tensor: its path and shape.
+        path: of the file.
+        name: in the file.
+    """
 
     tensor: Tensor
     path: Path
@@ -198,12 +214,12 @@ class NetworkFiles(NamedTuple):
 
     Attributes:
         tensors: file by file.
-        found: titles of the parts that the files have.
+        present: titles of the parts that the files have.
         missing: titles of the other parts.
     """
 
     tensors: tuple[StoredTensor, ...]
-    found: tuple[str, ...]
+    present: tuple[str, ...]
     missing: tuple[str, ...]
 
 
@@ -334,7 +350,17 @@ def _stored_name(name: str, prefix: str) -> str:
 
 
 def check_tensor(files: Tensors, name: str, tensor: Tensor, path: Path) -> None:
-    """Raise UserError unless a file has floats of the tensor's shape under a name."""
+    """Check the dtype and shape of a tensor in a file.
+
+    Args:
+        files: the opened tensors.
+        name: of the tensor in the file.
+        tensor: the expected parameter.
+        path: of the file, for messages.
+
+    Raises:
+        UserError: it is not a float, or has another shape.
+    """
     stored = files[name].get_slice(name)
     if stored.get_dtype() not in FLOATS:
         raise UserError(f"{path}: {name} is {stored.get_dtype()}; fetch the model in float32, float16 or bfloat16")
@@ -410,7 +436,12 @@ def save(folder: Path, params: Params, parts: Sequence[Part], kind: str, setting
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file of settings as Hugging Face's library does."""
+    """Write a JSON file in the format of Hugging Face's library.
+
+    Args:
+        path: of the file.
+        value: settings.
+    """
     path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
 
 

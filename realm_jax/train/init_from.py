@@ -223,14 +223,16 @@ class WeightsSource(_Named):
             shardings = {key: run.param_shardings[network][key] for key in theirs}
             params[network] = params[network] | jax.tree.map(put_with_sharding, theirs, shardings)
             missing = ", ".join(files[network].missing)
-            summary.append(f"{network}: {', '.join(files[network].found)}" + (f"; fresh: {missing}" if missing else ""))
+            summary.append(
+                f"{network}: {', '.join(files[network].present)}" + (f"; fresh: {missing}" if missing else "")
+            )
         logger.info("config.%s=%s: %s", self.key, self.name, " | ".join(summary))
         return params
 
     def has_trained_reader(self, model: Realm) -> bool:
         """True if there is the span head of a reader that was trained with questions, as every released one was."""
         folder = network_folder(self.folder, READER)
-        if folder is None or SPAN_HEAD not in _find_network(folder, model, READER).found:
+        if folder is None or SPAN_HEAD not in _find_network(folder, model, READER).present:
             return False
         return bool(read_settings(transformer_folder(folder) / SETTINGS).get(TRAINED_READER, True))
 

@@ -248,8 +248,8 @@ def test_parts_cover_every_parameter_once(tmp_path):
 def test_what_a_file_does_not_have_is_missing(tmp_path):
     folder = save_tensors(tmp_path, random_weights(), SETTINGS)
     tower, reader = found(folder, "query_embedder"), found(folder, "reader")
-    assert (tower.found, tower.missing) == (("encoder", "pooler"), ("projection",))
-    assert (reader.found, reader.missing) == (("encoder",), ("MLM head", "span head"))
+    assert (tower.present, tower.missing) == (("encoder", "pooler"), ("projection",))
+    assert (reader.present, reader.missing) == (("encoder",), ("MLM head", "span head"))
     assert set(read(tower)) == {"bert", "pooler"}
 
 
@@ -275,7 +275,7 @@ def test_a_word_head_with_an_output_layer_of_its_own_is_left_out(tmp_path, tied,
         tensors["cls.predictions.decoder.weight"] = words.copy() if tied else words + 1
         tensors["cls.predictions.decoder.bias"] = tensors.pop("cls.predictions.bias")
 
-    assert ("MLM head" in found(rewrite(folder, add), "reader").found) == has
+    assert ("MLM head" in found(rewrite(folder, add), "reader").present) == has
 
 
 def test_epsilons_of_the_heads_are_compared(tmp_path):
