@@ -59,7 +59,12 @@ def trained_rows(store: PassageStore, share: float) -> NDArray[np.bool_] | None:
 
 
 def held_out_share(share: float, questions: Mapping[str, Sequence[Question]]) -> float:
-    """The share of documents that is kept out of training, to measure with where there are no questions for that."""
+    """Return the share of documents that training must not see, for evaluation without questions.
+
+    Args:
+        share: of the config, 0 to 1.
+        questions: split → questions; with development questions no document is held out.
+    """
     return 0.0 if questions.get("dev") else share
 
 

@@ -341,7 +341,13 @@ _FUNCTION_WORDS = OPENERS | frozenset(
 
 
 class _Run(NamedTuple):
-    """Capitalized words that follow each other; `opens`: even a common word would have a capital here."""
+    """Capitalized words that follow each other.
+
+    Attributes:
+        start: in characters.
+        end: in characters.
+        opens: even a common word would have a capital here.
+    """
 
     start: int
     end: int

@@ -86,7 +86,7 @@ class AsyncIndexProvider(InlineIndexProvider):
         self._saves: deque[tuple[int, int]] = deque(saves, maxlen=keep + 1)
         self._step, self._used = start, -1  # current step, and export step of the index in use
         self._newest = -1  # export step of the newest generation that any process has ready
-        self._given_up = -1  # export steps up to this one are not waited for
+        self._abandoned = -1  # export steps up to this one are not waited for
         # Indexes announced at the last two steps stay loaded until all processes have read the reduced signal.
         self._announced: deque[LoadedIndex | None] = deque(maxlen=2)
 
@@ -154,7 +154,7 @@ class AsyncIndexProvider(InlineIndexProvider):
 
         So a repeated run adopts the same generations at the same steps.
         """
-        every, done = self._options.every, max(self._used, self._given_up)
+        every, done = self._options.every, max(self._used, self._abandoned)
         following = done - done % every + every  # the next export step
         if following <= step:
             self._watcher.request_steps(following, following, exactly=True)
@@ -168,7 +168,7 @@ class AsyncIndexProvider(InlineIndexProvider):
                 "%s is not there; continuing with the index of step %d until the next one is due: bitwise "
                 "reproducibility is not guaranteed from here on", self._folder.path(f"exports/{due}"), self._used,
             )  # fmt: skip
-            self._given_up = due
+            self._abandoned = due
             return None
         began = time.monotonic()
         loaded = self._wait(due, f"the generation of step {due}, due at step {step}")

@@ -1,4 +1,4 @@
-"""Exports: the encoders ("towers") of a step and sample query vectors, written while training goes on.
+"""Exports: both encoders of a step and sample query vectors, written while training goes on.
 
 One small program copies the step's parameters on the devices; a thread fetches and writes them. What an export is:
 `index/files.py`. Read next: `watcher.py`, which reads what builders make of it.
@@ -114,7 +114,7 @@ def _steps_being_built(folder: Folder) -> set[int]:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _snapshot(model: Realm, mesh: Mesh, towers: Params, batch: Any) -> tuple[Params, jax.Array]:
-    """Return copies of the towers, replicated, and the vectors of the sample queries [count, width]."""
+    """Return copies of the encoders, replicated, and the vectors of the sample queries [count, width]."""
     queries = model.embed_queries(towers, batch["query"], batch["query_length"])  # [count, width]
     return jax.lax.with_sharding_constraint((jax.tree.map(jnp.copy, towers), queries), replicated(mesh))
 

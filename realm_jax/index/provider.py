@@ -32,7 +32,7 @@ class Interrupted(Exception):
 
 
 def shared_folder(run: Run) -> Folder:
-    """Return the folder of exports, generations and job status: the run folder, or `refresh.shared`."""
+    """Return the folder of exports, generations and job status: the run directory, or `refresh.shared`."""
     return open_folder(run.config.refresh.shared or run.workdir)
 
 

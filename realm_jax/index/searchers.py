@@ -65,19 +65,30 @@ PARALLEL_RENEWALS = 8  # shards, each of which needs up to 2 GB of memory
 
 
 class ReusableIndex(NamedTuple):
-    """A generation from which another one takes shards, or centroids and codebooks."""
+    """A generation whose shards, or centroids and codebooks, another generation can use.
+
+    Attributes:
+        manifest: of the earlier generation.
+        shared: its first shards, if both begin with the same vectors. If there are none, every new shard takes the
+            centroids and codebook of the shard of the same rows.
+    """
 
     manifest: Manifest
-    shared: tuple[dict[str, Any], ...] = ()  # its first shards, if the other begins with the same vectors
-    # If no shard is shared, every shard of the other takes the centroids and codebook of the shard of the same rows.
+    shared: tuple[dict[str, Any], ...] = ()
 
 
 class ShardTask(NamedTuple):
-    """A shard to build."""
+    """A shard to build.
 
-    rows: tuple[int, int]  # first, and the one after the last
-    name: str  # of its folder
-    earlier: dict[str, Any] | None  # the entry of the shard whose centroids and codebook it takes
+    Attributes:
+        rows: first row, and row after the last.
+        name: of its folder.
+        earlier: entry of the shard whose centroids and codebook it takes; None to learn them.
+    """
+
+    rows: tuple[int, int]
+    name: str
+    earlier: dict[str, Any] | None
 
 
 def build_searchers(
@@ -124,7 +135,7 @@ def build_searchers(
     build = partial(_build, folder, manifest, settings)
     for failure in ordered_parallel_map(build, missing_shards(), workers, few=2):
         if failure:
-            logger.warning("%s; the shard learns its centroids anew", failure)
+            logger.warning("%s; the shard learns new centroids", failure)
     marks = files_by_row_range(folder, parent, DONE)
     for first, last in ranges:
         path = f"{parent}/{marks.get(row_range_name(first, last))}"
@@ -280,7 +291,7 @@ def _build(folder: Folder, manifest: Manifest, settings: ScannConfig, task: Shar
             except UNUSABLE as error:
                 failure = str(error)
         if tree_size is None:
-            output = Path(scratch, "learnt")
+            output = Path(scratch, "learned")
             output.mkdir()
             tree_size = build_shard(vectors, settings, output)
         files = [folder.write_entry(f"{task.name}/{path.name}", path.read_bytes()) for path in sorted(output.iterdir())]

@@ -87,7 +87,7 @@ class IndexWatcher:
 
     @property
     def ready(self) -> LoadedIndex | None:
-        """The newest wanted generation that is verified and loaded."""
+        """Return the newest requested generation that is verified and loaded, or None."""
         with self._lock:
             return self._ready
 
@@ -148,7 +148,7 @@ class IndexWatcher:
             self._log_once(f"{error}; generation {manifest.generation} is used without its export")
         if needs_tower:
             raise IncompatibleIndex(
-                f"the export of generation {manifest.generation} is gone, with the query tower that searches it"
+                f"the export of generation {manifest.generation} is gone, with the query encoder that searches it"
             )
         return None, None
 

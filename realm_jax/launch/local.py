@@ -63,11 +63,17 @@ _T = TypeVar("_T")
 
 
 class Process(NamedTuple):
-    """A process to run."""
+    """A process to run.
+
+    Attributes:
+        name: of the process.
+        words: of its command.
+        environment: variables in addition to those of this process.
+    """
 
     name: str
-    words: list[str]  # of its command
-    environment: dict[str, str]  # variables in addition to those of this process
+    words: list[str]
+    environment: dict[str, str]
 
 
 Jobs = dict[str, list[Process]]  # job → its processes, which live and die together
@@ -98,7 +104,12 @@ def processes(launch: Launch, port: int | str) -> Jobs:
 
 
 class Child(NamedTuple):
-    """A process that was started, and the thread that copies its output."""
+    """A started process.
+
+    Attributes:
+        process: in its own process group.
+        reader: the thread that copies its output.
+    """
 
     process: subprocess.Popen[bytes]
     reader: threading.Thread
@@ -111,16 +122,27 @@ class Child(NamedTuple):
 
 @dataclass
 class Job:
-    """Processes that live and die together."""
+    """Processes that live and die together.
+
+    Attributes:
+        name: of the job.
+        read_progress: returns a value that changes when the job makes progress.
+        children: its processes.
+        failures: since the last progress.
+        resume_at: time of its next start.
+        code: exit code of its last end; None before.
+        over_at: time of its last end.
+        progress: at its last start.
+    """
 
     name: str
     read_progress: Callable[[], object]
     children: list[Child] = field(default_factory=list)
-    failures: int = 0  # without progress between them
-    resume_at: float = 0.0  # when it is started again
-    code: int | None = None  # its exit code after its last end
-    over_at: float = 0.0  # time of its last end
-    progress: object = None  # when it was started
+    failures: int = 0
+    resume_at: float = 0.0
+    code: int | None = None
+    over_at: float = 0.0
+    progress: object = None
 
 
 class Supervisor:

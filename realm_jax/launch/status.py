@@ -46,27 +46,40 @@ JSON = dict[str, Any]
 
 
 class JobState(NamedTuple):
-    """A job, its status, and whether it lives."""
+    """A job and its state.
+
+    Attributes:
+        name: of the job.
+        status: its last status.
+        state: 'done', 'alive', 'late' if it should be alive but has had no heartbeat while we polled, 'stopped' if it
+            need not be alive, UNKNOWN until that is clear.
+    """
 
     name: str
     status: Status
-    # 'done', 'alive', 'late' if it should live and has no heartbeat while we poll, 'stopped' if it need not live,
-    # UNKNOWN until that is clear.
     state: str
 
 
 class RunState(NamedTuple):
-    """A run at one time."""
+    """A run at one time.
 
-    task: str  # the newest that has records; '' for none
-    checkpoint: tuple[str, int] | None  # (task, step) of the newest
-    metrics: JSON  # the task's last record
+    Attributes:
+        task: the newest that has records; '' for none.
+        checkpoint: (task, step) of the newest; None for none.
+        metrics: the task's last record.
+        jobs: all of them.
+        generation: step of the newest index, −1 for none.
+    """
+
+    task: str
+    checkpoint: tuple[str, int] | None
+    metrics: JSON
     jobs: list[JobState]
-    generation: int  # step of the newest index, −1 for none
+    generation: int
 
     @property
     def late(self) -> list[str]:
-        """The names of jobs without a heartbeat."""
+        """Return the names of jobs without a heartbeat."""
         return [job.name for job in self.jobs if job.state == "late"]
 
     def record(self) -> JSON:
@@ -323,7 +336,7 @@ def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
     * recall: {"measure", "points": [{"task", "step", "value", "refresh": whether the index was new}]}, or None.
     * retrieval_utility: {"value": nats, "curve"}, or None.
     * goodput, waits: shares of the time of the newest task; the latter by what was waited for.
-    * index: {"mode", "task", "step": of the towers that made the one in use, "age": steps since, where it is made anew,
+    * index: {"mode", "task", "step": of the encoders of the index in use, "age": steps since, if it is refreshed,
       "drift": of the last change, 1 for none, "generations": the newest, each {"generation", "step", "age", "state":
       'in use', 'published', 'being built' or 'refused', and once published "recall" of its searcher and "seconds" of
       building}, "adoptions": each {"step", "generation", "index_step", "waited", "drift"}}, or None.

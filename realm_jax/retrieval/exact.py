@@ -25,7 +25,7 @@ BLOCK = 16_384  # rows scored at a time if all would be more: for 512 queries th
 MAX_GATHERED_BYTES = 2**26  # of vectors that are gathered at a time
 
 
-class Neighbours(NamedTuple):
+class Neighbors(NamedTuple):
     """The best rows of each query.
 
     Attributes:
@@ -38,12 +38,17 @@ class Neighbours(NamedTuple):
 
 
 def padded_rows(rows: int, devices: int) -> int:
-    """Return the rows of an array that holds `rows` passages on `devices`: the next multiple of GROUP × devices."""
+    """Return the padded number of rows: the next multiple of GROUP × devices.
+
+    Args:
+        rows: passages.
+        devices: over which they are sharded.
+    """
     multiple = GROUP * devices
     return -(-rows // multiple) * multiple
 
 
-def search(mesh: Mesh, queries: Array, vectors: Array, rows: int, k: int, block: int | None = None) -> Neighbours:
+def search(mesh: Mesh, queries: Array, vectors: Array, rows: int, k: int, block: int | None = None) -> Neighbors:
     """Return the k rows of largest inner product for every query.
 
     Args:
@@ -71,7 +76,7 @@ def search(mesh: Mesh, queries: Array, vectors: Array, rows: int, k: int, block:
     )
     queries = jax.lax.stop_gradient(queries).astype(vectors.dtype)
     scores, ids = sharded(queries, jax.lax.stop_gradient(vectors))
-    return Neighbours(scores[:count], ids[:count])
+    return Neighbors(scores[:count], ids[:count])
 
 
 def _search_shard(queries: Array, vectors: Array, *, rows: int, k: int, block: int, axes: tuple) -> tuple[Array, Array]:
