@@ -54,13 +54,13 @@ class Index(NamedTuple):
     Attributes:
         vectors: [padded rows, projection]; None if hosts search.
         documents: the token rows of these vectors.
-        tower: parameters of the query encoder that searches; None for the current one.
+        query_encoder: parameters of the query encoder that searches; None for the current one.
         held_out: rows that no masked sentence may learn from, bool [padded rows]; None for none.
     """
 
     vectors: Any
     documents: PassageBatch
-    tower: Params | None = None
+    query_encoder: Params | None = None
     held_out: Array | None = None
 
 
@@ -234,7 +234,7 @@ def retrieve(realm: RealmConfig, context: StaticContext, params: Params, batch: 
     if index.vectors is None:
         rows = batch["retrieved_rows"]
     else:
-        queries = embed_searching_queries(context, params, batch, index.tower)
+        queries = embed_searching_queries(context, params, batch, index.query_encoder)
         own_row = batch["own_row"] if realm.exclude_own else None
         depth = min(count + 1, context.rows)
         rows = search_passages(context, realm.search, queries, batch, index, depth, own_row).rows
@@ -260,20 +260,22 @@ def search_depth(realm: RealmConfig, rows: int) -> int:
     return min(realm.candidates, rows)
 
 
-def embed_searching_queries(context: StaticContext, params: Params, batch: Batch, tower: Params | None) -> Array:
+def embed_searching_queries(
+    context: StaticContext, params: Params, batch: Batch, query_encoder: Params | None
+) -> Array:
     """Embed the queries that search, without dropout.
 
     Args:
         context: of the run.
         params: all parameters.
         batch: with "query" [batch, q].
-        tower: parameters of the query encoder; None for those in `params`.
+        query_encoder: parameters of the query encoder; None for those in `params`.
 
     Returns:
         [batch, projection] float32.
     """
-    if tower is not None:
-        params = {**params, context.model.embedder_names[0]: tower}
+    if query_encoder is not None:
+        params = {**params, context.model.embedder_names[0]: query_encoder}
     packing = context.packing_for(len(batch["query"]))
     return context.model.embed_queries(params, batch["query"], batch["query_length"], packed_length=packing.queries)
 

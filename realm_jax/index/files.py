@@ -134,7 +134,7 @@ def read_export(folder: Folder, step: int) -> Export | None:
     return _read_record(folder, f"exports/{step}/{EXPORT}", Export)
 
 
-def read_towers(folder: Folder, export: Export) -> Arrays:
+def read_encoders(folder: Folder, export: Export) -> Arrays:
     """Return the parameters of an export's encoders by path ('document_embedder/bert/…').
 
     Args:
@@ -178,7 +178,7 @@ def intact_export(folder: Folder, step: int) -> Export | None:
     try:
         export = read_export(folder, step)
         if export is not None:
-            read_towers(folder, export)
+            read_encoders(folder, export)
             read_queries(folder, export)
         return export
     except Damaged as error:
@@ -186,7 +186,7 @@ def intact_export(folder: Folder, step: int) -> Export | None:
         return None
 
 
-def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, queries: NDArray[np.float32]) -> Export:
+def write_export(folder: Folder, export: Mapping[str, Any], params: Arrays, queries: NDArray[np.float32]) -> Export:
     """Write an export, its record last.
 
     An earlier valid export of the step with the same encoders stays as it is.
@@ -194,7 +194,7 @@ def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, quer
     Args:
         folder: the shared folder.
         export: the fields of `Export` without parameters, file and queries.
-        towers: parameters by path.
+        params: of both encoders, by path.
         queries: vectors of the sample queries, [count, width].
 
     Returns:
@@ -202,15 +202,15 @@ def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, quer
     """
     from realm_jax.checksums import arrays_digest  # imported here because readers of a manifest need no JAX
 
-    fingerprint, step = arrays_digest(towers), export["step"]
+    fingerprint, step = arrays_digest(params), export["step"]
     earlier = intact_export(folder, step)
     if earlier is not None and earlier.parameters == fingerprint:
         return earlier
     name = f"exports/{step}/{fingerprint[:16]}"
-    arrays = {path: np.ascontiguousarray(value) for path, value in sorted(towers.items())}
-    tower_file = folder.write_entry(f"{name}.safetensors", save(arrays))
+    arrays = {path: np.ascontiguousarray(value) for path, value in sorted(params.items())}
+    params_file = folder.write_entry(f"{name}.safetensors", save(arrays))
     query_file = folder.write_entry(f"{name}-queries.safetensors", save({QUERIES: np.ascontiguousarray(queries)}))
-    record = Export(parameters=fingerprint, file=tower_file, queries=query_file, **export)
+    record = Export(parameters=fingerprint, file=params_file, queries=query_file, **export)
     folder.write_json(f"exports/{step}/{EXPORT}", record.to_json())
     return record
 

@@ -21,7 +21,7 @@ from realm_jax.cache import CacheEntry, cache_bytes
 from realm_jax.checksums import arrays_digest, named_arrays
 from realm_jax.console import StageProgress
 from realm_jax.environment import environment
-from realm_jax.index.exporter import tower_settings
+from realm_jax.index.exporter import encoder_settings
 from realm_jax.mesh import to_host
 from realm_jax.models.layers import Params
 from realm_jax.processes import is_process_0, same_on_all_processes
@@ -226,7 +226,7 @@ def encoder_digest(run: Run, params: Params) -> str:
     file = Path("/proc/cpuinfo")  # compiled programs differ with what the processor can do
     lines = file.read_text().splitlines() if file.is_file() else []
     processor = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    dependencies = tower_settings(run) | {
+    dependencies = encoder_settings(run) | {
         "program": [
             BUCKET,
             GROUPS.get(platform_name, EMBED_BATCH),

@@ -314,7 +314,7 @@ def inspect_batch(
 
 def _log_total(context: StaticContext, params: Params, batch: Any, index: Index) -> jax.Array:
     """Return log Σ exp(score) over all passages of the corpus, [batch]."""
-    queries = embed_searching_queries(context, params, batch, index.tower)
+    queries = embed_searching_queries(context, params, batch, index.query_encoder)
     scores = jnp.einsum("bd,nd->bn", queries, index.vectors.astype(jnp.float32))  # [batch, padded rows]
     return jax.nn.logsumexp(jnp.where(jnp.arange(scores.shape[1]) < context.rows, scores, NEG_INF), axis=1)
 
@@ -383,7 +383,7 @@ def _inspect_question_batch(
     likelihood = log_sum_selected(read.spans, read.correct, (2, 3))
     rows, scores = read.rows, read.scores
     if rerank is not None:  # the scores of all other passages come from the retriever only
-        scores = stored_scores(embed_searching_queries(context, params, batch, index.tower), index, rows)
+        scores = stored_scores(embed_searching_queries(context, params, batch, index.query_encoder), index, rows)
     held = jnp.exp(jax.nn.logsumexp(scores, axis=1) - _log_total(context, params, batch, index))
     return rows, read.prior, likelihood, held
 

@@ -1,7 +1,7 @@
 """Locating and publishing pretrained models, and which of their folders holds which network.
 
     FOLDER/model.safetensors            one BERT, for every network; with its heads, if it has them; or its shards
-    FOLDER/<network>/model.safetensors  one for each network, as `realm weights` writes them (`embedder`: both towers)
+    FOLDER/<network>/model.safetensors  one for each network, as `realm weights` writes them (`embedder`: both encoders)
     hf:NAME, hf:NAME@REVISION           a repository of the Hugging Face hub
     py:NAME                             an installed Python package that carries a model in its folder `model`
 
@@ -168,12 +168,12 @@ def network_folder(folder: Path, network: str) -> Path | None:
         None if there are no weights for it.
 
     Raises:
-        UserError: if one tower is wanted and the model has two.
+        UserError: if the config has one encoder for both texts and the model has two.
     """
     if model_folders(folder) == [folder]:
         return folder
     names = [network, SHARED] if network in TOWERS else [network]
     weights = next((folder / name for name in names if is_model(folder / name)), None)
     if weights is None and network == SHARED and any(is_model(folder / name) for name in TOWERS):
-        raise UserError(f"config.init_from: {folder} has two towers; set config.model.shared_tower=False")
+        raise UserError(f"config.init_from: {folder} has two encoders; set config.model.shared_tower=False")
     return weights

@@ -1,6 +1,6 @@
 """All networks of a run over one tree of parameters: the retriever, the reader, and networks of tasks.
 
-    params = {'query_embedder': …, 'document_embedder': …, 'reader': …}     (one 'embedder' if the tower is shared)
+    params = {'query_embedder': …, 'document_embedder': …, 'reader': …}     (one 'embedder' if it is shared)
 
 The BERTs of retriever and reader may differ in size. A task may add networks (`Network`), each with its key.
 """
@@ -65,7 +65,7 @@ class Realm(Retriever):
 
         Those of a network depend on the key and its name, not on the other networks.
         """
-        params = self.init_towers(jax.random.fold_in(key, 0)) | self.reader.init_boxed(jax.random.fold_in(key, 1))
+        params = self.init_encoders(jax.random.fold_in(key, 0)) | self.reader.init_boxed(jax.random.fold_in(key, 1))
         for network in self.networks:
             network_key = jax.random.fold_in(key, zlib.crc32(network.name.encode()))
             params[network.name] = network.init_boxed(network_key)

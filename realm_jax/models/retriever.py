@@ -142,12 +142,12 @@ class Encoder(nn.Module):
         return Dropout(c.dropout)(vector, deterministic=deterministic)
 
 
-# --- Both towers ------------------------------------------------------------------------------------------------------
+# --- Both encoders ----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Retriever:
-    """The towers as pure functions over one tree of parameters, in which each has its own key.
+    """Both encoders as pure functions over one tree of parameters, in which each has its key.
 
     Attributes:
         bert: sizes of both encoders.
@@ -188,15 +188,15 @@ class Retriever:
         """Return the top-level keys of the parameters: the query encoder first, the passage encoder last."""
         return ("embedder",) if self.shared_tower else ("query_embedder", "document_embedder")
 
-    def init_towers(self, key: Array) -> Params:
+    def init_encoders(self, key: Array) -> Params:
         """Return fresh parameters, boxed with their logical axis names.
 
-        Both towers start from the same numbers, as in the released code: the inner product of equal functions begins
+        Both encoders start from the same numbers, as in the released code: the inner product of equal functions begins
         as a similarity, which training only has to sharpen. Each has its own copy, so that both can be donated.
         """
         ids = jnp.zeros((1, 8), jnp.int32)
-        tower = self.encoder.init(key, ids, ids, jnp.ones((1, 8), bool))["params"]
-        return {name: jax.tree.map(jnp.copy, tower) for name in self.embedder_names}
+        params = self.encoder.init(key, ids, ids, jnp.ones((1, 8), bool))["params"]
+        return {name: jax.tree.map(jnp.copy, params) for name in self.embedder_names}
 
     def embed_queries(
         self, params: Params, query: Array, lengths: Array, key: Array | None = None, packed_length: int = 0
@@ -220,9 +220,8 @@ class Retriever:
         self, params: Params, query: Array, lengths: Array, key: Array | None = None, packed_length: int = 0
     ) -> Array:
         """Embed queries as other libraries do, before the temperature. Arguments: see `embed_queries`."""
-        tower = params[self.embedder_names[0]]
         texts = query_sequences(query, lengths, self.query_template)
-        return self._embed(tower, texts, key, packed_length)
+        return self._embed(params[self.embedder_names[0]], texts, key, packed_length)
 
     def embed_documents(
         self, params: Params, passages: PassageBatch, key: Array | None = None, packed_length: int = 0
@@ -238,12 +237,11 @@ class Retriever:
         Returns:
             [batch, vector_size] float32.
         """
-        tower = params[self.embedder_names[-1]]
         texts = document_sequences(passages, self.passage_template)
-        return self._embed(tower, texts, key, packed_length)
+        return self._embed(params[self.embedder_names[-1]], texts, key, packed_length)
 
-    def _embed(self, tower: Params, texts: EncoderInput, key: Array | None, packed_length: int) -> Array:
-        vectors: Array = apply(self.encoder, tower, texts, "__call__", key, packed_length)
+    def _embed(self, encoder_params: Params, texts: EncoderInput, key: Array | None, packed_length: int) -> Array:
+        vectors: Array = apply(self.encoder, encoder_params, texts, "__call__", key, packed_length)
         return vectors
 
     def query_lengths(self, lengths: Any) -> Any:

@@ -2,7 +2,7 @@
 
     bert/…, cls/…                    the reader's BERT and MLM head (`cc_news_pretrained/bert`), or any BERT of
                                      google-research/bert
-    module/…                         a tower (`cc_news_pretrained/embedder`, or the module of the inverse cloze task),
+    module/…                         an encoder (`cc_news_pretrained/embedder`, or the module of inverse cloze),
                                      and the question's in a fine-tuned checkpoint, with one more `module/` before it
     reader/module/…, reader/dense…   the reader with its span head, in a fine-tuned checkpoint
 
@@ -21,7 +21,7 @@ from realm_jax.models.reader import SPAN_NORM_EPSILON
 
 EMBEDDER, READER = "embedder", "reader"
 KERAS_EPSILON = 1e-3
-# Variables that no network has: the optimizer's variables and counters, the next-sentence head, a tower's MLM head.
+# Variables that no network has: the optimizer's variables and counters, the next-sentence head, an encoder's MLM head.
 UNUSED = re.compile(
     r"(^|/)(adam_[mv]|AdamWeightDecayOptimizer(_\d+)?|global_step|block_emb|cls/seq_relationship)($|/)"
     r"|^(module/)+cls/predictions/"

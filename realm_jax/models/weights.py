@@ -41,7 +41,11 @@ LAYER = {  # ours → theirs
     "output": "output.dense",
     "output_norm": "output.LayerNorm",
 }
-VECTOR_LAYERS = {"pooler": "pooler.dense", "projection": "cls.dense", "projection_norm": "cls.LayerNorm"}  # of a tower
+VECTOR_LAYERS = {
+    "pooler": "pooler.dense",
+    "projection": "cls.dense",
+    "projection_norm": "cls.LayerNorm",
+}  # of an encoder
 WORDS, POSITIONS = "embeddings.word_embeddings.weight", "embeddings.position_embeddings.weight"
 MLM_HEAD, SPAN_HEAD, PROJECTION, VECTOR_NORM = "MLM head", "span head", "projection", "vector norm"
 TIED = "cls.predictions.decoder.weight"  # the word embeddings once more, in some files
@@ -142,9 +146,9 @@ def bert_of(model: Realm, network: str) -> BertConfig:
 def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
     """Return the parts of each network, the encoder first: top-level key of the parameters → parts."""
     width = model.bert.width
-    tower = [encoder(model.bert)]
+    encoder_parts = [encoder(model.bert)]
     if POOLINGS[model.pooling].has_tanh_layer:
-        tower.append(Part("pooler", _linear(("pooler",), VECTOR_LAYERS["pooler"], (width, width))))
+        encoder_parts.append(Part("pooler", _linear(("pooler",), VECTOR_LAYERS["pooler"], (width, width))))
     tensors: tuple[Tensor, ...] = ()
     epsilon: dict[str, tuple[str, Any]] = {}
     if model.projection:
@@ -153,7 +157,7 @@ def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
         tensors += _norm(("projection_norm",), VECTOR_LAYERS["projection_norm"], model.vector_size)
         epsilon = {RETRIEVER_SETTINGS["norm_epsilon"]: ("config.encoder.norm_epsilon", model.norm_epsilon)}
     if tensors:
-        tower.append(Part(PROJECTION if model.projection else VECTOR_NORM, tensors, epsilon))
+        encoder_parts.append(Part(PROJECTION if model.projection else VECTOR_NORM, tensors, epsilon))
 
     c, hidden = model.reader.bert, model.reader.span_hidden
     words = (
@@ -168,7 +172,7 @@ def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
     )
     fixed = {"reader_layer_norm_eps": ("the epsilon of the span head, which is fixed,", SPAN_NORM_EPSILON)}
     reader = encoder(c), Part(MLM_HEAD, words), Part(SPAN_HEAD, spans, fixed)
-    return {name: tuple(tower) for name in model.embedder_names} | {"reader": reader}
+    return {name: tuple(encoder_parts) for name in model.embedder_names} | {"reader": reader}
 
 
 def token_classifier(c: BertConfig, labels: int) -> Part:
@@ -302,7 +306,7 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
         raise UserError(f"{path}: has {min(unknown)}, which this BERT has no place for; choose a plain BERT")
 
     # Heads, activation and the epsilons of LayerNorm, which shapes do not tell. Without settings nothing is compared.
-    if settings.get("model_type") == HF_REALM:  # transformers has one epsilon for a tower
+    if settings.get("model_type") == HF_REALM:  # transformers has one epsilon for an encoder
         settings.setdefault("projection_layer_norm_eps", settings.get("layer_norm_eps", LAYER_NORM_EPSILON))
     if "hidden_act" in settings:
         settings["hidden_act"] = our_activation(settings["hidden_act"])

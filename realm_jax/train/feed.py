@@ -71,7 +71,7 @@ class Feed:
                 batch = self._put()
             except StopIteration:
                 break
-            queries = _queries(context, params, batch, index.index.tower, replicated(mesh))
+            queries = _queries(context, params, batch, index.index.query_encoder, replicated(mesh))
             found = self._pool.submit(self._search, index.searcher, queries, self._depth)
             self._queue.append(PendingBatch(batch, found))
         batch, rows = self._queue.popleft()
@@ -96,7 +96,7 @@ class Feed:
 
 @partial(jax.jit, static_argnums=(0, 4))
 def _queries(
-    context: StaticContext, params: Params, batch: Batch, tower: Params | None, whole: NamedSharding
+    context: StaticContext, params: Params, batch: Batch, query_encoder: Params | None, whole: NamedSharding
 ) -> jax.Array:
     """Whole in every process, so that no other thread than the loop's starts a device program."""
-    return jax.lax.with_sharding_constraint(embed_searching_queries(context, params, batch, tower), whole)
+    return jax.lax.with_sharding_constraint(embed_searching_queries(context, params, batch, query_encoder), whole)

@@ -43,7 +43,7 @@ from realm_jax.models.sentence_transformers import (
     INPUT,
     TRAINED_READER,
     default_temperature,
-    find_tower,
+    find_encoder,
     sentence_model,
     transformer_folder,
 )
@@ -311,7 +311,7 @@ def _find_network(folder: Path, model: Realm, network: str) -> NetworkFiles:
             f"{folder}: has a projection of {width} features, but config.encoder.projection is {model.projection}; set "
             "it to None (--config.encoder.projection=model)"
         )
-    return find_tower(sentence, model.bert, parts)
+    return find_encoder(sentence, model.bert, parts)
 
 
 def _check_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:

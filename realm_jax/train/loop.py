@@ -159,8 +159,8 @@ def train_task(
                 arrays: dict[str, Any] = {}
                 if index is not None and not generation and index.vectors is not None:
                     arrays["vectors"] = index.vectors  # [passages, width]; a generation is named instead
-                    if index.index.tower is not None:
-                        arrays["tower"] = index.index.tower
+                    if index.index.query_encoder is not None:
+                        arrays["tower"] = index.index.query_encoder
                 if (in_flight := feed.in_flight()) is not None:
                     arrays["in_flight"] = in_flight  # int32 [batches, batch, depth]
                 index_provider.on_checkpoint(step, generation)
