@@ -155,7 +155,7 @@ def prepare(options: Options) -> Prepared | None:
     output = os.fspath(options.output)
     if is_prepared(output, inputs, options.skip_damage):
         return None
-    given_tokenizer = None if vocabulary is None else vocabulary.read()
+    vocab_tokenizer = None if vocabulary is None else vocabulary.read()
     filters = options.question_sources, options.max_answer_words, options.ignore_gold
     questions = read_all(question_inputs, *filters, options.skip_damage)
 
@@ -192,7 +192,7 @@ def prepare(options: Options) -> Prepared | None:
             # From all articles, or from every n-th if they have too many characters.
             step = 1 + sum(count.characters for count in counts.values()) // LEARN_FROM
             texts = (f"{article.title}\n{article.text}" for article in islice(every_article, 0, None, step))
-            tokenizer = given_tokenizer or WordPiece.train(texts, options.vocabulary_size)
+            tokenizer = vocab_tokenizer or WordPiece.train(texts, options.vocabulary_size)
             for name, content in tokenizer.files().items():
                 folder.write(f"{TOKENIZER}/{name}", content)
 

@@ -196,6 +196,6 @@ def read_all(
         counts.dropped += unanswerable
         counts.records += unanswerable.total()
     if files and not splits:
-        left_out = counts.dropped.total() + counts.damaged.total()
-        raise UserError(f"no question is left of {left_out:,}; check --question-sources and the files")
+        num_dropped = counts.dropped.total() + counts.damaged.total()
+        raise UserError(f"no question is left of {num_dropped:,}; check --question-sources and the files")
     return SelectedQuestions(dict(splits), counts)

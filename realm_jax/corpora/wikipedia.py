@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 from realm_jax.corpora.articles import Article, Outcome, Skipped
 from realm_jax.corpora.encodings import Notes
-from realm_jax.data.input_files import UNPACKING_FAULTS, files_below, is_folder, matching, open_unpacked
+from realm_jax.data.input_files import UNPACKING_ERRORS, files_below, is_folder, matching, open_unpacked
 from realm_jax.errors import UserError
 
 
@@ -87,7 +87,7 @@ def is_dump_folder(folder: str) -> bool:
                 try:
                     if b"<mediawiki" in stream.read(4096):
                         return True
-                except UNPACKING_FAULTS:
+                except UNPACKING_ERRORS:
                     return True
     return False
 
@@ -108,7 +108,7 @@ def read_pages(path: str) -> Iterator[Page | Skipped]:
                     yield _page(element, f"{path}, page {number:,}")
                     root.clear()
         # LookupError, ValueError: the dump declares an unknown encoding
-        except (ElementTree.ParseError, LookupError, ValueError, *UNPACKING_FAULTS) as error:
+        except (ElementTree.ParseError, LookupError, ValueError, *UNPACKING_ERRORS) as error:
             yield Skipped(UNREADABLE_DUMP, " ".join(str(error).split()), f"{path}, after page {number:,}")
 
 

@@ -141,8 +141,8 @@ class WordPiece(Tokenizer):
         return cls(_pieces(files[VOCABULARY_FILE], vocabulary), lower_case, str(vocabulary))
 
     @classmethod
-    def train(cls, texts: Iterable[str], size: int, lower_case: bool = True) -> "WordPiece":
-        """Learn a vocabulary from texts.
+    def train(cls, texts: Iterable[str], size: int) -> "WordPiece":
+        """Learn a vocabulary of lower-case pieces from texts.
 
         The same texts always give the same vocabulary, pieces and ids. It is smaller than `size` if the texts have no
         more pieces. Characters beyond the most frequent 1,000 become [UNK].
@@ -150,13 +150,12 @@ class WordPiece(Tokenizer):
         Args:
             texts: read once; their distinct words must fit into memory.
             size: most pieces.
-            lower_case: whether text is put in lower case.
 
         Raises:
             UserError: `size` is out of range, or the texts hold no word.
         """
         check_size(size)
-        normalizer, splitter = normalizers.BertNormalizer(lowercase=lower_case), pre_tokenizers.BertPreTokenizer()
+        normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
         words: Counter[str] = Counter()
         for text in texts:
             words.update([word for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))])
@@ -185,7 +184,7 @@ class WordPiece(Tokenizer):
         repeated = (word for word, count in words.items() for _ in range(count))
         learner.train_from_iterator(iter(lambda: " ".join(islice(repeated, 10_000)), ""), trainer)
         vocabulary = learner.get_vocab(with_added_tokens=False)
-        return cls(sorted(vocabulary, key=vocabulary.__getitem__), lower_case, "trained vocabulary")
+        return cls(sorted(vocabulary, key=vocabulary.__getitem__), True, "trained vocabulary")
 
     def files(self) -> dict[str, bytes]:
         """Return the content of `vocab.txt` and `settings.json`, in the order in which they must be written."""

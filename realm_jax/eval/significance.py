@@ -179,15 +179,14 @@ def difference(a: ArrayLike, b: ArrayLike) -> Difference:
     return Difference(float(change.mean()), low, high, p, mcnemar, only_a, only_b)
 
 
-def paired_interval(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Ends:
+def paired_interval(a: ArrayLike, b: ArrayLike) -> Ends:
     """Return the interval of `difference`, without its tests.
 
     Args:
         a: values of the first run, float [questions].
         b: values of the second run, in the same order.
-        seed: of the bootstrap.
 
     Returns:
         Both ends; (None, None) for fewer than two questions or if all differences are equal.
     """
-    return _bootstrap(np.asarray(b, np.float64) - np.asarray(a, np.float64), seed)
+    return _bootstrap(np.asarray(b, np.float64) - np.asarray(a, np.float64), seed=0)

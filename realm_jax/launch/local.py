@@ -281,7 +281,8 @@ class Supervisor:
                 self._finish(job.children, SHORT_GRACE)
                 self._end(job, 0)
             return
-        code = _overall_exit_code(codes)
+        # Of several failures report a user error first, and a preemption last.
+        code = min((code for code in codes if code), key=lambda code: {USER_ERROR: 0, PREEMPTED: 2}.get(code, 1))
         self._finish(job.children, self._grace_seconds if code == PREEMPTED else SHORT_GRACE)
         if any(child.process.returncode == USER_ERROR for child in job.children):
             logger.error(
@@ -363,11 +364,6 @@ class Supervisor:
                         sys.stderr.flush()
                     except BrokenPipeError:
                         go_silent()
-
-
-def _overall_exit_code(codes: Sequence[int | None]) -> int:
-    """Return the exit code of several processes: that of a user error, else of a failure, else of a preemption."""
-    return min((code for code in codes if code), key=lambda code: {USER_ERROR: 0, PREEMPTED: 2}.get(code, 1))
 
 
 def free_port() -> int:

@@ -286,10 +286,10 @@ def task_names(folder: Folder) -> list[str]:
 
 def summary(folder: Folder) -> str:
     """Return the state of a run in one line."""
-    return one_line(run_state(folder, []), _statuses(shared_folder(folder)))
+    return status_line(run_state(folder, []), _statuses(shared_folder(folder)))
 
 
-def one_line(state: RunState, jobs: Mapping[str, Status]) -> str:
+def status_line(state: RunState, jobs: Mapping[str, Status]) -> str:
     """Return step, loss and speed, the index's age, the last checkpoint, and the stages of the builders.
 
     Args:
