@@ -75,7 +75,7 @@ _LINKS_TO_HEADINGS = (
 _CHARACTER_DATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
 _TAG = re.compile(r"(?is)<(script|style)\b.*?</\1\s*>|<!--.*?-->|<[a-z/!][^<>]*>")
 _END_OF_PAGE = re.compile(r"</(?:body|html)\s*>", re.IGNORECASE)  # behind which the parser would stop
-# They stand between rows, between cells and behind numbers of items until white space is in order; no text has them.
+# They mark ends of rows, cells and item numbers until white space is normalized; no text has them.
 _ROW, _CELL, _NUMBER_END = "\x02", "\x01", "\x03"
 _CONTROL = re.compile("[\x01-\x03]")
 _SPACE, _SPACE_IN_LINE, _BLANK_LINE = re.compile(r"\s+"), re.compile(r"[^\S\n]+"), re.compile(r"\n\s*\n")

@@ -196,7 +196,9 @@ def clean_page(page: Page, notes: Notes) -> Outcome:
 
 # --- Wikitext ---------------------------------------------------------------------------------------------------------
 
-_COMMENT = re.compile(r"(?:(?<=\n)|\A)<!--.*?-->[ \t]*\n|<!--.*?-->", re.DOTALL)  # one alone on its line takes the line
+_COMMENT = re.compile(
+    r"(?:(?<=\n)|\A)<!--.*?-->[ \t]*\n|<!--.*?-->", re.DOTALL
+)  # with its line if nothing else is on it
 _HEADING = re.compile(r"^(={1,6})(?=.*?[^=\s].*\1\s*$|[ ]\1$)(.*?)\1[^\S\n]*$", re.MULTILINE)
 _QUOTES = re.compile(r"'{2,}")  # bold and italic type
 _PICTURE = re.compile(r"\s*(?:file|image|media|category)\s*:", re.IGNORECASE)

@@ -75,7 +75,7 @@ class TokenizerFile(NamedTuple):
         if self.lower_case and isinstance(tokenizer, WordPiece) and (cased := tokenizer.cased):
             logger.warning(
                 "%s: %d word pieces have capital letters, such as %r, and are never used: text is lower-cased; to keep "
-                'capitals, put a tokenizer_config.json with "do_lower_case": false beside it',
+                'capitals, put a tokenizer_config.json with "do_lower_case": false into its folder',
                 self.path,
                 len(cased),
                 cased[0],
@@ -135,7 +135,7 @@ def lower_case_of(folder: Path) -> LowerCase | None:
 
 
 def read_tokenizer(path: Path, lower_case: bool) -> Tokenizer:
-    """Read the tokenizer of a vocab.txt or of a JSON file of the library tokenizers, as the files beside it say.
+    """Read the tokenizer of a vocab.txt or of a JSON file of the library tokenizers, as the files of its folder say.
 
     Args:
         path: the file. A tokenizer.json with the same pieces next to a vocab.txt counts as well.
@@ -155,7 +155,7 @@ def read_tokenizer(path: Path, lower_case: bool) -> Tokenizer:
         normalizer = NORMALIZER | {"lowercase": lower_case} | stated
         word_pieces = WordPiece(pieces, normalizer["lowercase"], str(path))
         return word_pieces if _is_default(normalizer) else Tokenizer(word_pieces.to_json(normalizer), str(path))
-    # Word pieces with the normalizer that the files beside them state, as transformers reads them.
+    # Word pieces with the normalizer that the files of the folder state, as transformers reads them.
     as_read, normalizer = settings, _table(settings.get("normalizer"))
     if stated.keys() == NORMALIZER.keys():  # transformers then has all but the pieces from its class
         usual = {key: MODEL[key] for key in ("continuing_subword_prefix", "max_input_chars_per_word")}

@@ -1,7 +1,7 @@
 """Answer questions: retrieve, read, and slice the answer out of the original text of its passage.
 
-`Evaluator` holds a set of questions as arrays and measures retrieval and answers with any parameters and index. Not
-here: what counts as right (`answer_matching.py`) and how retrieval is scored (`retrieval_metrics.py`).
+`Evaluator` holds a set of questions as arrays and measures retrieval and answers with any parameters and index. Read
+next: `answer_matching.py`, which compares answers, and `retrieval_metrics.py`, which scores retrieval.
 """
 
 import dataclasses

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 class ControlSignal(NamedTuple):
-    """What a process announces in a step; after `reduce_control`, what all processes together have announced.
+    """The announcement of a process in a step; after `reduce_control`, that of all processes together.
 
     Attributes:
         generation_hash: 28 bits of the digest of the loaded generation's name, −1 for none; reduced: −1 if processes

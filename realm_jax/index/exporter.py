@@ -77,7 +77,7 @@ class Exporter:
             logger.warning("the export of step %d is left out: an earlier one is still being written", step)
 
     def flush(self, seconds: float) -> bool:
-        """Wait for at most so many seconds until everything is written; return whether it is."""
+        """Wait up to `seconds` until everything is written; return True if it is."""
         if self._pending is None:
             return True
         with contextlib.suppress(TimeoutError):

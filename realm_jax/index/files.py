@@ -287,7 +287,7 @@ class Manifest(_Record):
 
     @property
     def files(self) -> list[FileEntry]:
-        """Every file that the generation needs; names are relative to the shared folder."""
+        """Return all files of the generation; names are relative to the shared folder."""
         shards = self.searcher["shards"] if self.searcher else []
         return [c.file for c in self.chunks] + [FileEntry(*file) for shard in shards for file in shard["files"]]
 

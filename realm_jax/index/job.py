@@ -209,7 +209,7 @@ class Job:
                 remove_generation(self._folder, name)
 
     def _trainer_is_done(self) -> bool:
-        """Return whether the trainer needs no further index, or sent no heartbeat for too long by the local clock."""
+        """Return True if the trainer needs no further index, or sent no heartbeat for too long by the local clock."""
         trainer = read_status(self._folder, TRAINER)
         heartbeat = None if trainer is None else (trainer.run, trainer.counter)
         if heartbeat != self._last_heartbeat:

@@ -54,7 +54,7 @@ class InlineIndexProvider:
         """
         self._run, self._task, self._on_progress, self._start_vectors = task.run, task, on_progress, start_vectors
         self._needs_vectors = needs_vectors(task.name, task.run.config)
-        self._searches_exactly = task.name != "realm"  # hosts search for REALM alone
+        self._searches_exactly = task.name != "realm"  # hosts search for REALM only
 
     def __enter__(self) -> Self:
         return self
@@ -174,7 +174,7 @@ class InlineIndexProvider:
         return index if index is not None and self._is_current(step, index) else self._embed(step, params)
 
     def _is_current(self, step: int, index: LoadedIndex) -> bool:
-        """Return whether the passage encoder at `step` is that with which an index was made."""
+        """Return True if an index has the vectors of the passage encoder at `step`."""
         frozen = self._task.retrieves and self._run.model.embedder_names[-1] not in self._task.trained
         return index.step == step or frozen
 

@@ -272,7 +272,7 @@ class Model:
             check_question(self.run, text)
             return inspect_question(self.trained, text, answer)
         if answer is not None:
-            raise UserError("answer: goes with a question; write what stands in the blank into it: [the word]")
+            raise UserError("answer: goes with a question; write the words of the blank into it: [the word]")
         masked_text(self.run, masked, pieces)
         check_has_priors(self._pretrained)
         return inspect_sentence(self._pretrained, text, masked, pieces)

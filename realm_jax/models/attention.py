@@ -64,7 +64,7 @@ def attend(
         query: [batch, positions, width]; packed like keys if all positions are computed.
         key: [batch, length, width], or packed, [parts, slots, width].
         value: like `key`.
-        layout: how sequences lie in keys and values.
+        layout: of the sequences in keys and values.
         heads: attention heads.
         dropout: of the weights; None for none.
 
@@ -507,7 +507,7 @@ def _run_packed(
     window, slots = buffers[0].shape[1], targets[0].shape[0]
 
     def copies(sequence: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield for each copy whether it is needed, and the copy."""
+        """Yield each copy with True if it is needed."""
         buffer_index, start = jax.lax.rem(sequence, 2), starts[sequence]
         first = start - jnp.minimum(start, slots - window)
         tiles = jax.lax.div(lengths[sequence] + TILE - 1, TILE)

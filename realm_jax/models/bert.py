@@ -48,7 +48,7 @@ class Layer(nn.Module):
         Args:
             queries: [batch, positions, width]; packed like keys if all positions are computed.
             keys: [batch, length, width], or packed, [parts, slots, width].
-            layout: how sequences lie in `keys`.
+            layout: of the sequences in `keys`.
             deterministic: without dropout.
 
         Returns:
@@ -176,7 +176,7 @@ def apply(
     Args:
         network: a module with a field `config` and methods that take `deterministic`.
         params: its parameters.
-        inputs: ids, segments, mask [batch, length], and what else the method takes for each sequence.
+        inputs: ids, segments, mask [batch, length], and the method's other arrays [batch, …].
         method: its name.
         key: of dropout; None for none.
         packed_length: see `Compute`. Packed sequences are read in balanced order, and results returned in theirs.

@@ -142,7 +142,7 @@ def _reason(error: Exception, token: str = "") -> str:
 
 
 def is_model(folder: Path) -> bool:
-    """True if a folder holds the weights of one network."""
+    """Return True if a folder holds the weights of one network."""
     return has_weights(folder) or is_sentence_model(folder)
 
 

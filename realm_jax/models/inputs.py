@@ -171,7 +171,7 @@ def reader_inputs(query: Array, query_lengths: Array, passages: PassageBatch, ti
         query: [batch, q] int.
         query_lengths: [batch].
         passages: ids [batch, k, d].
-        titles: whether titles are read.
+        titles: read titles too.
 
     Returns:
         Arrays [batch, k, q + d − 2], with titles [batch, k, q + d − 1].
@@ -201,7 +201,7 @@ def flatten_passages(reader_input: ReaderInput) -> ReaderInput:
 
 
 def contains_phrase(passages: Array, phrase: Array, phrase_lengths: Array) -> Array:
-    """Return whether a run of tokens occurs in each passage; an empty phrase occurs nowhere.
+    """Return True for passages that contain a phrase; an empty phrase occurs nowhere.
 
     Args:
         passages: ids [batch, k, d] int.
@@ -224,7 +224,7 @@ def contains_phrase(passages: Array, phrase: Array, phrase_lengths: Array) -> Ar
 
 
 def has_answer_span(passages: PassageBatch, answers: Array, answer_lengths: Array, span_width: int) -> Array:
-    """Return whether a passage's body has an answer that a span can be.
+    """Return True for passages whose body has an answer that a span can be.
 
     These are the passages with a correct span in `answer_spans`.
 
@@ -245,7 +245,7 @@ def has_answer_span(passages: PassageBatch, answers: Array, answer_lengths: Arra
     match &= ((answer_lengths > 0) & (answer_lengths <= width))[:, None, :, None]
     for offset in range(width):
         token = answers[:, None, :, offset, None]  # [batch, 1, a, 1]
-        match &= (_shift_left(ids, offset)[:, :, None] == token) | (offset >= answer_lengths)[:, None, :, None]
+        match &= (_shifted(ids, offset)[:, :, None] == token) | (offset >= answer_lengths)[:, None, :, None]
     return match.any(axis=(2, 3))
 
 
@@ -262,7 +262,7 @@ def answer_spans(
 
     Returns:
         (allowed, correct), both [batch, k, length, span_width] bool: entry [.., i, w] is the span of tokens i … i + w.
-        Allowed spans lie in the body, before its final [SEP].
+        Allowed spans are in the body, before its final [SEP].
     """
     position = jnp.arange(reader_input.ids.shape[-1])
     body_end = reader_input.lengths - 1
@@ -272,11 +272,11 @@ def answer_spans(
     for offset in range(min(answers.shape[2], span_width)):
         token = answers[:, None, None, :, offset]  # [batch, 1, 1, a]
         is_beyond = (offset >= answer_lengths)[:, None, None, :]
-        match &= (_shift_left(reader_input.ids, offset)[..., None] == token) | is_beyond
+        match &= (_shifted(reader_input.ids, offset)[..., None] == token) | is_beyond
     by_width = [(match & (answer_lengths == width + 1)[:, None, None, :]).any(axis=-1) for width in range(span_width)]
     return allowed, jnp.stack(by_width, axis=-1) & allowed
 
 
-def _shift_left(x: Array, by: int) -> Array:
+def _shifted(x: Array, by: int) -> Array:
     """Return x[..., i + by] at i, −1 past the end."""
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, by),), constant_values=-1)[..., by:] if by else x

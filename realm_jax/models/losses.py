@@ -1,7 +1,7 @@
 """The marginal likelihood of REALM and of its fine-tuning: arrays in, arrays out, exact in log space.
 
 p(y|x) = Σ_z p(z|x) p(y|z,x) over K candidates, the null document at index 0 (paper, equation 1 and section 3.3).
-Not here: how candidates are found (`retrieval/`), how log-probabilities are computed (`reader.py`).
+`retrieval/` finds candidates, `reader.py` computes their log-probabilities.
 """
 
 from typing import NamedTuple
@@ -55,7 +55,7 @@ def log_sum_selected(log_p: Array, selected: Array, axis: int | tuple[int, ...])
 
 
 def target_log_probabilities(scores: Array, targets: Array) -> tuple[Array, Array]:
-    """Return log-probabilities of targets, and whether nothing is likelier.
+    """Return log-probabilities of targets, and True if the target is the most probable entry.
 
     One maximum serves both; an argmax would take a CPU as long as the products before it.
 
@@ -139,7 +139,7 @@ def masked_word_marginal(scores: Array, word_log_p: Array, weights: Array, valid
 
 
 def pointing(span_scores: Array, allowed: Array, correct: Array) -> tuple[Array, Array]:
-    """Compute log p(y|z,x) by pointing at y in z, and whether no other span, nor none at all, is likelier.
+    """Compute log p(y|z,x) by pointing at y in z, and True if y is more probable than other spans and than none.
 
     The reader points at a span or, as at [CLS] in SQuAD 2.0, at none; y is then guessed as without a passage:
     p(y|z,x) = Σ_{spans that are y} p(span|z,x) + p(none|z,x) p(y|null).

@@ -27,7 +27,7 @@ class Template(NamedTuple):
     Attributes:
         before: the title, or the text if there is no title.
         between: title and text.
-        titled: whether titles are read.
+        titled: titles are read.
     """
 
     before: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class Template(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of literal tokens."""
+        """Return the number of literal tokens."""
         return len(self.before) + len(self.between)
 
 
@@ -46,10 +46,10 @@ def parse(template: str, key: str, titles: bool) -> tuple[str, str, bool]:
     Args:
         template: see the docstring of this module.
         key: of the config, for messages.
-        titles: whether `{title}` may be used.
+        titles: `{title}` may be used.
 
     Returns:
-        Its text before the first slot, its text between the two slots, and whether it has a title.
+        Its text before the first slot, its text between the two slots, and True if it has a title.
 
     Raises:
         UserError: for a template of another form.
@@ -90,7 +90,7 @@ def _refuse(key: str, template: str, advice: str) -> NoReturn:
 
 
 def _separates(character: str) -> bool:
-    """True if BERT's basic tokenizer ends a word at a character: white space, or what it takes for punctuation."""
+    """Return True if BERT's basic tokenizer ends a word at a character: white space or punctuation."""
     ascii_punctuation = character.isascii() and character.isprintable() and not character.isalnum()
     return character.isspace() or ascii_punctuation or unicodedata.category(character).startswith("P")
 
@@ -101,7 +101,7 @@ def compiled(template: str, key: str, titles: bool, encode: Encode) -> Template:
     Args:
         template: see the docstring of this module.
         key: of the config, for messages.
-        titles: whether `{title}` may be used.
+        titles: `{title}` may be used.
         encode: text → ids of its tokens.
 
     Raises:

@@ -92,7 +92,7 @@ class Encoder(nn.Module):
         config: sizes of its BERT.
         projection: size of a linear layer after the pooling, 0 for none.
         norm_epsilon: of the LayerNorm.
-        norm_scale: of the LayerNorm. A fresh vector's length is norm_scale × √size, so scores lie within
+        norm_scale: of the LayerNorm. A fresh vector's length is norm_scale × √size, so scores are within
             ± norm_scale² × size.
         pooling: a key of POOLINGS.
         normalization: "layer" (LayerNorm), "l2" (length 1) or "none".

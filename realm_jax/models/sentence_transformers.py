@@ -125,7 +125,7 @@ class SentenceModel(NamedTuple):
 
 
 def is_sentence_model(folder: Path) -> bool:
-    """True if a folder is one of sentence-transformers, and not one that we write so that the library refuses it."""
+    """Return True for a folder of sentence-transformers, except one that we wrote so that the library refuses it."""
     path = folder / MODULES
     return path.is_file() and not any(entry.get("type") == NOT_AN_ENCODER for entry in _entries(path))
 

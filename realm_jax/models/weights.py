@@ -91,7 +91,7 @@ class Tensor(NamedTuple):
 
     @property
     def is_transposed(self) -> bool:
-        """True for a kernel [input, output], which their files store as [output, input]."""
+        """Return True for a kernel [input, output], which their files store as [output, input]."""
         return self.path[-1] == "kernel"
 
 
@@ -228,7 +228,7 @@ class NetworkFiles(NamedTuple):
 
 
 def has_weights(folder: Path) -> bool:
-    """True if a folder holds a network's tensors, in one file or in shards."""
+    """Return True if a folder holds a network's tensors, in one file or in shards."""
     return (folder / WEIGHTS).is_file() or (folder / SHARDS).is_file()
 
 
@@ -257,7 +257,7 @@ def _open_shards(index: Path, opened: ExitStack) -> Tensors:
     tensors: Any = read_settings(index, needed=True).get("weight_map")
     names = tensors.values() if isinstance(tensors, dict) else [None]
     if not all(isinstance(name, str) and name == Path(name).name for name in names):
-        raise UserError(f'{index}: has no "weight_map" of tensors and files beside it; fetch it again')
+        raise UserError(f'{index}: has no "weight_map" of tensors and files in its folder; fetch it again')
     files: dict[str, Any] = {}
     for name in sorted({*names}):
         shard = index.with_name(name)
@@ -343,7 +343,7 @@ def read(files: NetworkFiles) -> Params:
 
 
 def _has(files: Tensors, prefix: str, part: Part) -> bool:
-    """True if a file has a part; an MLM head whose output layer is not tied to the word embeddings is another one."""
+    """Return True if a file has a part; an MLM head with an output layer that is not tied does not count."""
     if part.title == MLM_HEAD and TIED in files:
         return np.array_equal(files[TIED].get_tensor(TIED), files[prefix + WORDS].get_tensor(prefix + WORDS))
     return any(_stored_name(tensor.name, prefix) in files for tensor in part.tensors)

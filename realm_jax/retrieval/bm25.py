@@ -79,11 +79,11 @@ class Bm25:
 
     @property
     def is_empty(self) -> bool:
-        """True if no text has any word that is not a stop word."""
+        """Return True if no text has any word that is not a stop word."""
         return self._index is None
 
     def has_terms(self, question: str) -> bool:
-        """True if a question has any word that is not a stop word."""
+        """Return True if a question has any word that is not a stop word."""
         return bool(_tokens(question, self.language))
 
     def search(self, questions: Sequence[str], k: int) -> NDArray[np.int64]:

@@ -82,8 +82,8 @@ def search(mesh: Mesh, queries: Array, vectors: Array, rows: int, k: int, block:
 def _search_shard(queries: Array, vectors: Array, *, rows: int, k: int, block: int, axes: tuple) -> tuple[Array, Array]:
     """Find the top k of this device's rows, then of all devices' candidates (gathered in row order, so ties stay low).
 
-    A row of the true top-k lies in one of the k groups whose maxima are largest: each better group would hold a better
-    row. Groups are kept in row order, so that of equal scores the lower row stays first.
+    A row of the true top-k is in one of the k groups whose maxima are largest, because each better group has a better
+    row. Groups stay in row order, so that of equal scores the lower row is first.
     """
     first = jax.lax.axis_index(axes) * vectors.shape[0]
     all_scores = _scores(queries, vectors, rows - first) if block == vectors.shape[0] else None
@@ -134,8 +134,8 @@ def _maxima_by_block(queries: Array, vectors: Array, rows: Array, block: int) ->
 def _scored_again(queries: Array, vectors: Array, groups: Array) -> Array:
     """Score the rows of each query's best groups again: [queries, groups × GROUP].
 
-    Takes as many queries at a time as MAX_GATHERED_BYTES allow. A group's vectors lie in one piece of memory; their
-    scores did not.
+    Takes as many queries at a time as MAX_GATHERED_BYTES allow. A group's vectors are contiguous in memory;
+    their scores were not.
     """
     grouped = vectors.reshape(-1, GROUP * vectors.shape[1])  # [groups, GROUP × d]
 

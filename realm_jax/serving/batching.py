@@ -60,7 +60,7 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting payloads, including those of clients that went away."""
+        """Return the number of waiting payloads, including those of clients that went away."""
         return len(self._waiting)
 
     async def submit(self, kind: str, payloads: Sequence[Any]) -> list[Any]:

@@ -132,7 +132,7 @@ class Service:
         return True
 
     def renew(self, stop: threading.Event) -> bool:
-        """Open the model again if the run or its corpus has changed; return whether the new model is in use.
+        """Open the model again if the run or its corpus has changed; return True if a new model is in use.
 
         If that fails for any reason, the old model stays, and we try again later; each error is logged once.
         """

@@ -141,8 +141,8 @@ SHARD, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json
         (SHARD, None, f"{SHARD}: is missing, but {INDEX} has tensors in it"),
         (SHARD, "cut", f"{SHARD}: cannot be read"),
         (INDEX, "{", f"{INDEX}: cannot be read"),
-        (INDEX, "{}", f'{INDEX}: has no "weight_map" of tensors and files beside it'),
-        (INDEX, '{"weight_map": {"a": "../b"}}', f'{INDEX}: has no "weight_map" of tensors and files beside it'),
+        (INDEX, "{}", f'{INDEX}: has no "weight_map" of tensors and files in its folder'),
+        (INDEX, '{"weight_map": {"a": "../b"}}', f'{INDEX}: has no "weight_map" of tensors and files in its folder'),
         (INDEX, json.dumps({"weight_map": {"a": SHARD}}), f"{SHARD}: has no a, which {INDEX} has there"),
     ],
 )
