@@ -207,7 +207,7 @@ class Candidates(NamedTuple):
     Attributes:
         rows: [batch, k].
         valid: False for the example's source passage and for passages that are held out, bool [batch, k].
-        excluded: number of passages dropped because they contain the sentence, [batch].
+        excluded: number of passages dropped as the source passage or because they contain the sentence, [batch].
     """
 
     rows: Array

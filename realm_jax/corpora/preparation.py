@@ -132,7 +132,7 @@ def prepare(options: Options) -> Prepared | None:
 
         runner = Beam.of(options.beam)
 
-    # --- Open the inputs, and see whether they are prepared already ---------------------------------------------------
+    # --- Open the inputs, and stop if they are prepared already -------------------------------------------------------
     question_inputs = [file for argument in options.questions for file in question_files(argument)]
     sources = {"passages": open_texts(options.passages)}
     if options.pretraining:
@@ -352,7 +352,7 @@ def staged_output(output: str, inputs: dict[str, Any], anywhere: bool, claim: st
     Args:
         output: folder or URL.
         inputs: of the command, as PREPARED.json will record them.
-        anywhere: whether workers can write into a bucket.
+        anywhere: workers can write into a bucket.
         claim: random name of the command.
 
     Raises:

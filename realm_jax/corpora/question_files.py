@@ -73,7 +73,7 @@ class SelectedQuestions:
         Args:
             existing: ids of the passages.
             passages: what the user calls these.
-            skip_damage: whether to count such questions, and not to raise UserError for the first one.
+            skip_damage: count such questions; otherwise raise UserError for the first one.
         """
         # `existing` may be the ids of millions of passages, so we keep only the few that are absent.
         self.absent = self.gold().difference(existing)

@@ -341,7 +341,7 @@ def parse_json(raw: bytes) -> Any:
 
 
 def _beginning(stream: Any) -> tuple[int, bool]:
-    """Skip blank lines; return their number, and whether an array begins behind them."""
+    """Skip blank lines; return their number, and True if an array begins behind them."""
     skipped = 0
     while (head := stream.peek(1)) and not head.strip():
         skipped += head.count(b"\n")

@@ -3,7 +3,7 @@
     vocab.txt               BERT's word pieces, one a line
     tokenizer.json          of the library tokenizers: any tokenizer, and how text is normalized
     tokenizer_config.json   of transformers: how text is normalized, if the tokenizer is of a class like BertTokenizer
-    settings.json           ours: whether text is put in lower case, in prepared data that have a vocab.txt
+    settings.json           ours: if text is put in lower case, in prepared data that have a vocab.txt
 
 Word pieces with the defaults of BERT become a `WordPiece`; every other tokenizer becomes a `Tokenizer`, which keeps the
 whole tokenizer.json. The rules are those of transformers, so that both give the same ids.
@@ -63,7 +63,7 @@ class TokenizerFile(NamedTuple):
 
     Attributes:
         path: its file.
-        lower_case: whether text is put in lower case if that file does not say.
+        lower_case: put text in lower case if that file does not say.
     """
 
     path: Path
@@ -118,7 +118,7 @@ def tokenizer_file(folder: Path) -> Path | None:
 
 
 def lower_case_of(folder: Path) -> LowerCase | None:
-    """Return whether the tokenizer in a folder puts text in lower case; None if no file says.
+    """Read from a folder if its tokenizer puts text in lower case; None if no file says.
 
     Of several files the first counts, as in transformers. Raises UserError for one that cannot be read.
     """
@@ -139,7 +139,7 @@ def read_tokenizer(path: Path, lower_case: bool) -> Tokenizer:
 
     Args:
         path: the file. A tokenizer.json with the same pieces next to a vocab.txt counts as well.
-        lower_case: whether text is put in lower case if no file says.
+        lower_case: put text in lower case if no file says.
 
     Raises:
         UserError: a file cannot be read or is no usable tokenizer; the message names it.
@@ -186,7 +186,7 @@ def tokenizer_of(files: Mapping[str, bytes], folder: str) -> Tokenizer | None:
 
     Args:
         files: name → content.
-        folder: where they were read, for messages.
+        folder: of the files, for messages.
 
     Returns:
         The tokenizer; None if not all of its files are there.
@@ -203,7 +203,7 @@ def _stated_normalizer(folder: Path, settings: dict[str, Any]) -> dict[str, Any]
     """Return the settings of BERT's normalizer in the files next to a tokenizer.json or a vocab.txt.
 
     Args:
-        folder: where the files are.
+        folder: of the files.
         settings: the tokenizer.json; {} if there is none.
 
     Returns:

@@ -4,7 +4,7 @@ The Rust library `tokenizers` splits text (BERT's basic tokenizer, then longest 
 and checking of a list of pieces, and training that always gives the same vocabulary. Prepared data have two files:
 
     vocab.txt        one piece per line
-    settings.json    whether text is put in lower case
+    settings.json    lower_case: true if text is put in lower case
 
 "[MASK]" in a passage is three pieces, "[", "mask" and "]". Next to read: `tokenizer_files.py`.
 """
@@ -60,7 +60,7 @@ class WordPiece(Tokenizer):
 
         Args:
             vocabulary: pieces in the order of their ids.
-            lower_case: whether text is put in lower case.
+            lower_case: put text in lower case.
             source: name of the vocabulary in messages.
 
         Raises:
@@ -103,7 +103,7 @@ class WordPiece(Tokenizer):
 
         Args:
             path: the file.
-            lower_case: whether text is put in lower case.
+            lower_case: put text in lower case.
 
         Raises:
             UserError: it cannot be read or is no usable vocabulary, with file and line.
@@ -122,7 +122,7 @@ class WordPiece(Tokenizer):
 
         Args:
             files: name → content.
-            folder: where they were read, for messages.
+            folder: of the files, for messages.
 
         Raises:
             UserError: a file is damaged or of another format version.

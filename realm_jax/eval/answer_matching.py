@@ -93,7 +93,7 @@ def token_f1(prediction: str, answers: Sequence[str]) -> float:
     """
     predicted = Counter(normalize(prediction, decomposed=False).split())
     references = (Counter(normalize(answer, decomposed=False).split()) for answer in answers)
-    scores = (2 * (predicted & words).total() / ((predicted + words).total() or 1) for words in references)
+    scores = (2 * (predicted & right).total() / ((predicted + right).total() or 1) for right in references)
     return max(scores, default=0.0)
 
 

@@ -57,7 +57,7 @@ def read_predictions(path: str | os.PathLike[str]) -> list[Record]:
             raise UserError(f"{path}:{line}: {error}; is this a file of `realm predict`?")
         if records and ("retrieved" in record) != ("retrieved" in records[0]):
             raise UserError(
-                f'{path}:{line}: some lines have "retrieved" and some not; write an empty list where nothing was found'
+                f'{path}:{line}: some lines have "retrieved" and some not; write an empty list if nothing was retrieved'
             )
         number = str(len(records) + 1)
         records.append(record | {"id": number if record.get("id") is None else record["id"]})

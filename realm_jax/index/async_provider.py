@@ -62,7 +62,7 @@ class AsyncIndexProvider(InlineIndexProvider):
             checkpoint_generations: step → generation of the existing checkpoints.
             keep: number of checkpoints that are retained.
             status: publishes which generations are needed, for builders.
-            should_stop: whether to stop waiting.
+            should_stop: returns True to stop waiting.
             on_progress: called again and again while the corpus is embedded.
         """
         super().__init__(task, on_progress)

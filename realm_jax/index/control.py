@@ -28,7 +28,7 @@ class ControlSignal(NamedTuple):
 
 
 def put_control(mesh: Mesh, signal: ControlSignal) -> jax.Array:
-    """Put the signal of this process on its devices, from where the step reduces the signals of all processes.
+    """Put the signal of this process on its devices; the step reduces the signals of all processes.
 
     Args:
         mesh: of the run.

@@ -578,7 +578,7 @@ def reject(folder: Folder, generation: str, reason: str, retryable: bool) -> Non
         folder: the shared folder.
         generation: its name.
         reason: for messages.
-        retryable: whether another build may succeed.
+        retryable: another build may succeed.
     """
     folder.write_json(f"index/{generation}{REJECTED}", {"reason": reason, "again": retryable})
 

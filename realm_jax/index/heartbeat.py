@@ -4,7 +4,7 @@
     jobs/builder-<n>.json     the builder's process n
 
 Written by a thread when it changes and every HEARTBEAT_SECONDS, so that neither a long program nor slow storage hides a
-job that is alive. Clocks are never compared: a reader checks whether the counter has moved. Who reads it:
+job that is alive. Clocks are never compared: a reader checks if the counter has moved. Who reads it:
 `job.py`, `launch/status.py`.
 """
 
@@ -137,7 +137,7 @@ class StatusWriter:
         """Set fields of the status, to be written soon; a change of only the step can wait for the next heartbeat.
 
         Args:
-            wait: whether to return only after a try to write it.
+            wait: return only after a try to write it.
             **changes: fields of `Status`.
         """
         with self._changing:
@@ -178,7 +178,7 @@ def trainer_status(folder: Folder, workdir: Path, needs_index: bool) -> Iterator
     Args:
         folder: the shared folder.
         workdir: the run directory.
-        needs_index: whether a later step takes generations of a builder.
+        needs_index: a later step adopts generations of a builder.
 
     Raises:
         UserError: the shared folder is another run's.

@@ -79,7 +79,7 @@ class Job:
         self._status = StatusWriter(folder, process_name(BUILDER, worker.process), Status(""))
         self._damaged_exports: set[int] = set()  # steps whose export was found damaged; the trainer may write it again
         self._last_heartbeat: tuple[str, int] | None = None  # run and counter of the trainer
-        self._heartbeat_moved = False  # whether the trainer's counter moved since this process started
+        self._heartbeat_moved = False  # the trainer's counter has moved since this process started
         self._quiet_since = time.monotonic()
         self._timed_out = False  # no longer waits for the trainer, which may still start
 

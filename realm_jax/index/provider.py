@@ -197,7 +197,7 @@ class InlineIndexProvider:
             vectors: [rows, width].
             step: at which they were made.
             query_encoder: the query encoder that searches; None for the current one.
-            exact: whether devices search, also if hosts search for REALM.
+            exact: devices search, also if hosts search for REALM.
         """
         run = self._run
         stored = vectors.astype(numpy_dtype(run.config.model.dtype))  # [rows, width]

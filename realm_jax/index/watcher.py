@@ -78,7 +78,7 @@ class IndexWatcher:
         Args:
             first: first export step.
             last: last export step.
-            exactly: whether to note in `missing_steps` if the only step has no generation.
+            exactly: add the only step to `missing_steps` if it has no generation.
         """
         with self._lock:
             self._requested_steps, self._exactly = range(first, last + 1), exactly
@@ -96,7 +96,7 @@ class IndexWatcher:
 
         Args:
             seconds: to wait at most.
-            should_stop: whether to stop waiting.
+            should_stop: returns True to stop waiting.
 
         Returns:
             The generation, or None if none is ready in time.

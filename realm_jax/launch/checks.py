@@ -73,7 +73,7 @@ def check_training(launch: Launch, config: Config, builders: int, remote: bool) 
         launch: the description.
         config: validated.
         builders: number of builder processes.
-        remote: whether it runs in a cloud.
+        remote: it runs in a cloud.
 
     Raises:
         UserError: no builder is started though the config needs one, machines do not see a path, or the batches cannot

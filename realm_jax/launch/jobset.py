@@ -108,7 +108,7 @@ class JobSets(CloudTarget):
 
         Args:
             job: 'trainer', 'builder-0', …
-            follow: whether to wait for further lines.
+            follow: wait for further lines.
 
         Returns:
             The exit code of kubectl.

@@ -158,7 +158,7 @@ class Supervisor:
             workdir: the work directory.
             restarts: failures without progress after which a job is not restarted.
             grace_seconds: from SIGTERM to SIGKILL.
-            echo: whether to show the progress of the run and the output of its processes here.
+            echo: show the progress of the run and the output of its processes here.
         """
         self._processes, self._workdir, self._echo = jobs, workdir, echo
         self._restarts, self._grace_seconds = restarts, grace_seconds
@@ -420,7 +420,7 @@ class Local:
 
         Args:
             job: 'trainer-0' or 'trainer', 'builder-1', …
-            follow: whether to wait for further lines.
+            follow: wait for further lines.
 
         Returns:
             The exit code of tail.

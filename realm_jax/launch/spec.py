@@ -17,7 +17,7 @@ from realm_jax.errors import UserError
 from realm_jax.index.heartbeat import BUILDER, TRAINER, process_name
 
 BUCKET = "gs://"
-MOUNTED = "/realm"  # where the containers see buckets
+MOUNTED = "/realm"  # mount point of buckets in containers
 PROGRAMS = "programs"  # folder of a run in a bucket: what JAX compiled for it
 # A trainer may wait for machines, or measure baselines, for longer than a builder that is started by hand should wait.
 WAIT_FOREVER = "--wait"
@@ -164,8 +164,8 @@ class Here(Section):
 class Gcloud(Section):
     """Queued resources of TPU VMs."""
 
-    project: str = key("", "where they are asked for")
-    zone: str = key("", "where they are asked for")
+    project: str = key("", "project of the machines")
+    zone: str = key("", "zone of the machines")
     capacity: str = key("on-demand", "of machines", one_of("on-demand", "spot", "reserved"))
     service_account: str = key("", "of the machines; '' for the project's own")
     network: str = key("", "'' for the default one")
@@ -177,7 +177,7 @@ class Kubernetes(Section):
 
     context: str = key("", "kubectl's; '' for the current one")
     namespace: str = key("default", "of the JobSets")
-    queue: str = key("", "Kueue's local queue; '' where there is none")
+    queue: str = key("", "Kueue's local queue; '' for none")
     restarts: int = key(
         1000, "failures in a JobSet's whole life, with progress or without, after which it is given up", NOT_NEGATIVE
     )

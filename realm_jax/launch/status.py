@@ -154,10 +154,10 @@ class Heartbeats:
 
         Args:
             folder: its work directory.
-            needs_trainer: whether to report a trainer that never started, if no expected jobs are recorded.
+            needs_trainer: report a trainer that never started, if no expected jobs are recorded.
         """
         self._folder, self._default_jobs = folder, [TRAINER] if needs_trainer else []
-        # Job → counter, time of its last change, whether a change was observed; None before the first poll.
+        # Job → counter, time of its last change, True if a change was observed; None before the first poll.
         self._counters: dict[str, tuple[int, float, bool]] | None = None
 
     def poll(self, now: float) -> list[JobState]:
@@ -330,19 +330,19 @@ def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
     `RunState.record`:
 
     * state: one of `STATES`' values, or 'not begun'; 'unknown' also of a run without a trainer's status.
-    * stage: what the trainer says that it is at, '' where it says nothing.
+    * stage: as the trainer reports it, '' if it does not.
     * tasks: of the recipe, each {"name", "state": 'waiting', 'running', 'stopped' or 'done', "step", "steps",
       "seconds", "seconds_left", "loss": curve, "end": as of `compare_with_start`}.
-    * recall: {"measure", "points": [{"task", "step", "value", "refresh": whether the index was new}]}, or None.
+    * recall: {"measure", "points": [{"task", "step", "value", "refresh": true if the index was new}]}, or None.
     * retrieval_utility: {"value": nats, "curve"}, or None.
-    * goodput, waits: shares of the time of the newest task; the latter by what was waited for.
+    * goodput, waits: shares of the time of the newest task; the latter by their reasons.
     * index: {"mode", "task", "step": of the encoders of the index in use, "age": steps since, if it is refreshed,
       "drift": of the last change, 1 for none, "generations": the newest, each {"generation", "step", "age", "state":
       'in use', 'published', 'being built' or 'refused', and once published "recall" of its searcher and "seconds" of
       building}, "adoptions": each {"step", "generation", "index_step", "waited", "drift"}}, or None.
-    * seconds: that all tasks took; seconds_left: that they are still going to take, None where one has not begun and
+    * seconds: that all tasks took; seconds_left: that they are still going to take, None if one has not begun and
       `realm adapt` did not plan it.
-    * results: of `results.json`, {} where there is none; adapted: whether `realm adapt` kept what was learned;
+    * results: of `results.json`, {} if there is none; adapted: true if `realm adapt` chose the adapted model;
       warnings: tasks that ended worse than they began.
 
     A curve is [[step, value], …] of at most POINTS points.

@@ -98,7 +98,7 @@ def upload_model(hub: Any, folder: Path, name: str, private: bool, flag: str, ex
         hub: as `open_hub` gives it.
         folder: to upload.
         name: of the repository.
-        private: whether the repository has to be private; otherwise a new one is what the hub makes of it.
+        private: make a new repository private, and require it of an existing one; otherwise the hub's default holds.
         flag: that names the repository.
         excluded: names of files in `folder` that stay on this machine.
 

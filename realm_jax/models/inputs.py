@@ -106,7 +106,7 @@ def document_sequences(passages: PassageBatch, template: Template | None = None)
     title_lengths = passages.title_lengths.astype(jnp.int32)[:, None]  # [batch, 1]
     shown = title_lengths if template.titled else jnp.zeros_like(title_lengths)
     position = jnp.arange(ids.shape[-1] - 1 + front + gap)[None]  # [1, length]
-    body = 1 + front + shown + gap  # where bodies begin, [batch, 1]; in the row at title length + 2
+    body = 1 + front + shown + gap  # index of each body's first token, [batch, 1]; in the row it is title length + 2
     source = jnp.where(position < body, position - front, position - body + title_lengths + DOCUMENT_SPECIALS)
     text = jnp.take_along_axis(ids, jnp.clip(source, 0, ids.shape[-1] - 1), axis=-1)  # [batch, length]
     text = _insert(text, position, jnp.ones_like(title_lengths), template.before)
@@ -178,7 +178,7 @@ def reader_inputs(query: Array, query_lengths: Array, passages: PassageBatch, ti
     """
     width = passages.ids.shape[-1]
     body_offset = (passages.title_lengths + DOCUMENT_SPECIALS).astype(jnp.int32)  # [batch, k]
-    offset = jnp.ones_like(body_offset) if titles else body_offset  # where the joined part of a row begins
+    offset = jnp.ones_like(body_offset) if titles else body_offset  # index in the row of the first joined token
     position = jnp.arange(query.shape[1] + width - (1 if titles else DOCUMENT_SPECIALS))
     behind_query = position - query_lengths[:, None]  # [batch, length]: negative inside the query
     source = jnp.clip(behind_query[:, None] + offset[..., None], 0, width - 1)  # [batch, k, length]

@@ -76,7 +76,7 @@ NOT_AN_ENCODER = (
 )
 NAMES: dict[type, str] = {int: "whole number", str: "text", dict: "table"}  # of the kinds of a value
 Kind = TypeVar("Kind")
-TRAINED_READER = "realm_reader_trained"  # in config.json of an exported reader: whether it was trained with questions
+TRAINED_READER = "realm_reader_trained"  # in config.json of an exported reader: true if it was trained with questions
 ENCODER_SECTION = "realm_encoder"  # in config.json of what `realm weights export` writes: its section `encoder`
 
 
