@@ -12,10 +12,10 @@ IN_IMAGE = ("configs", "launch", "realm_jax")  # folders of the source that laun
 
 
 def check_remote_workdir(workdir: str, target: str) -> None:
-    """Check a work directory for a run in a cloud.
+    """Check a run directory for a run in a cloud.
 
     Args:
-        workdir: the work directory.
+        workdir: the run directory.
         target: of the launch, for the message.
 
     Raises:

@@ -155,7 +155,7 @@ class Supervisor:
 
         Args:
             jobs: returns the jobs for a free port of this machine.
-            workdir: the work directory.
+            workdir: the run directory.
             restarts: failures without progress after which a job is not restarted.
             grace_seconds: from SIGTERM to SIGKILL.
             echo: show the progress of the run and the output of its processes here.
@@ -256,7 +256,7 @@ class Supervisor:
             return any(job.code for job in self._jobs)
         if trainer.code is None:
             return False
-        # Builders read in the work directory that training has ended; for the grace period we wait for them.
+        # Builders read in the run directory that training has ended; for the grace period we wait for them.
         is_waiting = trainer.code == 0 and time.monotonic() - trainer.over_at < self._grace_seconds
         return not is_waiting or all(job.code is not None for job in self._jobs)
 
@@ -323,7 +323,7 @@ class Supervisor:
             child.reader.join(5)
 
     def _try_read(self, read: Callable[[], _T], default: _T) -> _T:
-        """Read the work directory; an error is logged, gives `default`, and never ends the run."""
+        """Read the run directory; an error is logged, gives `default`, and never ends the run."""
         try:
             return read()
         except Exception as error:
@@ -446,8 +446,8 @@ class Local:
         print(f"{self._launch.spec.name}: stopped")
 
     def delete(self) -> None:
-        """Raise UserError: there is nothing to delete but the work directory."""
-        raise UserError("--target=local: has nothing to delete but the work directory; remove that yourself")
+        """Raise UserError: there is nothing to delete but the run directory."""
+        raise UserError("--target=local: has nothing to delete but the run directory; remove that yourself")
 
     def _running(self) -> dict[str, int] | None:
         """Return the record of the supervisor; None if it is dead and does not lock the folder of the logs."""

@@ -176,7 +176,7 @@ class QueuedResources(CloudTarget):
             print(f"queued resource {name}: {result}")
 
     def delete(self) -> None:
-        """Delete all machines of the run; the work directory stays."""
+        """Delete all machines of the run; the run directory stays."""
         for name in self._resources_of_run():
             words = [*GROUP, "queued-resources", "delete", name, *self._where(), "--force", "--async"]
             run_tool(words, f"queued resource {name}")

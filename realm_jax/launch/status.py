@@ -1,4 +1,4 @@
-"""Read the status of a run from its work directory, for every target, on any machine that can read the folder.
+"""Read the status of a run from its run directory, for every target, on any machine that can read the folder.
 
 `RunState` is what `realm launch status` shows, `run_status` what `realm watch` shows; neither needs JAX. A job that is
 alive writes its status every HEARTBEAT_SECONDS. Clocks are never compared: a job whose counter does not move within two
@@ -119,7 +119,7 @@ def record_expected_jobs(workdir: str, jobs: Sequence[str]) -> None:
     The trainer's status stays, but not as done: it identifies the run and lists the required generations.
 
     Args:
-        workdir: the work directory.
+        workdir: the run directory.
         jobs: their names.
 
     Raises:
@@ -153,7 +153,7 @@ class Heartbeats:
         """Watch a run.
 
         Args:
-            folder: its work directory.
+            folder: its run directory.
             needs_trainer: report a trainer that never started, if no expected jobs are recorded.
         """
         self._folder, self._default_jobs = folder, [TRAINER] if needs_trainer else []
@@ -182,7 +182,7 @@ def poll(folder: Folder, wait: Callable[[float], None] = time.sleep) -> RunState
     """Return the state of a run; takes as long as `poll_jobs`.
 
     Args:
-        folder: its work directory.
+        folder: its run directory.
         wait: called with the seconds to wait.
     """
     return run_state(folder, poll_jobs(Heartbeats(folder), wait))
@@ -208,7 +208,7 @@ def run_state(folder: Folder, jobs: list[JobState]) -> RunState:
     """Return the current state of a run, as far as it can be read.
 
     Args:
-        folder: its work directory.
+        folder: its run directory.
         jobs: their states.
     """
     generation = max(map(export_step, generation_names(shared_folder(folder))), default=-1)
@@ -269,7 +269,7 @@ def read_records(folder: Folder, name: str) -> list[dict[str, Any]]:
 
 
 def shared_folder(folder: Folder) -> Folder:
-    """Return the folder that the jobs of a run share: `refresh.shared`, or the work directory."""
+    """Return the folder that the jobs of a run share: `refresh.shared`, or the run directory."""
     refresh = read_object(folder, "config.json").get("refresh")
     shared = refresh.get("shared") if isinstance(refresh, dict) else ""
     return open_folder(shared) if shared and isinstance(shared, str) else folder
@@ -348,7 +348,7 @@ def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
     A curve is [[step, value], …] of at most POINTS points.
 
     Args:
-        folder: the work directory.
+        folder: the run directory.
         jobs: as `Heartbeats.poll` returns them.
 
     Raises:

@@ -147,7 +147,7 @@ def is_model(folder: Path) -> bool:
 
 
 def model_folders(folder: Path) -> list[Path]:
-    """List the folders of weights in a model: one for each network, or the folder itself; a run folder has none."""
+    """List the folders of weights in a model: one for each network, or the folder itself; a run directory has none."""
     of_networks = [folder / name for name in (SHARED, *TOWERS, READER) if is_model(folder / name)]
     return of_networks or ([folder] if is_model(folder) else [])
 
