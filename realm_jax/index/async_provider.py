@@ -92,8 +92,7 @@ class AsyncIndexProvider(InlineIndexProvider):
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            # Also after a finished run: if the checkpoint of its last step is damaged, it trains steps that need an
-            # index again.
+            # A finished run may need an index too: if the checkpoint of its last step is damaged, it repeats steps.
             self._status.update(step=self._start, index_done=False)
             if is_process_0():
                 self._retry_storage(self._remove_rolled_back_exports)

@@ -90,7 +90,7 @@ class Exporter:
         while True:
             try:
                 write_export(self._folder, record, arrays, np.asarray(queries, np.float32))
-                # Exports later than the newest are of rolled-back steps; they stay, since the same bits may come again.
+                # Exports later than the newest are of rolled-back steps. They stay, because retraining may repeat them.
                 needed = needed | {step}
                 past = [past_step for past_step in export_steps(self._folder) if past_step <= max(needed)]
                 needed |= _steps_being_built(self._folder)

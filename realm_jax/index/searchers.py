@@ -130,7 +130,7 @@ def build_searchers(
                 earlier = teacher.searcher["shards"][number] if teacher and teacher.searcher else None
                 yield ShardTask(ranges[number], f"{parent}/{name}-{uuid.uuid4().hex[:8]}", earlier)
 
-    # ScaNN learns with all cores, but encodes rows with centroids that are given with one core.
+    # ScaNN trains with all cores, but encodes rows by existing centroids with one core.
     workers = 1 if teacher is None else min(len(ranges), usable_cores(), PARALLEL_RENEWALS)
     build = partial(_build, folder, manifest, settings)
     for failure in ordered_parallel_map(build, missing_shards(), workers, few=2):
@@ -191,7 +191,7 @@ def reusable_shards(folder: Folder, manifest: Manifest, settings: ScannConfig) -
     for other in indexes_with_same_encoder(folder, manifest.step, manifest.parameters, manifest.dtype, manifest.width):
         if other.searcher is None or other.searcher["settings"] != settings_json:
             continue
-        # How many rows both generations begin with that have the same vectors, in complete chunks.
+        # Number of first rows that have the same vectors in both generations, in complete chunks.
         equal_chunks = takewhile(lambda pair: pair[0] == pair[1], zip(manifest.chunks, other.chunks, strict=False))
         rows = sum(chunk.last - chunk.first for chunk, _ in equal_chunks)
         trees = takewhile(lambda shard: shard["leaves"], other.searcher["shards"])

@@ -60,7 +60,7 @@ def attend(
     """Attend within each sequence.
 
     Args:
-        compute: says which implementation, on which mesh.
+        compute: selects the implementation and the mesh.
         query: [batch, positions, width]; packed like keys if all positions are computed.
         key: [batch, length, width], or packed, [parts, slots, width].
         value: like `key`.
@@ -112,7 +112,7 @@ def dot_product_attention(
     if dropout:
         keep = keep_mask(dropout.seeds[:, :, None, None], weights.shape, dropout.rate)
         weights = jnp.where(keep, weights / (1 - dropout.rate), 0.0)
-    # Asked for as "bqhd", XLA on a CPU multiplies transposed weights: three times the time of the product.
+    # For a result "bqhd", XLA on a CPU multiplies transposed weights, which triples the time of the product.
     return jnp.einsum("bhqk,bkhd->bhqd", weights.astype(value.dtype), v).swapaxes(1, 2).reshape(query.shape)
 
 
@@ -282,7 +282,7 @@ ATTENTION: dict[str, Callable[..., Array]] = {  # values of `Compute.attention`
 # layers have them, [batch, length, width]: nothing is split into heads, padded or transposed before it. A block of work
 # is one sequence and the heads that share 128 features, a register's lanes. For a product the lanes of the other heads
 # are set to 0, which costs no more than a narrower product would, as the matrix unit is 128 wide. The backward pass
-# computes the weights again from the inputs of the forward pass, so nothing else is kept.
+# computes the weights again from the inputs of the forward pass, so nothing else is stored.
 
 Kernel = Callable[..., tuple[Array, ...]]
 LANES = 128

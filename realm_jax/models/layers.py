@@ -248,16 +248,15 @@ def embedding(rows: int, width: int, axis: str | None, name: str) -> nn.Embed:
 
 # --- Dropout, of hidden states and of attention weights ---------------------------------------------------------------
 #
-# A seed for each sequence (and head) decides what stays: a hash of that seed and of a number's row and column, nothing
-# else. So padding, the mesh, and a kernel that never holds all weights change no draw, and the backward pass draws
-# again what it did not keep. It costs a TPU less than the counter-based bits of `jax.random`, which we only take seeds
-# from.
+# A draw is a hash of the seed of its sequence (and head) and of the number's row and column, and of nothing else. So
+# padding, the mesh, and a kernel that never holds all weights do not change it, and the backward pass can repeat it. It
+# costs a TPU less than the counter-based bits of `jax.random`, which only give the seeds.
 
 
 class Dropout(nn.Module):
     """Dropout of hidden states [batch, length, width], packed ones [parts, slots, width] or vectors [batch, width].
 
-    What stays is divided by 1 − rate. Packed states have the draws of the sequences that they belong to.
+    Values that are not dropped are divided by 1 − rate. Packed states have the draws of their sequences.
     """
 
     rate: float
@@ -279,7 +278,7 @@ class Dropout(nn.Module):
 def keep_mask(
     seed: Array, shape: tuple[int, ...], rate: float, first: Array | int = 0, rows: Array | None = None
 ) -> Array:
-    """Draw which numbers stay.
+    """Draw the numbers that dropout keeps.
 
     The hash is of 65,536 · row + column, whatever the shape, so padding changes no draw. It is MurmurHash3's finalizer,
     into which the seed is mixed: products and shifts, which a TPU's vector unit has.

@@ -129,7 +129,7 @@ def packing(mask: Array, parts: int, packed_length: int, alignment: int = 1) -> 
     position = jnp.arange(packed_length) - jnp.take_along_axis(starts, sequence, axis=1)  # [P, C]
     used = position < jnp.take_along_axis(lengths, sequence, axis=1)
     source = sequence * length + jnp.minimum(position, length - 1)
-    # Computed once: the compiler would do it all again in every operation that reads it.
+    # The barrier makes the compiler compute it once, and not again in every operation that reads it.
     return jax.lax.optimization_barrier(Packing(starts, lengths, source, used, fitting))
 
 
@@ -245,8 +245,8 @@ def packed_lengths(lengths: Array, longest: int, packed_length: int, mesh: Mesh 
 def _permuted(mesh: Mesh, values: Array, order: Array) -> Array:
     """Put values [batch, …] into an order [slices, n] of each slice's share.
 
-    All of a share goes to every device of its slice, which takes its part: the compiler would have every device look
-    for all sequences in its part, and add up.
+    Every device of a slice gets the slice's share and takes its part. Without this the compiler would have every device
+    search its part for all sequences, and sum the results.
     """
     shares = values.reshape(len(order), -1, *values.shape[1:])  # [slices, n, …]
     shares = jax.lax.with_sharding_constraint(shares, NamedSharding(mesh, PartitionSpec("slices")))
@@ -288,7 +288,7 @@ def unpack_tokens(packed: Array, layout: Packing) -> Array:
     return jnp.where(layout.mask[..., None], padded, jnp.zeros_like(padded))
 
 
-# Each is the transpose of the other: a token has one slot. Derived, both would add up into zeros, which is slow.
+# Each is the transpose of the other, because a token has one slot. Derived gradients would use slow scatter-adds.
 pack_tokens.defvjp(
     lambda padded, layout: (pack_tokens(padded, layout), layout),
     lambda layout, cotangent: (unpack_tokens(cotangent, layout), None),

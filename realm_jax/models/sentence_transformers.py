@@ -110,7 +110,7 @@ class SentenceModel(NamedTuple):
         encoder: key of the config's section → value.
         modules: layer → the folder of its weights.
         max_seq_length: tokens of its longest input; None if it is not set.
-        unused: names of prompts that nothing takes.
+        unused: names of prompts that neither method uses.
     """
 
     folder: Path
@@ -158,7 +158,7 @@ def sentence_model(folder: Path) -> SentenceModel | None:
     if not is_sentence_model(folder):
         return None
 
-    # The list of modules, of which the first are the BERT and its pooling.
+    # --- The list of modules, which begins with the BERT and its pooling
     entries = _entries(folder / MODULES)
     kinds = []
     for entry in entries:
@@ -171,7 +171,7 @@ def sentence_model(folder: Path) -> SentenceModel | None:
     transformer = folder / entries[0]["path"]
     bert_settings = read_bert_settings(transformer)
 
-    # The pooling.
+    # --- The pooling
     path = folder / entries[1]["path"] / SETTINGS
     settings = read_settings(path, needed=True)
     modes = settings.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if settings.get(flag)] or ["mean"]
@@ -184,7 +184,7 @@ def sentence_model(folder: Path) -> SentenceModel | None:
     encoder: dict[str, Any] = {"pooling": OUR_POOLINGS[modes[0]], "projection": 0}
     encoder |= {"normalization": "none", "norm_epsilon": LIBRARY_EPSILON}
 
-    # The layers after it: a Dense is BERT's own tanh layer behind [CLS], or the projection.
+    # --- The layers after it: a Dense is BERT's tanh layer after [CLS], or the projection
     modules: dict[str, Path] = {}
     for kind, entry in zip(kinds[2:], entries[2:], strict=True):
         if encoder["normalization"] != "none":

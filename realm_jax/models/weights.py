@@ -305,7 +305,7 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
     if unknown:
         raise UserError(f"{path}: has {min(unknown)}, which this BERT has no place for; choose a plain BERT")
 
-    # Heads, activation and the epsilons of LayerNorm, which shapes do not tell. Without settings nothing is compared.
+    # Shapes do not determine heads, activation and the epsilons of LayerNorm. Without settings we cannot compare them.
     if settings.get("model_type") == HF_REALM:  # transformers has one epsilon for an encoder
         settings.setdefault("projection_layer_norm_eps", settings.get("layer_norm_eps", LAYER_NORM_EPSILON))
     if "hidden_act" in settings:
@@ -323,7 +323,7 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
 def read(files: NetworkFiles) -> Params:
     """Read the parameters of a network, as a tree of float32 arrays on the host.
 
-    Positions beyond those of the network are left out.
+    Positions beyond those of the network are skipped.
 
     Raises:
         UserError: if a number is not finite.
@@ -411,7 +411,7 @@ def read_bert_settings(folder: Path) -> dict[str, Any]:
 
 
 def our_activation(name: Any) -> Any:
-    """Return our name for an activation of config.json; unknown ones stay as they are."""
+    """Return our name for an activation of config.json; unknown ones are returned unchanged."""
     return SAME_ACTIVATION.get(str(name), name)
 
 

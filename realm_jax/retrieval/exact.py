@@ -119,7 +119,7 @@ def _maxima(scores: Array) -> Array:
 
 
 def _maxima_by_block(queries: Array, vectors: Array, rows: Array, block: int) -> Array:
-    """Return `_maxima` of scores that are not kept, block by block."""
+    """Return `_maxima` block by block, without storing all scores."""
 
     def scan(_: None, start: Array) -> tuple[None, Array]:
         part = jax.lax.dynamic_slice_in_dim(vectors, start, block)

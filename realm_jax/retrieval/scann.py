@@ -160,7 +160,7 @@ class Searcher:
         shards: in the order of their rows.
         vectors: stored, [rows, width]; an array or a memory map.
         budget: see `ScannConfig`.
-        corpus_rows: the row of the corpus for each stored row, −1 for one that is left out; None if they are the same.
+        corpus_rows: the row of the corpus for each stored row, −1 for a removed one; None if they are the same.
     """
 
     shards: tuple[Shard, ...]

@@ -49,7 +49,7 @@ HEADERS = {
     b"referrer-policy": b"no-referrer",
     b"cache-control": b"no-store",
 }
-# How requests fail, for OpenAPI; of a request without a body only 401.
+# Status → meaning, for OpenAPI; a request without a body only fails with 401.
 ERRORS = {
     400: "the text cannot be answered as it is",
     401: "the token is missing or wrong",
@@ -418,7 +418,7 @@ async def _parsed(request: Request, schema: type[Schema]) -> Schema:
         return schema.model_validate_json(bytes(body))
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False, include_context=False)
-        # For `str | list[str]` report the error of the matching type, not that the value has not the other type.
+        # For `str | list[str]` report the error of the matching type, not that it is not the other type.
         first = next((item for item in errors if item["type"] not in ("string_type", "list_type")), errors[0])
         field = ".".join(str(part) for number, part in enumerate(first["loc"]) if number == 0 or isinstance(part, int))
         raise RequestError(422, "body", f"{field}: {first['msg']}" if field else first["msg"]) from None
