@@ -1,14 +1,11 @@
-"""The forward pass of a step: retrieve, score, read; of a masked sentence (`read_masked`) and of a question
+"""Retrieve, score and read: the forward pass of a step, for masked sentences (`read_masked`) and questions
 (`read_question`).
 
-Pure functions of (config, context, parameters, batch, index), shared by training, evaluation and inspection: losses,
-answers, the report and `realm inspect` are computed from what they return. A refreshed index is new data, not a new
-program. Read next: `models/losses.py` for the probabilities, `tasks/realm.py` and `tasks/qa.py` for the losses.
+Pure functions of (config, context, parameters, batch, index), shared by training, evaluation and inspection. A
+refreshed index is new data, not a new program. Read next: `models/losses.py` for the probabilities, `tasks/realm.py`
+and `tasks/qa.py` for the losses.
 
-Arguments everywhere: `realm` or `qa`, the config section that says how passages are found and read; `context`, of the
-run; `params`, all parameters; `batch`, arrays [batch, …] of masked sentences or questions; `index`, which is searched;
-`key`, of dropout, None for none. Symbols in shapes: k candidates or passages of an example, d tokens of a passage row,
-q of a query row, m masked tokens.
+Symbols in shapes: k candidates or passages of an example, d tokens of a passage row, q of a query row, m masked tokens.
 """
 
 import dataclasses
@@ -57,13 +54,13 @@ class Index(NamedTuple):
     Attributes:
         vectors: [padded rows, projection]; None if hosts search.
         documents: the token rows of these vectors.
-        tower: parameters of the query encoder that searches; None for the current one.
+        query_encoder: parameters of the query encoder that searches; None for the current one.
         held_out: rows that no masked sentence may learn from, bool [padded rows]; None for none.
     """
 
     vectors: Any
     documents: PassageBatch
-    tower: Params | None = None
+    query_encoder: Params | None = None
     held_out: Array | None = None
 
 
@@ -75,9 +72,9 @@ class LoadedIndex:
         index: input of a step.
         vectors: on the host, [rows, width]; None for a generation that the devices search, and if only BM25 searches.
         step: of its parameters.
-        generation: its name, '' for one that the trainer made.
+        generation: its name; '' if the trainer embedded the corpus.
         searcher: of the host, if hosts search.
-        queries: the sample of its export, [count, width], if it is there.
+        queries: sample queries of its export, [count, width]; None for none.
         facts: recorded when it is adopted.
     """
 
@@ -129,20 +126,20 @@ class StaticContext:
     packing: PackingSpec | None = None
 
     def packing_for(self, examples: int) -> PackingSpec:
-        """Return how a batch of this size is packed; only the size for which `packing` was estimated is."""
+        """Return the packing of a batch of this size; only the size for which `packing` was estimated is packed."""
         packing = self.packing
         fits = packing is not None and examples == packing.examples * batch_parts(self.mesh)
         return packing if packing is not None and fits else PackingSpec(examples)
 
 
 class Rerank(NamedTuple):
-    """What orders the first passages of a search again before they are read.
+    """A reranker, which reorders the first passages of a search before they are read.
 
     Attributes:
-        passages: their number.
+        passages: how many are reordered.
         network: the key of its parameters.
-        added_scores: (qa, context, params, batch, passages [batch, k, d]) → what it adds to the score of each passage,
-            [batch, k] float32.
+        added_scores: (qa, context, params, batch, passages [batch, k, d]) → [batch, k] float32, added to the scores of
+            the search.
     """
 
     passages: int
@@ -160,23 +157,44 @@ def reader_query(batch: Batch) -> tuple[Array, Array]:
 
 
 def batch_passages(batch: Batch, prefix: str = "") -> PassageBatch:
-    """Return the passages that came with a batch, [batch, d]; prefix: of the names of their arrays."""
+    """Return the passages of a batch, ids [batch, d].
+
+    Args:
+        batch: with "document", "document_length" and "document_title_length".
+        prefix: of these names.
+    """
     return PassageBatch(*(batch[f"{prefix}document{part}"] for part in ("", "_length", "_title_length")))
 
 
 def batch_candidates(batch: Batch) -> PassageBatch:
-    """Return the passages that came with a batch, each the only candidate of its text: [batch, 1, d]."""
+    """Return the passages of a batch, each the only candidate of its text: ids [batch, 1, d]."""
     return PassageBatch(*(part[:, None] for part in batch_passages(batch)))
 
 
 def null_candidates(context: StaticContext, batch: Batch) -> PassageBatch:
-    """Return the null document as the only candidate of each text: [batch, 1, 3]."""
+    """Return the null document as the only candidate of each text.
+
+    Args:
+        context: with the ids of special tokens.
+        batch: of the texts.
+
+    Returns:
+        ids [batch, 1, 3].
+    """
     null = null_passages(len(batch["query"]), (context.cls_id, context.sep_id))
     return PassageBatch(*(part[:, None] for part in null))
 
 
 def dropout_keys(key: Array | None, count: int) -> list[Array | None]:
-    """Split a key; None stays None, which means no dropout."""
+    """Split a dropout key.
+
+    Args:
+        key: None for no dropout.
+        count: of the keys.
+
+    Returns:
+        `count` keys, all None without dropout.
+    """
     return [None] * count if key is None else list(jax.random.split(key, count))
 
 
@@ -188,8 +206,8 @@ class Candidates(NamedTuple):
 
     Attributes:
         rows: [batch, k].
-        valid: False for the example's own passage and for those that are held out, bool [batch, k].
-        excluded: number of passages dropped as the example's own, [batch].
+        valid: False for the example's source passage and for passages that are held out, bool [batch, k].
+        excluded: number of passages dropped as the source passage or because they contain the sentence, [batch].
     """
 
     rows: Array
@@ -200,44 +218,64 @@ class Candidates(NamedTuple):
 def retrieve(realm: RealmConfig, context: StaticContext, params: Params, batch: Batch, index: Index) -> Candidates:
     """Return the K − 1 best passages of each masked sentence.
 
-    With `exclude_own` the sentence's own passage is left out: the same row (`own_row`, −1 for none), or a passage in
-    which the unmasked sentence occurs. A missing row (−1) and a row that is held out are left out too. We search for
-    one passage more; passages that still have to be left out are marked invalid, not replaced.
+    With `exclude_own` we drop the source passage of the sentence (`own_row`, −1 for none) and every passage that
+    contains the unmasked sentence. We also drop missing rows (−1) and rows that are held out. The search returns one
+    passage more to replace one of them; if there are more, they are marked invalid.
 
     Args:
+        realm: number of candidates, search method and exclusion.
+        context: of the run.
+        params: all parameters.
         batch: masked sentences. If hosts search, their rows are `retrieved_rows`; a search that is not by vectors takes
             BM25's list, `bm25_rows` and `bm25_scores`.
+        index: that is searched.
     """
     count = realm.candidates - 1
     if index.vectors is None:
         rows = batch["retrieved_rows"]
     else:
-        queries = embed_searching_queries(context, params, batch, index.tower)
+        queries = embed_searching_queries(context, params, batch, index.query_encoder)
         own_row = batch["own_row"] if realm.exclude_own else None
         depth = min(count + 1, context.rows)
         rows = search_passages(context, realm.search, queries, batch, index, depth, own_row).rows
-    is_own = rows < 0  # [batch, depth]
+    is_source = rows < 0  # [batch, depth]
     if realm.exclude_own:
-        is_own |= contains_phrase(gather_passages(index, rows).ids, batch["sentence"], batch["sentence_length"])
-        is_own |= rows == batch["own_row"][:, None]
-    is_excluded = is_own if index.held_out is None else is_own | index.held_out[jnp.maximum(rows, 0)]
+        is_source |= contains_phrase(gather_passages(index, rows).ids, batch["sentence"], batch["sentence_length"])
+        is_source |= rows == batch["own_row"][:, None]
+    is_excluded = is_source if index.held_out is None else is_source | index.held_out[jnp.maximum(rows, 0)]
     order = jnp.argsort(is_excluded, axis=1, stable=True)[:, :count]  # [batch, k]
     pick = partial(jnp.take_along_axis, indices=order, axis=1)
-    return Candidates(pick(rows), ~pick(is_excluded), (is_own & (rows >= 0)).sum(axis=1))
+    return Candidates(pick(rows), ~pick(is_excluded), (is_source & (rows >= 0)).sum(axis=1))
 
 
 def search_depth(realm: RealmConfig, rows: int) -> int:
-    """Return how many of `rows` passages are searched for a masked sentence.
+    """Return the number of passages that a search returns for a masked sentence.
 
-    They are as many as candidates: its own passage comes in the place of the null document.
+    They are as many as candidates: K − 1 passages, and one more in case the sentence's source passage is among them.
+
+    Args:
+        realm: with the number of candidates, K.
+        rows: passages of the corpus.
     """
     return min(realm.candidates, rows)
 
 
-def embed_searching_queries(context: StaticContext, params: Params, batch: Batch, tower: Params | None) -> Array:
-    """Return the vectors that search, [batch, projection]: without dropout, by the current query encoder or `tower`."""
-    if tower is not None:
-        params = {**params, context.model.embedder_names[0]: tower}
+def embed_searching_queries(
+    context: StaticContext, params: Params, batch: Batch, query_encoder: Params | None
+) -> Array:
+    """Embed the queries that search, without dropout.
+
+    Args:
+        context: of the run.
+        params: all parameters.
+        batch: with "query" [batch, q].
+        query_encoder: parameters of the query encoder; None for those in `params`.
+
+    Returns:
+        [batch, projection] float32.
+    """
+    if query_encoder is not None:
+        params = {**params, context.model.embedder_names[0]: query_encoder}
     packing = context.packing_for(len(batch["query"]))
     return context.model.embed_queries(params, batch["query"], batch["query_length"], packed_length=packing.queries)
 
@@ -252,19 +290,23 @@ def retrieve_and_rerank(
     """Return the best passages of each question.
 
     Args:
-        batch: with the questions. BM25's list comes with it, as `bm25_rows` and `bm25_scores`.
-        index: that is searched; without vectors BM25's scores are all there is, and there are no query vectors.
+        qa: search method.
+        context: of the run.
+        params: all parameters.
+        batch: questions, with BM25's list as `bm25_rows` and `bm25_scores` if it takes part.
+        index: that is searched; without vectors, the scores are BM25's.
+        key: of dropout; None for none.
         beam: passages of each question.
-        rerank: what orders the first of them again.
+        rerank: reorders the first of them.
 
     Returns:
-        Rows, scores and ranks [batch, beam]; and the query vectors. Scores are inner products with the stored vectors,
-        and gradient reaches only the query encoder.
+        Rows, scores and ranks [batch, beam]; and the query vectors [batch, projection], None without vectors. Scores
+        are inner products with the stored vectors, and gradient reaches only the query encoder.
     """
     if rerank is None:
         return retrieve_for_questions(qa, context, params, batch, index, key, beam)
     ranking, queries = retrieve_for_questions(qa, context, params, batch, index, key, max(beam, rerank.passages))
-    # Scores in falling order stand for the order of the search: it stays as it was if nothing is added.
+    # The sorted scores represent the order of the search, which stays the same if nothing is added.
     rows, scores, ranks = (part[:, : rerank.passages] for part in ranking)
     added = rerank.added_scores(qa, context, params, batch, gather_passages(index, rows))  # [batch, k]
     order = jnp.argsort(-(falling_scores(scores) + added), axis=1, stable=True)
@@ -278,7 +320,7 @@ def retrieve_and_rerank(
 def retrieve_for_questions(
     qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None, beam: int
 ) -> tuple[FusedRanking, Array | None]:
-    """Return what `retrieve_and_rerank` does, in the order of the search."""
+    """Return the best passages of each question without reranking. Arguments and result: see `retrieve_and_rerank`."""
     depth = min(beam, context.rows)
     if index.vectors is None:
         rows = batch["bm25_rows"][:, :depth]
@@ -292,8 +334,8 @@ def retrieve_for_questions(
 def falling_scores(scores: Array) -> Array:
     """Sort the scores of each list, [batch, k].
 
-    A search by vectors has them sorted. In a list that BM25 had a part in, the first passage need not have the largest
-    inner product.
+    A search by vectors returns them sorted. If BM25 takes part, the first passage may not have the largest inner
+    product.
     """
     return -jnp.sort(-scores, axis=1)
 
@@ -308,16 +350,18 @@ def search_passages(
     """Return the `depth` best passages of query vectors, with the retriever's scores.
 
     Args:
+        context: of the run.
         method: one of `config.SEARCHES`; 'bm25' and 'hybrid' take BM25's list from the batch.
         queries: [batch, projection].
         batch: with `bm25_rows` and `bm25_scores` [batch, list] if the method needs them.
         index: with vectors.
         depth: passages for each query.
-        own_row: [batch]; a row that takes no part in a list of vectors that is fused, because it would leave nothing to
-            the others (−1 for none).
+        own_row: [batch], −1 for none; 'hybrid' drops this row from the list of vectors before fusion, because its score
+            would dominate the normalization.
 
     Returns:
-        If BM25 finds fewer, rows are −1 and scores NEG_INF. Only the queries get a gradient from the scores.
+        Rows, scores and ranks [batch, depth]. If BM25 returns fewer, rows are −1 and scores NEG_INF. Only the queries
+        get a gradient from the scores.
     """
     if method == "bm25":
         rows = batch["bm25_rows"][:, :depth]
@@ -336,14 +380,25 @@ def search_passages(
 
 
 def bm25_list_length(method: str, depth: int, rows: int) -> int:
-    """Return the length of BM25's list in a search for `depth` of `rows` passages; 0 if BM25 takes no part."""
+    """Return the length of BM25's list in a search; 0 if BM25 takes no part.
+
+    Args:
+        method: one of `config.SEARCHES`.
+        depth: passages that the search returns.
+        rows: passages of the corpus.
+    """
     return 0 if method == "vectors" else min(max(depth, FUSION_DEPTH), rows)
 
 
 def gather_passages(index: Index, rows: Array) -> PassageBatch:
-    """Return the token rows of candidates: rows [...] int32 → ids [..., d].
+    """Return the token rows of candidates.
 
-    A missing row (below 0) gives an empty passage: special tokens only, in which no answer can be.
+    Args:
+        index: with the token rows of the corpus.
+        rows: [...] int32; a missing row (below 0) gives an empty passage, with special tokens only.
+
+    Returns:
+        ids [..., d].
     """
     ids, lengths, titles = (part[jnp.maximum(rows, 0)] for part in index.documents)
     exists = rows >= 0
@@ -362,7 +417,7 @@ def stored_scores(queries: Array, index: Index, rows: Array) -> Array:
         rows: [batch, k].
 
     Returns:
-        [batch, k]; NEG_INF for a missing row (below 0), so that it gets nothing of a softmax.
+        [batch, k]; NEG_INF for a missing row (below 0), so that its softmax is 0.
     """
     vectors = index.vectors[jnp.maximum(rows, 0)].astype(jnp.float32)  # [batch, k, projection]
     return jnp.where(rows >= 0, jnp.einsum("bd,bkd->bk", queries, jax.lax.stop_gradient(vectors)), NEG_INF)
@@ -375,9 +430,13 @@ def candidate_scores(
     """Return inner products with current parameters, the null document first.
 
     Args:
+        context: of the run.
+        params: all parameters.
+        batch: with "query" [batch, q].
         passages: ids [batch, k, d].
-        index: its stored vectors take the place of those of `passages`, if `rows` is given.
-        rows: [batch, k], of the passages that keep their stored vectors.
+        key: of dropout; None for none.
+        index: its stored vectors replace those of `passages` if `rows` is not None.
+        rows: of the passages in the index, [batch, k].
 
     Returns:
         [batch, 1 + k] float32.
@@ -395,14 +454,34 @@ def candidate_scores(
 
 
 def embed_null(context: StaticContext, params: Params, key: Array | None) -> Array:
-    """Return the null document's vector [1, projection], by the passage encoder."""
+    """Embed the null document with the passage encoder.
+
+    Args:
+        context: of the run.
+        params: all parameters.
+        key: of dropout; None for none.
+
+    Returns:
+        [1, projection] float32.
+    """
     return context.model.embed_documents(params, null_passages(1, (context.cls_id, context.sep_id)), key)
 
 
 def embed_candidates(
     context: StaticContext, params: Params, passages: PassageBatch, key: Array | None, packed_length: int = 0
 ) -> Array:
-    """Return the vectors of candidates by current parameters: ids [batch, k, d] → [batch, k, projection]."""
+    """Embed candidates with current parameters.
+
+    Args:
+        context: of the run.
+        params: all parameters.
+        passages: ids [batch, k, d].
+        key: of dropout; None for none.
+        packed_length: token slots, see `PackingSpec`; 0 pads.
+
+    Returns:
+        [batch, k, projection] float32.
+    """
     flat = PassageBatch(*(part.reshape(-1, *part.shape[2:]) for part in passages))  # ids [batch · k, d]
     vectors = context.model.embed_documents(params, flat, key, packed_length)  # [batch · k, projection]
     return vectors.reshape(*passages.ids.shape[:2], -1)
@@ -416,10 +495,10 @@ class MaskedReading(NamedTuple):
 
     Attributes:
         candidates: the passages.
-        valid: whether a candidate takes part, [batch, 1 + k].
+        valid: True if a candidate takes part, bool [batch, 1 + k].
         scores: inner products with current parameters, [batch, 1 + k].
         log_p: log p(y_j|z,x) of each target, [batch, 1 + k, m].
-        is_top1: whether no token is likelier, [batch, 1 + k, m].
+        is_top1: True if the target is the most probable token, bool [batch, 1 + k, m].
         truncated_fraction: share of the tokens to read and embed that packing had no slot for.
     """
 
@@ -438,13 +517,13 @@ def read_masked(
     """Retrieve for masked sentences, score the candidates, and read the sentences with them.
 
     Args:
-        realm: how candidates are found and read.
+        realm: how candidates are retrieved and read.
         context: of the run.
         params: all parameters.
         batch: `tasks/realm.py: MaskedSentences`, [batch, …].
         index: that is searched.
-        key: of dropout; None: none.
-        frozen_passages: whether the passages keep the vectors of the index.
+        key: of dropout; None for none.
+        frozen_passages: passages keep the vectors of the index.
     """
     candidates = retrieve(realm, context, params, batch, index)
     passages = gather_passages(index, candidates.rows)  # ids [batch, k, d]
@@ -452,14 +531,14 @@ def read_masked(
     stored = candidates.rows if frozen_passages else None
     scores = candidate_scores(context, params, batch, passages, keys[0], index, stored)  # [batch, 1 + k]
     if realm.uses_span_marginal:
-        # The example's own passage would take the place of another among those that are read.
+        # An invalid passage must not be one of the MAX_POINTED that are read.
         rows = jnp.where(candidates.valid, candidates.rows, -1)
         read = point_at_targets(context, params, batch, gather_passages(index, rows), keys[1])
     else:
         read = read_candidates(context, params, batch, passages, keys[1])
     valid = jnp.pad(candidates.valid, ((0, 0), (1, 0)), constant_values=realm.null_document)  # [batch, 1 + k]
 
-    # Lengths of all that packing may have truncated, each with its slots.
+    # Lengths of all sequences that packing may have truncated, each with its slots.
     packing = context.packing_for(len(candidates.rows))
     lengths = [(context.model.query_lengths(batch["query_length"]), packing.queries)]
     lengths.append((read.lengths, packing.reader_inputs))
@@ -467,7 +546,7 @@ def read_masked(
         lengths.append((reader_query(batch)[1] + 1, packing.null_inputs))
     if not frozen_passages:
         lengths.append((context.model.document_lengths(passages), packing.passages))
-    longest = 2 * (batch["query"].shape[1] + passages.ids.shape[-1])  # with room for what templates add
+    longest = 2 * (batch["query"].shape[1] + passages.ids.shape[-1])  # twice as long, because templates add tokens
     truncated = truncated_fraction(context, lengths, longest)
     return MaskedReading(candidates, valid, scores, read.log_p, read.is_top1, truncated)
 
@@ -489,9 +568,16 @@ class TargetReading(NamedTuple):
 def read_candidates(
     context: StaticContext, params: Params, batch: Batch, passages: PassageBatch, key: Array | None
 ) -> TargetReading:
-    """Predict the masked tokens with the null document and with each passage, ids [batch, k, d].
+    """Predict the masked tokens with the null document and with each passage.
 
-    The input with the null document is short, so it is read on its own and not at the passages' length.
+    The input with the null document is short, so it is read separately and not at the passages' length.
+
+    Args:
+        context: of the run.
+        params: all parameters.
+        batch: masked sentences, [batch, …].
+        passages: ids [batch, k, d].
+        key: of dropout; None for none.
     """
     keys, packing = dropout_keys(key, 2), context.packing_for(len(passages.ids))
     null = read_targets(context, params, batch, null_candidates(context, batch), keys[0], packing.null_inputs)
@@ -504,14 +590,18 @@ def read_targets(
     context: StaticContext, params: Params, batch: Batch, passages: PassageBatch, key: Array | None = None,
     packed_length: int = 0,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """Return log p(y_j|z,x) of every target, and whether no token is likelier, given each passage.
+    """Return log p(y_j|z,x) of every target with each passage.
 
     Args:
+        context: of the run.
+        params: all parameters.
+        batch: masked sentences, [batch, …].
         passages: ids [batch, k, d].
-        packed_length: slots of the reader's inputs, see `PackingSpec`.
+        key: of dropout; None for none.
+        packed_length: slots of the reader's inputs, see `PackingSpec`; 0 pads.
 
     Returns:
-        [batch, k, m] float32, and [batch, k, m] bool.
+        Log probabilities [batch, k, m] float32; and True if the target is the most probable token, [batch, k, m] bool.
     """
     reader_input, positions = masked_inputs(batch, passages)
     targets = jnp.repeat(batch["targets"], passages.ids.shape[1], axis=0)  # [batch · k, m]
@@ -521,7 +611,15 @@ def read_targets(
 
 
 def masked_inputs(batch: Batch, passages: PassageBatch) -> tuple[ReaderInput, Array]:
-    """Join masked texts with passages, ids [batch, k, d], for the reader: arrays and positions [batch · k, …]."""
+    """Join masked texts with passages for the reader.
+
+    Args:
+        batch: masked sentences, [batch, …].
+        passages: ids [batch, k, d].
+
+    Returns:
+        Reader inputs [batch · k, length], and positions of the masked tokens [batch · k, m].
+    """
     reader_input = flatten_passages(reader_inputs(*reader_query(batch), passages))
     return reader_input, jnp.repeat(batch["positions"], passages.ids.shape[1], axis=0)
 
@@ -532,8 +630,15 @@ def point_at_targets(
     """Read like `read_candidates`, but point at the hidden span in each passage instead of predicting its words.
 
     The first token has log p(y|z,x), and the others 0; `is_top1` is the same for all tokens. The null document
-    has nothing to point at. We read only MAX_POINTED passages, those that hold the span first: all others leave it to
-    be guessed, as the null document does. A span of more tokens than `span_width` is in no passage.
+    has nothing to point at. We read only MAX_POINTED passages, first those that contain the span. All others and the
+    null document get LOG_P_UNSEEN_SPAN. A span of more tokens than `span_width` is in no passage.
+
+    Args:
+        context: of the run.
+        params: all parameters.
+        batch: masked sentences, [batch, …].
+        passages: ids [batch, k, d].
+        key: of dropout; None for none.
     """
     holds_span = has_answer_span(passages, *hidden_span(batch), context.model.reader.span_width)  # [batch, k]
     order = jnp.argsort(~holds_span, axis=1, stable=True)[:, :MAX_POINTED]
@@ -551,14 +656,22 @@ def point_at_targets(
 
 
 def hidden_span(batch: Batch) -> tuple[Array, Array]:
-    """Return what is hidden in masked texts as the only answer of each: ids [batch, 1, m] and lengths [batch, 1]."""
+    """Return the hidden span of masked texts as the only answer of each: ids [batch, 1, m] and lengths [batch, 1]."""
     return batch["targets"][:, None], batch["weights"].sum(axis=1, keepdims=True).astype(jnp.int32)
 
 
 def masked_spans(
     context: StaticContext, params: Params, batch: Batch, passages: PassageBatch, key: Array | None = None
 ) -> "SpanReading":
-    """Read masked texts with passages, ids [batch, k, d], titles too, to point at what is hidden."""
+    """Read masked texts with passages and their titles, to point at the hidden span.
+
+    Args:
+        context: of the run.
+        params: all parameters.
+        batch: masked sentences, [batch, …].
+        passages: ids [batch, k, d].
+        key: of dropout; None for none.
+    """
     reader_input = reader_inputs(*reader_query(batch), passages, titles=True)
     return read_spans(context, params, reader_input, hidden_span(batch), key)
 
@@ -570,11 +683,11 @@ class QuestionReading(NamedTuple):
     """A question read with the first k passages of its beam.
 
     Attributes:
-        rows: [batch, k].
-        scores: [batch, k].
+        rows: of the passages, [batch, k].
+        scores: of the passages, [batch, k].
         reader_input: questions joined with passages, arrays [batch, k, length].
         span_scores: [batch, k, length, width].
-        beam: all that was retrieved.
+        beam: all retrieved passages.
         allowed: the spans that may be answers, like `span_scores`.
         correct: the spans that are one of the batch's answers, like `span_scores`.
         prior: log p(z|x), [batch, k].
@@ -604,9 +717,14 @@ def read_question(
     of the passages that are read, and the reader through the spans. With `qa.uses_bm25_only` only the reader learns.
 
     Args:
-        batch: with the questions, and BM25's list if it takes part; without answers no span is correct.
+        qa: how passages are retrieved and read.
+        context: of the run.
+        params: all parameters.
+        batch: questions, with BM25's list if it takes part; without answers no span is correct.
+        index: that is searched.
+        key: of dropout; None for none.
         beam: passages that are retrieved.
-        rerank: what orders them again before they are read.
+        rerank: reorders them before they are read.
     """
     keys = dropout_keys(key, 3 if qa.trains_passages else 2)
     ranking, queries = retrieve_and_rerank(qa, context, params, batch, index, keys[0], beam, rerank)
@@ -628,7 +746,7 @@ def read_question(
     lengths.append((reader_input.lengths, packing.reader_inputs))
     if qa.trains_passages:
         lengths.append((context.model.document_lengths(passages), packing.passages))
-    # Twice the reader's length leaves room for what templates add.
+    # Twice the reader's length, because templates add tokens.
     truncated = truncated_fraction(context, lengths, 2 * reader_input.ids.shape[-1])
     return QuestionReading(
         rows, read_scores, reader_input, read.scores, ranking._replace(scores=scores), read.allowed, read.correct,
@@ -636,7 +754,7 @@ def read_question(
     )  # fmt: skip
 
 
-# --- Spans and truncation, for both -----------------------------------------------------------------------------------
+# --- Spans and truncation ---------------------------------------------------------------------------------------------
 
 
 class SpanReading(NamedTuple):
@@ -663,8 +781,11 @@ def read_spans(
     No span may be pointed at in tokens that packing had no slot for.
 
     Args:
+        context: of the run.
+        params: all parameters.
         reader_input: arrays [batch, k, length].
         answers: ids [batch, a, m] and their lengths [batch, a].
+        key: of dropout; None for none.
     """
     reader, packed_length = context.model.reader, context.packing_for(len(reader_input.ids)).reader_inputs
     compute, length = reader.bert.compute, reader_input.ids.shape[-1]
@@ -678,7 +799,8 @@ def truncated_fraction(context: StaticContext, sequences: list[tuple[Array, int]
     """Return the share of the tokens of sequences that packing has no slot for.
 
     Args:
-        sequences: their lengths [batch, …], and the slots of a device's share; 0 if they are padded.
+        context: of the run.
+        sequences: lengths [batch, …], and the token slots of a device's share, 0 if they are padded.
         longest: no sequence is longer.
     """
     lost, total = jnp.float32(0), jnp.float32(0)

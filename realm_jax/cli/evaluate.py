@@ -31,7 +31,7 @@ from realm_jax.eval.prediction_files import (
     trec_qrels,
     trec_run,
 )
-from realm_jax.eval.question_metrics import compare, describe_metric, over_seeds, summarise
+from realm_jax.eval.question_metrics import compare, describe_metric, over_seeds, summarize
 from realm_jax.eval.significance import METHODS
 from realm_jax.inference.predictions import evaluate
 from realm_jax.tasks.answering import reads_passages
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> None:
         if args.unseen:
             scored = _without_training_golds(scored, [*map(gold_of, scored)], args)
         _check_trec(args, scored, any(record.get("retrieved") for record in scored))
-        measured = _provenance(path) | {"questions": len(scored), "measures": summarise(scored)}
+        measured = _provenance(path) | {"questions": len(scored), "measures": summarize(scored)}
 
     # --- or a run
     else:

@@ -20,7 +20,7 @@ from realm_jax.launch.jobset import JobSets
 from realm_jax.launch.local import Local
 from realm_jax.launch.queued_resources import QueuedResources
 from realm_jax.launch.spec import Launch, describe
-from realm_jax.launch.status import RunState, clear_expected_jobs, describe_status, one_line, poll
+from realm_jax.launch.status import RunState, clear_expected_jobs, describe_status, poll, status_line
 from realm_jax.storage import open_folder
 
 LATE = 1  # exit code of `status`
@@ -217,7 +217,7 @@ def show(state: RunState | None, resources: list[dict[str, str]] | None = None) 
         resources: of the target; None to print none.
     """
     if state:
-        print(one_line(state, {}))
+        print(status_line(state, {}))
         for job in state.jobs:
             job_state = "LATE: no heartbeat for 10 s" if job.state == "late" else job.state
             used = f", index of step {job.status.index}" if job.status.index >= 0 else ""

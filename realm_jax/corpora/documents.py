@@ -32,7 +32,7 @@ from realm_jax.corpora.articles import Article, Outcome, Skipped
 from realm_jax.corpora.encodings import REPLACED, Notes, find_encoding, note_encoding, without_nuls
 from realm_jax.data.input_files import (
     PACKED,
-    UNPACKING_FAULTS,
+    UNPACKING_ERRORS,
     files_below,
     is_folder,
     matching,
@@ -144,14 +144,14 @@ def _without_links(files: list[DocumentFile]) -> list[DocumentFile]:
     for file in files:
         name = names.get(os.path.realpath(file.path)) if is_here[file.path] else file.name
         if os.path.islink(file.path) and not os.path.exists(file.path):
-            file = _left_out(file, DANGLING)
+            file = _skipped_file(file, DANGLING)
         elif name not in (None, file.name):
-            file = _left_out(file, LINKED, f" → {name}")
+            file = _skipped_file(file, LINKED, f" → {name}")
         unique_files.append(file)
     return unique_files
 
 
-def _left_out(file: DocumentFile, reason: str, target: str = "") -> DocumentFile:
+def _skipped_file(file: DocumentFile, reason: str, target: str = "") -> DocumentFile:
     return file._replace(ending="", why_not=Skipped(reason, f"{file.name}{target}"))
 
 
@@ -160,7 +160,7 @@ def _file(path: str, name: str) -> DocumentFile:
     words = name[: match.start() if match else None].rpartition("/")[2].replace("_", " ").split()
     file = DocumentFile(path, name, match[1].lower() if match else "", " ".join(words))
     readable = name.encode("utf-8", "backslashreplace").decode()
-    return file if readable == name else _left_out(DocumentFile(readable, readable, "", readable), UNNAMED)
+    return file if readable == name else _skipped_file(DocumentFile(readable, readable, "", readable), UNNAMED)
 
 
 def read(file: DocumentFile) -> Iterator[Outcome]:
@@ -341,7 +341,7 @@ def _table(file: DocumentFile) -> Iterator[Outcome]:
 
 def _readable_chunks(stream: IO[bytes]) -> Iterator[bytes]:
     """Yield the bytes before an error of unpacking, if there is one."""
-    with suppress(*UNPACKING_FAULTS):
+    with suppress(*UNPACKING_ERRORS):
         while chunk := stream.read(PIECE):
             yield chunk
 

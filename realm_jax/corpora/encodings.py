@@ -82,7 +82,7 @@ def find_encoding(chunks: Iterable[bytes], is_page: bool = False) -> Encoding:
 
     Args:
         chunks: all bytes, in order.
-        is_page: whether the text is a web page.
+        is_page: the text is a web page.
 
     Raises:
         BadRecord: the bytes are no text, or no known encoding fits.
@@ -185,7 +185,7 @@ def decode(data: bytes, notes: Notes, is_page: bool = False) -> str:
     Args:
         data: the document.
         notes: counts the encoding if it is not UTF-8, and replaced bytes.
-        is_page: whether it is a web page.
+        is_page: the text is a web page.
 
     Raises:
         BadRecord: the bytes are no text, or no known encoding fits.

@@ -75,7 +75,7 @@ _LINKS_TO_HEADINGS = (
 _CHARACTER_DATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
 _TAG = re.compile(r"(?is)<(script|style)\b.*?</\1\s*>|<!--.*?-->|<[a-z/!][^<>]*>")
 _END_OF_PAGE = re.compile(r"</(?:body|html)\s*>", re.IGNORECASE)  # behind which the parser would stop
-# They stand between rows, between cells and behind numbers of items until white space is in order; no text has them.
+# They mark ends of rows, cells and item numbers until white space is normalized; no text has them.
 _ROW, _CELL, _NUMBER_END = "\x02", "\x01", "\x03"
 _CONTROL = re.compile("[\x01-\x03]")
 _SPACE, _SPACE_IN_LINE, _BLANK_LINE = re.compile(r"\s+"), re.compile(r"[^\S\n]+"), re.compile(r"\n\s*\n")
@@ -94,13 +94,13 @@ def web_page(data: bytes, notes: Notes) -> Plain:
         BadRecord: the bytes are no text, or the page is empty.
     """
     text = decode(data, notes, is_page=True)
-    page, left_out = _tree(text), Notes()
+    page, removed = _tree(text), Notes()
     page_words = _words(page)
     for kind, path in _FURNITURE.items():
-        _remove(page, page.xpath(path), kind, left_out)
-    _remove(page, filter(_is_named_navigation, page.xpath("//div | //ul | //ol | //p")), "navigation", left_out)
+        _remove(page, page.xpath(path), kind, removed)
+    _remove(page, filter(_is_named_navigation, page.xpath("//div | //ul | //ol | //p")), "navigation", removed)
     if not _words(page) and page_words:  # the page marks all of itself, so the marks mean nothing
-        page, left_out = _tree(text), Notes()
+        page, removed = _tree(text), Notes()
     main = _outermost(page.xpath(_MAIN))
     if sum(map(_unlinked_words, main)) * 2 > _unlinked_words(page):
         # The heading of a page is often before its main part, with a first paragraph.
@@ -108,10 +108,10 @@ def web_page(data: bytes, notes: Notes) -> Plain:
         around_main = {ancestor for part in main for ancestor in part.iterancestors()}
         heads = [h1 if h1.getparent() in around_main else h1.getparent() for h1 in headings]
         parts = [*_outermost(list(dict.fromkeys(heads))), *main]
-        left_out[WORDS_LEFT_OUT, "outside of the main part"] += _words(page) - sum(map(_words, parts))
+        removed[WORDS_LEFT_OUT, "outside of the main part"] += _words(page) - sum(map(_words, parts))
     else:
         parts = [page]
-    notes.update(+left_out)
+    notes.update(+removed)
     return _plain(parts, page)
 
 
@@ -135,11 +135,11 @@ def _outermost(elements: list[Any]) -> list[Any]:
     return [element for element in elements if listed.isdisjoint(element.iterancestors())]
 
 
-def _remove(page: Any, elements: Iterable[Any], kind: str, left_out: Notes) -> None:
+def _remove(page: Any, elements: Iterable[Any], kind: str, removed: Notes) -> None:
     """Remove elements from their page, and count their words."""
     for element in elements:
         if page in element.iterancestors():  # not within an element that is gone already
-            left_out[WORDS_LEFT_OUT, kind] += _words(element)
+            removed[WORDS_LEFT_OUT, kind] += _words(element)
             element.drop_tree()
 
 

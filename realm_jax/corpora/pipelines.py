@@ -35,7 +35,7 @@ try:
 except ImportError as error:
     raise UserError(f"--beam: {error}; pip install 'realm_jax[beam]'") from None
 
-FAULT = "FAULT.json"  # error of a worker
+ERROR = "FAULT.json"  # error of a worker
 _Line = tuple[int, int, bytes]  # with its position: part and number
 
 
@@ -131,12 +131,12 @@ class Beam(NamedTuple):
     def _pipeline(self, folder: str) -> Iterator[Any]:
         """Run a pipeline, and raise the UserError that one of its workers recorded in the folder."""
         target = open_folder(folder)
-        if FAULT in target.names():
-            target.remove(FAULT)
+        if ERROR in target.names():
+            target.remove(ERROR)
         with beam.Pipeline(options=self.options) as pipeline:
             yield pipeline
-        if FAULT in target.names():
-            raise UserError(target.read_json(FAULT)["fault"])
+        if ERROR in target.names():
+            raise UserError(target.read_json(ERROR)["fault"])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @contextmanager
-def _recorded_fault(folder: str) -> Iterator[None]:
+def _recorded_error(folder: str) -> Iterator[None]:
     """Record a UserError in a file, because a runner would wrap it in its own exception.
 
     An error of storage may pass, so the runner gets it and tries again.
@@ -159,11 +159,11 @@ def _recorded_fault(folder: str) -> Iterator[None]:
     except StorageError:
         raise
     except UserError as error:
-        open_folder(folder).write_json(FAULT, {"fault": str(error)})
+        open_folder(folder).write_json(ERROR, {"fault": str(error)})
 
 
 def _read(source: ArticleSource, folder: str, part: int) -> Iterator[LocatedRecord]:
-    with _recorded_fault(folder):
+    with _recorded_error(folder):
         yield from read_part(source, part)
 
 
@@ -194,10 +194,10 @@ def _write_shard(folder: str, shard: int, lines: Iterable[_Line | None]) -> int:
 
 def _write_counts(counts: dict[str, Any], folder: str, _: list[int]) -> None:
     """Write the counts unless some records were not read. The last argument makes Beam write the shards first."""
-    if FAULT not in open_folder(folder).names():
+    if ERROR not in open_folder(folder).names():
         open_folder(folder).write_json(COUNTS, counts)
 
 
 def _process_shard(process: Callable[[str, int], int], folder: str, shard: int) -> None:
-    with _recorded_fault(folder):
+    with _recorded_error(folder):
         process(folder, shard)

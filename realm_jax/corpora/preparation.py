@@ -41,7 +41,7 @@ from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.data.store import new_version
-from realm_jax.data.tokenizer_files import FoundTokenizer, lower_case_of, tokenizer_file, tokenizer_of
+from realm_jax.data.tokenizer_files import TokenizerFile, lower_case_of, tokenizer_file, tokenizer_of
 from realm_jax.data.wordpiece import WordPiece, check_size
 from realm_jax.errors import Resumable, UserError, full_disk
 from realm_jax.storage import Folder, StorageError, exclusive_lock, open_folder, publish_folder
@@ -60,10 +60,7 @@ UNKNOWN_SHARE = 0.05  # more [UNK] than this says that the vocabulary is for ano
 
 @dataclass(frozen=True)
 class Options:
-    """Inputs and settings of a preparation.
-
-    Attributes are the flags of `realm prepare`, whose --help explains them.
-    """
+    """Inputs and settings of a preparation: the flags of `realm prepare`, whose --help explains them."""
 
     passages: Path_
     output: Path_
@@ -135,7 +132,7 @@ def prepare(options: Options) -> Prepared | None:
 
         runner = Beam.of(options.beam)
 
-    # --- Open the inputs, and see whether they are prepared already ---------------------------------------------------
+    # --- Open the inputs, and stop if they are prepared already -------------------------------------------------------
     question_inputs = [file for argument in options.questions for file in question_files(argument)]
     sources = {"passages": open_texts(options.passages)}
     if options.pretraining:
@@ -158,7 +155,7 @@ def prepare(options: Options) -> Prepared | None:
     output = os.fspath(options.output)
     if is_prepared(output, inputs, options.skip_damage):
         return None
-    given_tokenizer = None if vocabulary is None else vocabulary.read()
+    vocab_tokenizer = None if vocabulary is None else vocabulary.read()
     filters = options.question_sources, options.max_answer_words, options.ignore_gold
     questions = read_all(question_inputs, *filters, options.skip_damage)
 
@@ -195,7 +192,7 @@ def prepare(options: Options) -> Prepared | None:
             # From all articles, or from every n-th if they have too many characters.
             step = 1 + sum(count.characters for count in counts.values()) // LEARN_FROM
             texts = (f"{article.title}\n{article.text}" for article in islice(every_article, 0, None, step))
-            tokenizer = given_tokenizer or WordPiece.train(texts, options.vocabulary_size)
+            tokenizer = vocab_tokenizer or WordPiece.train(texts, options.vocabulary_size)
             for name, content in tokenizer.files().items():
                 folder.write(f"{TOKENIZER}/{name}", content)
 
@@ -275,7 +272,7 @@ def _question_identity(file: QuestionFile) -> dict[str, Any]:
     return identity(file.path) | texts
 
 
-def vocabulary_file(name: str) -> FoundTokenizer:
+def vocabulary_file(name: str) -> TokenizerFile:
     """Find the tokenizer that --vocab names: a file, or a model as `config.init_from` takes it.
 
     Text is put in lower case unless the tokenizer that the file belongs to keeps capitals. Raises UserError if the
@@ -294,7 +291,7 @@ def vocabulary_file(name: str) -> FoundTokenizer:
                 )
             path = file
     stated_case = lower_case_of(path.parent)
-    return FoundTokenizer(path, stated_case is None or stated_case.value)
+    return TokenizerFile(path, stated_case is None or stated_case.value)
 
 
 # --- The output folder while it is being written ----------------------------------------------------------------------
@@ -355,7 +352,7 @@ def staged_output(output: str, inputs: dict[str, Any], anywhere: bool, claim: st
     Args:
         output: folder or URL.
         inputs: of the command, as PREPARED.json will record them.
-        anywhere: whether workers can write into a bucket.
+        anywhere: workers can write into a bucket.
         claim: random name of the command.
 
     Raises:

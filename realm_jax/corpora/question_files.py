@@ -73,7 +73,7 @@ class SelectedQuestions:
         Args:
             existing: ids of the passages.
             passages: what the user calls these.
-            skip_damage: whether to count such questions, and not to raise UserError for the first one.
+            skip_damage: count such questions; otherwise raise UserError for the first one.
         """
         # `existing` may be the ids of millions of passages, so we keep only the few that are absent.
         self.absent = self.gold().difference(existing)
@@ -196,6 +196,6 @@ def read_all(
         counts.dropped += unanswerable
         counts.records += unanswerable.total()
     if files and not splits:
-        left_out = counts.dropped.total() + counts.damaged.total()
-        raise UserError(f"no question is left of {left_out:,}; check --question-sources and the files")
+        num_dropped = counts.dropped.total() + counts.damaged.total()
+        raise UserError(f"no question is left of {num_dropped:,}; check --question-sources and the files")
     return SelectedQuestions(dict(splits), counts)

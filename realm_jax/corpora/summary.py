@@ -39,7 +39,7 @@ def _print_samples(counts: Counts) -> None:
 
 
 def _with_reasons(line: str, verb: str, reasons: Counter[str]) -> str:
-    """`line; dropped 4 of other sources, 3 without words`: most often first, without reasons that never happened."""
+    """Return `line; dropped 4 of other sources, 3 without words`, with the most frequent reason first."""
     often = sorted(reasons.items(), key=lambda reason: (-reason[1], reason[0]))
     counted = ", ".join(f"{count:,} {reason}" for reason, count in often if count)
     return f"{line}; {verb} {counted}".replace("  ", " ") if counted else line

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 from realm_jax.corpora.articles import Article, Outcome, Skipped
 from realm_jax.corpora.encodings import Notes
-from realm_jax.data.input_files import UNPACKING_FAULTS, files_below, is_folder, matching, open_unpacked
+from realm_jax.data.input_files import UNPACKING_ERRORS, files_below, is_folder, matching, open_unpacked
 from realm_jax.errors import UserError
 
 
@@ -87,7 +87,7 @@ def is_dump_folder(folder: str) -> bool:
                 try:
                     if b"<mediawiki" in stream.read(4096):
                         return True
-                except UNPACKING_FAULTS:
+                except UNPACKING_ERRORS:
                     return True
     return False
 
@@ -108,7 +108,7 @@ def read_pages(path: str) -> Iterator[Page | Skipped]:
                     yield _page(element, f"{path}, page {number:,}")
                     root.clear()
         # LookupError, ValueError: the dump declares an unknown encoding
-        except (ElementTree.ParseError, LookupError, ValueError, *UNPACKING_FAULTS) as error:
+        except (ElementTree.ParseError, LookupError, ValueError, *UNPACKING_ERRORS) as error:
             yield Skipped(UNREADABLE_DUMP, " ".join(str(error).split()), f"{path}, after page {number:,}")
 
 
@@ -196,7 +196,9 @@ def clean_page(page: Page, notes: Notes) -> Outcome:
 
 # --- Wikitext ---------------------------------------------------------------------------------------------------------
 
-_COMMENT = re.compile(r"(?:(?<=\n)|\A)<!--.*?-->[ \t]*\n|<!--.*?-->", re.DOTALL)  # one alone on its line takes the line
+_COMMENT = re.compile(
+    r"(?:(?<=\n)|\A)<!--.*?-->[ \t]*\n|<!--.*?-->", re.DOTALL
+)  # with its line if nothing else is on it
 _HEADING = re.compile(r"^(={1,6})(?=.*?[^=\s].*\1\s*$|[ ]\1$)(.*?)\1[^\S\n]*$", re.MULTILINE)
 _QUOTES = re.compile(r"'{2,}")  # bold and italic type
 _PICTURE = re.compile(r"\s*(?:file|image|media|category)\s*:", re.IGNORECASE)

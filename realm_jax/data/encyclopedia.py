@@ -1,9 +1,9 @@
 """A synthetic encyclopedia made from a seed, on which a tiny REALM can learn within minutes and be measured.
 
 Every fact is drawn at random, so it can be known only by retrieving its passage. Pre-training text and questions
-replace words of a name by synonyms that passages never use, so word matching alone does not find the passage. Some
+replace words of a name by synonyms that passages never use, so word matching does not find the passage. Some
 entities are held out: their passages are in the corpus, but no pre-training sentence and no training question speaks
-of them, and the development questions are about them alone.
+of them, and all development questions are about them.
 
 Not for judging answers on natural language: use real passages and questions for that.
 Every record has its own random generator, so a million passages need no big tables. Read `PHRASINGS` next: it has all
@@ -320,7 +320,7 @@ def write(encyclopedia: Encyclopedia, folder: Path | str) -> list[Path]:
 
 
 def _below(rng: Random, limit: int) -> int:
-    """Draw from 0 to limit - 1; Python promises the same sequence in all versions for `random()` alone."""
+    """Draw from 0 to limit - 1; Python promises the same sequence in all versions only for `random()`."""
     return int(rng.random() * limit)
 
 

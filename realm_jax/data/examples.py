@@ -286,8 +286,8 @@ def cloze_pieces(question: str, tokenizer: Tokenizer) -> NDArray[np.int32]:
     """Lay a question out as a sentence with a blank: "[MASK] [MASK] wrote Emma?".
 
     REALM by pointing (`realm.marginal=span`) teaches a reader with hidden names and no question, so that it points at
-    what stands in a blank. The blank takes the place of the first English question word, or stands at the end; without
-    a [MASK] there is none.
+    the words of a blank. The blank replaces the first English question word, or is at the end; without a [MASK] in the
+    vocabulary there is none.
 
     Args:
         question: its text.

@@ -59,7 +59,12 @@ def trained_rows(store: PassageStore, share: float) -> NDArray[np.bool_] | None:
 
 
 def held_out_share(share: float, questions: Mapping[str, Sequence[Question]]) -> float:
-    """The share of documents that is kept out of training, to measure with where there are no questions for that."""
+    """Return the share of documents that training must not see, for evaluation without questions.
+
+    Args:
+        share: of the config, 0 to 1.
+        questions: split → questions; with development questions no document is held out.
+    """
     return 0.0 if questions.get("dev") else share
 
 
@@ -99,7 +104,7 @@ def masked_pieces(store: PassageStore, query_length: int, share: float) -> list[
     held_out = ~is_trained[rows]
     for row, number in zip(rows[held_out].tolist(), numbers[held_out].tolist(), strict=True):
         token_ids, spans = spans_of(store, row, number)
-        remaining = _without_one_of(spans, token_ids, query_length - 2)
+        remaining = _without_span(spans, token_ids, query_length - 2)
         if len(remaining) >= MINIMUM_SENTENCE:
             masked.append((row, remaining))
     return masked
@@ -116,7 +121,7 @@ def evenly_spaced(items: Sequence[_T], most: int) -> list[_T]:
     return [items[index] for index in indices.round().astype(int)]
 
 
-def _without_one_of(spans: NDArray, token_ids: NDArray, max_tokens: int) -> NDArray:
+def _without_span(spans: NDArray, token_ids: NDArray, max_tokens: int) -> NDArray:
     """Return the first `max_tokens` tokens of a sentence without one of the spans [n, 2] that end among them.
 
     No tokens if there is no such span: a finder that is not ours may find one that goes beyond its sentence.
@@ -208,7 +213,7 @@ def _held_out_sentence(
         begin = store.sentences(row)[number, 0]
         spans = np.array([[evidence.spans.starts[span], evidence.spans.ends[span]]]) - begin
         rows = tuple(evidence.rows_of(int(span)).tolist())
-    remaining = _without_one_of(spans, token_ids, max_tokens)
+    remaining = _without_span(spans, token_ids, max_tokens)
     is_enough = len(remaining) >= MINIMUM_SENTENCE
     masked = tokenizer.decode(remaining) if is_enough else ""
     return HeldOutSentence(row, number, tokenizer.decode(token_ids[:max_tokens]), masked, rows if is_enough else ())

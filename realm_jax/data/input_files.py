@@ -1,6 +1,6 @@
 """Files that are read, on this machine or in a bucket (gs://…, s3://…), plain or packed (`PACKED`).
 
-Errors of storage become UserErrors that name the file; those of unpacking are `UNPACKING_FAULTS`. Not for what the
+Errors of storage become UserErrors that name the file; those of unpacking are `UNPACKING_ERRORS`. Not for what the
 bytes mean. Read `realm_jax.data.lines` next for files of records, `realm_jax.corpora.wikipedia` for dumps.
 """
 
@@ -35,7 +35,7 @@ def _open_zst(stored: Any, _mode: str) -> Any:
 # By the ending of the name, in small letters.
 PACKED: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _open_zst}
 # OSError is one of unpacking, because _RawFile raises UserErrors for those of storage.
-UNPACKING_FAULTS = (EOFError, OSError, lzma.LZMAError, zlib.error, *((zstd.ZstdError,) if zstd else ()))
+UNPACKING_ERRORS = (EOFError, OSError, lzma.LZMAError, zlib.error, *((zstd.ZstdError,) if zstd else ()))
 _BUFFER = 1 << 18  # bytes
 
 
@@ -106,7 +106,7 @@ def storage_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 def open_unpacked(path: str | os.PathLike[str]) -> Iterator[Any]:
     """Open a file for reading; the ending of its name says how it is packed.
 
-    Opening and reading raise UserError for errors of storage; reading raises UNPACKING_FAULTS for damage.
+    Opening and reading raise UserError for errors of storage; reading raises UNPACKING_ERRORS for damage.
     """
     name = os.fspath(path)
     with ExitStack() as stack:

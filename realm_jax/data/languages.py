@@ -24,7 +24,7 @@ LANGUAGE_FROM = 500  # characters; by so many, none of 7,030 English articles is
 
 
 def language(text: str) -> str:
-    """ISO 639-1 code (for some languages 639-3) of what a text is written in, by its beginning."""
+    """Return the ISO 639-1 code (for some languages 639-3) of a text's language, by its beginning."""
     return _identifier().classify(text[:LANGUAGE_FROM])[0]
 
 

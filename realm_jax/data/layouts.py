@@ -6,7 +6,7 @@
 
 Special tokens always stay; if the sequences do not fit, the last one is truncated first. Padding is on the right, with
 segment 0. These are pure functions of NumPy arrays. The train step builds the same joint layout on the device, and
-tests compare the two. Next to read: `tokenizer.py`, where the ids come from.
+tests compare the two. Read next: `tokenizer.py`, which makes the ids.
 """
 
 from typing import NamedTuple

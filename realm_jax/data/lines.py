@@ -19,7 +19,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
-from realm_jax.data.input_files import PACKED, UNPACKING_FAULTS, open_unpacked
+from realm_jax.data.input_files import PACKED, UNPACKING_ERRORS, open_unpacked
 from realm_jax.errors import UserError
 
 SAMPLE = 80  # characters
@@ -163,7 +163,7 @@ def text_lines(path: Path_, encoding: str = "utf-8") -> Iterator[tuple[int, str]
             with open_unpacked(path) as stream:
                 texts = TextIOWrapper(stream, encoding, "replace")
                 yield from enumerate((line.removesuffix("\n") for line in texts), 1)
-        except UNPACKING_FAULTS as error:
+        except UNPACKING_ERRORS as error:
             raise _damaged(path, error) from None
         return
     lines = ((line.number, line.data) for line in read_lines(path))
@@ -188,7 +188,7 @@ def _lines(stream: IO[bytes], start: int = 0, stop: int | None = None, first: in
             yield Line(number, byte, line)
             byte += len(data) + (_rest_of_line(stream) if is_cut else 0)
             number += 1
-    except UNPACKING_FAULTS as error:
+    except UNPACKING_ERRORS as error:
         bad = BadRecord(f"{TRUNCATED} ({error})", "fetch or make it again", TRUNCATED, sample(str(error)))
         yield Line(number, byte, bad)
 
@@ -298,7 +298,7 @@ def json_records(path: Path_) -> Records:
             if is_array:
                 yield from _Array(stream, path, skipped + 1).objects()
                 return
-        except UNPACKING_FAULTS as error:
+        except UNPACKING_ERRORS as error:
             raise _damaged(path, error) from None
         lines = ((line.number, line.data) for line in _lines(stream, first=skipped + 1))
         yield from applied(_object, (line for line in lines if isinstance(line[1], BadRecord) or line[1].strip()))
@@ -320,7 +320,7 @@ def parquet_records(path: Path_) -> Records:
             for number, row in enumerate(rows, 1):
                 text = json.dumps(row, default=_parquet_text)
                 yield number, json.loads(text, parse_constant=lambda _: None)
-        except (ArrowException, ValueError, OverflowError, LookupError, *UNPACKING_FAULTS) as error:
+        except (ArrowException, ValueError, OverflowError, LookupError, *UNPACKING_ERRORS) as error:
             raise _damaged(path, error) from None
 
 
@@ -341,7 +341,7 @@ def parse_json(raw: bytes) -> Any:
 
 
 def _beginning(stream: Any) -> tuple[int, bool]:
-    """Skip blank lines; return their number, and whether an array begins behind them."""
+    """Skip blank lines; return their number, and True if an array begins behind them."""
     skipped = 0
     while (head := stream.peek(1)) and not head.strip():
         skipped += head.count(b"\n")
@@ -396,11 +396,11 @@ class _Array:
             yield self.line, self._element()
             following = self._next()
             if following not in (",", "]"):
-                raise self._fault("no comma after an object" if following else "the array does not end", self.at)
+                raise self._error_at("no comma after an object" if following else "the array does not end", self.at)
             self._advance(self.at + 1)
             self._next()
         if self._next():
-            raise self._fault("there is more after the end of the array", self.at)
+            raise self._error_at("there is more after the end of the array", self.at)
 
     def _element(self) -> dict[str, Any]:
         """Return the object that begins here, reading on until it is complete."""
@@ -416,9 +416,9 @@ class _Array:
                 # An object that is only cut off fails at its end, or in an open string.
                 is_cut = error.msg.startswith("Unterminated string") or error.pos > len(self.text) - len("-Infinity")
                 if not is_cut or not self._more():
-                    raise self._fault(error.msg, error.pos) from None
+                    raise self._error_at(error.msg, error.pos) from None
             except (ValueError, RecursionError) as error:
-                raise self._fault(str(error), self.at) from None
+                raise self._error_at(str(error), self.at) from None
         if _SURROGATE.search(self.text, self.at, end):
             try:
                 check_characters(record)
@@ -449,7 +449,7 @@ class _Array:
         """
         rest = self.text[self.at :]
         if len(rest) > LONGEST_LINE:
-            raise self._fault(f"an object is longer than {LONGEST_LINE:,} characters", self.at)
+            raise self._error_at(f"an object is longer than {LONGEST_LINE:,} characters", self.at)
         # An element that needs more text at the end of the file is incomplete.
         if self.ended:
             return False
@@ -463,7 +463,7 @@ class _Array:
         self.text, self.at = rest + new, 0
         return bool(new) or not self.ended
 
-    def _fault(self, reason: str, at: int) -> UserError:
+    def _error_at(self, reason: str, at: int) -> UserError:
         line = self.line + self.text.count("\n", self.at, at)
         return UserError(
             f"{self.path}:{line}: not readable as JSON ({reason}); correct the array, or write one object per line"

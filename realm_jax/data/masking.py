@@ -19,7 +19,7 @@ KINDS = ("salient", "evidence", "uniform", "random_span")
 OF_SPANS = ("salient", "evidence")  # that hide a salient span, "evidence" one of `data/evidence.py`
 MASKED_SHARE = 0.15  # BERT's and SpanBERT's
 SALIENT_PREDICTIONS = 10  # REALM's M
-KEPT_SHARE = RANDOM_SHARE = 0.1  # of the tokens that "uniform" predicts
+UNCHANGED_SHARE = RANDOM_SHARE = 0.1  # of the tokens that "uniform" predicts
 LONGEST_RANDOM_SPAN = 10
 _SPAN_LENGTHS = np.arange(1, LONGEST_RANDOM_SPAN + 1)
 _SPAN_WEIGHTS = 0.2 * 0.8 ** (_SPAN_LENGTHS - 1)  # geometric, p = 0.2, without lengths above ten
@@ -130,7 +130,7 @@ def _bert_replacements(
     for special in sorted(vocabulary.special_ids):
         anything += anything >= special
     is_random = draw < RANDOM_SHARE
-    is_kept = (draw >= RANDOM_SHARE) & (draw < RANDOM_SHARE + KEPT_SHARE)
+    is_unchanged = (draw >= RANDOM_SHARE) & (draw < RANDOM_SHARE + UNCHANGED_SHARE)
     replaced[is_random] = anything[is_random]
-    replaced[is_kept] = targets[is_kept]
+    replaced[is_unchanged] = targets[is_unchanged]
     return replaced

@@ -161,19 +161,21 @@ class OpenQa(tfds.core.GeneratorBasedBuilder):
 
         # --- Their questions, in ORQA's splits
         splits: dict[str, list[Question]] = {split: [] for split in SPLITS}
-        left_out = 0
+        num_unpublished = 0
         for official_split, paths in files.items():
             for file, path in paths.items():
                 for question in read_questions(path):
                     number = question.fields.get("id")
                     if isinstance(number, str) and not published.member.match(number):
-                        left_out += 1
+                        num_unpublished += 1
                         continue
                     has_id = isinstance(number, str | int)
                     question.fields["id"] = str(number) if has_id else f"{file}:{question.line}"
                     splits["test" if official_split == "test" else split_of(question.question)].append(question)
-        if left_out:
-            logger.warning("%s: %d questions are left out that are not part of the published set", title, left_out)
+        if num_unpublished:
+            logger.warning(
+                "%s: %d questions are left out that are not part of the published set", title, num_unpublished
+            )
         for split, questions in splits.items():
             if not questions:
                 raise UserError(f"{title}: no question is left for {split}; check the files")

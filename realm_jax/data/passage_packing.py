@@ -67,7 +67,7 @@ def pack(sentence_lengths: Sequence[int], title_length: int, limit: int = DEFAUL
         limit: most tokens of a passage, title and three special tokens included.
 
     Returns:
-        Half-open ranges of sentences, in order, without gap or overlap. Only a sentence that alone is longer than
+        Half-open ranges of sentences, in order, without gap or overlap. Only a sentence that is itself longer than
         `body_room(title_length, limit)` gives a passage over the limit; `split_long` prevents that.
     """
     max_tokens = body_room(title_length, limit)
@@ -87,7 +87,7 @@ def sentence_parts(text: str, tokens: Tokens, sentences: Sequence[tuple[int, int
     """Divide the tokens of a text into sentences, and long sentences into parts of at most `room` tokens.
 
     Args:
-        text: the text; normalizers drop some of its characters, so the tokens alone do not say where a word ends.
+        text: the text; normalizers drop some of its characters, so the tokens do not tell where a word ends.
         tokens: all tokens of the text.
         sentences: ranges of characters, as `sentences.split` gives them.
         room: most tokens of a part (`body_room` gives it).

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from realm_jax.data import patterns
-from realm_jax.data.input_files import UNPACKING_FAULTS, open_unpacked
+from realm_jax.data.input_files import UNPACKING_ERRORS, open_unpacked
 from realm_jax.data.lines import (
     BadRecord,
     Path_,
@@ -250,7 +250,7 @@ def _is_squad(path: Path_) -> bool:
     with open_unpacked(path) as stream:
         try:
             return _SQUAD_START.match(stream.read(1_000)) is not None
-        except UNPACKING_FAULTS:
+        except UNPACKING_ERRORS:
             return False
 
 
@@ -264,7 +264,7 @@ def _squad_records(path: Path_) -> Records:
             is_question = "question" in article  # as in files of Hugging Face
             questions += [article] if is_question else [qa for part in article["paragraphs"] for qa in part["qas"]]
         return applied(_squad_question, enumerate(questions, start=1))
-    except UNPACKING_FAULTS as error:
+    except UNPACKING_ERRORS as error:
         reason = f"truncated or damaged ({error})"
     except (ValueError, RecursionError) as error:
         reason = f"not readable as JSON ({error})"

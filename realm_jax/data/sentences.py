@@ -163,7 +163,7 @@ def _ends_sentence(text: str, sentence: int, match: re.Match[str], boundary: int
     return _ends_after(before, match.start("stop") - len(before) == _skip_space(text, sentence, end), text, word)
 
 
-def _ends_after(before: str, whole_sentence: bool, text: str, word: int) -> bool:
+def _ends_after(before: str, starts_sentence: bool, text: str, word: int) -> bool:
     """Return True if a full stop right after the word `before` ends a sentence, if the next word begins at `word`."""
     if _is_title(before):
         return False
@@ -174,7 +174,7 @@ def _ends_after(before: str, whole_sentence: bool, text: str, word: int) -> bool
     if initial or lower in _EITHER or before in _STATES or _ACRONYM.fullmatch(before):
         next_word = _WORD.match(text, word)
         return next_word is not None and next_word[0].lower() in OPENERS
-    return not (whole_sentence and before.isdigit())  # "1. Apples" is one item of a list
+    return not (starts_sentence and before.isdigit())  # "1. Apples" is one item of a list
 
 
 def _is_title(word: str) -> bool:

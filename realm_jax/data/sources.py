@@ -70,7 +70,7 @@ def open_sources(
         folder: the folder, or its URL.
         version: fingerprint of passages that were the newest once; an unknown one gives the newest.
         flag: precedes the folder in messages, as the user wrote it.
-        questions: whether to read the questions.
+        questions: read the questions too.
 
     Raises:
         UserError: it is no prepared folder, or its parts do not match.

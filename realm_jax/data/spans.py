@@ -328,7 +328,7 @@ _JOINING = (
 _NAME = re.compile(rf"(?<![\w'’]){_NAME_WORD}(?:(?:\s(?:{_JOINING}\s)?|\s?-\s?){_NAME_WORD})*")
 _WORD = re.compile(r"[^\s-]+")
 _ANY_WORD = re.compile(r"\w+")
-# Words that open a sentence or a quotation and are no part of the name behind them, and are never a name alone.
+# Words that open a sentence or a quotation and are no part of the name after them, and are never a complete name.
 _FUNCTION_WORDS = OPENERS | frozenset(
     "i'm i've i'd is are was were be been has have had does did can could would shall should might must if so too very "
     "more less much few any none nobody someone anyone everyone everything nothing he's she's it's they're we're "
@@ -341,7 +341,13 @@ _FUNCTION_WORDS = OPENERS | frozenset(
 
 
 class _Run(NamedTuple):
-    """Capitalized words that follow each other; `opens`: even a common word would have a capital here."""
+    """Capitalized words that follow each other.
+
+    Attributes:
+        start: in characters.
+        end: in characters.
+        opens: even a common word would have a capital here.
+    """
 
     start: int
     end: int

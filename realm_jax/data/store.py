@@ -168,7 +168,7 @@ class Segment:
 
     @cached_property
     def documents_by_key(self) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
-        """Keys of the documents in ascending order, their first rows and the rows after their last, [documents]."""
+        """Return the documents' keys in ascending order, their first rows and the rows after the last, [documents]."""
         row_keys = self.columns["document_keys"]
         starts = np.flatnonzero(np.concatenate([np.ones(min(1, self.rows), bool), row_keys[1:] != row_keys[:-1]]))
         order = np.argsort(row_keys[starts], kind="stable")  # [documents]
@@ -644,7 +644,7 @@ class Sink:
         return {"bytes": self.path.stat().st_size, "sha256": self._hash.hexdigest()}
 
     def _write_header(self) -> None:
-        """NumPy pads a header so that it keeps its size while the first axis grows, so we can write it twice."""
+        """Write the header, at first and again at the end: NumPy pads it, so that its size stays the same."""
         if self.path.suffix == ".npy":
             description = np.lib.format.dtype_to_descr(self._dtype)
             header = {"descr": description, "fortran_order": False, "shape": (self.items, *self._shape)}

@@ -267,7 +267,7 @@ class Tokenizer:
 
 
 def lowers(value: Any) -> bool | None:
-    """Return whether a setting puts text in lower case: true or false, or a normalizer of the library tokenizers.
+    """Return True if a setting puts text in lower case: true or false, or a normalizer of the library tokenizers.
 
     None for anything else, which does not say.
     """

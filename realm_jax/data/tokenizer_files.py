@@ -3,7 +3,7 @@
     vocab.txt               BERT's word pieces, one a line
     tokenizer.json          of the library tokenizers: any tokenizer, and how text is normalized
     tokenizer_config.json   of transformers: how text is normalized, if the tokenizer is of a class like BertTokenizer
-    settings.json           ours: whether text is put in lower case, in prepared data that have a vocab.txt
+    settings.json           ours: if text is put in lower case, in prepared data that have a vocab.txt
 
 Word pieces with the defaults of BERT become a `WordPiece`; every other tokenizer becomes a `Tokenizer`, which keeps the
 whole tokenizer.json. The rules are those of transformers, so that both give the same ids.
@@ -58,12 +58,12 @@ MODEL = {
 }
 
 
-class FoundTokenizer(NamedTuple):
+class TokenizerFile(NamedTuple):
     """A tokenizer in a folder.
 
     Attributes:
         path: its file.
-        lower_case: whether text is put in lower case if that file does not say.
+        lower_case: put text in lower case if that file does not say.
     """
 
     path: Path
@@ -75,7 +75,7 @@ class FoundTokenizer(NamedTuple):
         if self.lower_case and isinstance(tokenizer, WordPiece) and (cased := tokenizer.cased):
             logger.warning(
                 "%s: %d word pieces have capital letters, such as %r, and are never used: text is lower-cased; to keep "
-                'capitals, put a tokenizer_config.json with "do_lower_case": false beside it',
+                'capitals, put a tokenizer_config.json with "do_lower_case": false into its folder',
                 self.path,
                 len(cased),
                 cased[0],
@@ -118,7 +118,7 @@ def tokenizer_file(folder: Path) -> Path | None:
 
 
 def lower_case_of(folder: Path) -> LowerCase | None:
-    """Return whether the tokenizer in a folder puts text in lower case; None if no file says.
+    """Read from a folder if its tokenizer puts text in lower case; None if no file says.
 
     Of several files the first counts, as in transformers. Raises UserError for one that cannot be read.
     """
@@ -135,11 +135,11 @@ def lower_case_of(folder: Path) -> LowerCase | None:
 
 
 def read_tokenizer(path: Path, lower_case: bool) -> Tokenizer:
-    """Read the tokenizer of a vocab.txt or of a JSON file of the library tokenizers, as the files beside it say.
+    """Read the tokenizer of a vocab.txt or of a JSON file of the library tokenizers, as the files of its folder say.
 
     Args:
         path: the file. A tokenizer.json with the same pieces next to a vocab.txt counts as well.
-        lower_case: whether text is put in lower case if no file says.
+        lower_case: put text in lower case if no file says.
 
     Raises:
         UserError: a file cannot be read or is no usable tokenizer; the message names it.
@@ -155,7 +155,7 @@ def read_tokenizer(path: Path, lower_case: bool) -> Tokenizer:
         normalizer = NORMALIZER | {"lowercase": lower_case} | stated
         word_pieces = WordPiece(pieces, normalizer["lowercase"], str(path))
         return word_pieces if _is_default(normalizer) else Tokenizer(word_pieces.to_json(normalizer), str(path))
-    # Word pieces with the normalizer that the files beside them state, as transformers reads them.
+    # Word pieces with the normalizer that the files of the folder state, as transformers reads them.
     as_read, normalizer = settings, _table(settings.get("normalizer"))
     if stated.keys() == NORMALIZER.keys():  # transformers then has all but the pieces from its class
         usual = {key: MODEL[key] for key in ("continuing_subword_prefix", "max_input_chars_per_word")}
@@ -186,7 +186,7 @@ def tokenizer_of(files: Mapping[str, bytes], folder: str) -> Tokenizer | None:
 
     Args:
         files: name → content.
-        folder: where they were read, for messages.
+        folder: of the files, for messages.
 
     Returns:
         The tokenizer; None if not all of its files are there.
@@ -203,7 +203,7 @@ def _stated_normalizer(folder: Path, settings: dict[str, Any]) -> dict[str, Any]
     """Return the settings of BERT's normalizer in the files next to a tokenizer.json or a vocab.txt.
 
     Args:
-        folder: where the files are.
+        folder: of the files.
         settings: the tokenizer.json; {} if there is none.
 
     Returns:

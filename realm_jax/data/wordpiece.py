@@ -4,7 +4,7 @@ The Rust library `tokenizers` splits text (BERT's basic tokenizer, then longest 
 and checking of a list of pieces, and training that always gives the same vocabulary. Prepared data have two files:
 
     vocab.txt        one piece per line
-    settings.json    whether text is put in lower case
+    settings.json    lower_case: true if text is put in lower case
 
 "[MASK]" in a passage is three pieces, "[", "mask" and "]". Next to read: `tokenizer_files.py`.
 """
@@ -60,7 +60,7 @@ class WordPiece(Tokenizer):
 
         Args:
             vocabulary: pieces in the order of their ids.
-            lower_case: whether text is put in lower case.
+            lower_case: put text in lower case.
             source: name of the vocabulary in messages.
 
         Raises:
@@ -103,7 +103,7 @@ class WordPiece(Tokenizer):
 
         Args:
             path: the file.
-            lower_case: whether text is put in lower case.
+            lower_case: put text in lower case.
 
         Raises:
             UserError: it cannot be read or is no usable vocabulary, with file and line.
@@ -122,7 +122,7 @@ class WordPiece(Tokenizer):
 
         Args:
             files: name → content.
-            folder: where they were read, for messages.
+            folder: of the files, for messages.
 
         Raises:
             UserError: a file is damaged or of another format version.
@@ -141,8 +141,8 @@ class WordPiece(Tokenizer):
         return cls(_pieces(files[VOCABULARY_FILE], vocabulary), lower_case, str(vocabulary))
 
     @classmethod
-    def train(cls, texts: Iterable[str], size: int, lower_case: bool = True) -> "WordPiece":
-        """Learn a vocabulary from texts.
+    def train(cls, texts: Iterable[str], size: int) -> "WordPiece":
+        """Learn a vocabulary of lower-case pieces from texts.
 
         The same texts always give the same vocabulary, pieces and ids. It is smaller than `size` if the texts have no
         more pieces. Characters beyond the most frequent 1,000 become [UNK].
@@ -150,13 +150,12 @@ class WordPiece(Tokenizer):
         Args:
             texts: read once; their distinct words must fit into memory.
             size: most pieces.
-            lower_case: whether text is put in lower case.
 
         Raises:
             UserError: `size` is out of range, or the texts hold no word.
         """
         check_size(size)
-        normalizer, splitter = normalizers.BertNormalizer(lowercase=lower_case), pre_tokenizers.BertPreTokenizer()
+        normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
         words: Counter[str] = Counter()
         for text in texts:
             words.update([word for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))])
@@ -185,7 +184,7 @@ class WordPiece(Tokenizer):
         repeated = (word for word, count in words.items() for _ in range(count))
         learner.train_from_iterator(iter(lambda: " ".join(islice(repeated, 10_000)), ""), trainer)
         vocabulary = learner.get_vocab(with_added_tokens=False)
-        return cls(sorted(vocabulary, key=vocabulary.__getitem__), lower_case, "trained vocabulary")
+        return cls(sorted(vocabulary, key=vocabulary.__getitem__), True, "trained vocabulary")
 
     def files(self) -> dict[str, bytes]:
         """Return the content of `vocab.txt` and `settings.json`, in the order in which they must be written."""

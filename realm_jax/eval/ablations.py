@@ -26,9 +26,13 @@ NOTE = (
 
 
 class SeedResult(NamedTuple):
-    """The results of one training run of a row. seconds: training time, including that of the run it starts from.
+    """The results of one training run of a row.
 
-    answer_recall, recall: None if nothing was retrieved, or questions have no gold passage.
+    Attributes:
+        exact_match: after fine-tuning, 0 to 1.
+        answer_recall: answer recall@5 before any question, 0 to 1; None if nothing was retrieved.
+        recall: recall@5 before any question, 0 to 1; None also if the questions have no gold passage.
+        seconds: training time, including that of the run it starts from.
     """
 
     exact_match: float
@@ -39,7 +43,13 @@ class SeedResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One training under several seeds. paper: exact match and recall there, in per cent; () where it has none."""
+    """One configuration, trained with several seeds.
+
+    Attributes:
+        title: its name in the table.
+        paper: the paper's exact match and recall, in per cent; () if it has none.
+        seeds: seed → results.
+    """
 
     title: str
     paper: tuple[float, ...]
@@ -47,32 +57,41 @@ class Row:
 
 
 def paired_difference(first: Row, row: Row) -> Mean | None:
-    """The first row's exact match less this one's, paired over common seeds; None if there are none."""
-    both = sorted(first.seeds.keys() & row.seeds.keys())
-    if not both:
+    """Return the first row's exact match minus that of a row, paired by seed.
+
+    Args:
+        first: the row to compare with.
+        row: any row.
+
+    Returns:
+        The mean difference with its interval; None if they have no seed in common.
+    """
+    seeds = sorted(first.seeds.keys() & row.seeds.keys())
+    if not seeds:
         return None
-    theirs, ours = ([one.seeds[seed].exact_match for seed in both] for one in (row, first))
-    return paired_mean(theirs, ours)
+    return paired_mean(
+        [row.seeds[seed].exact_match for seed in seeds], [first.seeds[seed].exact_match for seed in seeds]
+    )
 
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
-    """The table's cells below HEADS; a row without a seed yet is left out."""
+    """Return the table's cells below HEADS, without the rows that have no seed yet."""
     trained = [row for row in rows if row.seeds]
     table = []
     for row in trained:
         results = list(row.seeds.values())
-        answer_recall = [one.answer_recall for one in results if one.answer_recall is not None]
-        recall = [one.recall for one in results if one.recall is not None]
+        answer_recall = [result.answer_recall for result in results if result.answer_recall is not None]
+        recall = [result.recall for result in results if result.recall is not None]
         lead = None if row is trained[0] else paired_difference(trained[0], row)
         table.append([
             row.title,
-            _percent(mean_of([one.exact_match for one in results])),
+            _percent(mean_of([result.exact_match for result in results])),
             "" if lead is None else _percent(lead),
             _percent(mean_of(answer_recall)) if answer_recall else "",
             _percent(mean_of(recall)) if recall else "",
             *([f"{value:.1f}" for value in row.paper] or ["", ""]),
             str(len(results)),
-            duration(float(np.mean([one.seconds for one in results]))),
+            duration(float(np.mean([result.seconds for result in results]))),
         ])  # fmt: skip
     return table
 
@@ -83,13 +102,18 @@ def _percent(mean: Mean) -> str:
 
 
 def markdown(rows: Sequence[Row], note: str) -> str:
-    """The table with what it was measured on, as Markdown."""
+    """Return the table as Markdown.
+
+    Args:
+        rows: of the table.
+        note: the data that the table was measured on.
+    """
     filled = [[cell.replace("|", r"\|") for cell in line] for line in cells(rows)]
     lines = [list(HEADS), ["---"] * len(HEADS), *filled]
     return "\n".join([f"{note}\n", *(f"| {' | '.join(line)} |" for line in lines), f"\n{NOTE}\n"])
 
 
 def html(rows: Sequence[Row], note: str) -> str:
-    """The same as a page of its own."""
+    """Return the table as a page of HTML. Arguments: see `markdown`."""
     table = Section("Results", "", HEADS, cells(rows), len(HEADS) - 1)
     return render_page("REALM: ablations", "Ablations", [table], notes=[f"{note} {NOTE}"])

@@ -4,7 +4,7 @@ Not here: counting over many questions (`question_metrics.py`, and `retrieval_me
 answers out of a model (`prediction.py`). Several ideas of sameness are in common use, and published numbers depend on
 them:
 
-* `exact_match` is ORQA's, which is NQ-open's and EfficientQA's too: whole strings after `normalise`; patterns
+* `exact_match` is ORQA's, which is NQ-open's and EfficientQA's too: equal strings after `normalize`; patterns
   (CuratedTREC) match from the start of the prediction, and `full_match` wants them to reach its end;
 * `squad_match` is SQuAD's and that of DPR's reader: the same without the decomposition (NFD), so that the two
   spellings of an accent differ; `token_f1` is SQuAD's over the same words;
@@ -29,83 +29,120 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WORD = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]")
 
 
-def normalise(text: str, decomposed: bool = True) -> str:
-    """Reduce an answer to what counts: decomposed (NFD), lower case, no ASCII punctuation, no articles, single spaces.
+def normalize(text: str, decomposed: bool = True) -> str:
+    """Normalize an answer: decomposed (NFD), lower case, no ASCII punctuation, no articles, single spaces.
 
     Accents stay, as marks after their letters; so the composed and the decomposed spelling of a name are the same. As
-    in ORQA's scorer a mark ends a word: the last letter of "Léa" is taken for an article, on both sides alike. Without
-    `decomposed` Unicode stays as it is, as SQuAD's scorer and DPR's have it.
+    in ORQA's scorer a mark ends a word: the last letter of "Léa" is taken for an article, on both sides alike.
+
+    Args:
+        text: the answer.
+        decomposed: decompose Unicode first; SQuAD's and DPR's scorers do not.
     """
     text = unicodedata.normalize("NFD", text) if decomposed else text
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(prediction: str, answers: Sequence[str], is_regex: bool = False) -> bool:
-    """True if the prediction is one of the answers after `normalise`.
+    """Return True if the prediction equals one of the answers after `normalize`.
 
-    With `is_regex` (CuratedTREC) each answer is a regular expression that has to match from the start of the
-    prediction, not to its end; one that is invalid or takes too long matches nothing.
+    Args:
+        prediction: the predicted text.
+        answers: right answers.
+        is_regex: the answers are regular expressions (CuratedTREC), which must match from the start of the prediction
+            but not to its end. An expression that is invalid or takes too long matches nothing.
     """
     if is_regex:
         return any(patterns.match(answer, prediction) is not None for answer in answers)
-    wanted = normalise(prediction)
-    return any(normalise(answer) == wanted for answer in answers)
+    normalized = normalize(prediction)
+    return any(normalize(answer) == normalized for answer in answers)
 
 
 def full_match(prediction: str, answers: Sequence[str]) -> bool:
-    """True if one of the answers, all regular expressions, matches the whole prediction; fails as in `exact_match`."""
+    """Return True if a regular expression matches the prediction to its end.
+
+    Args:
+        prediction: the predicted text.
+        answers: regular expressions, as in `exact_match`.
+    """
     return any(patterns.full_match(answer, prediction) is not None for answer in answers)
 
 
 def squad_match(prediction: str, answers: Sequence[str]) -> bool:
-    """True if the prediction is one of the answers after `normalise` without the decomposition."""
-    wanted = normalise(prediction, decomposed=False)
-    return any(normalise(answer, decomposed=False) == wanted for answer in answers)
+    """Return True if the prediction equals one of the answers after `normalize` without the decomposition.
+
+    Args:
+        prediction: the predicted text.
+        answers: right answers.
+    """
+    normalized = normalize(prediction, decomposed=False)
+    return any(normalize(answer, decomposed=False) == normalized for answer in answers)
 
 
 def token_f1(prediction: str, answers: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall over the words of the best answer, 0 to 1, as SQuAD 1.1 counts them.
+    """Return the harmonic mean of precision and recall over words, with the best answer, as SQuAD 1.1 counts it.
 
-    Words are what `normalise` without the decomposition leaves; one that occurs twice counts twice. Texts that have no
-    word left score 0, also against each other.
+    A word that occurs twice counts twice. Texts without words score 0, also against each other.
+
+    Args:
+        prediction: the predicted text.
+        answers: right answers.
+
+    Returns:
+        F1, 0 to 1.
     """
-    found = Counter(normalise(prediction, decomposed=False).split())
-    right = (Counter(normalise(answer, decomposed=False).split()) for answer in answers)
-    return max((2 * (found & wanted).total() / ((found + wanted).total() or 1) for wanted in right), default=0.0)
+    predicted = Counter(normalize(prediction, decomposed=False).split())
+    references = (Counter(normalize(answer, decomposed=False).split()) for answer in answers)
+    scores = (2 * (predicted & right).total() / ((predicted + right).total() or 1) for right in references)
+    return max(scores, default=0.0)
 
 
 def contains_pattern(text: str, answers: Sequence[str]) -> bool:
-    """True if one of the answers, all regular expressions, matches anywhere in the text; fails as in `exact_match`."""
+    """Return True if a regular expression matches anywhere in the text.
+
+    Args:
+        text: of a passage.
+        answers: regular expressions, as in `exact_match`.
+    """
     return any(patterns.search(answer, text) is not None for answer in answers)
 
 
 def words(text: str) -> str:
-    """The words of a text, in lower case and NFD, each between two spaces: `"Big Ben!"` gives `" big ben ! "`.
+    """Return the words of a text, in lower case and NFD, each between two spaces: `"Big Ben!"` gives `" big ben ! "`.
 
-    One string instead of a list, so that a passage's words can be kept and searched with the speed of `in`.
+    One string instead of a list, so that `in` searches a passage's words fast.
     """
-    found = _WORD.findall(unicodedata.normalize("NFD", text))
-    return f" {' '.join(found).lower()} " if found else ""
+    words_in_text = _WORD.findall(unicodedata.normalize("NFD", text))
+    return f" {' '.join(words_in_text).lower()} " if words_in_text else ""
 
 
 def contains_words(text_words: str, answers_words: Sequence[str]) -> bool:
-    """True if one of the answers occurs in the text, word for word; both went through `words`.
+    """Return True if the words of an answer occur in a text, in order and without gaps.
 
-    An answer without words occurs nowhere.
+    Args:
+        text_words: `words` of the text.
+        answers_words: `words` of each answer; an answer without words occurs nowhere.
     """
     return any(answer != "" and answer in text_words for answer in answers_words)
 
 
 def find_answer(text: str, answers: Sequence[str]) -> tuple[int, int] | None:
-    """Where the first answer that occurs in the text does so: (start, end) in characters, or None.
+    """Find the first answer that occurs in a text, to show it to people.
 
-    For showing answers to people: a word that only NFD would break in two is treated as one here.
+    A word that only NFD would break in two is one word here.
+
+    Args:
+        text: of a passage.
+        answers: the first has precedence.
+
+    Returns:
+        (start, end) in characters, or None.
     """
     tokens = list(_WORD.finditer(text))
     spelled = [unicodedata.normalize("NFD", token.group()).lower() for token in tokens]
     for answer in answers:
-        wanted = words(answer).split()
-        for first in range(len(spelled) - len(wanted) + 1 if wanted else 0):
-            if spelled[first : first + len(wanted)] == wanted:
-                return tokens[first].start(), tokens[first + len(wanted) - 1].end()
+        answer_words = words(answer).split()
+        for first in range(len(spelled) - len(answer_words) + 1 if answer_words else 0):
+            if spelled[first : first + len(answer_words)] == answer_words:
+                return tokens[first].start(), tokens[first + len(answer_words) - 1].end()
     return None

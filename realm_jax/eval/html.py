@@ -17,7 +17,14 @@ MAX_DOTS = 40  # a curve of more points is drawn without a dot at each
 
 
 class Bar(NamedTuple):
-    """One labeled value; `text` is the value as text, `maximum` the value of a full bar."""
+    """One labeled value.
+
+    Attributes:
+        label: its name.
+        value: that the bar shows.
+        text: the value as text.
+        maximum: the value of a full bar.
+    """
 
     label: str
     value: float
@@ -32,7 +39,13 @@ class Bar(NamedTuple):
 
 
 class Band(NamedTuple):
-    """A named stretch of the x axis, such as a stage of training."""
+    """A named interval of the x axis, such as a stage of training.
+
+    Attributes:
+        name: shown if the band is wide enough.
+        start: value of x.
+        end: value of x.
+    """
 
     name: str
     start: float
@@ -41,9 +54,16 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True)
 class Section:
-    """One card of a page; what is empty is not drawn.
+    """One card of a page. Empty parts are not drawn.
 
-    heads, rows: a table, whose last `numbers` columns are aligned to the right. curve: from `chart`.
+    Attributes:
+        heading: its title.
+        note: a paragraph below the heading.
+        heads: of the table's columns.
+        rows: of the table.
+        numbers: how many of the last columns are aligned to the right.
+        bars: below each other.
+        curve: from `chart`.
     """
 
     heading: str
@@ -61,14 +81,14 @@ def render_page(
     """Render a page.
 
     Args:
-      title: of the browser's window.
-      headline: the main finding.
-      sections: in order.
-      figures: the numbers behind the headline, shown below it.
-      notes: paragraphs below the headline.
+        title: of the browser's window.
+        headline: the main finding.
+        sections: in order.
+        figures: the numbers behind the headline, shown below it.
+        notes: paragraphs below the headline.
 
     Returns:
-      The page as one string of HTML.
+        HTML.
     """
     template = environment().get_template("page.html.j2")
     return template.render(title=title, headline=headline, figures=figures, notes=notes, sections=sections)
@@ -76,7 +96,7 @@ def render_page(
 
 @functools.cache
 def environment() -> Environment:
-    """Return the Jinja2 environment of `templates/`; a value that a template uses and is not given is an error."""
+    """Return the Jinja2 environment of `templates/`; a template that uses an undefined value raises an error."""
     loader = PackageLoader("realm_jax.eval", "templates")
     return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
 
@@ -84,7 +104,6 @@ def environment() -> Environment:
 def chart(
     points: Sequence[tuple[float, float]],
     description: str,
-    x_label: str = "training steps, one stage after the other",
     y_range: tuple[float, float] | None = None,
     bands: Sequence[Band] = (),
     marks: Sequence[float] = (),
@@ -93,16 +112,15 @@ def chart(
     """Lay out a curve for `templates/curve.svg.j2`.
 
     Args:
-      points: (x, y) in the order of x, from x = 0; values that are not finite are left out.
-      description: the text for screen readers.
-      x_label: name of the x axis.
-      y_range: what the y axis covers at least.
-      bands: stretches of the x axis that get a shade and a name.
-      marks: values of x that get a triangle and a fine line.
-      level: a value of y that is drawn as a dashed line, such as BM25's recall.
+        points: (x, y) in the order of x, from x = 0; values that are not finite are not drawn.
+        description: the text for screen readers.
+        y_range: values of y that the axis includes.
+        bands: intervals of the x axis that get a shade and a name.
+        marks: values of x that get a triangle and a fine line.
+        level: a value of y that is drawn as a dashed line, such as BM25's recall.
 
     Returns:
-      Coordinates in pixels from the upper left corner; None if no value is finite.
+        Coordinates in pixels from the upper left corner; None if no value is finite.
     """
     finite = [(float(x), float(y)) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     if not finite:
@@ -130,7 +148,7 @@ def chart(
         "description": description,
         "size": (width, height),
         "frame": {"left": left, "right": right, "top": top, "bottom": bottom},
-        "x_label": x_label,
+        "x_label": "training steps, one stage after the other",
         "x_ticks": [(across(x), _short(x)) for x in ticks(0, x_end, 6)],
         "y_ticks": [(up(y), _short(y)) for y in ticks(low, high, 5)],
         # A band that is too narrow for its name has none.
@@ -155,7 +173,13 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Return round numbers (1, 2, 2.5 or 5 times a power of ten apart) from low to high, at most `most` + 1."""
+    """Return round numbers that are 1, 2, 2.5 or 5 times a power of ten apart.
+
+    Args:
+        low: none is lower.
+        high: none is higher.
+        most: steps between them.
+    """
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10, 20) if (high - low) / (power * factor) <= most)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

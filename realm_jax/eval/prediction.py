@@ -1,7 +1,7 @@
 """Answer questions: retrieve, read, and slice the answer out of the original text of its passage.
 
-`Evaluator` holds a set of questions as arrays and measures retrieval and answers with any parameters and index. Not
-here: what counts as right (`answer_matching.py`) and how retrieval is scored (`retrieval_metrics.py`).
+`Evaluator` holds a set of questions as arrays and measures retrieval and answers with any parameters and index. Read
+next: `answer_matching.py`, which compares answers, and `retrieval_metrics.py`, which scores retrieval.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from realm_jax.data.examples import (
     with_reader_query,
 )
 from realm_jax.data.questions import Question
-from realm_jax.eval.answer_matching import contains_pattern, exact_match, normalise
+from realm_jax.eval.answer_matching import contains_pattern, exact_match, normalize
 from realm_jax.eval.retrieval_metrics import (
     answer_hits,
     documents_of,
@@ -40,12 +40,18 @@ from realm_jax.models.layers import Params
 from realm_jax.retrieval.fusion import FusedRanking
 from realm_jax.run import Run, put_batch
 
-SPANS = 20  # likeliest spans of each passage that answers are made of; more change an answer's probability little
-GROUPED_BY = "replaced_words"  # a question field that recall is also given by, where questions have it
+SPANS = 20  # most probable spans of each passage; more change an answer's probability little
+GROUPED_BY = "replaced_words"  # a question field by which recall is also grouped, if questions have it
 
 
 class ReadPassage(NamedTuple):
-    """A passage read for a question. probability: p(z|x) among those read; span: characters of its best answer."""
+    """A passage that was read for a question.
+
+    Attributes:
+        row: of the corpus.
+        probability: p(z|x) among the passages that were read.
+        span: [start, end) of its best answer in characters.
+    """
 
     row: int
     probability: float
@@ -53,7 +59,14 @@ class ReadPassage(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A text as it stands in the passage of a row, at `span` (characters), with its probability."""
+    """An answer, sliced out of its passage.
+
+    Attributes:
+        text: of the answer.
+        probability: p(y|x).
+        row: of the corpus; -1 if no passage was retrieved.
+        span: [start, end) in the passage's characters.
+    """
 
     text: str
     probability: float
@@ -62,12 +75,15 @@ class Answer(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """nbest: different answers, the likeliest first, at least one, '' in row −1 where no passage was found; candidates:
-    the passages that were read.
+    """The answers to a question and the passages that were retrieved and read.
 
-    retrieved, scores: rows and scores of the best passages, [answering.retrieved], those that were read first,
-    −1 where words found no more; ranks [answering.retrieved, 2]: their places in the lists of vectors and of words, as
-    of `retrieval.fusion.FusedRanking`.
+    Attributes:
+        nbest: different answers, the most probable first, at least one; '' in row -1 if no passage was retrieved.
+        candidates: the passages that were read.
+        retrieved: rows of the best passages, [answering.retrieved] int32, those that were read first; -1 if BM25
+            returned fewer.
+        scores: of these passages, [answering.retrieved] float32.
+        ranks: their ranks by vectors and by BM25, [answering.retrieved, 2] int32, see `retrieval.fusion.FusedRanking`.
     """
 
     nbest: list[Answer]
@@ -78,45 +94,56 @@ class Prediction(NamedTuple):
 
     @property
     def answer(self) -> str:
-        """The likeliest answer."""
+        """Return the most probable answer."""
         return self.nbest[0].text
 
     @property
     def probability(self) -> float:
-        """That of the likeliest answer."""
+        """Return the probability of the most probable answer."""
         return self.nbest[0].probability
 
 
 def merge(occurrences: Iterable[Answer], aggregate: str) -> list[Answer]:
-    """One answer for all occurrences that are the same after `normalise`, the likeliest first.
+    """Merge the occurrences of each answer, which are equal after `normalize`.
 
-    It has the text and the place of its likeliest occurrence; its probability is the sum over the occurrences
-    ('marginal') or that of the likeliest ('max'). What normalises to nothing is the same only letter by letter.
+    Texts that are empty after `normalize` are merged only if they are equal as they are.
+
+    Args:
+        occurrences: spans of the passages.
+        aggregate: 'marginal' sums the probabilities of the occurrences; 'max' takes the highest.
+
+    Returns:
+        The most probable occurrence of each answer with the probability of all, the most probable answer first.
     """
     same: dict[str, list[Answer]] = {}
     for occurrence in occurrences:
-        same.setdefault(normalise(occurrence.text) or occurrence.text, []).append(occurrence)
-    best = [max(group, key=lambda one: one.probability) for group in same.values()]
+        same.setdefault(normalize(occurrence.text) or occurrence.text, []).append(occurrence)
+    best = [max(group, key=lambda answer: answer.probability) for group in same.values()]
     if aggregate == "marginal":
-        totals = [sum(one.probability for one in group) for group in same.values()]
-        best = [one._replace(probability=total) for one, total in zip(best, totals, strict=True)]
-    return sorted(best, key=lambda one: -one.probability)
+        totals = [sum(answer.probability for answer in group) for group in same.values()]
+        best = [answer._replace(probability=total) for answer, total in zip(best, totals, strict=True)]
+    return sorted(best, key=lambda answer: -answer.probability)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _find(
     qa: QaConfig, context: StaticContext, rerank: Rerank | None, depth: int, params: Params, batch: Any, index: Index
 ) -> FusedRanking:
-    """Return the `depth` best passages, [batch, depth]. One program for all sets of questions of a run."""
+    """Return the `depth` best passages, [batch, depth]. One compiled program serves all question sets of a run."""
     return retrieve_and_rerank(qa, context, params, batch, index, None, depth, rerank)[0]
 
 
 class _Read(NamedTuple):
-    """What `_read` finds for each question of a batch; retrieved, scores [depth], ranks [depth, 2] (`FusedRanking`),
-    prior [passages]: p(z|x).
+    """The result of `_read` for each question of a batch.
 
-    starts, widths, log_p [passages, spans]: a span's first piece of the body, its pieces beyond the first, and
-    log p(span|z,x), the likeliest first; NEG_INF or less where a passage has no more.
+    Attributes:
+        retrieved: rows, [batch, depth].
+        scores: [batch, depth].
+        ranks: [batch, depth, 2], see `FusedRanking`.
+        prior: p(z|x), [batch, passages].
+        starts: first token of each span in the passage's body, the most probable span first, [batch, passages, spans].
+        widths: tokens of each span after the first, [batch, passages, spans].
+        log_p: log p(span|z,x), [batch, passages, spans]; NEG_INF or less if a passage has fewer spans.
     """
 
     retrieved: Any
@@ -133,20 +160,27 @@ def _read(
     qa: QaConfig, context: StaticContext, rerank: Rerank | None, depth: int, spans: int, params: Params, batch: Any,
     index: Index,
 ) -> _Read:  # fmt: skip
-    """Retrieve `depth` passages, read the first, and take the likeliest spans of each."""
+    """Retrieve `depth` passages, read the first, and take the most probable spans of each."""
     width = context.model.reader.span_width
     read = read_question(qa, context, params, batch, index, None, max(depth, qa.passages), rerank)
-    flat = read.spans.reshape(*read.prior.shape, -1)
-    best, places = jax.lax.top_k(flat, min(spans, flat.shape[-1]))
-    starts = places // width - read.reader_input.body_start[..., None]
-    return _Read(*read.beam, jnp.exp(read.prior), starts, places % width, best)
+    flat = read.spans.reshape(*read.prior.shape, -1)  # [batch, passages, length · width]
+    log_p, positions = jax.lax.top_k(flat, min(spans, flat.shape[-1]))  # [batch, passages, spans]
+    starts = positions // width - read.reader_input.body_start[..., None]
+    return _Read(*read.beam, jnp.exp(read.prior), starts, positions % width, log_p)
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """Questions against one run's corpus. search: what finds the passages, one of `config.SEARCHES`; rerank: what
-    orders them anew, if anything does; cloze: whether they are read as sentences with a blank (`cloze_pieces`);
-    at_a_time: questions of a batch, None for `evaluation.batch_size`."""
+    """Answer a set of questions from a run's corpus, and measure the results.
+
+    Attributes:
+        run: with corpus, networks and mesh.
+        questions: in the order of all results.
+        search: one of `config.SEARCHES`.
+        rerank: reorders the passages that are read; None for none.
+        cloze: the reader gets questions as sentences with a blank (`cloze_pieces`).
+        at_a_time: questions of a batch; None for `evaluation.batch_size`.
+    """
 
     run: Run
     questions: Sequence[Question]
@@ -157,59 +191,74 @@ class Evaluator:
 
     @property
     def batch_size(self) -> int:
-        """Questions read at a time: as many as were asked for, or a few more to share them out over the devices."""
+        """Return the number of questions in a batch, rounded up to a multiple of the devices."""
         size: int = self.at_a_time or self.run.config.evaluation.batch_size
         return size + -size % self.run.mesh.size
 
     @cached_property
     def queries(self) -> list[Example]:
-        """What the retriever and the reader take of each question, with what BM25 found where it takes part."""
+        """Return the arrays of each question, with BM25's list if it takes part in the search."""
         tokenizer, length = self.run.sources.tokenizer, self.run.lengths.query
         texts = [question.question for question in self.questions]
         encoded = tokenizer.encode_batch(texts)
-        rows = [query_arrays(np.asarray(one.ids, np.int32), length, tokenizer) for one in encoded]
-        if self.cloze:  # the reader's has a blank
+        rows = [query_arrays(np.asarray(pieces.ids, np.int32), length, tokenizer) for pieces in encoded]
+        if self.cloze:  # only the reader's query has a blank
             blanks = (query_arrays(cloze_pieces(text, tokenizer), length, tokenizer) for text in texts)
             rows = [row | with_reader_query(blank) for row, blank in zip(rows, blanks, strict=True)]
         if self.search != "vectors":
-            rows = [row | self._words.arrays(number) for number, row in enumerate(rows)]
+            rows = [row | self._bm25_hits.arrays(number) for number, row in enumerate(rows)]
         return rows
 
     @cached_property
     def _batches(self) -> list[dict[str, NDArray]]:
-        """Arrays of all questions; the last batch is filled up with its first question."""
+        """Return the arrays of all questions; the last batch is padded with its first question."""
         rows, size = self.queries, self.batch_size
         parts = [rows[start : start + size] for start in range(0, len(rows), size)]
         parts = [part + [part[0]] * (size - len(part)) for part in parts]
         return [{key: np.stack([row[key] for row in part]) for key in part[0]} for part in parts]
 
     @cached_property
-    def _words(self) -> Bm25Hits:
-        """What BM25 finds for all questions, as far as passages are retrieved or read."""
-        return self._search_words(max(self.depth, self.run.answering_qa.passages))
+    def _bm25_hits(self) -> Bm25Hits:
+        """Search with BM25 for all questions, as deep as passages are retrieved or read."""
+        return self._search_bm25(max(self.depth, self.run.answering_qa.passages))
 
-    def _search_words(self, depth: int) -> Bm25Hits:
+    def _search_bm25(self, depth: int) -> Bm25Hits:
         return self.run.bm25_search([question.question for question in self.questions], depth)
 
     @property
     def depth(self) -> int:
-        """Passages retrieved for each question: `answering.retrieved`, or all."""
+        """Return the number of passages retrieved for each question: `answering.retrieved`, or all."""
         return min(self.run.config.answering.retrieved, self.run.context.rows)
 
     def retrieve(self, params: Params, index: Index, depth: int = 0) -> NDArray[np.int64]:
-        """Rows of the best passages for every question, `answering.retrieved` of them or `depth`.
+        """Retrieve the best passages for every question.
 
-        int64 [questions, depth].
+        Args:
+            params: all parameters.
+            index: that is searched.
+            depth: passages for each question; 0 for `answering.retrieved`.
+
+        Returns:
+            Rows [questions, depth] int64.
         """
         depth = min(depth, self.run.context.rows) or self.depth
         if self.search == "bm25" and self.rerank is None:
-            words = self._words if depth <= self._words.rows.shape[1] else self._search_words(depth)
-            return words.rows[:, :depth].astype(np.int64)
-        rows: NDArray[np.int64] = self.find(params, index, depth).rows.astype(np.int64)
+            hits = self._bm25_hits if depth <= self._bm25_hits.rows.shape[1] else self._search_bm25(depth)
+            return hits.rows[:, :depth].astype(np.int64)
+        rows: NDArray[np.int64] = self.ranking(params, index, depth).rows.astype(np.int64)
         return rows
 
-    def find(self, params: Params, index: Index, depth: int) -> FusedRanking:
-        """The `depth` best passages for every question on the devices, [questions, depth or all]."""
+    def ranking(self, params: Params, index: Index, depth: int) -> FusedRanking:
+        """Search on the devices for every question.
+
+        Args:
+            params: all parameters.
+            index: that is searched.
+            depth: passages for each question.
+
+        Returns:
+            Rows, scores and ranks, [questions, depth or all rows, …].
+        """
         run, qa = self.run, dataclasses.replace(self.run.config.qa, search=self.search)
         batches = (put_batch(run.mesh, batch) for batch in self._batches)
         parts = [_find(qa, run.context, self.rerank, depth, params, batch, index) for batch in batches]
@@ -217,54 +266,67 @@ class Evaluator:
         return FusedRanking(*(column[: len(self.questions)] for column in columns))
 
     def recall(self, params: Params, index: Index) -> dict[str, Any]:
-        """recall@k of a gold passage's id and `rank_measures`, over the questions that have one, and answer_recall@k,
-        over those with answers, for k of DEPTHS as far as passages are retrieved."""
+        """Return means of the retrieval metrics of `retrieve`: see `recall_of`.
+
+        Args:
+            params: all parameters.
+            index: that is searched.
+        """
         return self.recall_of(self.retrieve(params, index))
 
     def recall_of(self, rows: NDArray[np.int64]) -> dict[str, Any]:
-        """`recall` of rows that something else retrieved (BM25)."""
+        """Return metric → mean for rows [questions, depth] that any search retrieved.
+
+        recall@k and `rank_measures` are over the questions with a gold passage, answer_recall@k is over those with
+        answers. k is in DEPTHS, up to the depth.
+        """
         values = self.recall_values(rows)
-        recalls: dict[str, Any] = {name: float(found.mean()) for name, found in values.items()}
+        recalls: dict[str, Any] = {name: float(scores.mean()) for name, scores in values.items()}
         groups = [question.fields.get(GROUPED_BY) for question in self.questions if question.gold]
         if "recall@5" in values and None not in groups:
             recalls[f"recall@5_by_{GROUPED_BY}"] = mean_by_group(values["recall@5"], groups)
         return recalls
 
     def recall_values(self, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
-        """What `recall_of` gives means of: each measure over the questions that have it, in their order."""
+        """Return metric → values of the questions that have it, in their order, for rows [questions, depth]."""
         store = self.run.sources.passages
-        answered = [place for place, question in enumerate(self.questions) if question.answers]
-        gold = [place for place, question in enumerate(self.questions) if question.gold]
+        answered = [number for number, question in enumerate(self.questions) if question.answers]
+        gold = [number for number, question in enumerate(self.questions) if question.gold]
         hits: dict[str, NDArray[np.bool_]] = {}
         ranks: dict[str, NDArray[np.float64]] = {}
         if answered:
-            asked = [self.questions[place] for place in answered]
-            answers = [question.answers for question in asked]
-            hits["answer_recall"] = answer_hits(store, rows[answered], answers, [q.is_regex for q in asked])
+            questions = [self.questions[number] for number in answered]
+            answers, is_regex = [q.answers for q in questions], [q.is_regex for q in questions]
+            hits["answer_recall"] = answer_hits(store, rows[answered], answers, is_regex)
         if gold:
-            golds = [self.questions[place].gold for place in gold]
+            golds = [self.questions[number].gold for number in gold]
             hits["recall"] = gold_hits(store, rows[gold], golds)
             ranks = rank_measures(documents_of(store, rows[gold]), golds)
-        within = {f"{name}@{k}": found for name, hit in hits.items() for k, found in hit_at_k(hit).items()}
-        return {name: found.astype(np.float64) for name, found in (within | ranks).items()}
+        recalls = {f"{name}@{k}": has_hit for name, hit in hits.items() for k, has_hit in hit_at_k(hit).items()}
+        return {name: values.astype(np.float64) for name, values in (recalls | ranks).items()}
 
     def predict(self, params: Params, index: Index) -> list[Prediction]:
-        """Answers for every question, with the passages that were read."""
+        """Answer every question.
+
+        Args:
+            params: all parameters.
+            index: that is searched.
+        """
         return [prediction for batch in self.predict_batches(params, index) for prediction in batch]
 
     def predict_batches(self, params: Params, index: Index) -> Iterator[list[Prediction]]:
-        """`predict`, `batch_size` questions at a time."""
-        run, left = self.run, len(self.questions)
+        """Answer `batch_size` questions at a time. Arguments: see `predict`."""
+        run, remaining = self.run, len(self.questions)
         qa = dataclasses.replace(run.answering_qa, search=self.search)
         for batch in self._batches:
             placed = put_batch(run.mesh, batch)
             outputs = _read(qa, run.context, self.rerank, self.depth, SPANS, params, placed, index)
             parts = zip(*map(to_host, outputs), strict=True)
-            yield [self._assemble(_Read(*question)) for question in [*parts][:left]]
-            left -= len(batch["query"])
+            yield [self._assemble(_Read(*question)) for question in [*parts][:remaining]]
+            remaining -= len(batch["query"])
 
     def exact_match(self, predictions: Sequence[Prediction]) -> float | None:
-        """Share of the questions with answers that are answered right after normalisation; None if none has any."""
+        """Return the share of right predictions among the questions with answers; None if no question has answers."""
         right = [
             exact_match(prediction.answer, question.answers, question.is_regex)
             for prediction, question in zip(predictions, self.questions, strict=True)
@@ -273,14 +335,18 @@ class Evaluator:
         return float(np.mean(right)) if right else None
 
     def reader_oracle(self, question: Question, prediction: Prediction) -> bool:
-        """Whether any span that the reader could have chosen is right, by its tokens as ORQA has it.
+        """Return True if the reader could have chosen a right span, by its tokens as in ORQA.
 
-        Of answers that are regular expressions: whether the text of a passage that was read matches anywhere.
+        If answers are regular expressions, it is True if one matches anywhere in the text of a passage that was read.
+
+        Args:
+            question: with answers.
+            prediction: with the passages that were read.
         """
         store, lengths = self.run.sources.passages, self.run.lengths
         rows = [candidate.row for candidate in prediction.candidates]
         if question.is_regex:
-            for row in rows:  # as far as it is read: with its title and three special pieces
+            for row in rows:  # only the text that is read, after truncation
                 ends = self._offsets(row)[: len(truncated_body(store, row, lengths)), 1]
                 if contains_pattern(store.text(row)[: int(ends.max(initial=0))], question.answers):
                     return True
@@ -288,40 +354,41 @@ class Evaluator:
         tokenizer, longest = self.run.sources.tokenizer, self.run.context.model.reader.span_width
         forms = (form for answer in question.answers for form in tokenizer.forms(answer))
         encoded = [np.asarray(form, tokenizer.dtype) for form in forms]
-        wanted = [answer for answer in encoded if 0 < len(answer) <= longest]
-        return any(row_has_answer(store, row, wanted, lengths) for row in rows)
+        pointable = [answer for answer in encoded if 0 < len(answer) <= longest]
+        return any(row_has_answer(store, row, pointable, lengths) for row in rows)
 
     def _assemble(self, read: _Read) -> Prediction:
-        """One question's passages, and its answers: p(answer|x) over the occurrences that were found."""
+        """Return a question's passages and its answers with p(y|x), summed over the spans that were read."""
         candidates: list[ReadPassage] = []
         occurrences: list[Answer] = []
         within, prior = np.exp(read.log_p).tolist(), read.prior.tolist()
-        for place, row in enumerate(read.retrieved.tolist()[: len(prior)]):
+        for rank, row in enumerate(read.retrieved.tolist()[: len(prior)]):
             if row < 0:
                 continue
             text, offsets = self.run.sources.passages.text(row), self._offsets(row)
             spans = []
-            for first, more in zip(read.starts[place].tolist(), read.widths[place].tolist(), strict=True):
+            for first, more in zip(read.starts[rank].tolist(), read.widths[rank].tolist(), strict=True):
                 if not len(offsets) or first < 0:
                     spans.append((0, 0))
                     continue
                 last = min(first + more, len(offsets) - 1)
                 spans.append((int(offsets[min(first, last), 0]), int(offsets[last, 1])))
-            candidates.append(ReadPassage(row, prior[place], spans[0]))
-            scored = zip(spans, within[place], strict=True)
-            occurrences += [Answer(text[slice(*span)], prior[place] * p, row, span) for span, p in scored if p > 0]
+            candidates.append(ReadPassage(row, prior[rank], spans[0]))
+            scored = zip(spans, within[rank], strict=True)
+            occurrences += [Answer(text[slice(*span)], prior[rank] * p, row, span) for span, p in scored if p > 0]
         nbest = merge(occurrences, self.run.config.answering.aggregate)
-        nothing = Answer("", 0.0, candidates[0].row if candidates else -1, (0, 0))
-        return Prediction(nbest or [nothing], candidates, read.retrieved, read.scores, read.ranks)
+        no_answer = Answer("", 0.0, candidates[0].row if candidates else -1, (0, 0))
+        return Prediction(nbest or [no_answer], candidates, read.retrieved, read.scores, read.ranks)
 
     @cached_property
     def _offsets(self) -> Callable[[int], NDArray[np.int64]]:
-        """Start and end of each piece that is read of a row's body in its text, int64 [pieces, 2]. Rows come again."""
+        """Return a cached function: row → start and end of each body token in the text, int64 [tokens, 2]."""
         tokenizer, store = self.run.sources.tokenizer, self.run.sources.passages
 
         def offsets(row: int) -> NDArray[np.int64]:
-            found = tokenizer.offsets_of(store.text(row), store.body_tokens(row))
-            # One that was cut within a word has other tokens at its ends, and the same between.
-            return np.array(tokenizer.encode(store.text(row)).offsets).reshape(-1, 2) if found is None else found
+            text = store.text(row)
+            stored = tokenizer.offsets_of(text, store.body_tokens(row))
+            # A body that was cut within a word has other tokens at its ends only.
+            return np.array(tokenizer.encode(text).offsets).reshape(-1, 2) if stored is None else stored
 
         return lru_cache(4096)(offsets)

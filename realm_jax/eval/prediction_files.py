@@ -1,11 +1,11 @@
-"""The format of a predictions file: read, checked, resumed, and turned into TREC's files. No model, no device.
+"""Read, check and resume predictions files, and convert them to TREC's formats. No model, no device.
 
-    OUTPUT                 a *record* a line, in the order of the questions
-    OUTPUT.settings.json   what made it: checkpoint, corpus, questions, and all else that the bytes follow from
+    OUTPUT                 a *record* on each line, in the order of the questions
+    OUTPUT.settings.json   checkpoint, corpus, questions, and all other settings on which the bytes depend
 
-A record is a question, what is right, what was answered and which passages were retrieved; `realm predict --help`
-lists its fields. Lines are written a batch at a time, and a batch is always of the same questions; so a file that was
-cut off is resumed after its last whole batch, to the bytes of one that was not. Metrics: `question_metrics.py`.
+A record is a question with its right answers, the prediction and the retrieved passages; `realm predict --help` lists
+its fields. Lines are written a batch at a time, and a batch always has the same questions. So a truncated file is
+resumed after its last complete batch and gets the same bytes. Metrics: `question_metrics.py`.
 """
 
 import json
@@ -28,35 +28,36 @@ from realm_jax.storage import read_json, write_json_atomic
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
-FACTS = ("task", "step", "passages", "passages_read", "parameters")  # of what made it: without them measures say little
+FACTS = ("task", "step", "passages", "passages_read", "parameters")  # reported with metrics
 _LARGEST = float(np.finfo(np.float32).max)
 _COUNTS = ("step", "parameters", "passages", "passages_read", "lines")  # numbers of a settings file that are shown
 
 
 def read_predictions(path: str | os.PathLike[str]) -> list[Record]:
-    """The records of a predictions file. Raises UserError, with file and line, for one that cannot be scored.
+    """Return the records of a predictions file.
 
-    Also raised if `realm predict` has not written all of it, or something was added to what it wrote; a file without
-    settings is taken as it is.
+    Raises:
+        UserError: a line cannot be scored, or the file has other lines than its settings say. Files of other systems
+            have no settings, so their lines are not counted.
     """
-    wanted = read_settings(path).get("lines")
-    if isinstance(wanted, int) and Path(path).is_file():
+    expected = read_settings(path).get("lines")
+    if isinstance(expected, int) and Path(path).is_file():
         with open(path, "rb") as stream:
             lines = sum(line.endswith(b"\n") for line in stream)
-        if lines < wanted:
+        if lines < expected:
             raise UserError(
-                f"{path}: {lines:,} of {wanted:,} questions are answered; repeat the `realm predict` command that "
+                f"{path}: {lines:,} of {expected:,} questions are answered; repeat the `realm predict` command that "
                 "wrote it"
             )
-        if lines > wanted:
-            raise UserError(too_many_lines_message(path, lines, wanted))
+        if lines > expected:
+            raise UserError(too_many_lines_message(path, lines, expected))
     records: list[Record] = []
     for line, record in strictly(path, json_records(path)):
-        if (fault := _fault(record)) is not None:
-            raise UserError(f"{path}:{line}: {fault}; is this a file of `realm predict`?")
+        if (error := _record_error(record)) is not None:
+            raise UserError(f"{path}:{line}: {error}; is this a file of `realm predict`?")
         if records and ("retrieved" in record) != ("retrieved" in records[0]):
             raise UserError(
-                f'{path}:{line}: some lines have "retrieved" and some not; write an empty list where nothing was found'
+                f'{path}:{line}: some lines have "retrieved" and some not; write an empty list if nothing was retrieved'
             )
         number = str(len(records) + 1)
         records.append(record | {"id": number if record.get("id") is None else record["id"]})
@@ -66,25 +67,31 @@ def read_predictions(path: str | os.PathLike[str]) -> list[Record]:
 
 
 def settings_file(predictions: Path) -> Path:
-    """The record beside a predictions file of what made it."""
+    """Return the path of a predictions file's settings."""
     return predictions.with_name(f"{predictions.name}.settings.json")
 
 
 def read_settings(predictions: str | os.PathLike[str]) -> dict[str, Any]:
-    """What made a predictions file, as far as it is known; nothing for a file of another system."""
+    """Return the settings of a predictions file; empty for a file of another system."""
     file = settings_file(Path(predictions))
-    found = read_json(file) if file.is_file() else {}
-    if not isinstance(found, dict):
+    settings = read_json(file) if file.is_file() else {}
+    if not isinstance(settings, dict):
         raise UserError(f"{file} holds no JSON object; remove it")
-    wrong = [key for key in _COUNTS if not isinstance(found.get(key, 0), int)]
+    wrong = [key for key in _COUNTS if not isinstance(settings.get(key, 0), int)]
     if wrong:
         raise UserError(f'{file}: "{wrong[0]}" must be a whole number; remove the file, or predict again')
-    return found
+    return settings
 
 
-def too_many_lines_message(name: str | os.PathLike[str], found: int, asked: int) -> str:
-    """The message for a file with more lines than questions."""
-    return f"{name}: holds {found:,} lines for {asked:,} questions; remove the file and predict again"
+def too_many_lines_message(name: str | os.PathLike[str], lines: int, questions: int) -> str:
+    """Return the error message for a file with more lines than questions.
+
+    Args:
+        name: the file or flag at the start of the message.
+        lines: of the file.
+        questions: that were to be answered.
+    """
+    return f"{name}: holds {lines:,} lines for {questions:,} questions; remove the file and predict again"
 
 
 def _is_id(value: Any) -> bool:
@@ -92,19 +99,21 @@ def _is_id(value: Any) -> bool:
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 def _are_passages(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, dict) and {"id", "score"} <= one.keys() for one in value)
+    return isinstance(value, list) and all(
+        isinstance(passage, dict) and {"id", "score"} <= passage.keys() for passage in value
+    )
 
 
 def _is_score(value: Any) -> bool:
-    """True for a number that fits a float32, as a TREC run has it."""
+    """Return True for a number that fits a float32, as in a TREC run."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
-# Field → what its value must be if it is there, and in words.
+# Optional field → a check of its value, and the check in words.
 Fields = dict[str, tuple[Callable[[Any], bool], str]]
 _RECORD: Fields = {
     "answers": (_are_texts, "a list of texts"),
@@ -121,8 +130,8 @@ _PASSAGE: Fields = {
 }
 
 
-def _fault(record: Record) -> str | None:
-    """What is wrong with the fields of a record, if anything."""
+def _record_error(record: Record) -> str | None:
+    """Return the first error in the fields of a record, or None."""
     if not _are_texts([record.get("question"), record.get("prediction")]):
         return '"question" and "prediction" must be texts'
     for name, (fits, words) in _RECORD.items():
@@ -140,19 +149,28 @@ def _fault(record: Record) -> str | None:
 
 
 def check_same_questions(first: Sequence[Record], second: Sequence[Record], path: str) -> None:
-    """Raise UserError at the first question that is another, or has other answers or another gold passage."""
+    """Check that two files predict the same questions.
+
+    Args:
+        first: records of the first file.
+        second: records of the second file.
+        path: the second file, for messages.
+
+    Raises:
+        UserError: a question differs, or its answers or gold passages differ.
+    """
     if len(first) != len(second):
         raise UserError(
             f"{path}: has {len(second):,} predictions, the other file {len(first):,}; predict the same questions"
         )
     for number, pair in enumerate(zip(first, second, strict=True), start=1):
-        asked, other = ([one["question"], one.get("answers"), one.get("match")] for one in pair)
-        if asked != other:
+        ours, theirs = ([record["question"], record.get("answers"), record.get("match")] for record in pair)
+        if ours != theirs:
             raise UserError(
-                f"{path}: question {number} is {other[0][:60]!r}, in the other file {asked[0][:60]!r}, or its answers "
+                f"{path}: question {number} is {theirs[0][:60]!r}, in the other file {ours[0][:60]!r}, or its answers "
                 "differ; predict the same questions in the same order"
             )
-        golds = [gold_of(one) for one in pair]
+        golds = [gold_of(record) for record in pair]
         if all(golds) and golds[0] != golds[1]:
             there, here = (json.dumps(gold_record(gold))[:100] for gold in golds)
             raise UserError(
@@ -162,9 +180,14 @@ def check_same_questions(first: Sequence[Record], second: Sequence[Record], path
 
 
 def question_record(question: Question, number: int) -> Record:
-    """What is known of a question before it is asked; its number stands for an id that it does not have."""
-    found = next((question.fields[key] for key in ("id", "qid") if question.fields.get(key) is not None), number)
-    record: Record = {"id": str(found), "question": question.question}
+    """Return the fields of a record that are known before the question is answered.
+
+    Args:
+        question: with answers and gold passages, if it has them.
+        number: of the question, from 1; the id of a question without one.
+    """
+    name = next((question.fields[key] for key in ("id", "qid") if question.fields.get(key) is not None), number)
+    record: Record = {"id": str(name), "question": question.question}
     if question.answers:
         record["answers"] = question.answers
     if question.is_regex:
@@ -173,17 +196,26 @@ def question_record(question: Question, number: int) -> Record:
 
 
 def write_record(record: Record) -> str:
-    """A record as a line of a predictions file."""
+    """Return a record as a line of a predictions file."""
     return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-# ---- a file that is made
+# ---- write and resume
 
 
 def resume(output: Path, settings: dict[str, Any], questions: int) -> int:
-    """How many records are there and stay; the rest of the file is cut off. A new file gets its settings first.
+    """Truncate a predictions file after its last complete batch. For an empty file, write the settings.
 
-    Raises UserError for a file that was made by something else, or that has more lines than there are questions.
+    Args:
+        output: the predictions file, which exists.
+        settings: of this command, with "batch_size".
+        questions: how many are to be answered.
+
+    Returns:
+        The number of records that stay.
+
+    Raises:
+        UserError: the file has other settings or none, or more lines than there are questions.
     """
     file = settings_file(output)
     if output.stat().st_size == 0:
@@ -191,14 +223,13 @@ def resume(output: Path, settings: dict[str, Any], questions: int) -> int:
         return 0
     if not file.is_file():
         raise UserError(f"--output={output}: is not a file of `realm predict` (there is no {file.name}); name another")
-    made = read_json(file)
-    changed = [key for key, value in settings.items() if not isinstance(made, dict) or made.get(key) != value]
+    existing = read_json(file)
+    changed = [key for key, value in settings.items() if not isinstance(existing, dict) or existing.get(key) != value]
     if changed:
         raise UserError(
             f"--output={output}: was made with other {' and '.join(changed)} ({file.name} has them); "
             "name another file, or remove this one"
         )
-    # Cut the file off after its last whole batch.
     ends = [0]
     with open(output, "r+b") as stream:
         for line in stream:
@@ -218,11 +249,18 @@ def resume(output: Path, settings: dict[str, Any], questions: int) -> int:
 
 
 def trec_run(records: Sequence[Record], tag: str) -> str:
-    """The retrieved passages as a TREC run: `qid Q0 docid rank score tag` a line, the best first.
+    """Return the retrieved passages as a TREC run, with lines of `qid Q0 docid rank score tag`, the best first.
 
-    A document of several passages stands once, at its best place. Tools that read such files sort by the score and not
-    by the rank, so a score that is not below the one before (in float32) is lowered by one step. White space in ids is
-    written as in URLs. Raises UserError if two questions have one id.
+    A document of several passages is listed once, at its best rank. Tools that read such files sort by the score and
+    not by the rank, so a score that is not below the one before (in float32) is lowered by one step. White space in
+    ids is written as in URLs.
+
+    Args:
+        records: with "retrieved".
+        tag: name of the system.
+
+    Raises:
+        UserError: two questions have the same id.
     """
     lines = []
     for number, record in zip(trec_ids(records), records, strict=True):
@@ -237,20 +275,20 @@ def trec_run(records: Sequence[Record], tag: str) -> str:
 
 
 def trec_qrels(records: Sequence[Record]) -> str:
-    """The gold passages as TREC's judgments, `qid 0 docid grade` a line. Raises as `trec_run` does."""
+    """Return the gold passages as TREC's judgments, with lines of `qid 0 docid grade`. Raises as `trec_run`."""
     golds = zip(trec_ids(records), map(gold_of, records), strict=True)
     return "".join(f"{number} 0 {_trec(name)} {grade}\n" for number, gold in golds for name, grade in gold.items())
 
 
 def trec_ids(records: Sequence[Record]) -> list[str]:
-    """One word for each question. Raises UserError if two would have the same."""
+    """Return an id without white space for each question. Raises UserError if two questions have the same."""
     ids = [_trec(record["id"]) for record in records]
-    twice = next((one for one, count in Counter(ids).items() if count > 1), None)
+    twice = next((name for name, count in Counter(ids).items() if count > 1), None)
     if twice is not None:
         raise UserError(f"two questions have the id {twice}; TREC's files need one for each")
     return ids
 
 
 def _trec(name: Any) -> str:
-    """A name as one word."""
-    return re.sub(r"[\s%]", lambda found: quote(found[0]), str(name)) or "-"
+    """Return a name with white space quoted."""
+    return re.sub(r"[\s%]", lambda match: quote(match[0]), str(name)) or "-"

@@ -1,7 +1,7 @@
-"""QueryMetrics of predictions: per-question values, means with intervals, paired differences. No model, no device.
+"""Compute metrics of predictions: per-question values, means with intervals, paired differences. No model, no device.
 
-Every measure is an array over the questions, NaN where it has no meaning for one. Read `prediction_files.py` for the
-records that are measured, `answer_matching.py` for what is right, `significance.py` for intervals.
+Every metric is an array over the questions, NaN if a question does not have it. Read `prediction_files.py` for the
+records, `answer_matching.py` for equality of answers, `significance.py` for intervals.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,16 +35,18 @@ DESCRIPTIONS = {
 
 
 def describe_metric(name: str) -> str:
-    """A short description of a metric; the same for every k of `recall@k`."""
+    """Return a short description of a metric, the same for every k of `recall@k`."""
     return DESCRIPTIONS[name.partition("@")[0]]
 
 
 def compute_metrics(records: Sequence[Record]) -> QueryMetrics:
-    """Each measure that some of the questions have, float64 [questions], in the order of DESCRIPTIONS.
+    """Return each metric that some of the questions have, float64 [questions], in the order of DESCRIPTIONS.
 
-    Beyond the last passage of a question nothing hits, as in TREC's evaluation: a search by words may find fewer for
-    one question than for another. Raises UserError if no question has answers, or a gold passage that could have been
-    retrieved.
+    BM25 may return fewer passages for one question than for another. The missing ranks are no hits, as in TREC's
+    evaluation.
+
+    Raises:
+        UserError: no question has answers, or a gold passage that could have been retrieved.
     """
     golds = [gold_of(record) if "retrieved" in record else {} for record in records]
     if not any(golds) and not any(record.get("answers") for record in records):
@@ -58,13 +60,15 @@ def compute_metrics(records: Sequence[Record]) -> QueryMetrics:
                 if is_of_patterns == is_regex:
                     metrics[name][number] = score(record["prediction"], answers)
 
-    # --- whether the first k passages have a hit, for k of DEPTHS as far as some question has passages
+    # --- recall@k, for k of DEPTHS up to the longest list of passages
     passages = [record.get("retrieved", []) for record in records]
     was_checked = not any(passages) or any("has_answer" in passage for group in passages for passage in group)
     has_answer = {
         number: [passage["has_answer"] for passage in record["retrieved"]]
         for number, record in enumerate(records)
-        if record.get("answers") and "retrieved" in record and all("has_answer" in one for one in record["retrieved"])
+        if record.get("answers")
+        and "retrieved" in record
+        and all("has_answer" in passage for passage in record["retrieved"])
     }
     is_gold = {n: [str(passage["id"]) in gold for passage in passages[n]] for n, gold in enumerate(golds) if gold}
     for name, hits in (("answer_recall", has_answer if was_checked else {}), ("recall", is_gold)):
@@ -80,7 +84,7 @@ def compute_metrics(records: Sequence[Record]) -> QueryMetrics:
     return {name: values for name, values in metrics.items() if not np.isnan(values).all()}
 
 
-# Measure → whether it is of questions whose answers are patterns, and the score of a prediction.
+# Metric → True if it applies to answers that are patterns, and the score of a prediction.
 _SCORES: dict[str, tuple[bool, Callable[[str, list[str]], float]]] = {
     "exact_match_squad": (False, squad_match),
     "f1": (False, token_f1),
@@ -90,14 +94,14 @@ _SCORES: dict[str, tuple[bool, Callable[[str, list[str]], float]]] = {
 
 
 def _spread(values: NDArray[Any], numbers: Sequence[int], size: int) -> NDArray[np.float64]:
-    """Values at some questions, NaN at the others, float64 [size]."""
+    """Return float64 [size] with values at the questions of these numbers and NaN elsewhere."""
     spread = np.full(size, np.nan)
     spread[numbers] = values
     return spread
 
 
-def summarise(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """{measure: {"value": mean, "low", "high": its interval, "questions": how many it is over}} of records."""
+def summarize(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """Return {metric: {"value": mean, "low", "high": its interval, "questions": how many have it}}."""
     summary = {}
     for name, values in compute_metrics(records).items():
         counted = values[~np.isnan(values)]
@@ -107,17 +111,27 @@ def summarise(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
 
 def compare(first: Sequence[Record], second: Sequence[Record], path: str) -> dict[str, Any]:
-    """{"questions", "methods", "measures": {name: {"a", "b", "difference", "low", "high", "p", "mcnemar", "only_a",
-    "only_b", "questions"}}} of two sets of predictions, over the questions on which both have a measure.
+    """Compare two sets of predictions, over the questions on which both have a metric.
 
-    path: the second file's name, for the message. Raises UserError unless both were asked the same.
+    Args:
+        first: predictions a.
+        second: predictions b of the same questions.
+        path: the second file, for messages.
+
+    Returns:
+        {"questions", "methods", "measures": {metric: {"a", "b", "difference", "low", "high", "p", "mcnemar", "only_a",
+        "only_b", "questions"}}}, see `significance.Difference`.
+
+    Raises:
+        UserError: the questions differ.
     """
     check_same_questions(first, second, path)
-    left, right = compute_metrics(first), compute_metrics(second)
+    first_metrics, second_metrics = compute_metrics(first), compute_metrics(second)
     measures = {}
-    for name in (name for name in left if name in right):
-        both = ~np.isnan(left[name]) & ~np.isnan(right[name])
-        a, b = left[name][both], right[name][both]
+    for name in (name for name in first_metrics if name in second_metrics):
+        a, b = first_metrics[name], second_metrics[name]
+        both = ~np.isnan(a) & ~np.isnan(b)
+        a, b = a[both], b[both]
         if len(a):
             tests = difference(a, b)._asdict()
             means = {"a": float(a.mean()), "b": float(b.mean()), "difference": tests.pop("value")}
@@ -126,10 +140,15 @@ def compare(first: Sequence[Record], second: Sequence[Record], path: str) -> dic
 
 
 def over_seeds(first: Sequence[Sequence[Record]], second: Sequence[Sequence[Record]] = ()) -> dict[str, Any]:
-    """{"methods", "measures": {name: {"value", "low", "high", "seeds"}}} of a system's predictions under several seeds.
+    """Return means over seeds of the metrics that all runs have.
 
-    second: another system's, seed by seed; then {"a", "b", "difference", …} in place of "value". All of the same
-    questions; of the measures that all have.
+    Args:
+        first: predictions of a system, seed by seed, all of the same questions.
+        second: predictions of another system with the same seeds; empty for none.
+
+    Returns:
+        {"methods", "measures": {metric: {"value", "low", "high", "seeds"}}}; with two systems, "a", "b" and
+        "difference" replace "value".
     """
     groups = [[compute_metrics(run) for run in group] for group in (first, second) if group]
     rows = {}

@@ -28,7 +28,13 @@ SNIPPET = 260  # characters of a passage
 
 
 class Headline(NamedTuple):
-    """The main finding: a sentence, the figures behind it, and what they were measured on."""
+    """The main finding.
+
+    Attributes:
+        sentence: the headline.
+        figures: the numbers behind it.
+        footnote: the data that they were measured on.
+    """
 
     sentence: str
     figures: str
@@ -39,29 +45,30 @@ def write_report(data: Data, path: str | os.PathLike[str]) -> None:
     """Write the page atomically.
 
     Args:
-      data: what `train/results.py` collects. Shares are 0 to 1; the page lacks the parts whose lists are empty.
-        * `title`, `command`, `created`, `hardware`: text.
-        * `corpus`: the counts `passages`, `pretraining`, `train_questions`, `dev_questions`.
-        * `results`: the content of results.json.
-        * `stages`: in order, each with `name`, `title`, `supervision`, `steps`, `seconds` and `metrics`, records with a
-          `step`, a `loss` and a `retrieval_utility`.
-        * `recall_history`: in order, each with `stage`, `step`, `recall@5` or `answer_recall@5`, and `refresh`, true if
-          the index was made new.
-        * `adoptions`: in order, the index versions of an index builder, each with `step`, `generation`, `index_step`,
-          `waited` in seconds and, if known, `drift`.
-        * `recall_by_replaced_words`: {method: {number of replaced words, as text: recall@5}}, and
-          `questions_by_replaced_words`: {number of replaced words, as text: number of questions}.
-        * `examples`: each with its `question`, `answers`, `candidates`, each of these with `probability`, `title`,
-          `text`, `is_gold` and `answer_span`, [start, end) in characters or None; if known `prediction` and `correct`.
-        * `settings`: {key: any value}.
-      path: the file.
+        data: from `train/results.py`. Shares are 0 to 1; the page lacks the parts whose lists are empty.
+            * `title`, `command`, `created`, `hardware`: text.
+            * `corpus`: the counts `passages`, `pretraining`, `train_questions`, `dev_questions`.
+            * `results`: the content of results.json.
+            * `stages`: in order, each with `name`, `title`, `supervision`, `steps`, `seconds` and `metrics`, records
+              with a `step`, a `loss` and a `retrieval_utility`.
+            * `recall_history`: in order, each with `stage`, `step`, `recall@5` or `answer_recall@5`, and `refresh`,
+              true if a new index was adopted.
+            * `adoptions`: in order, the index versions of an index builder, each with `step`, `generation`,
+              `index_step`, `waited` in seconds and, if known, `drift`.
+            * `recall_by_replaced_words`: {method: {number of replaced words, as text: recall@5}}, and
+              `questions_by_replaced_words`: {number of replaced words, as text: number of questions}.
+            * `examples`: each with its `question`, `answers`, `candidates`, each of these with `probability`, `title`,
+              `text`, `is_gold` and `answer_span`, [start, end) in characters or None; if known `prediction` and
+              `correct`.
+            * `settings`: {key: any value}.
+        path: the file.
     """
     # Half of a surrogate pair has no UTF-8 form; it becomes a question mark.
     write_atomic(path, render_report(data).encode("utf-8", "replace"))
 
 
 def render_report(data: Data) -> str:
-    """Render the page as one string of HTML. data: as `write_report` takes it."""
+    """Return the page as HTML. data: see `write_report`."""
     results, stages, history, sections = data["results"], data["stages"], data["recall_history"], list[Section]()
     finding = headline(data)
     notes = [finding.footnote]
@@ -179,7 +186,6 @@ def headline(data: Data) -> Headline:
             "This run cannot say whether the retriever learned.", "", "Recall was not measured before and after REALM."
         )
     before, after = recalls[before_name], recalls[comparison["after"]]
-    # Two standard errors of the difference of two shares of so many questions.
     margin = DEFAULT_MARGIN
     if questions:
         margin = 2 * math.sqrt((before * (1 - before) + after * (1 - after)) / questions) + 0.5 / questions
@@ -197,12 +203,12 @@ def headline(data: Data) -> Headline:
 
 
 def metric_label(measure: str) -> str:
-    """Return a measure's name as the page writes it."""
+    """Return the label of a metric."""
     return measure.replace("_", " ").replace("mrr", "MRR").replace("ndcg", "nDCG")
 
 
 def _example(example: Data) -> Section:
-    """A question with the answer and the passages that the reader used, the most probable first."""
+    """Lay out a question with its answer and the passages that were read, the most probable first."""
     correct, parts = example.get("correct"), []
     if "prediction" in example:
         mark = "" if correct is None else "✓ " if correct else "✗ "
@@ -210,8 +216,8 @@ def _example(example: Data) -> Section:
     if example["answers"] and not correct:
         parts.append(f"right: {' or '.join(example['answers'])}")
     rows: list[Sequence[Cell]] = []
-    for candidate in sorted(example["candidates"], key=lambda one: -one["probability"])[:PASSAGES_SHOWN]:
-        # The part of the passage around its answer; its first words if it has none.
+    for candidate in sorted(example["candidates"], key=lambda passage: -passage["probability"])[:PASSAGES_SHOWN]:
+        # Show the text around the answer, or the first words if there is no answer.
         text, (start, end) = candidate["text"], candidate["answer_span"] or (0, 0)
         first = max(0, start - SNIPPET // 2) if start > SNIPPET * 0.7 else 0
         last = max(first + SNIPPET, end)

@@ -1,7 +1,7 @@
-"""Measure retrieval: which questions find their passage among the first k candidates.
+"""Measure retrieval: recall, reciprocal rank and nDCG of the candidates of questions.
 
-Not for retrieving (`retrieval/exact.py` and `retrieval/bm25.py` do); this file takes rows of passages from anywhere
-and says how good they are. Read `answer_matching.py` for what it means that a passage contains an answer.
+The rows may come from any search (`retrieval/exact.py`, `retrieval/bm25.py`). `answer_matching.py` decides if a passage
+contains an answer.
 """
 
 import math
@@ -16,37 +16,41 @@ from numpy.typing import ArrayLike, NDArray
 from realm_jax.data.store import PassageStore
 from realm_jax.eval.answer_matching import contains_pattern, contains_words, words
 
-DEPTHS = (1, 5, 20, 100)  # at which recall is reported, as far as passages are retrieved
-RANKED = 10  # documents that reciprocal rank (MS MARCO) and nDCG (BEIR) look at
-RANKINGS = {"RR": f"mrr@{RANKED}", "nDCG": f"ndcg@{RANKED}"}  # what the library calls them, and we
+DEPTHS = (1, 5, 20, 100)  # values of k for recall@k, up to the number of retrieved passages
+RANKED = 10  # documents that count for reciprocal rank (MS MARCO) and nDCG (BEIR)
+RANKINGS = {"RR": f"mrr@{RANKED}", "nDCG": f"ndcg@{RANKED}"}  # names in ir_measures → our names
 _MEASURE = re.compile(rf"(answer_)?recall@\d+|{'|'.join(RANKINGS.values())}")
 
 
 def is_retrieval_measure(name: str) -> bool:
-    """Whether it is one of retrieval, for all questions."""
+    """Return True for the name of a retrieval metric over all questions."""
     return _MEASURE.fullmatch(name) is not None
 
 
 def hit_at_k(hits: NDArray[np.bool_]) -> dict[int, NDArray[np.bool_]]:
-    """k → for each question, whether one of its first k candidates is a hit, bool [questions], for k of DEPTHS.
+    """Return k → True for each question with a hit among its first k candidates, bool [questions].
 
-    `hits` is bool [questions, depth], best candidate first. Of a k beyond the depth nothing is said: recall@20 of ten
-    candidates would look worse than it is.
+    The result lacks values of k above the depth, because recall@20 of ten candidates would look worse than it is.
+
+    Args:
+        hits: True for candidates that are right, the best candidate first, bool [questions, depth].
     """
     return {k: np.any(hits[:, :k], axis=1) for k in DEPTHS if k <= hits.shape[1]}
 
 
 def mean_by_group(values: ArrayLike, groups: Sequence[Any]) -> dict[str, float]:
-    """The share found in each group, for example by the number of replaced words of a question.
+    """Return group name → mean value, in `group_order`, for example by the number of replaced words of a question.
 
-    values: bool [questions] (from `hit_at_k`). Groups come back with their names as text, in `group_order`.
+    Args:
+        values: bool [questions], from `hit_at_k`.
+        groups: of each question.
     """
     values, names = np.asarray(values, bool), np.array([*map(str, groups)])
     return {name: float(values[names == name].mean()) for name in sorted({*names.tolist()}, key=group_order)}
 
 
 def group_order(name: str) -> tuple[float, str]:
-    """Sort key of group names: numbers by value, other names after them."""
+    """Return the sort key of a group name: numbers by value, other names after them."""
     try:
         return float(name), name
     except ValueError:
@@ -54,35 +58,52 @@ def group_order(name: str) -> tuple[float, str]:
 
 
 def gold_hits(store: PassageStore, rows: ArrayLike, golds: Sequence[Collection[str]]) -> NDArray[np.bool_]:
-    """Which candidates are of a document that is right for their question; golds: ids of these, for each question.
+    """Mark the candidates that belong to a gold document of their question.
 
-    `rows` is int [questions, depth] into the store, below 0 for "no candidate". A document that was cut into several
-    rows is gold as a whole, because rows share its id. Returns bool [questions, depth].
+    All rows of a gold document are gold, because they share its id.
+
+    Args:
+        store: the passages.
+        rows: of the candidates, int [questions, depth]; below 0 for no candidate.
+        golds: ids of the gold documents of each question.
+
+    Returns:
+        bool [questions, depth].
     """
     rows = np.asarray(rows, np.int64)
     documents = zip(documents_of(store, rows), golds, strict=True)
-    hits = [[one in gold for one in found] for found, gold in documents]
+    hits = [[name in gold for name in candidates] for candidates, gold in documents]
     return np.array(hits, bool).reshape(rows.shape)
 
 
 def documents_of(store: PassageStore, rows: NDArray[np.int64]) -> list[list[str]]:
-    """The id of each candidate's document, "" for no candidate. rows: as in `gold_hits`."""
+    """Return the document id of each candidate, "" for no candidate.
+
+    Args:
+        store: the passages.
+        rows: see `gold_hits`.
+    """
     names = {row: store.document_id(row) for row in _distinct(rows)}
-    return [[names.get(row, "") for row in found] for found in rows.tolist()]
+    return [[names.get(row, "") for row in candidates] for candidates in rows.tolist()]
 
 
 def rank_measures(
     documents: Sequence[Sequence[str]], golds: Sequence[Mapping[str, int]]
 ) -> dict[str, NDArray[np.float64]]:
-    """Reciprocal rank of the first gold document, and nDCG, at 10: {"mrr@10", "ndcg@10": float64 [questions]}.
+    """Return reciprocal rank of the first gold document, and nDCG, at 10: {"mrr@10", "ndcg@10": float64 [questions]}.
 
-    documents: those of each question's candidates, best first, "" for none; one that comes again counts once, at its
-    first place. golds: grades by id. Empty where no question has 10 candidates, or ir-measures is not installed.
+    Args:
+        documents: ids of each question's candidates, the best first, "" for none; a repeated document counts once, at
+            its first rank.
+        golds: id → grade, for each question.
+
+    Returns:
+        Empty if no question has 10 candidates, or if ir-measures is not installed.
     """
     if max(map(len, documents), default=0) < RANKED:
         return {}
     try:
-        import ir_measures  # here, since most commands measure nothing
+        import ir_measures  # here, because most commands do not measure
     except ImportError:
         return {}
     # trec_eval sorts by scores, and equal ones by name.
@@ -92,30 +113,36 @@ def rank_measures(
     }
     judged = {str(number): dict(gold) for number, gold in enumerate(golds)}
     measures = {name: np.zeros(len(golds)) for name in RANKINGS.values()}
-    for one in ir_measures.iter_calc([ir_measures.RR @ RANKED, ir_measures.nDCG @ RANKED], judged, run):
-        measures[RANKINGS[str(one.measure.NAME)]][int(one.query_id)] = one.value
+    for score in ir_measures.iter_calc([ir_measures.RR @ RANKED, ir_measures.nDCG @ RANKED], judged, run):
+        measures[RANKINGS[str(score.measure.NAME)]][int(score.query_id)] = score.value
     return measures
 
 
 def answer_hits(
     store: PassageStore, rows: ArrayLike, answers: Sequence[Sequence[str]], is_regex: Sequence[bool] | bool = False
 ) -> NDArray[np.bool_]:
-    """Which candidates contain an answer of their question in the text; the title does not count.
+    """Mark the candidates that contain an answer of their question in the text. The title does not count.
 
-    Arguments and result as for `gold_hits`; is_regex: whether answers are regular expressions, of each question or of
-    all. Each passage is read and split into words once, however often it is retrieved.
+    Args:
+        store: the passages.
+        rows: see `gold_hits`.
+        answers: of each question.
+        is_regex: True if answers are regular expressions, for each question or for all.
+
+    Returns:
+        bool [questions, depth].
     """
     rows = np.asarray(rows, np.int64)
     texts = {row: store.text(row) for row in _distinct(rows)}
     words_of = cache(lambda row: words(texts[row]))
     hits = np.zeros(rows.shape, bool)
     for question, regular in enumerate(np.broadcast_to(is_regex, len(answers)).tolist()):
-        wanted = answers[question] if regular else [words(answer) for answer in answers[question]]
+        searched = answers[question] if regular else [words(answer) for answer in answers[question]]
         for rank, row in enumerate(rows[question].tolist()):
             if row >= 0 and regular:
-                hits[question, rank] = contains_pattern(texts[row], wanted)
+                hits[question, rank] = contains_pattern(texts[row], searched)
             elif row >= 0:
-                hits[question, rank] = contains_words(words_of(row), wanted)
+                hits[question, rank] = contains_words(words_of(row), searched)
     return hits
 
 

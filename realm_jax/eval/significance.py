@@ -1,8 +1,8 @@
-"""How far a mean over questions can be trusted, and whether two runs differ on the same questions.
+"""Compute confidence intervals of means over questions or seeds, and test if two runs differ.
 
-Questions are taken for a random sample of all that might have been asked; nothing is said about runs with other seeds,
-but by `mean_of` and `paired_mean`, which say nothing of other questions. Every draw follows from a seed, so a table is
-the same each time. Not for what is measured: read `question_metrics.py`.
+Intervals over questions treat them as a random sample of all possible questions, and do not cover other seeds.
+`mean_of` and `paired_mean` cover other seeds, and not other questions. Every draw follows from a seed, so results are
+reproducible. The metrics: `question_metrics.py`.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,16 @@ SEED_METHODS = f"intervals: {LEVEL:.0%}, Student's t over seeds on these questio
 
 
 class Difference(NamedTuple):
-    """b − a, means over the same questions. p: of a paired permutation test.
+    """The difference of two means over the same questions.
 
-    low, high: ends of the interval, None for fewer than two questions or if all differences are equal. mcnemar: p of
-    McNemar's exact test, None if values are others than 0 and 1. only_a, only_b: questions on which a, or b, is
-    better.
+    Attributes:
+        value: mean of b − a.
+        low: lower end of the interval; None for fewer than two questions or if all differences are equal.
+        high: upper end, like `low`.
+        p: of a paired permutation test.
+        mcnemar: p of McNemar's exact test; None if not all values are 0 or 1.
+        only_a: number of questions on which a is better.
+        only_b: number of questions on which b is better.
     """
 
     value: float
@@ -49,23 +54,29 @@ Ends = tuple[float, float] | tuple[None, None]
 
 
 def interval(values: ArrayLike, seed: int = 0) -> Ends:
-    """Ends of the interval of a mean of shares; (None, None) for fewer than two values.
+    """Return the percentile bootstrap interval of a mean of shares.
 
-    values: float [questions], each of 0 to 1. The interval is the percentile bootstrap's. Where all values are equal
-    that has no width: then it is Clopper and Pearson's exact one if they are all 0 or all 1, and there is none else.
+    If all values are 0 or all are 1, the bootstrap has no width, so we use Clopper and Pearson's exact interval.
+
+    Args:
+        values: float [questions], each 0 to 1.
+        seed: of the bootstrap.
+
+    Returns:
+        Both ends; (None, None) for fewer than two values, or if all have the same other value.
     """
     sample = np.asarray(values, np.float64)
     if len(sample) > 1 and (sample == sample[0]).all() and sample[0] in (0, 1):
-        found = stats.binomtest(int(sample.sum()), len(sample)).proportion_ci(LEVEL, method="exact")
-        return float(found.low), float(found.high)
+        exact = stats.binomtest(int(sample.sum()), len(sample)).proportion_ci(LEVEL, method="exact")
+        return float(exact.low), float(exact.high)
     return _bootstrap(sample, seed)
 
 
 def _bootstrap(sample: NDArray[np.float64], seed: int) -> Ends:
-    """The percentile bootstrap interval; (None, None) where there are no two different values to draw from."""
+    """Return the percentile bootstrap interval; (None, None) without two different values."""
     if len(sample) < 2 or (sample == sample[0]).all():
         return None, None
-    found = stats.bootstrap(
+    bootstrap = stats.bootstrap(
         (sample,),
         np.mean,
         n_resamples=RESAMPLES,
@@ -75,30 +86,41 @@ def _bootstrap(sample: NDArray[np.float64], seed: int) -> Ends:
         method="percentile",
         rng=np.random.default_rng(seed),
     )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+    return float(bootstrap.confidence_interval.low), float(bootstrap.confidence_interval.high)
 
 
 def clustered_interval(changes: ArrayLike, clusters: ArrayLike) -> Ends:
-    """Ends of the interval of a mean of changes of which those of one cluster are alike, as those of the sentences of a
-    document are.
+    """Return the interval of a mean of clustered values, for example of sentences that share a document.
 
-    changes: float [n]; clusters: int [n], the cluster of each. Student's t, with a degree of freedom fewer than
-    clusters, times the cluster-robust standard error: with one change a cluster it is the usual interval of a mean.
-    (None, None) for fewer than two clusters, or if no cluster differs from the mean.
+    It is Student's t with (clusters − 1) degrees of freedom times the cluster-robust standard error. With one value in
+    each cluster it is the usual interval of a mean.
+
+    Args:
+        changes: float [n].
+        clusters: the cluster of each change, int [n].
+
+    Returns:
+        Both ends; (None, None) for fewer than two clusters, or if no cluster differs from the mean.
     """
     sample = np.asarray(changes, np.float64)
-    names, places = np.unique(np.asarray(clusters), return_inverse=True)
-    count, centre = len(names), float(sample.mean())
-    sums = np.bincount(places, sample - centre)
+    names, members = np.unique(np.asarray(clusters), return_inverse=True)
+    count, center = len(names), float(sample.mean())
+    sums = np.bincount(members, sample - center)  # [clusters]
     if count < 2 or np.allclose(sums, 0):
         return None, None
     error = float(np.sqrt(count / (count - 1) * (sums**2).sum())) / len(sample)
     reach = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * error
-    return centre - reach, centre + reach
+    return center - reach, center + reach
 
 
 class Mean(NamedTuple):
-    """A mean over seeds with the ends of its interval; None for a single seed."""
+    """A mean over seeds.
+
+    Attributes:
+        value: the mean.
+        low: lower end of its interval; None for a single seed.
+        high: upper end, like `low`.
+    """
 
     value: float
     low: float | None
@@ -106,16 +128,24 @@ class Mean(NamedTuple):
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """The mean of a number over seeds, one at least, with the interval of Student's t."""
-    centre = float(np.mean(values))
+    """Return the mean over one or more seeds, with the interval of Student's t."""
+    center = float(np.mean(values))
     if len(values) < 2:
-        return Mean(centre, None, None)
+        return Mean(center, None, None)
     reach = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * stats.sem(values))
-    return Mean(centre, centre - reach, centre + reach)
+    return Mean(center, center - reach, center + reach)
 
 
 def paired_mean(a: Sequence[float], b: Sequence[float]) -> Mean:
-    """The mean of b − a over seeds that both have, in one order. Raises ValueError for other numbers of seeds."""
+    """Return the mean of b − a over seeds.
+
+    Args:
+        a: values of the first system, seed by seed.
+        b: values of the second system, with the same seeds in the same order.
+
+    Raises:
+        ValueError: the numbers of seeds differ.
+    """
     return mean_of([after - before for before, after in zip(a, b, strict=True)])
 
 
@@ -132,10 +162,10 @@ def difference(a: ArrayLike, b: ArrayLike) -> Difference:
     is_binary = bool(np.isin(np.concatenate([first, second]), (0, 1)).all())
     differ = only_a + only_b
     mcnemar = None if not is_binary else float(stats.binomtest(only_a, differ).pvalue) if differ else 1.0
-    # Signs of the differences: each could as well have the other sign; those of 0 say nothing.
+    # Under the null hypothesis each difference could have the other sign. Differences of 0 do not change.
     p, moved = 1.0, change[change != 0]
     if len(moved) > 1:  # a single change is as likely in either direction
-        found: Any = stats.permutation_test(
+        test: Any = stats.permutation_test(
             (moved,),
             np.mean,
             permutation_type="samples",
@@ -144,11 +174,19 @@ def difference(a: ArrayLike, b: ArrayLike) -> Difference:
             batch=max(1, _AT_A_TIME // len(moved)),
             rng=np.random.default_rng(0),
         )
-        p = float(found.pvalue)
+        p = float(test.pvalue)
     low, high = paired_interval(first, second)
     return Difference(float(change.mean()), low, high, p, mcnemar, only_a, only_b)
 
 
-def paired_interval(a: ArrayLike, b: ArrayLike, seed: int = 0) -> Ends:
-    """The interval of `difference` alone. a, b: float [questions], the same questions in the same order."""
-    return _bootstrap(np.asarray(b, np.float64) - np.asarray(a, np.float64), seed)
+def paired_interval(a: ArrayLike, b: ArrayLike) -> Ends:
+    """Return the interval of `difference`, without its tests.
+
+    Args:
+        a: values of the first run, float [questions].
+        b: values of the second run, in the same order.
+
+    Returns:
+        Both ends; (None, None) for fewer than two questions or if all differences are equal.
+    """
+    return _bootstrap(np.asarray(b, np.float64) - np.asarray(a, np.float64), seed=0)

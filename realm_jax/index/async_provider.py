@@ -62,7 +62,7 @@ class AsyncIndexProvider(InlineIndexProvider):
             checkpoint_generations: step → generation of the existing checkpoints.
             keep: number of checkpoints that are retained.
             status: publishes which generations are needed, for builders.
-            should_stop: whether to stop waiting.
+            should_stop: returns True to stop waiting.
             on_progress: called again and again while the corpus is embedded.
         """
         super().__init__(task, on_progress)
@@ -86,14 +86,13 @@ class AsyncIndexProvider(InlineIndexProvider):
         self._saves: deque[tuple[int, int]] = deque(saves, maxlen=keep + 1)
         self._step, self._used = start, -1  # current step, and export step of the index in use
         self._newest = -1  # export step of the newest generation that any process has ready
-        self._given_up = -1  # export steps up to this one are not waited for
+        self._abandoned = -1  # export steps up to this one are not waited for
         # Indexes announced at the last two steps stay loaded until all processes have read the reduced signal.
         self._announced: deque[LoadedIndex | None] = deque(maxlen=2)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            # Also after a finished run: if the checkpoint of its last step is damaged, it trains steps that need an
-            # index again.
+            # A finished run may need an index too: if the checkpoint of its last step is damaged, it repeats steps.
             self._status.update(step=self._start, index_done=False)
             if is_process_0():
                 self._retry_storage(self._remove_rolled_back_exports)
@@ -154,7 +153,7 @@ class AsyncIndexProvider(InlineIndexProvider):
 
         So a repeated run adopts the same generations at the same steps.
         """
-        every, done = self._options.every, max(self._used, self._given_up)
+        every, done = self._options.every, max(self._used, self._abandoned)
         following = done - done % every + every  # the next export step
         if following <= step:
             self._watcher.request_steps(following, following, exactly=True)
@@ -168,7 +167,7 @@ class AsyncIndexProvider(InlineIndexProvider):
                 "%s is not there; continuing with the index of step %d until the next one is due: bitwise "
                 "reproducibility is not guaranteed from here on", self._folder.path(f"exports/{due}"), self._used,
             )  # fmt: skip
-            self._given_up = due
+            self._abandoned = due
             return None
         began = time.monotonic()
         loaded = self._wait(due, f"the generation of step {due}, due at step {step}")

@@ -1,4 +1,4 @@
-"""Build one generation: embed the corpus chunk by chunk with an export's towers, check it, publish its manifest.
+"""Build one generation: embed the corpus chunk by chunk with an export's encoders, check it, publish its manifest.
 
 Any number of processes may build the same generation, and any of them may die: each embeds missing chunks, its own
 slice first and then those of the others from the far end. A chunk's bytes depend only on the export and the corpus, and
@@ -59,32 +59,46 @@ class Rejected(Exception):
 
 
 class Chunk(NamedTuple):
-    """Rows first … last − 1 of the corpus, all in one segment."""
+    """Rows first … last − 1 of the corpus, all in one segment.
 
-    segment: str  # its fingerprint
-    within: int  # where the rows begin in it
+    Attributes:
+        segment: its fingerprint.
+        within: index of the first row in the segment.
+        first: first row of the corpus.
+        last: row after the last.
+    """
+
+    segment: str
+    within: int
     first: int
     last: int
 
     @property
     def name(self) -> str:
-        """How the names of its files begin."""
+        """Return the prefix of the names of its files."""
         return row_range_name(self.first, self.last)
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Its segment and rows in it, which may be the same in several versions of a corpus."""
+        """Return its segment and its rows there, which versions of a corpus may share."""
         return self.segment, self.within, self.within + self.last - self.first
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A corpus as a builder sees it."""
+    """The corpus of a builder.
+
+    Attributes:
+        fingerprint: of the version of the corpus.
+        tokenizer: its fingerprint.
+        segments: fingerprint and number of rows of each.
+        read: (first, last) → rows in document layout.
+    """
 
     fingerprint: str
-    tokenizer: str  # fingerprint
-    segments: tuple[tuple[str, int], ...]  # fingerprint and rows of each
-    read: Callable[[int, int], CorpusRows]  # (first, last) → rows in document layout
+    tokenizer: str
+    segments: tuple[tuple[str, int], ...]
+    read: Callable[[int, int], CorpusRows]
 
     @property
     def rows(self) -> int:
@@ -107,17 +121,29 @@ Check = Callable[[], None]  # called between chunks; an exception ends the work,
 
 @dataclasses.dataclass(frozen=True)
 class Builder:
-    """Where and how to build generations."""
+    """Build generations.
+
+    Attributes:
+        folder: shared with the trainer.
+        corpus: that is embedded.
+        dtype: of the stored vectors, 'float32' or 'bfloat16'.
+        chunk_rows: rows of a chunk.
+        worker: share of this process.
+        check: called between chunks; an exception ends the work.
+        on_progress: called with the numbers of finished and of all chunks.
+        searches: how hosts search; None if they do not.
+        min_recall: that a searcher must have, 0 to 1.
+    """
 
     folder: Folder
     corpus: Corpus
-    dtype: str  # of the stored vectors: float32 or bfloat16
+    dtype: str
     chunk_rows: int
     worker: WorkerSlice = WorkerSlice()
     check: Check = lambda: None
-    on_progress: Callable[[int, int], None] = lambda done, total: None  # chunks
-    searches: ScannConfig | None = None  # how hosts search; None if they do not
-    min_recall: float = 0.0  # that a searcher must have
+    on_progress: Callable[[int, int], None] = lambda done, total: None
+    searches: ScannConfig | None = None
+    min_recall: float = 0.0
 
     def build(self, export: Export, embed: Embed, queries: NDArray[np.float32]) -> Manifest:
         """Build and publish the generation of an export, or return the published one.
@@ -193,7 +219,7 @@ class Builder:
             recall_before = codebook_source(reusable.manifest)["recall"].get(name, 1.0)
             if value >= max(self.min_recall, recall_before - MAX_RECALL_LOSS):
                 return with_searcher
-            message = "the centroids of generation %s no longer suit: %s %.3f after %.3f; they are learnt anew"
+            message = "the centroids of generation %s no longer suit: %s %.3f after %.3f; learning new ones"
             logger.info(message, reusable.manifest.generation, name, value, recall_before)
         with_searcher = self._build_and_measure(manifest, queries)
         name, value = next(iter(with_searcher.recall.items()))
@@ -234,7 +260,7 @@ class Builder:
                 (chunk, rows), next_read = next_read, next(reads, None)
                 vectors = embed(rows.result())  # [rows, width]
                 if vectors.shape[1] != width:
-                    raise Damaged(f"the export's towers give vectors of {vectors.shape[1]}, not {width}")
+                    raise Damaged(f"the export's encoders give vectors of {vectors.shape[1]}, not {width}")
                 if write is not None:
                     write.result()
                 write = writer.submit(self._write, name, chunk, vectors)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 class ControlSignal(NamedTuple):
-    """What a process announces in a step; after `reduce_control`, what all processes together have announced.
+    """The announcement of a process in a step; after `reduce_control`, that of all processes together.
 
     Attributes:
         generation_hash: 28 bits of the digest of the loaded generation's name, −1 for none; reduced: −1 if processes
@@ -28,7 +28,7 @@ class ControlSignal(NamedTuple):
 
 
 def put_control(mesh: Mesh, signal: ControlSignal) -> jax.Array:
-    """Put the signal of this process on its devices, from where the step reduces the signals of all processes.
+    """Put the signal of this process on its devices; the step reduces the signals of all processes.
 
     Args:
         mesh: of the run.

@@ -1,4 +1,4 @@
-"""Exports: the encoders ("towers") of a step and sample query vectors, written while training goes on.
+"""Exports: both encoders of a step and sample query vectors, written while training goes on.
 
 One small program copies the step's parameters on the devices; a thread fetches and writes them. What an export is:
 `index/files.py`. Read next: `watcher.py`, which reads what builders make of it.
@@ -67,8 +67,8 @@ class Exporter:
             params: parameters of the model.
             needed: steps whose exports must stay; other old exports are removed afterwards.
         """
-        towers = {name: params[name] for name in self._run.model.embedder_names}
-        copies, queries = _snapshot(self._run.model, self._run.mesh, towers, self._batch)
+        encoders = {name: params[name] for name in self._run.model.embedder_names}
+        copies, queries = _snapshot(self._run.model, self._run.mesh, encoders, self._batch)
         if not is_process_0():
             return
         if self.flush(0):
@@ -77,20 +77,20 @@ class Exporter:
             logger.warning("the export of step %d is left out: an earlier one is still being written", step)
 
     def flush(self, seconds: float) -> bool:
-        """Wait for at most so many seconds until everything is written; return whether it is."""
+        """Wait up to `seconds` until everything is written; return True if it is."""
         if self._pending is None:
             return True
         with contextlib.suppress(TimeoutError):
             self._pending.result(seconds)
         return self._pending.done()
 
-    def _write(self, step: int, towers: list[Params], queries: jax.Array, needed: set[int]) -> None:
+    def _write(self, step: int, encoders: list[Params], queries: jax.Array, needed: set[int]) -> None:
         record = export_record(self._run, step)
-        arrays = to_arrays(towers.pop())  # popped, so that devices hold no copy while storage is slow
+        arrays = to_arrays(encoders.pop())  # popped, so that devices hold no copy while storage is slow
         while True:
             try:
                 write_export(self._folder, record, arrays, np.asarray(queries, np.float32))
-                # Exports later than the newest are of rolled-back steps; they stay, since the same bits may come again.
+                # Exports later than the newest are of rolled-back steps. They stay, because retraining may repeat them.
                 needed = needed | {step}
                 past = [past_step for past_step in export_steps(self._folder) if past_step <= max(needed)]
                 needed |= _steps_being_built(self._folder)
@@ -113,10 +113,10 @@ def _steps_being_built(folder: Folder) -> set[int]:
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _snapshot(model: Realm, mesh: Mesh, towers: Params, batch: Any) -> tuple[Params, jax.Array]:
-    """Return copies of the towers, replicated, and the vectors of the sample queries [count, width]."""
-    queries = model.embed_queries(towers, batch["query"], batch["query_length"])  # [count, width]
-    return jax.lax.with_sharding_constraint((jax.tree.map(jnp.copy, towers), queries), replicated(mesh))
+def _snapshot(model: Realm, mesh: Mesh, encoders: Params, batch: Any) -> tuple[Params, jax.Array]:
+    """Return copies of the encoders, replicated, and the vectors of the sample queries [count, width]."""
+    queries = model.embed_queries(encoders, batch["query"], batch["query_length"])  # [count, width]
+    return jax.lax.with_sharding_constraint((jax.tree.map(jnp.copy, encoders), queries), replicated(mesh))
 
 
 def export_record(run: Run, step: int) -> dict[str, Any]:
@@ -131,23 +131,23 @@ def export_record(run: Run, step: int) -> dict[str, Any]:
         "step": step,
         "tokenizer": sources.tokenizer.fingerprint,
         "corpus": sources.passages.fingerprint,
-        "towers": tower_settings(run),
+        "towers": encoder_settings(run),
         "index": index_settings(run),
     }
 
 
-def sample_vectors(run: Run, towers: Params) -> NDArray[np.float32]:
+def sample_vectors(run: Run, encoders: Params) -> NDArray[np.float32]:
     """Embed the sample queries.
 
     Args:
         run: whose pre-training text the queries are from.
-        towers: parameters of the encoders.
+        encoders: parameters of the encoders.
 
     Returns:
         [count, width].
     """
     batch = put_batch(run.mesh, sample_queries(run))
-    return np.asarray(_snapshot(run.model, run.mesh, towers, batch)[1], np.float32)
+    return np.asarray(_snapshot(run.model, run.mesh, encoders, batch)[1], np.float32)
 
 
 def sample_queries(run: Run) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def index_settings(run: Run) -> dict[str, Any]:
     return {"dtype": run.config.model.dtype, "backend": run.config.retrieval.backend}
 
 
-def tower_settings(run: Run) -> dict[str, Any]:
+def encoder_settings(run: Run) -> dict[str, Any]:
     """Return the config keys that the vectors of an encoder depend on, in addition to its parameters."""
     model, encoder = run.config.model.to_dict(), run.config.encoder.to_dict()
     names = ("layers", "width", "heads", "feed_forward", "hidden_act", "dtype", "shared_tower")
@@ -177,9 +177,9 @@ def tower_settings(run: Run) -> dict[str, Any]:
     return {name: model[name] for name in names} | {"encoder": encoder} | document_length
 
 
-def to_arrays(towers: Params) -> Arrays:
+def to_arrays(encoders: Params) -> Arrays:
     """Return parameters by path, on the host."""
-    return {name: np.asarray(value) for name, value in flax.traverse_util.flatten_dict(towers, sep="/").items()}
+    return {name: np.asarray(value) for name, value in flax.traverse_util.flatten_dict(encoders, sep="/").items()}
 
 
 def to_params(arrays: Arrays) -> Params:

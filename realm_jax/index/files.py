@@ -1,6 +1,6 @@
 """Exports and generations: the protocol between trainer and index builder, as files in a shared folder.
 
-    exports/<step>/<fingerprint>.safetensors        both towers of that step, float32
+    exports/<step>/<fingerprint>.safetensors        both encoders of that step, float32
     exports/<step>/<fingerprint>-queries.safetensors   vectors of sample queries by them, float32
     exports/<step>/EXPORT.json                      put last; without it the export does not exist
     index/<step>-<nonce>/<first>-<last>-<sha>.bin   vectors of the rows first … last − 1, by the checksum of their bytes
@@ -8,7 +8,7 @@
     index/<step>-<nonce>/MANIFEST.json              put last; without it the generation does not exist
     index/<step>-<nonce>.refused                    why a generation must not be served; outlives it
 
-An export is the encoders ("towers") of a training step. A generation is one version of the index: the vectors of all
+An export holds both encoders of a training step. A generation is one version of the index: the vectors of all
 passages by the passage encoder of one export, and perhaps a searcher over them.
 
 Nothing that a record lists is ever written again. Writing exports is `index/exporter.py`, building generations
@@ -89,16 +89,27 @@ def _file_entry(fields: Any) -> FileEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Export(_Record):
-    """The record of an export, in EXPORT.json."""
+    """The record of an export, in EXPORT.json.
+
+    Attributes:
+        step: of training.
+        parameters: fingerprint of the encoders.
+        tokenizer: its fingerprint.
+        corpus: its fingerprint.
+        towers: config keys of the encoders.
+        index: how the run stores and searches vectors.
+        file: parameters of the encoders.
+        queries: vectors of the sample queries.
+    """
 
     step: int
-    parameters: str  # fingerprint of the towers
-    tokenizer: str  # fingerprint
-    corpus: str  # fingerprint
-    towers: dict[str, Any]  # config keys from which the towers are built
-    index: dict[str, Any]  # how the run stores and searches vectors
-    file: FileEntry  # parameters of the towers
-    queries: FileEntry  # vectors of the sample queries
+    parameters: str
+    tokenizer: str
+    corpus: str
+    towers: dict[str, Any]
+    index: dict[str, Any]
+    file: FileEntry
+    queries: FileEntry
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
@@ -123,12 +134,12 @@ def read_export(folder: Folder, step: int) -> Export | None:
     return _read_record(folder, f"exports/{step}/{EXPORT}", Export)
 
 
-def read_towers(folder: Folder, export: Export) -> Arrays:
-    """Return the parameters of an export's towers by path ('document_embedder/bert/…').
+def read_encoders(folder: Folder, export: Export) -> Arrays:
+    """Return the parameters of an export's encoders by path ('document_embedder/bert/…').
 
     Args:
         folder: the shared folder.
-        export: whose towers.
+        export: to read.
 
     Raises:
         Damaged: the file is missing or damaged.
@@ -167,7 +178,7 @@ def intact_export(folder: Folder, step: int) -> Export | None:
     try:
         export = read_export(folder, step)
         if export is not None:
-            read_towers(folder, export)
+            read_encoders(folder, export)
             read_queries(folder, export)
         return export
     except Damaged as error:
@@ -175,15 +186,15 @@ def intact_export(folder: Folder, step: int) -> Export | None:
         return None
 
 
-def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, queries: NDArray[np.float32]) -> Export:
+def write_export(folder: Folder, export: Mapping[str, Any], params: Arrays, queries: NDArray[np.float32]) -> Export:
     """Write an export, its record last.
 
-    A sound earlier export of the step with the same towers stays as it is.
+    An earlier valid export of the step with the same encoders stays as it is.
 
     Args:
         folder: the shared folder.
         export: the fields of `Export` without parameters, file and queries.
-        towers: parameters by path.
+        params: of both encoders, by path.
         queries: vectors of the sample queries, [count, width].
 
     Returns:
@@ -191,15 +202,15 @@ def write_export(folder: Folder, export: Mapping[str, Any], towers: Arrays, quer
     """
     from realm_jax.checksums import arrays_digest  # imported here because readers of a manifest need no JAX
 
-    fingerprint, step = arrays_digest(towers), export["step"]
+    fingerprint, step = arrays_digest(params), export["step"]
     earlier = intact_export(folder, step)
     if earlier is not None and earlier.parameters == fingerprint:
         return earlier
     name = f"exports/{step}/{fingerprint[:16]}"
-    arrays = {path: np.ascontiguousarray(value) for path, value in sorted(towers.items())}
-    tower_file = folder.write_entry(f"{name}.safetensors", save(arrays))
+    arrays = {path: np.ascontiguousarray(value) for path, value in sorted(params.items())}
+    params_file = folder.write_entry(f"{name}.safetensors", save(arrays))
     query_file = folder.write_entry(f"{name}-queries.safetensors", save({QUERIES: np.ascontiguousarray(queries)}))
-    record = Export(parameters=fingerprint, file=tower_file, queries=query_file, **export)
+    record = Export(parameters=fingerprint, file=params_file, queries=query_file, **export)
     folder.write_json(f"exports/{step}/{EXPORT}", record.to_json())
     return record
 
@@ -222,9 +233,16 @@ def remove_export(folder: Folder, step: int) -> None:
 
 
 class ChunkFile(NamedTuple):
-    """A file with the vectors of rows first … last − 1 of a corpus segment."""
+    """A file with the vectors of rows first … last − 1 of a corpus segment.
 
-    segment: str  # fingerprint of the segment, so that an edited corpus can share the files of unchanged segments
+    Attributes:
+        segment: its fingerprint, so that versions of a corpus share the files of unchanged segments.
+        first: first row in the segment.
+        last: row after the last.
+        file: name, size and checksum.
+    """
+
+    segment: str
     first: int
     last: int
     file: FileEntry
@@ -232,20 +250,35 @@ class ChunkFile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Manifest(_Record):
-    """The record of a generation, in MANIFEST.json."""
+    """The record of a generation, in MANIFEST.json.
 
-    generation: str  # its name
-    step: int  # of its export
-    parameters: str  # fingerprint of the export's towers
-    corpus: str  # fingerprint
-    tokenizer: str  # fingerprint
+    Attributes:
+        generation: its name.
+        step: of its export.
+        parameters: fingerprint of the export's encoders.
+        corpus: its fingerprint.
+        tokenizer: its fingerprint.
+        rows: of the corpus.
+        width: features of a vector.
+        dtype: 'float32', or 'bfloat16', which is stored as uint16.
+        chunks: in the order of the rows.
+        searcher: settings and files of ScaNN; None if hosts do not search.
+        recall: {'recall@k': share} of the searcher against exact search, by the sample queries.
+        seconds: of each part of the build.
+    """
+
+    generation: str
+    step: int
+    parameters: str
+    corpus: str
+    tokenizer: str
     rows: int
-    width: int  # of a vector
-    dtype: str  # 'float32', or 'bfloat16', which is stored as uint16
-    chunks: tuple[ChunkFile, ...]  # in the order of the rows
-    searcher: dict[str, Any] | None  # settings and files of ScaNN, if hosts search
-    recall: dict[str, float]  # {'recall@k': share} of the searcher against exact search, by the sample queries
-    seconds: dict[str, float]  # of each part of the build
+    width: int
+    dtype: str
+    chunks: tuple[ChunkFile, ...]
+    searcher: dict[str, Any] | None
+    recall: dict[str, float]
+    seconds: dict[str, float]
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
@@ -254,7 +287,7 @@ class Manifest(_Record):
 
     @property
     def files(self) -> list[FileEntry]:
-        """Every file that the generation needs; names are relative to the shared folder."""
+        """Return all files of the generation; names are relative to the shared folder."""
         shards = self.searcher["shards"] if self.searcher else []
         return [c.file for c in self.chunks] + [FileEntry(*file) for shard in shards for file in shard["files"]]
 
@@ -304,7 +337,7 @@ def indexes_with_same_encoder(folder: Folder, step: int, parameters: str, dtype:
     Args:
         folder: the shared folder.
         step: of the export.
-        parameters: fingerprint of its towers.
+        parameters: fingerprint of its encoders.
         dtype: of the stored vectors.
         width: of a vector.
     """
@@ -481,10 +514,15 @@ def remove_generation(folder: Folder, generation: str) -> None:
 
 
 class RejectedIndex(NamedTuple):
-    """The record of a generation that must not be served."""
+    """The record of a generation that must not be served.
+
+    Attributes:
+        reason: for people.
+        retryable: another build may succeed, because files were damaged and the settings are right.
+    """
 
     reason: str
-    retryable: bool  # whether another build may succeed: its files were damaged, and its settings are not at fault
+    retryable: bool
 
 
 def names_of_export(folder: Folder, export: Export, corpus: str) -> list[str]:
@@ -540,7 +578,7 @@ def reject(folder: Folder, generation: str, reason: str, retryable: bool) -> Non
         folder: the shared folder.
         generation: its name.
         reason: for messages.
-        retryable: whether another build may succeed.
+        retryable: another build may succeed.
     """
     folder.write_json(f"index/{generation}{REJECTED}", {"reason": reason, "again": retryable})
 

@@ -4,7 +4,7 @@
     jobs/builder-<n>.json     the builder's process n
 
 Written by a thread when it changes and every HEARTBEAT_SECONDS, so that neither a long program nor slow storage hides a
-job that is alive. Clocks are never compared: a reader checks whether the counter has moved. Who reads it:
+job that is alive. Clocks are never compared: a reader checks if the counter has moved. Who reads it:
 `job.py`, `launch/status.py`.
 """
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 5.0
 TRAINER, BUILDER = "trainer", "builder"
-RUN_ID = "run.json"  # in the run folder
+RUN_ID = "run.json"  # in the run directory
 
 
 def process_name(job: str, number: int) -> str:
@@ -39,20 +39,31 @@ def process_name(job: str, number: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """The status of one job."""
+    """The status of one job.
 
-    run: str  # id of the run, the same over restarts
+    Attributes:
+        run: id of the run, the same over restarts.
+        stage: of the job, for people.
+        step: of REALM's training; of a builder, of the export that it builds; −1 for none.
+        counter: grows while the job is alive.
+        done: the job has finished.
+        index_done: the trainer needs no further generation.
+        index: export step of the generation in use, −1 for none.
+        pins: export steps whose generations must stay.
+    """
+
+    run: str
     stage: str = "starting"
-    step: int = -1  # of REALM's training; of a builder, of the export that it builds; −1 for none
-    counter: int = 0  # grows while the job is alive
+    step: int = -1
+    counter: int = 0
     done: bool = False
-    index_done: bool = False  # whether the trainer needs no further generation
-    index: int = -1  # export step of the generation in use, −1 for none
-    pins: tuple[int, ...] = ()  # export steps whose generations must stay
+    index_done: bool = False
+    index: int = -1
+    pins: tuple[int, ...] = ()
 
     @property
     def needs_index(self) -> bool:
-        """Whether the trainer may still take a generation."""
+        """Return True if the trainer may still adopt a generation."""
         return not (self.index_done or self.done)
 
 
@@ -126,7 +137,7 @@ class StatusWriter:
         """Set fields of the status, to be written soon; a change of only the step can wait for the next heartbeat.
 
         Args:
-            wait: whether to return only after a try to write it.
+            wait: return only after a try to write it.
             **changes: fields of `Status`.
         """
         with self._changing:
@@ -166,8 +177,8 @@ def trainer_status(folder: Folder, workdir: Path, needs_index: bool) -> Iterator
 
     Args:
         folder: the shared folder.
-        workdir: the run folder.
-        needs_index: whether a later step takes generations of a builder.
+        workdir: the run directory.
+        needs_index: a later step adopts generations of a builder.
 
     Raises:
         UserError: the shared folder is another run's.

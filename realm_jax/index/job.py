@@ -24,11 +24,11 @@ from realm_jax.index.files import (
     export_step,
     export_steps,
     generation_names,
+    read_encoders,
     read_export,
     read_manifest,
     read_queries,
     read_rejection,
-    read_towers,
     remove_generation,
 )  # fmt: skip
 from realm_jax.index.heartbeat import BUILDER, TRAINER, Status, StatusWriter, process_name, read_status
@@ -79,7 +79,7 @@ class Job:
         self._status = StatusWriter(folder, process_name(BUILDER, worker.process), Status(""))
         self._damaged_exports: set[int] = set()  # steps whose export was found damaged; the trainer may write it again
         self._last_heartbeat: tuple[str, int] | None = None  # run and counter of the trainer
-        self._heartbeat_moved = False  # whether the trainer's counter moved since this process started
+        self._heartbeat_moved = False  # the trainer's counter has moved since this process started
         self._quiet_since = time.monotonic()
         self._timed_out = False  # no longer waits for the trainer, which may still start
 
@@ -185,19 +185,19 @@ class Job:
         """Build the generation of an export, then remove generations that are no longer needed."""
         self._status.update(wait=True, stage="building", step=export.step)  # so that the trainer keeps the export
         try:
-            arrays, queries = read_towers(self._folder, export), read_queries(self._folder, export)
+            arrays, queries = read_encoders(self._folder, export), read_queries(self._folder, export)
         except Damaged:
             self._damaged_exports.add(export.step)
             raise
         self._damaged_exports.discard(export.step)
-        towers = jax.device_put(to_params(arrays), replicated(self._run.mesh))  # once, not for every batch
+        encoders = jax.device_put(to_params(arrays), replicated(self._run.mesh))  # once, not for every batch
         rows = self._run.sources.passages.stored_rows
         with StageProgress(f"index {export.step}", rows) as bar:
             builder = run_builder(
                 self._run, self._folder, worker=self._worker, check=partial(stop.check, SAFE),
                 on_progress=lambda done, total: bar.update(rows * done // total),
             )  # fmt: skip
-            newest = builder.build(export, lambda rows: self._run.embed(towers, rows=rows), queries)
+            newest = builder.build(export, lambda rows: self._run.embed(encoders, rows=rows), queries)
         # The newest few stay, the one in use, pinned ones, and those that will be adopted at their steps.
         if (trainer := read_status(self._folder, TRAINER)) is None:
             return
@@ -209,7 +209,7 @@ class Job:
                 remove_generation(self._folder, name)
 
     def _trainer_is_done(self) -> bool:
-        """Return whether the trainer needs no further index, or sent no heartbeat for too long by the local clock."""
+        """Return True if the trainer needs no further index, or sent no heartbeat for too long by the local clock."""
         trainer = read_status(self._folder, TRAINER)
         heartbeat = None if trainer is None else (trainer.run, trainer.counter)
         if heartbeat != self._last_heartbeat:

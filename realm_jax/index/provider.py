@@ -32,7 +32,7 @@ class Interrupted(Exception):
 
 
 def shared_folder(run: Run) -> Folder:
-    """Return the folder of exports, generations and job status: the run folder, or `refresh.shared`."""
+    """Return the folder of exports, generations and job status: the run directory, or `refresh.shared`."""
     return open_folder(run.config.refresh.shared or run.workdir)
 
 
@@ -54,7 +54,7 @@ class InlineIndexProvider:
         """
         self._run, self._task, self._on_progress, self._start_vectors = task.run, task, on_progress, start_vectors
         self._needs_vectors = needs_vectors(task.name, task.run.config)
-        self._searches_exactly = task.name != "realm"  # hosts search for REALM alone
+        self._searches_exactly = task.name != "realm"  # hosts search for REALM only
 
     def __enter__(self) -> Self:
         return self
@@ -81,10 +81,10 @@ class InlineIndexProvider:
         due = every > 0 and step % every == 0 and index is not None and step != index.step
         if index is not None and not due:
             return None
-        tower = None
+        query_encoder = None
         if self._run.config.retrieval.query_params == "generation":  # a copy, because the step donates its state
-            tower = jax.tree.map(jnp.copy, params[self._run.model.embedder_names[0]])
-        return self._embed(step, params, tower, first=index is None, exact=self._searches_exactly)
+            query_encoder = jax.tree.map(jnp.copy, params[self._run.model.embedder_names[0]])
+        return self._embed(step, params, query_encoder, first=index is None, exact=self._searches_exactly)
 
     def control_signal(self, step: int) -> ControlSignal:
         """Return which generation this process has ready; called once a step, after `maybe_refresh`."""
@@ -99,7 +99,7 @@ class InlineIndexProvider:
         """
 
     def resume(
-        self, step: int, record: dict[str, Any], vectors: NDArray | None, tower: Params | None
+        self, step: int, record: dict[str, Any], vectors: NDArray | None, query_encoder: Params | None
     ) -> LoadedIndex | None:
         """Return the index that was in use when a checkpoint was saved, from saved vectors or from its generation.
 
@@ -107,7 +107,7 @@ class InlineIndexProvider:
             step: of the checkpoint.
             record: of the checkpoint.
             vectors: saved with it, [rows or more, width]; None if none were.
-            tower: the saved query encoder that searches; None for the current one.
+            query_encoder: the saved query encoder that searches; None for the current one.
 
         Raises:
             Interrupted: a process was asked to stop.
@@ -123,7 +123,7 @@ class InlineIndexProvider:
         if vectors is None:
             return None
         vectors = vectors[: self._run.context.rows]
-        return self._of_vectors(vectors, index_step, tower, exact=self._searches_exactly)
+        return self._of_vectors(vectors, index_step, query_encoder, exact=self._searches_exactly)
 
     def restore(self, generation: str, step: int) -> LoadedIndex:
         """Return the index of the generation that a checkpoint names.
@@ -174,11 +174,11 @@ class InlineIndexProvider:
         return index if index is not None and self._is_current(step, index) else self._embed(step, params)
 
     def _is_current(self, step: int, index: LoadedIndex) -> bool:
-        """Return whether the passage encoder at `step` is that with which an index was made."""
+        """Return True if an index has the vectors of the passage encoder at `step`."""
         frozen = self._task.retrieves and self._run.model.embedder_names[-1] not in self._task.trained
         return index.step == step or frozen
 
-    def _embed(self, step: int, params: Params, tower: Params | None = None, first: bool = False,
+    def _embed(self, step: int, params: Params, query_encoder: Params | None = None, first: bool = False,
               exact: bool = True) -> LoadedIndex:  # fmt: skip
         """Embed the corpus and return its index; `first`: by the parameters with which the task starts."""
         if not self._needs_vectors:
@@ -188,20 +188,22 @@ class InlineIndexProvider:
             vectors = self._start_vectors(self._run, self._task.name, params, self._on_progress)
         else:
             vectors = self._run.embed(params, lambda _: self._on_progress())
-        return self._of_vectors(vectors, step, tower, exact)
+        return self._of_vectors(vectors, step, query_encoder, exact)
 
-    def _of_vectors(self, vectors: NDArray, step: int, tower: Params | None, exact: bool) -> LoadedIndex:
+    def _of_vectors(self, vectors: NDArray, step: int, query_encoder: Params | None, exact: bool) -> LoadedIndex:
         """Return the index of vectors that the trainer made.
 
         Args:
             vectors: [rows, width].
             step: at which they were made.
-            tower: the query encoder that searches; None for the current one.
-            exact: whether devices search, also if hosts search for REALM.
+            query_encoder: the query encoder that searches; None for the current one.
+            exact: devices search, also if hosts search for REALM.
         """
         run = self._run
         stored = vectors.astype(numpy_dtype(run.config.model.dtype))  # [rows, width]
         if run.scann_config is None or exact:
-            return LoadedIndex(run.index(stored)._replace(tower=tower), stored, step)
+            return LoadedIndex(run.index(stored)._replace(query_encoder=query_encoder), stored, step)
         searcher = Searcher.build(stored, run.scann_config)
-        return LoadedIndex(run.index_without_vectors._replace(tower=tower), stored, step, searcher=searcher)
+        return LoadedIndex(
+            run.index_without_vectors._replace(query_encoder=query_encoder), stored, step, searcher=searcher
+        )

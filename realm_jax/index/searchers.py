@@ -65,19 +65,30 @@ PARALLEL_RENEWALS = 8  # shards, each of which needs up to 2 GB of memory
 
 
 class ReusableIndex(NamedTuple):
-    """A generation from which another one takes shards, or centroids and codebooks."""
+    """A generation whose shards, or centroids and codebooks, another generation can use.
+
+    Attributes:
+        manifest: of the earlier generation.
+        shared: its first shards, if both begin with the same vectors. If there are none, every new shard takes the
+            centroids and codebook of the shard of the same rows.
+    """
 
     manifest: Manifest
-    shared: tuple[dict[str, Any], ...] = ()  # its first shards, if the other begins with the same vectors
-    # If no shard is shared, every shard of the other takes the centroids and codebook of the shard of the same rows.
+    shared: tuple[dict[str, Any], ...] = ()
 
 
 class ShardTask(NamedTuple):
-    """A shard to build."""
+    """A shard to build.
 
-    rows: tuple[int, int]  # first, and the one after the last
-    name: str  # of its folder
-    earlier: dict[str, Any] | None  # the entry of the shard whose centroids and codebook it takes
+    Attributes:
+        rows: first row, and row after the last.
+        name: of its folder.
+        earlier: entry of the shard whose centroids and codebook it takes; None to learn them.
+    """
+
+    rows: tuple[int, int]
+    name: str
+    earlier: dict[str, Any] | None
 
 
 def build_searchers(
@@ -119,12 +130,12 @@ def build_searchers(
                 earlier = teacher.searcher["shards"][number] if teacher and teacher.searcher else None
                 yield ShardTask(ranges[number], f"{parent}/{name}-{uuid.uuid4().hex[:8]}", earlier)
 
-    # ScaNN learns with all cores, but encodes rows with centroids that are given with one core.
+    # ScaNN trains with all cores, but encodes rows by existing centroids with one core.
     workers = 1 if teacher is None else min(len(ranges), usable_cores(), PARALLEL_RENEWALS)
     build = partial(_build, folder, manifest, settings)
     for failure in ordered_parallel_map(build, missing_shards(), workers, few=2):
         if failure:
-            logger.warning("%s; the shard learns its centroids anew", failure)
+            logger.warning("%s; the shard learns new centroids", failure)
     marks = files_by_row_range(folder, parent, DONE)
     for first, last in ranges:
         path = f"{parent}/{marks.get(row_range_name(first, last))}"
@@ -180,7 +191,7 @@ def reusable_shards(folder: Folder, manifest: Manifest, settings: ScannConfig) -
     for other in indexes_with_same_encoder(folder, manifest.step, manifest.parameters, manifest.dtype, manifest.width):
         if other.searcher is None or other.searcher["settings"] != settings_json:
             continue
-        # How many rows both generations begin with that have the same vectors, in complete chunks.
+        # Number of first rows that have the same vectors in both generations, in complete chunks.
         equal_chunks = takewhile(lambda pair: pair[0] == pair[1], zip(manifest.chunks, other.chunks, strict=False))
         rows = sum(chunk.last - chunk.first for chunk, _ in equal_chunks)
         trees = takewhile(lambda shard: shard["leaves"], other.searcher["shards"])
@@ -280,7 +291,7 @@ def _build(folder: Folder, manifest: Manifest, settings: ScannConfig, task: Shar
             except UNUSABLE as error:
                 failure = str(error)
         if tree_size is None:
-            output = Path(scratch, "learnt")
+            output = Path(scratch, "learned")
             output.mkdir()
             tree_size = build_shard(vectors, settings, output)
         files = [folder.write_entry(f"{task.name}/{path.name}", path.read_bytes()) for path in sorted(output.iterdir())]

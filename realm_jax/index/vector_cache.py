@@ -1,8 +1,7 @@
 """Embed a corpus, and only the passages whose vectors this machine does not have yet.
 
-The encoder that a run starts with, or that no task trains, is embedded here. What training changes goes through
-`Run.embed`, because its vectors would fill the cache and never be asked for again. How a passage becomes a vector:
-`retrieval/embed.py`.
+We cache vectors of the encoder that a run starts with, or that no task trains. Encoders in training use `Run.embed`,
+because their vectors would fill the cache and never be read again. `retrieval/embed.py` embeds a passage.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ from realm_jax.cache import CacheEntry, cache_bytes
 from realm_jax.checksums import arrays_digest, named_arrays
 from realm_jax.console import StageProgress
 from realm_jax.environment import environment
-from realm_jax.index.exporter import tower_settings
+from realm_jax.index.exporter import encoder_settings
 from realm_jax.mesh import to_host
 from realm_jax.models.layers import Params
 from realm_jax.processes import is_process_0, same_on_all_processes
@@ -49,7 +48,7 @@ def embed_with_cache(
         run: with the corpus.
         params: all parameters.
         on_progress: called again and again meanwhile.
-        bar: whether a terminal may show a progress bar.
+        bar: show a progress bar on a terminal.
 
     Returns:
         [rows, width].
@@ -79,7 +78,7 @@ def embed_with_cache(
     missing = np.flatnonzero(~known if are_same else np.ones_like(known))
     counts = len(known), len(known) - len(missing), cache.path, len(missing)
     logger.info("%d passages: %d have their vectors in %s, %d are to be embedded", *counts)
-    missing = missing[np.argsort(run.corpus.lengths[missing], kind="stable")]  # so that pieces have few buckets
+    missing = missing[np.argsort(run.corpus.lengths[missing], kind="stable")]  # so that pieces have few padded lengths
     with show_progress(len(missing)) if len(missing) else contextlib.nullcontext() as progress:
         for start in range(0, len(missing), PIECE):
             rows = missing[start : start + PIECE]
@@ -93,7 +92,15 @@ def embed_with_cache(
 
 
 def share_to_embed(run: Run, params: Params) -> float:
-    """Return the share of the passages whose vectors by `params` the cache does not have."""
+    """Return the share of the passages whose vectors are not in the cache.
+
+    Args:
+        run: with the corpus.
+        params: with the passage encoder.
+
+    Returns:
+        0 to 1.
+    """
     if not cache_bytes():
         return 1.0
     known, _ = VectorCache(encoder_digest(run, params)).find(row_keys(run.corpus))
@@ -101,10 +108,14 @@ def share_to_embed(run: Run, params: Params) -> float:
 
 
 def embed_unknown(run: Run, params: Params) -> Callable[[CorpusRows], NDArray[np.float32]]:
-    """Return a function that embeds any rows by the passage encoder of `params`: the bits of `run.embed`.
+    """Return a function that embeds rows with the passage encoder, with the bits of `run.embed`.
 
-    It only computes passages that the cache does not have. Nothing is added to the cache: an encoder that is not there
-    may be one in training.
+    It only computes passages that are not in the cache. It adds nothing to the cache, because an encoder that is not
+    there may be in training.
+
+    Args:
+        run: with networks and tokenizer.
+        params: with the passage encoder.
     """
     if not cache_bytes():
         return lambda rows: run.embed(params, rows=rows)
@@ -126,11 +137,10 @@ def embed_unknown(run: Run, params: Params) -> Callable[[CorpusRows], NDArray[np
 
 
 class VectorCache:
-    """The vectors of one encoder on this machine's disk, whatever the corpus and its rows.
+    """The vectors of one encoder on this machine's disk, for passages of any corpus.
 
-    They are an entry of the cache, by a digest of everything that decides what the encoder computes. Each item of it
-    holds some passages: keys, which are digests of rows, uint32 [rows, 4], and vectors, float32 [rows, width]. Not for
-    towers in training, whose vectors nobody asks for again.
+    They are an entry of the cache, named by a digest of everything on which the encoder's output depends. Each item
+    holds some passages: keys, which are digests of rows, uint32 [rows, 4], and vectors, float32 [rows, width].
     """
 
     def __init__(self, encoder: str) -> None:
@@ -145,8 +155,7 @@ class VectorCache:
         Damaged parts are logged and skipped. A folder that cannot be read is logged once, and nothing is stored in it.
 
         Returns:
-            Which rows are known, [rows], and their vectors, [rows, width]: arbitrary for an unknown row, None if no row
-            is known.
+            True for known rows, [rows]; and vectors [rows, width], arbitrary for unknown rows, None if no row is known.
         """
         try:
             items = self._entry.items()
@@ -177,9 +186,11 @@ class VectorCache:
         return is_known, vectors if is_known.any() else None
 
     def add(self, keys: NDArray[np.uint64], vectors: NDArray[np.float32]) -> None:
-        """Store vectors [rows, width] by the keys of their rows, evicting the least recently used.
+        """Store vectors, and evict the least recently used items. A failure is logged.
 
-        A failure is logged.
+        Args:
+            keys: of the rows, see `row_keys`.
+            vectors: [rows, width] float32.
         """
         if not self._usable:
             return
@@ -192,7 +203,7 @@ class VectorCache:
 
 
 def row_keys(rows: CorpusRows) -> NDArray[np.uint64]:
-    """Return the keys of passages: a digest of their tokens and of where the title ends, uint64 [rows, 2]."""
+    """Return the keys of passages: a digest of their tokens and the title's length, uint64 [rows, 2]."""
     ids = rows.ids.astype(rows.ids.dtype.newbyteorder("<"), copy=False)
     parts = zip(ids, rows.lengths.tolist(), rows.title_lengths.astype("<u2"), strict=True)
     digests = (
@@ -203,15 +214,19 @@ def row_keys(rows: CorpusRows) -> NDArray[np.uint64]:
 
 
 def encoder_digest(run: Run, params: Params) -> str:
-    """Return a digest of an encoder: its parameters, and everything else that its vectors' bits depend on.
+    """Return a digest of the passage encoder: its parameters, and everything else on which the bits of vectors depend.
 
-    How many devices and processes share the work is not part of it, see `Run.embed`.
+    It does not depend on the number of devices and processes that share the work, see `Run.embed`.
+
+    Args:
+        run: with networks and tokenizer.
+        params: with the passage encoder.
     """
     variables, platform_name = environment(), run.mesh.devices.flat[0].platform
     file = Path("/proc/cpuinfo")  # compiled programs differ with what the processor can do
     lines = file.read_text().splitlines() if file.is_file() else []
     processor = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    dependencies = tower_settings(run) | {
+    dependencies = encoder_settings(run) | {
         "program": [
             BUCKET,
             GROUPS.get(platform_name, EMBED_BATCH),
@@ -224,6 +239,6 @@ def encoder_digest(run: Run, params: Params) -> str:
         "compiler": [jax.config.values[f"jax_{name}"] for name in COMPILER],
         "processor": processor,
     }
-    tower = named_arrays(params[run.model.embedder_names[-1]])
-    host = {name: to_host(array) for name, array in tower.items()}
+    encoder = named_arrays(params[run.model.embedder_names[-1]])
+    host = {name: to_host(array) for name, array in encoder.items()}
     return arrays_digest(host, json.dumps(dependencies, sort_keys=True).encode())[:32]

@@ -27,11 +27,11 @@ from realm_jax.index.files import (
     generation_names,
     load_parts,
     load_vectors,
+    read_encoders,
     read_export,
     read_manifest,
     read_queries,
     read_rejection,
-    read_towers,
     reject,
 )  # fmt: skip
 from realm_jax.index.searchers import load_searcher
@@ -78,7 +78,7 @@ class IndexWatcher:
         Args:
             first: first export step.
             last: last export step.
-            exactly: whether to note in `missing_steps` if the only step has no generation.
+            exactly: add the only step to `missing_steps` if it has no generation.
         """
         with self._lock:
             self._requested_steps, self._exactly = range(first, last + 1), exactly
@@ -87,7 +87,7 @@ class IndexWatcher:
 
     @property
     def ready(self) -> LoadedIndex | None:
-        """The newest wanted generation that is verified and loaded."""
+        """Return the newest requested generation that is verified and loaded, or None."""
         with self._lock:
             return self._ready
 
@@ -96,7 +96,7 @@ class IndexWatcher:
 
         Args:
             seconds: to wait at most.
-            should_stop: whether to stop waiting.
+            should_stop: returns True to stop waiting.
 
         Returns:
             The generation, or None if none is ready in time.
@@ -118,9 +118,9 @@ class IndexWatcher:
                 raise IncompatibleIndex(
                     f"{self._folder.path('index/' + generation)}: its {name} is {actual}, not {expected}"
                 )
-        tower, queries = self._tower_and_queries(manifest)
+        query_encoder, queries = self._query_encoder_and_queries(manifest)
         if self._run.scann_config is None:
-            index = generation_index(self._run, self._folder, manifest)._replace(tower=tower)
+            index = generation_index(self._run, self._folder, manifest)._replace(query_encoder=query_encoder)
             return LoadedIndex(index, None, manifest.step, generation, queries=queries)
         passages, stored = self._run.sources.passages, load_vectors(self._folder, manifest)  # [stored rows, width]
         vectors = stored[passages.visible_rows]  # [rows, width]: without rows that an edit of the corpus removed
@@ -128,27 +128,27 @@ class IndexWatcher:
             searcher = load_searcher(self._folder, manifest, stored, passages.stored_to_row)
         finally:  # once it is loaded, its files need no space on this machine's disk
             self._folder.remove_local_copies(f"index/{generation}")
-        index = self._run.index_without_vectors._replace(tower=tower)
+        index = self._run.index_without_vectors._replace(query_encoder=query_encoder)
         return LoadedIndex(index, vectors, manifest.step, generation, searcher, queries)
 
-    def _tower_and_queries(self, manifest: Manifest) -> tuple[Params | None, NDArray[np.float32] | None]:
+    def _query_encoder_and_queries(self, manifest: Manifest) -> tuple[Params | None, NDArray[np.float32] | None]:
         """Read a generation's export: the query encoder, if `retrieval.query_params` says that it searches, and the
         sample queries [count, width]; None for each that is not needed or gone."""
-        needs_tower = self._run.config.retrieval.query_params == "generation"
+        needs_query_encoder = self._run.config.retrieval.query_params == "generation"
         try:
             export = export_of(self._folder, manifest)
             if export is not None:
-                tower = None
-                if needs_tower:
+                query_encoder = None
+                if needs_query_encoder:
                     name = self._run.model.embedder_names[0]
-                    host_tower = to_params(read_towers(self._folder, export))[name]
-                    tower = jax.tree.map(put_with_sharding, host_tower, self._run.param_shardings[name])
-                return tower, read_queries(self._folder, export)
+                    host_params = to_params(read_encoders(self._folder, export))[name]
+                    query_encoder = jax.tree.map(put_with_sharding, host_params, self._run.param_shardings[name])
+                return query_encoder, read_queries(self._folder, export)
         except Damaged as error:
             self._log_once(f"{error}; generation {manifest.generation} is used without its export")
-        if needs_tower:
+        if needs_query_encoder:
             raise IncompatibleIndex(
-                f"the export of generation {manifest.generation} is gone, with the query tower that searches it"
+                f"the export of generation {manifest.generation} is gone, with the query encoder that searches it"
             )
         return None, None
 

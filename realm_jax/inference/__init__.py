@@ -1,5 +1,4 @@
-"""What a trained run says: answers, nearest passages, vectors, explanations, measurements, as values of JSON.
+"""Answers, nearest passages, vectors, explanations and metrics of a trained run, as values of JSON.
 
-Not here: how a run is opened (`train/trained_run.py`), what commands print (`cli/`). `realm_jax.api` and the commands
-share these functions.
+`realm_jax.api`, the service and the commands share these functions. `train/trained_run.py` opens a run.
 """

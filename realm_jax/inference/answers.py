@@ -1,6 +1,6 @@
-"""Answers to questions, and the nearest passages of texts, many at a time.
+"""Answer questions and find nearest passages in batches.
 
-Questions are answered by `realm_jax/eval/prediction.py`; here rows of the corpus become documents, titles and texts.
+`realm_jax/eval/prediction.py` answers with rows of the corpus; here rows become documents, titles and texts.
 """
 
 from collections.abc import Sequence
@@ -12,37 +12,58 @@ from realm_jax.data.questions import Question
 from realm_jax.eval.prediction import Answer as PredictedAnswer
 from realm_jax.train.trained_run import NBEST, TrainedRun, float32_digits, ranks_by_search, recorded_metrics
 
-NEAREST = 5  # passages of a search, if nothing else is asked for
+NEAREST = 5  # default number of passages of a search
 
 
-class Place(TypedDict):
-    """Where a passage is from. part: which of the passages of its document, from 0."""
+class PassageSource(TypedDict):
+    """The source of a passage.
+
+    Attributes:
+        id: of its document.
+        part: number of the passage in its document, from 0.
+        title: of its document.
+    """
 
     id: str
     part: int
     title: str
 
 
-class AnswerPassage(Place):
-    """The passage of an answer, which stands at the characters `span` of its text."""
+class AnswerPassage(PassageSource):
+    """The passage of an answer.
+
+    Attributes:
+        span: [start, end) of the answer in characters of the passage's text.
+        text: of the passage.
+    """
 
     span: list[int]
     text: NotRequired[str]
 
 
 class ScoredAnswer(TypedDict):
-    """An answer with its probability; passage: where it stands, None if no passage was found."""
+    """An answer with its probability.
+
+    Attributes:
+        answer: text.
+        probability: p(y|x).
+        passage: that holds the answer; None if no passage was retrieved.
+    """
 
     answer: str
     probability: float
     passage: AnswerPassage | None
 
 
-class Candidate(Place):
+class Candidate(PassageSource):
     """A passage that was read.
 
-    ranks: its places by the searches that found it, {"vectors": 3, "bm25": 1}; probability: p(z|x) among those read;
-    answer, span: the best answer in it, of a trained reader.
+    Attributes:
+        ranks: its rank from 1 in each search that returned it, {"vectors": 3, "bm25": 1}.
+        probability: p(z|x) among the passages that were read.
+        answer: the best answer in it, if a reader was trained.
+        span: [start, end) of this answer in characters.
+        text: of the passage.
     """
 
     ranks: dict[str, int]
@@ -58,9 +79,17 @@ Measured = TypedDict("Measured", {"exact_match": float | None, "recall@5": float
 class Answer(TypedDict):
     """A question and its answer.
 
-    answer, probability, passage: None if no reader was trained, or if only BM25 searches and no passage shares a word
-    with the question; nbest is empty then. nbest: the likeliest answers. candidates: the passages that were read.
-    measured: what the run measured of itself, and on which questions or sentences; None if it has no results yet.
+    If no reader was trained, or if only BM25 searches and no passage shares a word with the question, there is no
+    answer.
+
+    Attributes:
+        question: without white space around it.
+        answer: the most probable answer, or None.
+        probability: p(y|x), or None.
+        passage: of the answer, or None.
+        nbest: the most probable answers.
+        candidates: the passages that were read.
+        measured: metrics that the run recorded, and on which questions or sentences; None if it has no results yet.
     """
 
     question: str
@@ -72,8 +101,14 @@ class Answer(TypedDict):
     measured: Measured | None
 
 
-class NearPassage(Place):
-    """A passage that a search found; ranks: as of `Candidate`; score: the retriever's."""
+class NearPassage(PassageSource):
+    """A passage that a search returned.
+
+    Attributes:
+        ranks: see `Candidate`.
+        score: inner product of its vector with the query's.
+        text: of the passage.
+    """
 
     ranks: dict[str, int]
     score: float
@@ -81,7 +116,13 @@ class NearPassage(Place):
 
 
 class Nearest(TypedDict):
-    """The nearest passages of a question. index_step: the step of the towers that found them."""
+    """The nearest passages of a question.
+
+    Attributes:
+        question: without white space around it.
+        index_step: training step of the encoders.
+        candidates: the best first.
+    """
 
     question: str
     index_step: int
@@ -89,7 +130,14 @@ class Nearest(TypedDict):
 
 
 def answers(trained: TrainedRun, questions: Sequence[str], top: int | None = None, batch_size: int = 1) -> list[Answer]:
-    """Answers to checked questions, `batch_size` at a time. top: candidates to give (default: all that were read)."""
+    """Answer questions.
+
+    Args:
+        trained: the opened run.
+        questions: which `check_question` accepts.
+        top: number of candidates in a reply; None for all passages that were read.
+        batch_size: questions of a batch.
+    """
     evaluator = trained.evaluator([Question(question, []) for question in questions], batch_size)
     store, reads = trained.run.sources.passages, trained.reads
     measured = None
@@ -99,13 +147,13 @@ def answers(trained: TrainedRun, questions: Sequence[str], top: int | None = Non
     for question, prediction in zip(questions, evaluator.predict(trained.params, trained.index), strict=True):
         ranks = dict(zip(prediction.retrieved.tolist(), map(ranks_by_search, prediction.ranks.tolist()), strict=True))
         passages = prediction.candidates
-        # Without a reader the order of the search is all that is known; one that learnt from blanks does not change it.
+        # Without a reader, or with one that has seen no question, the candidates stay in the order of the search.
         if reads and not trained.reads_blanks:
             passages = sorted(passages, key=lambda passage: -passage.probability)
         candidates = []
         for row, probability, (start, end) in passages[:top]:
-            text, place = store.text(row), passage_place(trained, row)
-            candidate = Candidate(**place, ranks=ranks[row], probability=probability, text=text)
+            text, source = store.text(row), passage_source(trained, row)
+            candidate = Candidate(**source, ranks=ranks[row], probability=probability, text=text)
             if reads:
                 candidate |= {"answer": text[start:end], "span": [start, end]}
             candidates.append(candidate)
@@ -114,7 +162,7 @@ def answers(trained: TrainedRun, questions: Sequence[str], top: int | None = Non
             measured=measured,
         )  # fmt: skip
         if candidates and reads:
-            nbest = [scored_answer(trained, one) for one in prediction.nbest[:NBEST]]
+            nbest = [scored_answer(trained, predicted) for predicted in prediction.nbest[:NBEST]]
             passage = nbest[0]["passage"]
             if passage is not None:
                 passage = AnswerPassage(**passage, text=store.text(prediction.nbest[0].row))
@@ -125,14 +173,21 @@ def answers(trained: TrainedRun, questions: Sequence[str], top: int | None = Non
 
 
 def nearest(trained: TrainedRun, questions: Sequence[str], top: int = NEAREST, batch_size: int = 1) -> list[Nearest]:
-    """The `top` nearest passages of checked questions, without an answer, `batch_size` questions at a time."""
+    """Find the nearest passages of questions.
+
+    Args:
+        trained: the opened run.
+        questions: which `check_question` accepts.
+        top: passages of each question.
+        batch_size: questions of a batch.
+    """
     evaluator = trained.evaluator([Question(question, []) for question in questions], batch_size)
-    ranking = evaluator.find(trained.params, trained.index, top)  # [questions, top] each
+    ranking = evaluator.ranking(trained.params, trained.index, top)  # [questions, top, …]
     replies = []
     for question, *columns in zip(questions, *(column.tolist() for column in ranking), strict=True):
         candidates = [
             NearPassage(
-                **passage_place(trained, row),
+                **passage_source(trained, row),
                 ranks=ranks_by_search(ranks),
                 score=score,
                 text=trained.run.sources.passages.text(row),
@@ -144,14 +199,24 @@ def nearest(trained: TrainedRun, questions: Sequence[str], top: int = NEAREST, b
     return replies
 
 
-def passage_place(trained: TrainedRun, row: int) -> Place:
-    """Where the passage of a row is from."""
+def passage_source(trained: TrainedRun, row: int) -> PassageSource:
+    """Return the source of a passage.
+
+    Args:
+        trained: the opened run.
+        row: of the corpus.
+    """
     store = trained.run.sources.passages
     document = store.document_id(row)
-    return Place(id=document, part=row - store.rows_of(document).start, title=store.title(row))
+    return PassageSource(id=document, part=row - store.rows_of(document).start, title=store.title(row))
 
 
 def scored_answer(trained: TrainedRun, answer: PredictedAnswer) -> ScoredAnswer:
-    """An answer with the place of its passage."""
-    passage = AnswerPassage(**passage_place(trained, answer.row), span=list(answer.span)) if answer.row >= 0 else None
+    """Return an answer with the source of its passage.
+
+    Args:
+        trained: the opened run.
+        answer: with a row of the corpus, or -1 for none.
+    """
+    passage = AnswerPassage(**passage_source(trained, answer.row), span=list(answer.span)) if answer.row >= 0 else None
     return ScoredAnswer(answer=answer.text, probability=float32_digits(answer.probability), passage=passage)

@@ -1,9 +1,8 @@
 """Inspect a prediction: the paper's table 3 for any sentence with a blank, or for a question.
 
-For a text x and what is to be predicted of it, y: p(z|x) and p(y|z,x) of every passage z that is read, the marginal
-p(y|x), and the posterior p(z|x,y) that says which passage explains y. Posterior less prior is r(z), the weight of a
-passage's score in the gradient of log p(y|x) (Guu et al. 2020, section 3.3). How it is shown is
-`realm_jax/cli/inspect.py`.
+For a text x and a prediction y: p(z|x) and p(y|z,x) of every passage z that is read, the marginal p(y|x), and the
+posterior p(z|x,y), which tells how far a passage explains y. Posterior minus prior is r(z), the weight of a passage's
+score in the gradient of log p(y|x) (Guu et al. 2020, section 3.3). `realm_jax/cli/inspect.py` shows it.
 """
 
 import dataclasses
@@ -37,21 +36,29 @@ from realm_jax.forward import (
     read_targets,
     stored_scores,
 )
-from realm_jax.inference.answers import Place, passage_place
+from realm_jax.inference.answers import PassageSource, passage_source
 from realm_jax.mesh import to_host
 from realm_jax.models.layers import Params
 from realm_jax.models.losses import NEG_INF, log_prior, log_sum_selected
 from realm_jax.run import Run, put_batch
 from realm_jax.train.trained_run import TrainedRun
 
-GUESSING = 8  # candidates whose answers are weighed, as many as the paper has; each answer is read with all candidates
+GUESSING = 8  # candidates that propose answers, as in the paper; each answer is read with all candidates
 _BLANK = re.compile(r"_{2,}|\[([^\[\]]+)\]")
 
 
 class InspectedPassage(TypedDict):
-    """A candidate z: where it is from, p(z|x), p(y|z,x), p(z|x,y) and r(z) = p(z|x,y) − p(z|x).
+    """A candidate z.
 
-    The null document's id is None; so are posterior and gain if the answer is in none of the passages.
+    Attributes:
+        id: of its document; None for the null document.
+        part: number of the passage in its document, from 0.
+        title: of its document.
+        text: of the passage.
+        prior: p(z|x).
+        likelihood: p(y|z,x).
+        posterior: p(z|x,y); None if the answer is in none of the passages.
+        gain: r(z) = p(z|x,y) − p(z|x); None if there is no posterior.
     """
 
     id: str | None
@@ -65,19 +72,31 @@ class InspectedPassage(TypedDict):
 
 
 class OtherAnswer(TypedDict):
-    """An answer that is less likely, with its p(y|x)."""
+    """A less probable answer.
+
+    Attributes:
+        answer: text.
+        probability: p(y|x).
+    """
 
     answer: str
     probability: float
 
 
 class Inspection(TypedDict):
-    """How a run predicts a text.
+    """A prediction and the passages that explain it.
 
-    task, step: whose parameters; probability: p(y|x), the marginal over the passages, whose priors add up to 1; alone:
-    p(y|x) with the null document, None for a question; held: the share of exp(score) over the whole corpus that the
-    passages have; others: the likeliest first; bert: p(y|x) of a reader that was trained without passages, if one is
-    compared with.
+    Attributes:
+        text: sentence or question.
+        task: of the parameters.
+        step: of the parameters.
+        answer: y.
+        probability: p(y|x), the marginal over the passages, whose priors sum to 1.
+        alone: p(y|x) with the null document; None for a question.
+        held: share of Σ exp(score) over all passages of the corpus that the listed passages have.
+        others: less probable answers, the most probable first.
+        passages: in the order of the prior.
+        bert: p(y|x) of a reader that was trained without passages, if it was requested.
     """
 
     text: str
@@ -93,7 +112,13 @@ class Inspection(TypedDict):
 
 
 class Masked(NamedTuple):
-    """A sentence cut at its blank. answer: what stands there, or None if that is to be found out."""
+    """A sentence with a blank.
+
+    Attributes:
+        before: text before the blank.
+        answer: words of the blank; None if they are to be predicted.
+        after: text after the blank.
+    """
 
     before: str
     answer: str | None
@@ -101,7 +126,7 @@ class Masked(NamedTuple):
 
 
 def parse(text: str) -> Masked | None:
-    """A sentence with one blank, `___` or `[what stands there]`; None for one without. Raises UserError for more."""
+    """Parse a sentence with one blank, `___` or `[the words]`; return None without one. Raises UserError for more."""
     blanks = list(_BLANK.finditer(text))
     if not blanks:
         return None
@@ -113,12 +138,17 @@ def parse(text: str) -> Masked | None:
 
 
 def inspected_task(config: Config, is_question: bool) -> str | None:
-    """The task whose parameters are meant when none is named; None: the last."""
+    """Return the default task to inspect; None for the last.
+
+    Args:
+        config: of the run.
+        is_question: True for a question, False for a sentence with a blank.
+    """
     return "realm" if "realm" in task_names(config) and not is_question else None
 
 
 def check_has_priors(trained: TrainedRun) -> None:
-    """Raise UserError for a run that finds no passages by vectors."""
+    """Raise UserError for a run that does not search by vectors."""
     if trained.index.vectors is None:
         raise UserError(
             f"there is no p(z|x) to look at: task {trained.task} of {trained.run.workdir} finds no passages by their "
@@ -130,34 +160,41 @@ def check_has_priors(trained: TrainedRun) -> None:
 
 
 def masked_text(run: Run, text: Masked, pieces: int) -> Example:
-    """The arrays of one REALM example; see `Task.example_spec`. pieces: of a blank whose answer is not known.
+    """Return the arrays of a masked sentence, see `Task.example_spec`.
 
-    Its own passage is looked for by its text, as in pre-training. Raises UserError for a text or an answer that is too
-    long or empty.
+    As in pre-training, passages that contain the sentence do not take part.
+
+    Args:
+        run: with tokenizer and lengths.
+        text: the sentence.
+        pieces: tokens of the blank, if its answer is not known.
+
+    Raises:
+        UserError: the text or its answer is empty or too long.
     """
     lengths, tokenizer = run.lengths, run.sources.tokenizer
     before = np.array(tokenizer.encode(text.before.rstrip()).ids, np.int32)
     after = np.array(tokenizer.encode_behind(MARK, text.after), np.int32)
     answer = [0] * pieces if text.answer is None else tokenizer.encode_behind(text.before, text.answer)
     targets = np.array(answer, np.int32)
-    whole = np.concatenate([before, targets, after])
+    unmasked = np.concatenate([before, targets, after])
     if not len(targets):
         raise UserError(f"the blank [{text.answer}] holds no token; write a word in it, or ___")
     if len(targets) > lengths.predictions:
         raise UserError(f"the blank has {len(targets)} tokens, but this run predicts at most {lengths.predictions}")
-    if len(whole) > lengths.query - 2:
-        raise UserError(f"the text has {len(whole):,} tokens, but this run reads at most {lengths.query - 2}")
+    if len(unmasked) > lengths.query - 2:
+        raise UserError(f"the text has {len(unmasked):,} tokens, but this run reads at most {lengths.query - 2}")
     slots = np.arange(lengths.predictions)
     used = slots < len(targets)
     sentence = np.zeros(lengths.query, tokenizer.dtype)
-    sentence[: len(whole)] = whole
+    sentence[: len(unmasked)] = unmasked
     masked = np.concatenate([before, np.full(len(targets), tokenizer.mask_id, np.int32), after])
     return {
         "positions": np.where(used, 1 + len(before) + slots, 0).astype(np.int32),
         "targets": np.pad(targets, (0, lengths.predictions - len(targets))),
         "weights": used.astype(np.float32),
         "sentence": sentence,
-        "sentence_length": np.int32(0 if text.answer is None else len(whole)),
+        "sentence_length": np.int32(0 if text.answer is None else len(unmasked)),
         "own_row": np.int32(-1),
     } | query_arrays(masked, lengths.query, tokenizer)
 
@@ -165,29 +202,30 @@ def masked_text(run: Run, text: Masked, pieces: int) -> Example:
 def inspect_sentence(
     trained: TrainedRun, sentence: str, text: Masked, pieces: int = 1, bert: tuple[Run, Params] | None = None
 ) -> Inspection:
-    """How a run fills the blank of a sentence; without an answer, with the likeliest one of `pieces` tokens.
+    """Inspect how a run fills the blank of a sentence.
 
-    Answers that are weighed against each other are the likeliest with each of the first GUESSING candidates.
+    If the answer is not known, the most probable answer with each of the first GUESSING candidates is read with all
+    candidates, and we take the best.
 
     Args:
-      trained: the run.
-      sentence: as it was given.
-      text: the same, cut at its blank.
-      pieces: tokens of a blank whose answer is not known.
-      bert: a run whose reader was trained without passages, and its parameters, for comparison.
+        trained: the run.
+        sentence: the input, which the result repeats.
+        text: the same, parsed.
+        pieces: tokens of the blank, if its answer is not known.
+        bert: a run whose reader was trained without passages, and its parameters, for comparison.
 
     Raises:
-      UserError: as `masked_text`.
+        UserError: see `masked_text`.
     """
     run, tokenizer = trained.run, trained.run.sources.tokenizer
     example = masked_text(run, text, pieces)
     count = int(example["weights"].sum())
-    if run.config.realm.uses_span_marginal:  # the retriever is asked without the blank
+    if run.config.realm.uses_span_marginal:  # the retriever's query has no blank
         words = example["query"][1 : example["query_length"] - 1]
-        asked = query_arrays(words[words != tokenizer.mask_id], run.lengths.query, tokenizer)
-        example = with_reader_query(example) | asked
-    if (find := run.bm25_for_masked_sentence) is not None:
-        example |= find(f"{text.before} {text.after}", -1)
+        query = query_arrays(words[words != tokenizer.mask_id], run.lengths.query, tokenizer)
+        example = with_reader_query(example) | query
+    if (bm25_arrays := run.bm25_for_masked_sentence) is not None:
+        example |= bm25_arrays(f"{text.before} {text.after}", -1)
     (outputs,) = _inspect_examples(trained, [example])
     targets = example["targets"][:count]
     if text.answer is not None:
@@ -205,7 +243,7 @@ def inspect_sentence(
             OtherAnswer(answer=other["answer"], probability=other["probability"]) for other, _ in others
         ]
     if bert is not None:
-        # The very same tokens: pieces that were guessed, such as `##nri`, are others if they are encoded again as text.
+        # Use the same tokens: predicted pieces, such as `##nri`, would change if they were encoded again as text.
         other, params = bert
         batch = _put(other, [_filled_in(masked_text(other, text, count), targets)])
         inspection["bert"] = float(np.exp(to_host(_null_log_likelihood(other.context, params, batch)))[0])
@@ -213,10 +251,14 @@ def inspect_sentence(
 
 
 class InspectionOutputs(NamedTuple):
-    """What `inspect_batch` gives for each text of a batch; candidates are the null document and k passages.
+    """The result of `inspect_batch`. Candidates are the null document and k passages.
 
-    rows [batch, k]; log_p(z|x) prior and log p(y|z,x) reading [batch, 1 + k]; held [batch]; guesses [batch, 1 + k, m]:
-    the likeliest piece in every slot.
+    Attributes:
+        rows: of the passages, [batch, k].
+        prior: log p(z|x), [batch, 1 + k].
+        reading: log p(y|z,x), [batch, 1 + k].
+        held: see `Inspection`, [batch].
+        guesses: the most probable token in every slot, [batch, 1 + k, m].
     """
 
     rows: Any
@@ -231,24 +273,36 @@ def inspect_batch(
     realm: RealmConfig, context: StaticContext, frozen_passages: bool, params: Params, batch: Any, index: Index,
     special: Any,
 ) -> InspectionOutputs:  # fmt: skip
-    """Retrieve for masked texts and read them with every candidate. special [s] int: the pieces that are no text."""
+    """Retrieve for masked texts and read them with every candidate.
+
+    Args:
+        realm: see `forward.py`.
+        context: see `forward.py`.
+        frozen_passages: passages keep the vectors of the index.
+        params: all parameters.
+        batch: masked sentences, [batch, …].
+        index: that is searched.
+        special: special tokens, which are never predicted, [s] int.
+    """
     read = read_masked(realm, context, params, batch, index, None, frozen_passages)
     reading = (read.log_p * batch["weights"][:, None]).sum(axis=-1)  # [batch, 1 + k]
     passages = gather_passages(index, read.candidates.rows)
     if realm.uses_span_marginal:
-        # The likeliest span of each passage with as many pieces as the blank has.
+        # The most probable span of each passage with as many tokens as the blank.
         spans = masked_spans(context, params, batch, passages)
         size = batch["weights"].sum(axis=1).astype(jnp.int32)[:, None, None, None]
         scores = jnp.where(spans.allowed, spans.scores, NEG_INF)
         start = jnp.take_along_axis(scores, size - 1, axis=-1)[..., 0].argmax(axis=-1)  # [batch, k]
-        slots = start[..., None] + jnp.arange(batch["targets"].shape[1])
+        slots = start[..., None] + jnp.arange(batch["targets"].shape[1])  # [batch, k, m]
         last = spans.reader_input.ids.shape[-1] - 1
         guesses = jnp.take_along_axis(spans.reader_input.ids, jnp.minimum(slots, last), axis=-1)  # [batch, k, m]
-        guesses = jnp.concatenate([guesses[:, :1], guesses], axis=1)  # the null document shows none: as the first does
+        guesses = jnp.concatenate([guesses[:, :1], guesses], axis=1)  # the null document has no spans: repeat the first
     else:
         parts = []
         for documents in (null_candidates(context, batch), passages):
-            words = context.model.reader.read_words(params, *masked_inputs(batch, documents))
+            words = context.model.reader.read_words(
+                params, *masked_inputs(batch, documents)
+            )  # [batch · k, m, vocabulary]
             best = words.at[..., special].set(-jnp.inf).argmax(axis=-1)
             parts.append(best.reshape(*documents.ids.shape[:2], -1))
         guesses = jnp.concatenate(parts, axis=1)  # [batch, 1 + k, m]
@@ -259,21 +313,21 @@ def inspect_batch(
 
 
 def _log_total(context: StaticContext, params: Params, batch: Any, index: Index) -> jax.Array:
-    """log Σ exp(score) over the whole corpus, [batch]."""
-    queries = embed_searching_queries(context, params, batch, index.tower)
-    scores = jnp.einsum("bd,nd->bn", queries, index.vectors.astype(jnp.float32))
+    """Return log Σ exp(score) over all passages of the corpus, [batch]."""
+    queries = embed_searching_queries(context, params, batch, index.query_encoder)
+    scores = jnp.einsum("bd,nd->bn", queries, index.vectors.astype(jnp.float32))  # [batch, padded rows]
     return jax.nn.logsumexp(jnp.where(jnp.arange(scores.shape[1]) < context.rows, scores, NEG_INF), axis=1)
 
 
 @partial(jax.jit, static_argnums=0)
 def _null_log_likelihood(context: StaticContext, params: Params, batch: Any) -> jax.Array:
-    """log p(y|x) of a reader with the null document, [batch]: BERT, if it was trained so."""
+    """Return log p(y|x) with the null document, [batch]: BERT, if the reader was trained without passages."""
     log_p, _ = read_targets(context, params, batch, null_candidates(context, batch))
     return (log_p[:, 0] * batch["weights"]).sum(axis=-1)
 
 
 def _inspect_examples(trained: TrainedRun, examples: Sequence[Example]) -> list[InspectionOutputs]:
-    """`inspect_batch` of some examples, on the host."""
+    """Return the result of `inspect_batch` for each example, on the host."""
     run = trained.run
     special = np.array(sorted(run.sources.tokenizer.special_ids), np.int32)
     realm, frozen = run.config.realm, run.config.refresh.every == 0
@@ -283,7 +337,7 @@ def _inspect_examples(trained: TrainedRun, examples: Sequence[Example]) -> list[
 
 
 def _filled_in(example: Example, targets: NDArray) -> Example:
-    """An example of `masked_text` with other tokens in its blank, as many as it has."""
+    """Return an example of `masked_text` with other tokens in its blank, as many as it has."""
     padded = np.zeros_like(example["targets"])
     padded[: len(targets)] = targets
     return example | {"targets": padded}
@@ -293,8 +347,16 @@ def _filled_in(example: Example, targets: NDArray) -> Example:
 
 
 def inspect_question(trained: TrainedRun, question: str, answer: str | None = None) -> Inspection:
-    """How a run gives an answer (default: the likeliest) to a checked question: p(y|z,x) is the sum over the spans that
-    are the answer. Raises UserError for an answer that can be no span."""
+    """Inspect how a run answers a question. p(y|z,x) is the sum over the spans that are the answer.
+
+    Args:
+        trained: the run.
+        question: which `check_question` accepts.
+        answer: y; None for the most probable answer.
+
+    Raises:
+        UserError: the answer is empty, or longer than a span.
+    """
     run, evaluator = trained.run, trained.evaluator([Question(question, [])], 1)
     if answer is None:
         answer = evaluator.predict(trained.params, trained.index)[0].answer
@@ -316,12 +378,12 @@ def inspect_question(trained: TrainedRun, question: str, answer: str | None = No
 def _inspect_question_batch(
     qa: QaConfig, context: StaticContext, rerank: Rerank | None, params: Params, batch: Any, index: Index
 ) -> tuple[jax.Array, ...]:
-    """(rows, log p(z|x), log p(y|z,x)) [batch, k] and the share of the corpus [batch]."""
+    """Return rows, log p(z|x) and log p(y|z,x), [batch, k]; and `Inspection.held`, [batch]."""
     read = read_question(qa, context, params, batch, index, None, qa.passages, rerank)
     likelihood = log_sum_selected(read.spans, read.correct, (2, 3))
     rows, scores = read.rows, read.scores
-    if rerank is not None:  # the corpus has the retriever's scores alone
-        scores = stored_scores(embed_searching_queries(context, params, batch, index.tower), index, rows)
+    if rerank is not None:  # the scores of all other passages come from the retriever only
+        scores = stored_scores(embed_searching_queries(context, params, batch, index.query_encoder), index, rows)
     held = jnp.exp(jax.nn.logsumexp(scores, axis=1) - _log_total(context, params, batch, index))
     return rows, read.prior, likelihood, held
 
@@ -330,8 +392,8 @@ def _inspect_question_batch(
 
 
 def _put(run: Run, examples: Sequence[Example]) -> Any:
-    """A batch of some examples on the devices, filled up with the first: a power of two for each device, so that few
-    programs are compiled whatever the number of guesses."""
+    """Put examples on the devices, padded with the first to a power of two for each device, so that few programs are
+    compiled for any number of guesses."""
     each = -(-len(examples) // run.mesh.size)
     filled = [*examples, *[examples[0]] * ((1 << (each - 1).bit_length()) * run.mesh.size - len(examples))]
     return put_batch(run.mesh, {key: np.stack([example[key] for example in filled]) for key in filled[0]})
@@ -340,28 +402,25 @@ def _put(run: Run, examples: Sequence[Example]) -> Any:
 def _inspection(
     trained: TrainedRun, text: str, answer: str, rows: NDArray, prior: NDArray, reading: NDArray, held: NDArray
 ) -> Inspection:
-    """What is known of a text and an answer, the likeliest passages a priori first.
-
-    rows [k]; prior, reading: log p(z|x), log p(y|z,x), [k], or [1 + k] if the first is the null document's.
-    """
+    """Make the inspection of one text. rows [k]; prior and reading [k], or [1 + k] with the null document first."""
     has_null = len(prior) > len(rows)
     taking_part = prior > NEG_INF / 2
     joint = prior.astype(np.float64) + reading
     total = np.logaddexp.reduce(joint[taking_part])
-    # No posterior if y has no probability with any passage: its p(y|x), the divisor, is 0.
+    # There is no posterior if p(y|x), the divisor, is 0.
     posteriors: list[float | None] = [None] * len(joint)
     if total > NEG_INF / 2:
         posteriors = np.exp(joint - total).tolist()
     passages = []
     for number, row in enumerate([None, *rows.tolist()] if has_null else rows.tolist()):
         if taking_part[number]:
-            place = Place(id="", part=0, title="") if row is None else passage_place(trained, row)
+            source = PassageSource(id="", part=0, title="") if row is None else passage_source(trained, row)
             p_z, posterior = float(np.exp(prior)[number]), posteriors[number]
             passages.append(
                 InspectedPassage(
-                    id=place["id"] or None,
-                    part=place["part"],
-                    title=place["title"],
+                    id=source["id"] or None,
+                    part=source["part"],
+                    title=source["title"],
                     text="" if row is None else trained.run.sources.passages.text(row),
                     prior=p_z,
                     likelihood=float(np.exp(reading)[number]),

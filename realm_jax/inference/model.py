@@ -1,7 +1,4 @@
-"""A trained run, opened: one object that answers, searches, embeds, explains and measures.
-
-It is what `realm_jax.Model` is, and what `realm serve` answers with.
-"""
+"""An exported model, opened to answer, search, embed, explain and evaluate. `realm_jax.Model` is this class."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,17 +43,16 @@ from realm_jax.train.trained_run import (
     run_changes,
 )
 
-Made = TypeVar("Made", Answer, Nearest)
+Reply = TypeVar("Reply", Answer, Nearest)
 Texts = list[str] | tuple[str, ...]  # a string is a Sequence[str] as well
-BATCH = 32  # texts of a batch, if nothing else is asked for
+BATCH = 32  # default texts of a batch
 
 
 class Model:
-    """A run of `realm train` or `realm quickstart`, or what `realm adapt` made, opened for inference.
+    """A run of `realm train`, `realm quickstart` or `realm adapt`, opened for inference.
 
-    Nothing in its folder is changed, so a run can answer while it trains: it is opened with the model that its last
-    finished task exported, and keeps it. Texts go through the devices in batches; one object is for one thread at a
-    time.
+    It does not change the run directory, so a run can answer while it trains. It reads the model that the last
+    finished task exported, and keeps it. Use an object in one thread at a time.
     """
 
     def __init__(
@@ -68,15 +64,18 @@ class Model:
         generation: str | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open the run of a folder.
+        """Open a run.
 
-        task: whose parameters (default: of the last task that ended; for blanks, of pre-training). search: what
-        finds passages, 'vectors', 'bm25' or 'hybrid' (default: the config's qa.search). generation: the index of this
-        name, or the 'newest', which searches but does not answer. config: runtime and evaluation keys to change,
-        such as {"answering.read": 50, "data.path": "moved/data"}.
+        Args:
+            workdir: the run directory.
+            task: that trained the parameters (default: the last finished task; for blanks, pre-training).
+            search: 'vectors', 'bm25' or 'hybrid' (default: the config's qa.search).
+            generation: name of an index version, or 'newest'; it searches but does not answer.
+            config: runtime and evaluation keys to change, such as {"answering.read": 50, "data.path": "moved/data"}.
 
-        Raises UserError where there is no run, no exported model, or no such task or generation, and where the prepared
-        folder is gone or another one.
+        Raises:
+            UserError: there is no run, exported model, task or generation of this name, or the prepared folder is
+                missing or another one.
         """
         if search not in (None, *SEARCHES):
             raise UserError(f"search={search}: choose among {', '.join(SEARCHES)}")
@@ -97,27 +96,27 @@ class Model:
 
     @property
     def run(self) -> Run:
-        """The fixed parts of the run: its config, corpus, tokenizer and networks."""
+        """Return the fixed parts of the run: its config, corpus, tokenizer and networks."""
         return self.trained.run
 
     @property
     def task(self) -> str:
-        """The task whose parameters these are."""
+        """Return the task that trained the parameters."""
         return self.trained.task
 
     @property
     def step(self) -> int:
-        """The step of that task."""
+        """Return the training step of the parameters in that task."""
         return self.trained.step
 
     @property
     def passages(self) -> int:
-        """How many passages the corpus has."""
+        """Return the number of passages in the corpus."""
         return int(self.run.context.rows)
 
     @property
     def vector_size(self) -> int:
-        """Numbers of a vector."""
+        """Return the number of features of a vector."""
         return self.run.model.vector_size
 
     def __repr__(self) -> str:
@@ -131,16 +130,25 @@ class Model:
     def ask(self, question: Texts, *, top: int | None = None, batch_size: int = BATCH) -> list[Answer]: ...
 
     def ask(self, question: str | Texts, *, top: int | None = None, batch_size: int = BATCH) -> Answer | list[Answer]:
-        """The answer to a question, or to each of some: `inference.answers.Answer`.
+        """Answer a question or a list of questions.
 
-        top: passages to give (default: all that were read). Raises UserError for an empty or overlong question, and for
-        a run that answers without passages or was opened at a generation.
+        Args:
+            question: one, or a list.
+            top: passages in each answer (default: all that were read).
+            batch_size: questions of a batch.
+
+        Returns:
+            `inference.answers.Answer`, or a list of them.
+
+        Raises:
+            UserError: a question is empty or too long, or the run answers without passages or was opened at a
+                generation.
         """
         if self.generation is not None:
             raise UserError("this model was opened at a generation of the index: use search, or open it without")
         check_reads_passages(self.trained)
-        most = None if top is None else _at_least_one(top, "top")
-        return self._each(question, batch_size, lambda some, size: answers(self.trained, some, most, size))
+        top = None if top is None else _checked_positive(top, "top")
+        return self._each(question, batch_size, lambda questions, size: answers(self.trained, questions, top, size))
 
     @overload
     def search(self, question: str, *, top: int = NEAREST, batch_size: int = BATCH) -> Nearest: ...
@@ -148,26 +156,33 @@ class Model:
     def search(self, question: Texts, *, top: int = NEAREST, batch_size: int = BATCH) -> list[Nearest]: ...
 
     def search(self, question: str | Texts, *, top: int = NEAREST, batch_size: int = BATCH) -> Nearest | list[Nearest]:
-        """The `top` nearest passages of a question, or of each of some: `inference.answers.Nearest`.
+        """Find the nearest passages of a question or of each question of a list.
 
-        For each other `top` or `batch_size` a program is compiled.
-        Raises UserError as `ask`.
+        Args:
+            question: one, or a list.
+            top: passages of each question; each new value compiles a program.
+            batch_size: questions of a batch; each new value compiles a program.
+
+        Returns:
+            `inference.answers.Nearest`, or a list of them.
+
+        Raises:
+            UserError: a question is empty or too long, or the run answers without passages.
         """
         check_reads_passages(self.trained)
-        most = _at_least_one(top, "top")
-        return self._each(question, batch_size, lambda some, size: nearest(self.trained, some, most, size))
+        top = _checked_positive(top, "top")
+        return self._each(question, batch_size, lambda questions, size: nearest(self.trained, questions, top, size))
 
     def _each(
-        self, question: str | Texts, batch_size: int, make: Callable[[list[str], int], list[Made]]
-    ) -> Made | list[Made]:
-        """Return `make` of checked questions; of one, in a batch of its own."""
-        single = isinstance(question, str)
-        asked = [question] if isinstance(question, str) else _texts(question, "questions")
-        checked = [check_question(self.run, one, self.trained.search) for one in asked]
-        # Filled up to a power of two, so that a few programs serve any number of questions.
-        size = min(_at_least_one(batch_size, "batch_size"), 1 << (max(len(checked), 1) - 1).bit_length())
-        found = make(checked, size) if checked else []
-        return found[0] if single else found
+        self, question: str | Texts, batch_size: int, reply_to: Callable[[list[str], int], list[Reply]]
+    ) -> Reply | list[Reply]:
+        """Check questions and return the reply to each; the reply itself for a single question."""
+        questions = [question] if isinstance(question, str) else _checked_texts(question, "questions")
+        checked = [check_question(self.run, text, self.trained.search) for text in questions]
+        # Padded to a power of two, so that a few programs serve any number of questions.
+        size = min(_checked_positive(batch_size, "batch_size"), 1 << (max(len(checked), 1) - 1).bit_length())
+        replies = reply_to(checked, size) if checked else []
+        return replies[0] if isinstance(question, str) else replies
 
     # --- vectors
 
@@ -179,37 +194,44 @@ class Model:
         titles: Sequence[str] | None = None,
         batch_size: int = BATCH,
     ) -> NDArray[np.float32]:
-        """Vectors of texts, float32 [texts, vector_size], cut to the lengths of the run.
+        """Return the vectors of texts, which are truncated to the lengths of the run.
 
-        kind: whether the query or the document tower embeds them; titles: of documents, empty where not given;
-        batch_size: of queries, as documents are embedded in the batches of the corpus. A
-        document's vector is that of the index; a query's inner product with it, divided by the temperature of the run
-        (1 in most), is the score of a search.
+        A document's vector equals its vector in the index. The score of a search is its inner product with a query's
+        vector, divided by the temperature of the run (1 by default).
+
+        Args:
+            texts: queries or documents.
+            kind: 'query' for the query encoder, 'document' for the passage encoder.
+            titles: of documents (default: empty).
+            batch_size: queries of a batch; documents are embedded in the batches of the corpus.
+
+        Returns:
+            float32 [texts, vector_size].
         """
-        given, size = _texts(texts, "texts"), _at_least_one(batch_size, "batch_size")
+        checked, size = _checked_texts(texts, "texts"), _checked_positive(batch_size, "batch_size")
         run, tokenizer = self.run, self.run.sources.tokenizer
         vectors = [np.empty((0, self.vector_size), np.float32)]
         if kind == "query":
             if titles is not None:
                 raise UserError("titles: go with kind='document'; leave them out")
-            tower = {name: self.trained.params[name] for name in run.model.embedder_names[:1]}
+            encoder = {name: self.trained.params[name] for name in run.model.embedder_names[:1]}
             size += -size % run.mesh.size
-            for start in range(0, len(given), size):
-                encoded = tokenizer.encode_batch(given[start : start + size])
-                rows = [query_arrays(np.asarray(one.ids, np.int32), run.lengths.query, tokenizer) for one in encoded]
+            for start in range(0, len(checked), size):
+                encoded = tokenizer.encode_batch(checked[start : start + size])
+                rows = [query_arrays(np.asarray(text.ids, np.int32), run.lengths.query, tokenizer) for text in encoded]
                 batch = {name: pad_rows(np.stack([row[name] for row in rows]), size) for name in rows[0]}
                 placed = put_batch(run.mesh, batch)
-                found = _query_vectors(run.model, tower, placed["query"], placed["query_length"])  # [size, vector size]
-                vectors.append(to_host(found)[: len(rows)])
+                batch_vectors = _query_vectors(run.model, encoder, placed["query"], placed["query_length"])
+                vectors.append(to_host(batch_vectors)[: len(rows)])  # [rows, vector_size]
             return np.concatenate(vectors)
         if kind != "document":
             raise UserError(f"kind={kind}: choose 'query' or 'document'")
-        heads = [""] * len(given) if titles is None else _texts(titles, "titles")
-        if len(heads) != len(given):
-            raise UserError(f"{len(given)} texts have {len(heads)} titles; give one for each text, or none")
-        if not given:
+        heads = [""] * len(checked) if titles is None else _checked_texts(titles, "titles")
+        if len(heads) != len(checked):
+            raise UserError(f"{len(checked)} texts have {len(heads)} titles; give one for each text, or none")
+        if not checked:
             return vectors[0]
-        length, pairs = run.config.data.document_length, map(tokenizer.encode_batch, (heads, given))
+        length, pairs = run.config.data.document_length, map(tokenizer.encode_batch, (heads, checked))
         rows = [
             document_arrays(np.asarray(title.ids), np.asarray(body.ids), length, tokenizer)
             for title, body in zip(*pairs, strict=True)
@@ -217,42 +239,50 @@ class Model:
         ids, *lengths = (
             np.stack([row[name] for row in rows]) for name in ("document", "document_length", "document_title_length")
         )
-        return run.embed(self._towers, rows=CorpusRows(ids, *(array.astype(np.uint16) for array in lengths)))
+        return run.embed(self._encoders, rows=CorpusRows(ids, *(array.astype(np.uint16) for array in lengths)))
 
     @cached_property
-    def _towers(self) -> Params:
-        """All towers; answering needs the query tower alone."""
+    def _encoders(self) -> Params:
+        """Return both encoders; answering needs only the query encoder."""
         return encoder_params(self.trained)
 
     # --- explanations
 
     def inspect(self, text: str, *, answer: str | None = None, pieces: int = 1) -> Inspection:
-        """Which passages are read for a text, and how each affects the prediction: `inference.inspection.Inspection`.
+        """Inspect which passages are read for a text, and how each affects the prediction.
 
-        text: a sentence with one blank, `___` of so many `pieces` (tokens) or `[what stands there]`, read by the
-        parameters of pre-training; or a question, of which the `answer` is inspected (default: the likeliest). Raises
-        UserError for a text that is too long, and for an answer that can be no span.
+        Args:
+            text: a question, or a sentence with one blank, `___` or `[the words]`. Blanks are filled with the
+                parameters of pre-training.
+            answer: to inspect for a question (default: the most probable).
+            pieces: tokens of a blank `___`.
+
+        Returns:
+            `inference.inspection.Inspection`.
+
+        Raises:
+            UserError: the text is too long, or the answer cannot be a span.
         """
-        _texts([text], "text")
-        _texts([] if answer is None else [answer], "answer")
-        _at_least_one(pieces, "pieces")
+        _checked_texts([text], "text")
+        _checked_texts([] if answer is None else [answer], "answer")
+        _checked_positive(pieces, "pieces")
         masked = parse(text)
         if masked is None:
             check_has_priors(self.trained)
             check_question(self.run, text)
             return inspect_question(self.trained, text, answer)
         if answer is not None:
-            raise UserError("answer: goes with a question; write what stands in the blank into it: [the word]")
+            raise UserError("answer: goes with a question; write the words of the blank into it: [the word]")
         masked_text(self.run, masked, pieces)
         check_has_priors(self._pretrained)
         return inspect_sentence(self._pretrained, text, masked, pieces)
 
     @cached_property
     def _pretrained(self) -> TrainedRun:
-        """The run at the end of the task whose parameters fill blanks: the named one, else that of pre-training."""
+        """Return the run with the parameters that fill blanks: those of the named task, else of pre-training."""
         task = self._named or inspected_task(self.run.config, False)
         if task in (None, self.task):
-            return dataclasses.replace(self.trained, params={**self.trained.params, **self._towers})
+            return dataclasses.replace(self.trained, params={**self.trained.params, **self._encoders})
         return restore(self.run, task, for_answers=False)
 
     # --- measurements
@@ -260,46 +290,52 @@ class Model:
     def evaluate(
         self, questions: str | Path | Sequence[Mapping[str, Any]] = "dev", *, bm25: bool = True
     ) -> dict[str, Any]:
-        """All measures of the answers to questions: see `inference.predictions.evaluate`.
+        """Answer questions and return all metrics.
 
-        questions: a split of the prepared folder, a file, or records {"question", "answers", "gold_passage_id"}; bm25:
-        whether BM25's recall is measured beside, which holds the corpus in memory. Raises UserError for questions that
-        cannot be read, and where there are none.
+        Args:
+            questions: a split of the prepared folder, a file, or records {"question", "answers", "gold_passage_id"}.
+            bm25: measure BM25's recall too, which holds the corpus in memory.
+
+        Returns:
+            See `inference.predictions.evaluate`.
+
+        Raises:
+            UserError: the questions cannot be read, or there are none.
         """
         if isinstance(questions, str | Path):
             opened = open_run_for_inference(self.workdir, self._changes)
-            asked = load_questions(opened, str(questions), need_right=True)
+            loaded = load_questions(opened, str(questions), need_right=True)
         elif isinstance(questions, Iterable):
-            asked = checked_questions(questions)
+            loaded = checked_questions(questions)
         else:
             raise UserError(
                 f"questions: takes a split of the prepared folder, a file or a list of records, not {questions!r}"
             )
-        return evaluate(self.trained, asked, bm25)[0]
+        return evaluate(self.trained, loaded, bm25)[0]
 
 
 @partial(jax.jit, static_argnums=0)
 def _query_vectors(model: Retriever, params: Params, query: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Vectors before the temperature: what other libraries know as such."""
+    """Return vectors before the temperature, as other libraries do."""
     return model.query_vectors(params, query, lengths)
 
 
-def _texts(given: Iterable[Any], name: str) -> list[str]:
-    """Some texts as a list. Raises UserError for a single one, and for what is no text."""
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+def _checked_texts(values: Iterable[Any], name: str) -> list[str]:
+    """Return texts as a list. Raises UserError for a single text, and for a value that is no text."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise UserError(f"{name}: takes a list of texts; put what you have into one")
-    found = list(given)
-    for number, text in enumerate(found):
+    texts = list(values)
+    for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise UserError(f"{name}: number {number} is no text but a {type(text).__name__}")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise UserError(f"{name}: number {number} is not valid UTF-8; decode it as UTF-8") from None
-    return found
+    return texts
 
 
-def _at_least_one(given: Any, name: str) -> int:
-    if not isinstance(given, int) or given < 1:
-        raise UserError(f"{name}={given}: give a whole number from 1")
-    return given
+def _checked_positive(value: Any, name: str) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise UserError(f"{name}={value}: give a whole number from 1")
+    return value

@@ -1,6 +1,6 @@
-"""Records of `realm predict` and `realm evaluate`: what a run answers to each question, from which passages; measures.
+"""Make the records and metrics of `realm predict` and `realm evaluate`.
 
-Their fields: `FIELDS`. Files of them: `realm_jax/eval/prediction_files.py`.
+`FIELDS` lists the fields of a record; `realm_jax/eval/prediction_files.py` reads and writes files of records.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ import numpy as np
 from realm_jax.data.questions import Question
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import Record, question_record
-from realm_jax.eval.question_metrics import summarise
+from realm_jax.eval.question_metrics import summarize
 from realm_jax.eval.retrieval_metrics import answer_hits
 from realm_jax.inference.answers import scored_answer
 from realm_jax.run import Run
@@ -21,24 +21,31 @@ from realm_jax.tasks.closed_book import predict_closed_book
 from realm_jax.train.results import bm25_question_rows
 from realm_jax.train.trained_run import NBEST, TrainedRun, float32_digits, ranks_by_search
 
-FIELDS = """  prediction, probability   the likeliest answer, as it stands in its passage
-  passage                   where: {"id", "part", "title", "span"}; span: characters of the passage's text, part: which
-                            of the passages that its document was cut into; null where no passage was found
-  nbest                     the likeliest answers, each with probability and passage
-  retrieved                 {"id", "score", "ranks", "has_answer"}: the best passages, the first of them read; score:
-                            the retriever's, with what a task adds that orders passages anew; ranks: the place in each
-                            search that found it, {"vectors": 3, "bm25": 1}
-  reader_oracle             whether a right answer could have been chosen in the passages that were read
+FIELDS = """  prediction, probability   the most probable answer, as its passage spells it
+  passage                   {"id", "part", "title", "span"}; part: number of the passage in its document, from 0;
+                            span: characters of the passage's text; null if no passage was retrieved
+  nbest                     the most probable answers, each with probability and passage
+  retrieved                 {"id", "score", "ranks", "has_answer"}: the best passages, of which the first are read;
+                            score: of the retriever, plus that of the reranker if there is one; ranks: from 1, in each
+                            search that returned the passage, {"vectors": 3, "bm25": 1}
+  reader_oracle             true if the reader could have chosen a right answer in the passages that it read
 
-Of a reader without passages (task closed_book) prediction and probability are all.
+A reader without passages (task closed_book) writes only prediction and probability.
 """
 
 
 def describe(run: Run, task: str, step: int, search: str) -> dict[str, Any]:
-    """The facts reported with a run's metrics: {"task", "step", "parameters", "passages", "passages_read"}."""
+    """Return the facts reported with metrics: {"task", "step", "parameters", "passages", "passages_read"}.
+
+    Args:
+        run: its fixed parts.
+        task: that trained the parameters.
+        step: of the parameters.
+        search: one of `config.SEARCHES`.
+    """
     rerank, shapes = reranker(task, run.config), run.abstract_params
-    towers = run.model.embedder_names if needs_vectors(task, run.config, search) else ()
-    used = [shapes[name] for name in (*towers, "reader", *([rerank.network] if rerank else []))]
+    encoders = run.model.embedder_names if needs_vectors(task, run.config, search) else ()
+    used = [shapes[name] for name in (*encoders, "reader", *([rerank.network] if rerank else []))]
     return {
         "task": task,
         "step": step,
@@ -51,7 +58,14 @@ def describe(run: Run, task: str, step: int, search: str) -> dict[str, Any]:
 def records(
     trained: TrainedRun, questions: Sequence[Question], nbest: int = NBEST, first: int = 0
 ) -> Iterator[list[Record]]:
-    """The records of questions `first` …, a batch at a time; see `FIELDS`."""
+    """Yield the records of questions, a batch at a time; see `FIELDS`.
+
+    Args:
+        trained: the opened run.
+        questions: all of them.
+        nbest: answers in a record.
+        first: number of the first question to answer, from 0.
+    """
     if not reads_passages(trained.task):
         for guesses in predict_closed_book(trained.run, questions[first:], trained.params):
             yield [
@@ -64,10 +78,11 @@ def records(
     store, evaluator = trained.run.sources.passages, trained.evaluator(questions[first:])
     for predictions in evaluator.predict_batches(trained.params, trained.index):
         batch = list[Record]()
-        asked = questions[first : first + len(predictions)]
-        rows = np.stack([prediction.retrieved for prediction in predictions])
-        hits = answer_hits(store, rows, [one.answers for one in asked], [one.is_regex for one in asked])
-        for question, prediction, has_answer in zip(asked, predictions, hits.tolist(), strict=True):
+        answered = questions[first : first + len(predictions)]
+        rows = np.stack([prediction.retrieved for prediction in predictions])  # [batch, answering.retrieved]
+        answers, is_regex = [q.answers for q in answered], [q.is_regex for q in answered]
+        hits = answer_hits(store, rows, answers, is_regex)
+        for question, prediction, has_answer in zip(answered, predictions, hits.tolist(), strict=True):
             first += 1
             ranked = [scored_answer(trained, answer) for answer in prediction.nbest[:nbest]]
             retrieved = []
@@ -95,14 +110,20 @@ def records(
 def evaluate(
     trained: TrainedRun, questions: Sequence[Question], bm25: bool = True
 ) -> tuple[dict[str, Any], list[Record]]:
-    """Everything that is measured, and the records that it is measured on.
+    """Answer questions and compute all metrics that some of them have.
 
-    {"task", "step", "parameters", "passages", "passages_read", "questions", "measures": {"exact_match": {"value",
-    "low", "high", "questions"}, …}, "bm25": {"recall@1", …}}; a measure that no question has is left out.
+    Args:
+        trained: the opened run.
+        questions: with answers or gold passages.
+        bm25: measure BM25's recall too.
+
+    Returns:
+        {"task", "step", "parameters", "passages", "passages_read", "questions", "measures": {"exact_match": {"value",
+        "low", "high", "questions"}, …}, "bm25": {"recall@1", …}}; and the records of all questions.
     """
     scored = [record for batch in records(trained, questions) for record in batch]
     report = describe(trained.run, trained.task, trained.step, trained.search) | {"questions": len(scored)}
-    report["measures"] = summarise(scored)
+    report["measures"] = summarize(scored)
     if bm25 and reads_passages(trained.task):
         evaluator = Evaluator(trained.run, questions)
         recall = evaluator.recall_of(bm25_question_rows(trained.run, evaluator))

@@ -12,10 +12,10 @@ IN_IMAGE = ("configs", "launch", "realm_jax")  # folders of the source that laun
 
 
 def check_remote_workdir(workdir: str, target: str) -> None:
-    """Check a work directory for a run in a cloud.
+    """Check a run directory for a run in a cloud.
 
     Args:
-        workdir: the work directory.
+        workdir: the run directory.
         target: of the launch, for the message.
 
     Raises:
@@ -73,7 +73,7 @@ def check_training(launch: Launch, config: Config, builders: int, remote: bool) 
         launch: the description.
         config: validated.
         builders: number of builder processes.
-        remote: whether it runs in a cloud.
+        remote: it runs in a cloud.
 
     Raises:
         UserError: no builder is started though the config needs one, machines do not see a path, or the batches cannot

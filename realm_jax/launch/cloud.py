@@ -57,14 +57,23 @@ ERROR_HINTS = (
 
 
 class Resource(NamedTuple):
-    """A resource whose name is that of a part of the run."""
+    """A cloud resource of a part of the run.
+
+    Attributes:
+        name: of the resource.
+        state: as the cloud reports it.
+        detail: for people.
+        owner: the flag of another run with the same name to which it belongs; else ''.
+        script: of a queued resource: the startup script with which it was created; None if unknown.
+        nodes: of a queued resource: its TPU nodes, several for a trainer of several slices.
+    """
 
     name: str
     state: str
     detail: str
-    owner: str  # the flag of another run with the same name to which it belongs; else ''
-    script: str | None = None  # of a queued resource: the startup script with which it was created, if known
-    nodes: tuple[str, ...] = ()  # of a queued resource: its TPU nodes, several for a trainer of several slices
+    owner: str
+    script: str | None = None
+    nodes: tuple[str, ...] = ()
 
 
 class CloudTarget(abc.ABC):

@@ -51,39 +51,69 @@ TRANSFER = re.compile(r" = \((.*?), .*\) send\(.*_xla_megascale_transfer_type=\"
 
 
 class Kernel(NamedTuple):
-    """A Pallas kernel by its name, and the shape of its first result: [batch, length, width] for attention."""
+    """A Pallas kernel.
+
+    Attributes:
+        name: of the kernel.
+        shape: of its first result, [batch, length, width] for attention.
+    """
 
     name: str
     shape: tuple[int, ...]
 
 
 class Collective(NamedTuple):
-    """A collective inside of a program."""
+    """A collective inside of a program.
 
-    kind: str  # 'all-reduce', …
-    size: int  # bytes on a device of the larger of input and output
-    group: tuple[int, ...]  # one group that communicates: indices in the program's order of devices
+    Attributes:
+        kind: 'all-reduce', ….
+        size: bytes on a device of the larger of input and output.
+        group: one group that communicates: indices in the program's order of devices.
+    """
+
+    kind: str
+    size: int
+    group: tuple[int, ...]
 
 
 class Transfer(NamedTuple):
-    """A collective of the devices with the same index in every slice, over the hosts' network."""
+    """A collective of the devices with the same index in every slice, over the hosts' network.
+
+    Attributes:
+        kind: of the collective.
+        size: bytes that a device passes to its host.
+    """
 
     kind: str
-    size: int  # bytes that a device hands to its host
+    size: int
 
 
 class TopK(NamedTuple):
-    """The largest of many numbers."""
+    """A selection of the largest numbers.
 
-    size: int  # bytes of the input
-    k: int  # numbers of each row that are returned
+    Attributes:
+        size: bytes of the input.
+        k: numbers of each row that are returned.
+    """
+
+    size: int
+    k: int
 
 
 class Cost(NamedTuple):
-    """The cost of a program on each device, and how often each kind of work that has no estimate runs."""
+    """The cost of a program on each device, and how often each kind of work without an estimate runs.
 
-    cycles: int  # sum of the compiler's estimates
-    moved: int  # bytes of the results of gathers, scatters and sorts
+    Attributes:
+        cycles: sum of the compiler's estimates.
+        moved: bytes of the results of gathers, scatters and sorts.
+        kernels: how often each runs.
+        top_k: how often each runs.
+        collectives: how often each runs.
+        transfers: how often each runs.
+    """
+
+    cycles: int
+    moved: int
     kernels: Counter[Kernel]
     top_k: Counter[TopK]
     collectives: Counter[Collective]
@@ -91,11 +121,17 @@ class Cost(NamedTuple):
 
 
 class Time(NamedTuple):
-    """Seconds on every device."""
+    """Estimated time on every device, in seconds.
+
+    Attributes:
+        low: if communication overlaps with computation.
+        high: if it does not.
+        parts: of each kind of work: the minimum, as if it did not overlap with other work.
+    """
 
     low: float
     high: float
-    parts: dict[str, float]  # of each kind of work: the minimum, as if it did not overlap with other work
+    parts: dict[str, float]
 
 
 def program_time(cost: Cost, chip: Chip, slices: Sequence[int]) -> Time:

@@ -19,7 +19,7 @@ from realm_jax.launch.spec import MOUNTED, Launch, choose, job_specs
 from realm_jax.launch.status import record_expected_jobs
 
 RUN = "realm-jax/run"  # label: which run a JobSet belongs to
-WORKDIR = "realm-jax/workdir"  # annotation: the run's folder, since names repeat
+WORKDIR = "realm-jax/workdir"  # annotation: the run directory, because names repeat
 CONTAINER = "realm"
 POD = "jobset.sigs.k8s.io"  # begins the labels that JobSet gives to pods
 
@@ -108,7 +108,7 @@ class JobSets(CloudTarget):
 
         Args:
             job: 'trainer', 'builder-0', …
-            follow: whether to wait for further lines.
+            follow: wait for further lines.
 
         Returns:
             The exit code of kubectl.
@@ -132,7 +132,7 @@ class JobSets(CloudTarget):
             print(f"JobSet {name}: suspended")
 
     def delete(self) -> None:
-        """Remove the JobSets; the work directory stays."""
+        """Remove the JobSets; the run directory stays."""
         self._delete(list(self._resources_of_run()))
 
     def _delete(self, names: list[str]) -> None:

@@ -63,11 +63,17 @@ _T = TypeVar("_T")
 
 
 class Process(NamedTuple):
-    """A process to run."""
+    """A process to run.
+
+    Attributes:
+        name: of the process.
+        words: of its command.
+        environment: variables in addition to those of this process.
+    """
 
     name: str
-    words: list[str]  # of its command
-    environment: dict[str, str]  # variables in addition to those of this process
+    words: list[str]
+    environment: dict[str, str]
 
 
 Jobs = dict[str, list[Process]]  # job → its processes, which live and die together
@@ -98,7 +104,12 @@ def processes(launch: Launch, port: int | str) -> Jobs:
 
 
 class Child(NamedTuple):
-    """A process that was started, and the thread that copies its output."""
+    """A started process.
+
+    Attributes:
+        process: in its own process group.
+        reader: the thread that copies its output.
+    """
 
     process: subprocess.Popen[bytes]
     reader: threading.Thread
@@ -111,16 +122,27 @@ class Child(NamedTuple):
 
 @dataclass
 class Job:
-    """Processes that live and die together."""
+    """Processes that live and die together.
+
+    Attributes:
+        name: of the job.
+        read_progress: returns a value that changes when the job makes progress.
+        children: its processes.
+        failures: since the last progress.
+        resume_at: time of its next start.
+        code: exit code of its last end; None before.
+        over_at: time of its last end.
+        progress: at its last start.
+    """
 
     name: str
     read_progress: Callable[[], object]
     children: list[Child] = field(default_factory=list)
-    failures: int = 0  # without progress between them
-    resume_at: float = 0.0  # when it is started again
-    code: int | None = None  # its exit code after its last end
-    over_at: float = 0.0  # time of its last end
-    progress: object = None  # when it was started
+    failures: int = 0
+    resume_at: float = 0.0
+    code: int | None = None
+    over_at: float = 0.0
+    progress: object = None
 
 
 class Supervisor:
@@ -133,10 +155,10 @@ class Supervisor:
 
         Args:
             jobs: returns the jobs for a free port of this machine.
-            workdir: the work directory.
+            workdir: the run directory.
             restarts: failures without progress after which a job is not restarted.
             grace_seconds: from SIGTERM to SIGKILL.
-            echo: whether to show the progress of the run and the output of its processes here.
+            echo: show the progress of the run and the output of its processes here.
         """
         self._processes, self._workdir, self._echo = jobs, workdir, echo
         self._restarts, self._grace_seconds = restarts, grace_seconds
@@ -234,7 +256,7 @@ class Supervisor:
             return any(job.code for job in self._jobs)
         if trainer.code is None:
             return False
-        # Builders read in the work directory that training has ended; for the grace period we wait for them.
+        # Builders read in the run directory that training has ended; for the grace period we wait for them.
         is_waiting = trainer.code == 0 and time.monotonic() - trainer.over_at < self._grace_seconds
         return not is_waiting or all(job.code is not None for job in self._jobs)
 
@@ -259,7 +281,8 @@ class Supervisor:
                 self._finish(job.children, SHORT_GRACE)
                 self._end(job, 0)
             return
-        code = _overall_exit_code(codes)
+        # Of several failures report a user error first, and a preemption last.
+        code = min((code for code in codes if code), key=lambda code: {USER_ERROR: 0, PREEMPTED: 2}.get(code, 1))
         self._finish(job.children, self._grace_seconds if code == PREEMPTED else SHORT_GRACE)
         if any(child.process.returncode == USER_ERROR for child in job.children):
             logger.error(
@@ -300,7 +323,7 @@ class Supervisor:
             child.reader.join(5)
 
     def _try_read(self, read: Callable[[], _T], default: _T) -> _T:
-        """Read the work directory; an error is logged, gives `default`, and never ends the run."""
+        """Read the run directory; an error is logged, gives `default`, and never ends the run."""
         try:
             return read()
         except Exception as error:
@@ -341,11 +364,6 @@ class Supervisor:
                         sys.stderr.flush()
                     except BrokenPipeError:
                         go_silent()
-
-
-def _overall_exit_code(codes: Sequence[int | None]) -> int:
-    """Return the exit code of several processes: that of a user error, else of a failure, else of a preemption."""
-    return min((code for code in codes if code), key=lambda code: {USER_ERROR: 0, PREEMPTED: 2}.get(code, 1))
 
 
 def free_port() -> int:
@@ -402,7 +420,7 @@ class Local:
 
         Args:
             job: 'trainer-0' or 'trainer', 'builder-1', …
-            follow: whether to wait for further lines.
+            follow: wait for further lines.
 
         Returns:
             The exit code of tail.
@@ -428,8 +446,8 @@ class Local:
         print(f"{self._launch.spec.name}: stopped")
 
     def delete(self) -> None:
-        """Raise UserError: there is nothing to delete but the work directory."""
-        raise UserError("--target=local: has nothing to delete but the work directory; remove that yourself")
+        """Raise UserError: there is nothing to delete but the run directory."""
+        raise UserError("--target=local: has nothing to delete but the run directory; remove that yourself")
 
     def _running(self) -> dict[str, int] | None:
         """Return the record of the supervisor; None if it is dead and does not lock the folder of the logs."""

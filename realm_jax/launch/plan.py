@@ -149,9 +149,9 @@ def plan_of_builder(builder: Run, builders: int) -> dict[str, Any]:
     """
     documents = abstract_documents(builder, EMBED_BATCH * builder.mesh.size, "batch")
     sharding = replicated(builder.mesh)
-    tower = {name: builder.abstract_params[name] for name in builder.model.embedder_names}
-    tower = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tower)
-    needs = compiled_needs(embed_program.lower(builder.model, builder.mesh, tower, documents), builder)
+    params = {name: builder.abstract_params[name] for name in builder.model.embedder_names}
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), params)
+    needs = compiled_needs(embed_program.lower(builder.model, builder.mesh, params, documents), builder)
     devices, rows = builder.mesh.size * builders, builder.context.rows
     planned: dict[str, Any] = {
         "builder": needs,

@@ -19,7 +19,10 @@ from realm_jax.launch.status import record_expected_jobs
 
 SERVICE = "realm"
 UNIT = f"/etc/systemd/system/{SERVICE}.service"
-DISK_CACHE, CACHE = "/var/lib/realm-cache", "/realm-cache"  # folder of the machine's disk, and where containers see it
+DISK_CACHE, CACHE = (
+    "/var/lib/realm-cache",
+    "/realm-cache",
+)  # folder of the machine's disk, and its mount point in containers
 STOPPED = "/var/lib/realm-stopped"  # while it exists the service does not start, not even at boot
 UNITS = (SERVICE, "google-startup-scripts")  # whose logs are shown
 GROUP = ("gcloud", "--quiet", "compute", "tpus")
@@ -147,7 +150,7 @@ class QueuedResources(CloudTarget):
 
         Args:
             job: 'trainer', 'builder-0', …
-            follow: whether to wait for further lines.
+            follow: wait for further lines.
 
         Returns:
             The exit code of ssh.
@@ -173,7 +176,7 @@ class QueuedResources(CloudTarget):
             print(f"queued resource {name}: {result}")
 
     def delete(self) -> None:
-        """Delete all machines of the run; the work directory stays."""
+        """Delete all machines of the run; the run directory stays."""
         for name in self._resources_of_run():
             words = [*GROUP, "queued-resources", "delete", name, *self._where(), "--force", "--async"]
             run_tool(words, f"queued resource {name}")

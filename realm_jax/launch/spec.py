@@ -17,7 +17,7 @@ from realm_jax.errors import UserError
 from realm_jax.index.heartbeat import BUILDER, TRAINER, process_name
 
 BUCKET = "gs://"
-MOUNTED = "/realm"  # where the containers see buckets
+MOUNTED = "/realm"  # mount point of buckets in containers
 PROGRAMS = "programs"  # folder of a run in a bucket: what JAX compiled for it
 # A trainer may wait for machines, or measure baselines, for longer than a builder that is started by hand should wait.
 WAIT_FOREVER = "--wait"
@@ -32,12 +32,19 @@ SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
 
 @dataclass(frozen=True)
 class Generation:
-    """A version of TPUs."""
+    """A version of TPUs.
 
-    accelerator: str  # GKE's name
-    gcloud: str  # its name; a slice's has a number behind it, which counts `cores_per_chip` for every chip
+    Attributes:
+        accelerator: GKE's name.
+        gcloud: gcloud's name; the name of a slice ends in its number of cores.
+        cores_per_chip: cores of a chip, which gcloud counts.
+        runtime: image of its machines.
+    """
+
+    accelerator: str
+    gcloud: str
     cores_per_chip: int
-    runtime: str  # image of its machines
+    runtime: str
 
 
 GENERATIONS = {
@@ -49,7 +56,12 @@ GENERATIONS = {
 
 @dataclass(frozen=True)
 class Slice:
-    """Chips that are wired together, such as v5e:8x8."""
+    """Connected chips, such as v5e:8x8.
+
+    Attributes:
+        version: a key of GENERATIONS.
+        topology: such as 8x8.
+    """
 
     version: str
     topology: str
@@ -59,32 +71,32 @@ class Slice:
 
     @property
     def generation(self) -> Generation:
-        """The properties of its version of TPUs."""
+        """Return the properties of its version of TPUs."""
         return GENERATIONS[self.version]
 
     @property
     def chips(self) -> int:
-        """Number of chips."""
+        """Return the number of chips."""
         return math.prod(map(int, self.topology.split("x")))
 
     @property
     def chips_per_host(self) -> int:
-        """Chips of a GKE machine: all chips of a slice of up to eight if the version has such machines, else four."""
+        """Return the chips of a GKE machine: all of a small slice if the version has such machines, else four."""
         return self.chips if self.version != "v5p" and self.chips <= 8 else 4
 
     @property
     def hosts(self) -> int:
-        """Number of GKE machines."""
+        """Return the number of GKE machines."""
         return self.chips // self.chips_per_host
 
     @property
     def gcloud(self) -> str:
-        """The accelerator type that requests a slice of as many chips from gcloud, with the `default_topology`."""
+        """Return gcloud's accelerator type of a slice of as many chips, with the `default_topology`."""
         return f"{self.generation.gcloud}-{self.chips * self.generation.cores_per_chip}"
 
     @property
     def default_topology(self) -> "Slice":
-        """The most compact slice of as many chips, which gcloud creates for an accelerator type."""
+        """Return the most compact slice of as many chips, which gcloud creates for an accelerator type."""
         if self.version != "v5p" or self.topology in SMALL_CUBES:
             return self
         sides = range(4, self.chips + 1, 4)
@@ -152,8 +164,8 @@ class Here(Section):
 class Gcloud(Section):
     """Queued resources of TPU VMs."""
 
-    project: str = key("", "where they are asked for")
-    zone: str = key("", "where they are asked for")
+    project: str = key("", "project of the machines")
+    zone: str = key("", "zone of the machines")
     capacity: str = key("on-demand", "of machines", one_of("on-demand", "spot", "reserved"))
     service_account: str = key("", "of the machines; '' for the project's own")
     network: str = key("", "'' for the default one")
@@ -165,7 +177,7 @@ class Kubernetes(Section):
 
     context: str = key("", "kubectl's; '' for the current one")
     namespace: str = key("default", "of the JobSets")
-    queue: str = key("", "Kueue's local queue; '' where there is none")
+    queue: str = key("", "Kueue's local queue; '' for none")
     restarts: int = key(
         1000, "failures in a JobSet's whole life, with progress or without, after which it is given up", NOT_NEGATIVE
     )
@@ -174,7 +186,7 @@ class Kubernetes(Section):
 
 @dataclass(frozen=True)
 class Spec(Section):
-    """What holds for the whole run."""
+    """The description of a launch."""
 
     name: str = key("realm", "of the run, a DNS label: what clouds call its parts begins with it")
     image: str = key("", "container with this package (`launch/Dockerfile`); clouds need one")
@@ -208,12 +220,19 @@ def reference() -> str:
 
 
 class Launch(NamedTuple):
-    """The complete description of a launch."""
+    """The complete description of a launch.
+
+    Attributes:
+        spec: with all keys.
+        config: the value of --config.
+        overrides: --config.key=value.
+        workdir: a folder of this machine, or gs://BUCKET/FOLDER.
+    """
 
     spec: Spec
-    config: str  # the value of --config
-    overrides: tuple[str, ...]  # --config.key=value
-    workdir: str  # a folder of this machine, or gs://BUCKET/FOLDER
+    config: str
+    overrides: tuple[str, ...]
+    workdir: str
 
     def slice(self, job: str) -> Slice:
         """Return the slice of 'trainer' or 'builder'."""
@@ -235,33 +254,41 @@ class Launch(NamedTuple):
 
     @property
     def is_remote(self) -> bool:
-        """Whether the work directory is in a bucket."""
+        """Return True if the run directory is in a bucket."""
         return self.workdir.startswith(BUCKET)
 
     @property
     def bucket(self) -> str:
-        """The name of the bucket of a remote work directory."""
+        """Return the bucket of a remote run directory."""
         return self.workdir.removeprefix(BUCKET).partition("/")[0]
 
     @property
     def mounted_workdir(self) -> str:
-        """The work directory as the processes see it."""
+        """Return the path of the run directory on the machines."""
         return self.workdir.replace(BUCKET, f"{MOUNTED}/", 1) if self.is_remote else self.workdir
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment variables in a cloud: compiled programs stay with the run, for the next machine."""
+        """Return the environment variables in a cloud: compiled programs stay with the run, for the next machine."""
         return {"JAX_COMPILATION_CACHE_DIR": f"{self.mounted_workdir}/{PROGRAMS}"}
 
 
 class JobSpec(NamedTuple):
-    """A part of a launch that a cloud creates, restarts and ends separately."""
+    """A part of a launch that a cloud creates, restarts and ends separately.
+
+    Attributes:
+        name: of the part.
+        job: 'trainer' or 'builder'.
+        slice: its chips.
+        slices: how many.
+        words: of its command.
+    """
 
     name: str
-    job: str  # 'trainer' or 'builder'
+    job: str
     slice: Slice
     slices: int
-    words: list[str]  # of its command
+    words: list[str]
 
 
 def job_specs(launch: Launch) -> list[JobSpec]:

@@ -1,4 +1,4 @@
-"""Read the status of a run from its work directory, for every target, on any machine that can read the folder.
+"""Read the status of a run from its run directory, for every target, on any machine that can read the folder.
 
 `RunState` is what `realm launch status` shows, `run_status` what `realm watch` shows; neither needs JAX. A job that is
 alive writes its status every HEARTBEAT_SECONDS. Clocks are never compared: a job whose counter does not move within two
@@ -46,27 +46,40 @@ JSON = dict[str, Any]
 
 
 class JobState(NamedTuple):
-    """A job, its status, and whether it lives."""
+    """A job and its state.
+
+    Attributes:
+        name: of the job.
+        status: its last status.
+        state: 'done', 'alive', 'late' if it should be alive but has had no heartbeat while we polled, 'stopped' if it
+            need not be alive, UNKNOWN until that is clear.
+    """
 
     name: str
     status: Status
-    # 'done', 'alive', 'late' if it should live and has no heartbeat while we poll, 'stopped' if it need not live,
-    # UNKNOWN until that is clear.
     state: str
 
 
 class RunState(NamedTuple):
-    """A run at one time."""
+    """A run at one time.
 
-    task: str  # the newest that has records; '' for none
-    checkpoint: tuple[str, int] | None  # (task, step) of the newest
-    metrics: JSON  # the task's last record
+    Attributes:
+        task: the newest that has records; '' for none.
+        checkpoint: (task, step) of the newest; None for none.
+        metrics: the task's last record.
+        jobs: all of them.
+        generation: step of the newest index, −1 for none.
+    """
+
+    task: str
+    checkpoint: tuple[str, int] | None
+    metrics: JSON
     jobs: list[JobState]
-    generation: int  # step of the newest index, −1 for none
+    generation: int
 
     @property
     def late(self) -> list[str]:
-        """The names of jobs without a heartbeat."""
+        """Return the names of jobs without a heartbeat."""
         return [job.name for job in self.jobs if job.state == "late"]
 
     def record(self) -> JSON:
@@ -106,7 +119,7 @@ def record_expected_jobs(workdir: str, jobs: Sequence[str]) -> None:
     The trainer's status stays, but not as done: it identifies the run and lists the required generations.
 
     Args:
-        workdir: the work directory.
+        workdir: the run directory.
         jobs: their names.
 
     Raises:
@@ -140,11 +153,11 @@ class Heartbeats:
         """Watch a run.
 
         Args:
-            folder: its work directory.
-            needs_trainer: whether to report a trainer that never started, if no expected jobs are recorded.
+            folder: its run directory.
+            needs_trainer: report a trainer that never started, if no expected jobs are recorded.
         """
         self._folder, self._default_jobs = folder, [TRAINER] if needs_trainer else []
-        # Job → counter, time of its last change, whether a change was observed; None before the first poll.
+        # Job → counter, time of its last change, True if a change was observed; None before the first poll.
         self._counters: dict[str, tuple[int, float, bool]] | None = None
 
     def poll(self, now: float) -> list[JobState]:
@@ -169,7 +182,7 @@ def poll(folder: Folder, wait: Callable[[float], None] = time.sleep) -> RunState
     """Return the state of a run; takes as long as `poll_jobs`.
 
     Args:
-        folder: its work directory.
+        folder: its run directory.
         wait: called with the seconds to wait.
     """
     return run_state(folder, poll_jobs(Heartbeats(folder), wait))
@@ -195,7 +208,7 @@ def run_state(folder: Folder, jobs: list[JobState]) -> RunState:
     """Return the current state of a run, as far as it can be read.
 
     Args:
-        folder: its work directory.
+        folder: its run directory.
         jobs: their states.
     """
     generation = max(map(export_step, generation_names(shared_folder(folder))), default=-1)
@@ -256,7 +269,7 @@ def read_records(folder: Folder, name: str) -> list[dict[str, Any]]:
 
 
 def shared_folder(folder: Folder) -> Folder:
-    """Return the folder that the jobs of a run share: `refresh.shared`, or the work directory."""
+    """Return the folder that the jobs of a run share: `refresh.shared`, or the run directory."""
     refresh = read_object(folder, "config.json").get("refresh")
     shared = refresh.get("shared") if isinstance(refresh, dict) else ""
     return open_folder(shared) if shared and isinstance(shared, str) else folder
@@ -273,10 +286,10 @@ def task_names(folder: Folder) -> list[str]:
 
 def summary(folder: Folder) -> str:
     """Return the state of a run in one line."""
-    return one_line(run_state(folder, []), _statuses(shared_folder(folder)))
+    return status_line(run_state(folder, []), _statuses(shared_folder(folder)))
 
 
-def one_line(state: RunState, jobs: Mapping[str, Status]) -> str:
+def status_line(state: RunState, jobs: Mapping[str, Status]) -> str:
     """Return step, loss and speed, the index's age, the last checkpoint, and the stages of the builders.
 
     Args:
@@ -317,25 +330,25 @@ def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
     `RunState.record`:
 
     * state: one of `STATES`' values, or 'not begun'; 'unknown' also of a run without a trainer's status.
-    * stage: what the trainer says that it is at, '' where it says nothing.
+    * stage: as the trainer reports it, '' if it does not.
     * tasks: of the recipe, each {"name", "state": 'waiting', 'running', 'stopped' or 'done', "step", "steps",
       "seconds", "seconds_left", "loss": curve, "end": as of `compare_with_start`}.
-    * recall: {"measure", "points": [{"task", "step", "value", "refresh": whether the index was new}]}, or None.
+    * recall: {"measure", "points": [{"task", "step", "value", "refresh": true if the index was new}]}, or None.
     * retrieval_utility: {"value": nats, "curve"}, or None.
-    * goodput, waits: shares of the time of the newest task; the latter by what was waited for.
-    * index: {"mode", "task", "step": of the towers that made the one in use, "age": steps since, where it is made anew,
+    * goodput, waits: shares of the time of the newest task; the latter by their reasons.
+    * index: {"mode", "task", "step": of the encoders of the index in use, "age": steps since, if it is refreshed,
       "drift": of the last change, 1 for none, "generations": the newest, each {"generation", "step", "age", "state":
       'in use', 'published', 'being built' or 'refused', and once published "recall" of its searcher and "seconds" of
       building}, "adoptions": each {"step", "generation", "index_step", "waited", "drift"}}, or None.
-    * seconds: that all tasks took; seconds_left: that they are still going to take, None where one has not begun and
+    * seconds: that all tasks took; seconds_left: that they are still going to take, None if one has not begun and
       `realm adapt` did not plan it.
-    * results: of `results.json`, {} where there is none; adapted: whether `realm adapt` kept what was learned;
+    * results: of `results.json`, {} if there is none; adapted: true if `realm adapt` chose the adapted model;
       warnings: tasks that ended worse than they began.
 
     A curve is [[step, value], …] of at most POINTS points.
 
     Args:
-        folder: the work directory.
+        folder: the run directory.
         jobs: as `Heartbeats.poll` returns them.
 
     Raises:

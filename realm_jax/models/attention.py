@@ -40,7 +40,16 @@ class AttentionDropout(NamedTuple):
 
 
 def dropout_seeds(key: Array, batch: int, heads: int) -> Array:
-    """Draw the seeds of `AttentionDropout`, [batch, heads] uint32."""
+    """Draw the seeds of `AttentionDropout`.
+
+    Args:
+        key: of dropout.
+        batch: number of sequences.
+        heads: attention heads.
+
+    Returns:
+        [batch, heads] uint32.
+    """
     return jax.random.bits(key, (batch, heads), jnp.uint32)
 
 
@@ -51,11 +60,11 @@ def attend(
     """Attend within each sequence.
 
     Args:
-        compute: says which implementation, on which mesh.
+        compute: selects the implementation and the mesh.
         query: [batch, positions, width]; packed like keys if all positions are computed.
         key: [batch, length, width], or packed, [parts, slots, width].
         value: like `key`.
-        layout: how sequences lie in keys and values.
+        layout: of the sequences in keys and values.
         heads: attention heads.
         dropout: of the weights; None for none.
 
@@ -72,9 +81,13 @@ def attend(
 
 
 def select_attention(mesh: Mesh, dtype: Any) -> str:
-    """Return the key of ATTENTION for the devices; dtype: of the matrix products.
+    """Return the key of ATTENTION for the devices.
 
     Several CPU devices share a batch, which a loop over it would undo.
+
+    Args:
+        mesh: the devices.
+        dtype: of the matrix products.
     """
     device = mesh.devices.flat[0]
     if device.platform == "tpu":
@@ -91,7 +104,7 @@ def select_attention(mesh: Mesh, dtype: Any) -> str:
 def dot_product_attention(
     query: Array, key: Array, value: Array, mask: Array, heads: int, dropout: AttentionDropout | None = None
 ) -> Array:
-    """Attend to key positions where `mask` is true, in plain JAX."""
+    """Attend in plain JAX. Arguments and result: see the docstring of this module."""
     q, k, v = (_split_heads(x, heads) for x in (query, key, value))  # [batch, positions or length, heads, size]
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)
     bias = jnp.where(mask[:, None, None, :], 0.0, MASKED_BIAS).astype(jnp.float32)  # [batch, 1, 1, length]
@@ -99,12 +112,12 @@ def dot_product_attention(
     if dropout:
         keep = keep_mask(dropout.seeds[:, :, None, None], weights.shape, dropout.rate)
         weights = jnp.where(keep, weights / (1 - dropout.rate), 0.0)
-    # Asked for as "bqhd", XLA on a CPU multiplies transposed weights: three times the time of the product.
+    # For a result "bqhd", XLA on a CPU multiplies transposed weights, which triples the time of the product.
     return jnp.einsum("bhqk,bkhd->bhqd", weights.astype(value.dtype), v).swapaxes(1, 2).reshape(query.shape)
 
 
 def _split_heads(states: Array, heads: int) -> Array:
-    """[batch, length, width] → [batch, length, heads, size]."""
+    """Reshape [batch, length, width] to [batch, length, heads, size]."""
     return states.reshape(*states.shape[:2], heads, states.shape[2] // heads)
 
 
@@ -114,7 +127,17 @@ def packed_attention(
 ) -> Array:  # fmt: skip
     """Attend within packed sequences by a function of ATTENTION that takes them padded.
 
-    Queries, keys and values are [parts, slots, width]; unused slots get zeros.
+    Args:
+        method: a function of ATTENTION.
+        query: [parts, slots, width].
+        key: like `query`.
+        value: like `query`.
+        layout: of the packed sequences.
+        heads: attention heads.
+        dropout: of the weights; None for none.
+
+    Returns:
+        [parts, slots, width], zeros in unused slots.
     """
     padded = (layout.unpack(states) for states in (query, key, value))
     return layout.pack(method(*padded, layout.mask, heads, dropout))
@@ -123,10 +146,11 @@ def packed_attention(
 def cudnn_attention(
     query: Array, key: Array, value: Array, mask: Array, heads: int, dropout: AttentionDropout | None = None
 ) -> Array:
-    """Attend in one kernel of cuDNN that keeps no scores: for NVIDIA GPUs, in bfloat16. A mask has to be a length.
+    """Attend in one kernel of cuDNN that stores no scores: for NVIDIA GPUs, in bfloat16.
 
-    Plain attention takes short sequences and the few queries of a last layer, which have few scores, and weights with
-    dropout, as the kernel would draw others.
+    We use plain attention for short sequences and the few queries of a last layer, which have few scores, and for
+    dropout, because the kernel would draw other weights. Arguments and result: see the docstring of this module; a mask
+    must be true on the first tokens only.
     """
     length, size = query.shape[1], query.shape[-1] // heads
     if dropout or length != key.shape[1] or length < MIN_KERNEL_LENGTH or size > MAX_HEAD_SIZE or size % 8:
@@ -145,7 +169,17 @@ def tpu_attention(
 ) -> Array:  # fmt: skip
     """Attend in one kernel that keeps scores in a TPU's vector memory, if its shapes allow; else in plain JAX.
 
-    mask: the layout if sequences are packed. mesh: of the devices that the arrays are spread over; None for one device.
+    Args:
+        query: [batch, positions, width], or [parts, slots, width] if sequences are packed.
+        key: [batch, length, width], or like a packed query.
+        value: like `key`.
+        mask: [batch, length] bool, or the layout of packed sequences.
+        heads: attention heads.
+        dropout: of the weights; None for none.
+        mesh: the devices over which the arrays are sharded; None for one device.
+
+    Returns:
+        An array like `query`.
     """
     bias: Array | Packing
     if isinstance(mask, Packing):
@@ -166,7 +200,10 @@ def tpu_attention(
 def cpu_attention(
     query: Array, key: Array, value: Array, mask: Array, heads: int, dropout: AttentionDropout | None = None
 ) -> Array:
-    """Attend on one CPU device: in one sequence after another if it has many scores, so that they stay in the cache."""
+    """Attend on one CPU device. We loop over sequences with many scores, so that the scores stay in the cache.
+
+    Arguments and result: see the docstring of this module.
+    """
     if dropout or query.shape[1] * heads * key.shape[1] < MIN_LOOP_SCORES:
         return dot_product_attention(query, key, value, mask, heads, dropout)
     return _attend_in_turn(*(_split_heads(x, heads) for x in (query, key, value)), mask).reshape(query.shape)
@@ -192,7 +229,7 @@ def _scores(query: Array, key: Array, mask: Array) -> Array:
 def _attend_forward(query: Array, key: Array, value: Array, mask: Array) -> tuple[Array, tuple[Array, ...]]:
     """Return the output and the residuals of the backward pass; of the scores only their log-sum-exp."""
 
-    def attend_in_one(entry: tuple[Array, ...]) -> tuple[Array, Array]:
+    def attend_in_sequence(entry: tuple[Array, ...]) -> tuple[Array, Array]:
         query, key, value, mask = entry
         scores = _scores(query, key, mask)  # [heads, positions, length]
         top = scores.max(axis=-1, keepdims=True)
@@ -201,7 +238,7 @@ def _attend_forward(query: Array, key: Array, value: Array, mask: Array) -> tupl
         attended = jnp.einsum("hqk,khd->qhd", weights.astype(value.dtype), value, preferred_element_type=jnp.float32)
         return attended / total[..., 0].T[..., None], top + jnp.log(total)  # after the product, which is smaller
 
-    attended, log_total = jax.lax.map(attend_in_one, (query, key, value, mask))
+    attended, log_total = jax.lax.map(attend_in_sequence, (query, key, value, mask))
     attended = attended.astype(value.dtype)
     return attended, (query, key, value, mask, attended, log_total)
 
@@ -212,7 +249,7 @@ def _attend_backward(residuals: tuple[Array, ...], cotangent: Array) -> tuple[Ar
     That of a softmax s of scores is s · (g − Σ s g); Σ s g is the output's product with its cotangent.
     """
 
-    def differentiate_one(entry: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+    def differentiate_sequence(entry: tuple[Array, ...]) -> tuple[Array, Array, Array]:
         query, key, value, mask, attended, log_total, cotangent = entry
         weights = jnp.exp(_scores(query, key, mask) - log_total)
         weight_gradient = jnp.einsum("qhd,khd->hqk", cotangent, value, preferred_element_type=jnp.float32)
@@ -224,7 +261,7 @@ def _attend_backward(residuals: tuple[Array, ...], cotangent: Array) -> tuple[Ar
             jnp.einsum("hqk,qhd->khd", weights.astype(value.dtype), cotangent, preferred_element_type=jnp.float32),
         )
 
-    gradients = jax.lax.map(differentiate_one, (*residuals, cotangent))
+    gradients = jax.lax.map(differentiate_sequence, (*residuals, cotangent))
     return *(gradient.astype(like.dtype) for gradient, like in zip(gradients, residuals[:3], strict=True)), None
 
 
@@ -245,7 +282,7 @@ ATTENTION: dict[str, Callable[..., Array]] = {  # values of `Compute.attention`
 # layers have them, [batch, length, width]: nothing is split into heads, padded or transposed before it. A block of work
 # is one sequence and the heads that share 128 features, a register's lanes. For a product the lanes of the other heads
 # are set to 0, which costs no more than a narrower product would, as the matrix unit is 128 wide. The backward pass
-# computes the weights again from the inputs of the forward pass, so nothing else is kept.
+# computes the weights again from the inputs of the forward pass, so nothing else is stored.
 
 Kernel = Callable[..., tuple[Array, ...]]
 LANES = 128
@@ -253,10 +290,15 @@ MAX_LENGTH = 448  # tokens whose scores and gradients fit into a kernel's 16 MiB
 
 
 def fits(query: Array | jax.ShapeDtypeStruct, key: Array | jax.ShapeDtypeStruct, heads: int, mesh: Mesh | None) -> bool:
-    """Return whether the kernel takes padded sequences [batch, positions or length, width].
+    """Return True if the kernel takes padded sequences.
 
-    It takes as many queries as keys, if every device has whole sequences and whole groups of 128 features. mesh: None
-    for one device.
+    It takes as many queries as keys, if every device has complete sequences and complete groups of 128 features.
+
+    Args:
+        query: [batch, positions, width].
+        key: [batch, length, width].
+        heads: attention heads.
+        mesh: None for one device.
     """
     batch, length, width = key.shape
     feature_parts, batch_shares = (mesh.shape["model"], batch_parts(mesh)) if mesh else (1, 1)
@@ -265,18 +307,24 @@ def fits(query: Array | jax.ShapeDtypeStruct, key: Array | jax.ShapeDtypeStruct,
 
 
 def fits_packed(packed: Array, padded: tuple[int, ...], heads: int, mesh: Mesh | None) -> bool:
-    """Return whether the kernel takes packed sequences [parts, slots, width].
+    """Return True if the kernel takes packed sequences.
 
-    It does if every device has one part, with room for the longest sequence in whole tiles. padded: batch and length.
+    It does if every device has one part, with room for the longest sequence in complete tiles.
+
+    Args:
+        packed: [parts, slots, width].
+        padded: batch and length.
+        heads: attention heads.
+        mesh: None for one device.
     """
     parts, slots, width = packed.shape
     states = jax.ShapeDtypeStruct((*padded, width), packed.dtype)
-    is_one_each = parts == (batch_parts(mesh) if mesh else 1)
-    return is_one_each and padded[1] % TILE == 0 and padded[1] <= slots and fits(states, states, heads, mesh)
+    has_part_per_device = parts == (batch_parts(mesh) if mesh else 1)
+    return has_part_per_device and padded[1] % TILE == 0 and padded[1] <= slots and fits(states, states, heads, mesh)
 
 
 class KernelSettings(NamedTuple):
-    """What is compiled into the kernel.
+    """Values that are compiled into the kernel.
 
     Attributes:
         heads: attention heads.
@@ -459,7 +507,7 @@ def _run_packed(
     window, slots = buffers[0].shape[1], targets[0].shape[0]
 
     def copies(sequence: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield for each copy whether it is needed, and the copy."""
+        """Yield each copy with True if it is needed."""
         buffer_index, start = jax.lax.rem(sequence, 2), starts[sequence]
         first = start - jnp.minimum(start, slots - window)
         tiles = jax.lax.div(lengths[sequence] + TILE - 1, TILE)
@@ -555,8 +603,8 @@ def _of_head(states: Array, head: int, size: int) -> Array:
     return jnp.where((lane >= head * size) & (lane < (head + 1) * size), states, jnp.zeros_like(states))
 
 
-def _product(left: Array, left_axis: int, right: Array, right_axis: int) -> Array:
+def _product(a: Array, a_axis: int, b: Array, b_axis: int) -> Array:
     """Multiply two matrices over the named axes, in float32; float32 ones are not rounded to bfloat16 first."""
-    precision = jax.lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-    axes = (((left_axis,), (right_axis,)), ((), ()))
-    return jax.lax.dot_general(left, right, axes, precision=precision, preferred_element_type=jnp.float32)
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    axes = (((a_axis,), (b_axis,)), ((), ()))
+    return jax.lax.dot_general(a, b, axes, precision=precision, preferred_element_type=jnp.float32)

@@ -4,8 +4,7 @@ Not here: attention (`attention.py`), linear layers and sizes (`layers.py`), poo
 word prediction and span scores (`reader.py`).
 
 The last layer can be asked for a few positions only (`positions`). A retriever only needs `[CLS]`, and a masked
-language model only the masked tokens, so the rest of that layer need not be computed: the same numbers for
-about 40 % less work in a two-layer model, and 7 % in a twelve-layer one.
+language model only the masked tokens, so the rest of that layer need not be computed.
 
 Two hooks make it fast, and change no result but for rounding: `attend` calls the attention of the device, and a layout
 (`packing.py`) can put the sequences of a batch one after another, without padding.
@@ -23,8 +22,8 @@ from realm_jax.models.layers import ACTIVATIONS, PRODUCT, BertConfig, Dropout, P
 from realm_jax.models.packing import TILE, BalancedPermutation, Packing, Padded, packing
 
 Array = jax.Array
-ATTENDED = "attended"  # name of what attention returns; a policy does not see inside of custom gradients
-REMAT = {  # what is kept of a layer for the backward pass, in addition to its inputs; the rest is computed again
+ATTENDED = "attended"  # name of attention's result; a policy does not see inside of custom gradients
+REMAT = {  # values of a layer that are stored for the backward pass with its inputs; others are computed again
     "none": None,  # all that the backward pass needs
     "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENDED),  # products with parameters, attention
     "layer": jax.checkpoint_policies.nothing_saveable,
@@ -48,7 +47,7 @@ class Layer(nn.Module):
         Args:
             queries: [batch, positions, width]; packed like keys if all positions are computed.
             keys: [batch, length, width], or packed, [parts, slots, width].
-            layout: how sequences lie in `keys`.
+            layout: of the sequences in `keys`.
             deterministic: without dropout.
 
         Returns:
@@ -158,8 +157,8 @@ class Bert(nn.Module):
             layer = jax.checkpoint(layer, policy=REMAT[compute.remat], prevent_cse=False)
         stacked = jax.tree.map(stack, *(nn.unbox(block.variables["params"]) for block in self.blocks[:-1]))
         keys = None if deterministic else jax.random.split(self.make_rng("dropout"), len(self.blocks) - 1)
-        # Unrolled, what is kept of products need not be copied into the loop's stacks (`benchmarks/README.md`). The
-        # compiler may then keep more than that; with "layer" it would keep all, so that stays a loop.
+        # Unrolled, stored products need not be copied into the loop's stacks (`benchmarks/README.md`). The compiler may
+        # then store more than that. With "layer" it would store everything, so "layer" is always a loop.
         unroll = compute.attention == "tpu" and compute.remat == "dots"
         return jax.lax.scan(layer, x, (stacked, keys), unroll=unroll)[0]
 
@@ -176,7 +175,7 @@ def apply(
     Args:
         network: a module with a field `config` and methods that take `deterministic`.
         params: its parameters.
-        inputs: ids, segments, mask [batch, length], and what else the method takes for each sequence.
+        inputs: ids, segments, mask [batch, length], and the method's other arrays [batch, …].
         method: its name.
         key: of dropout; None for none.
         packed_length: see `Compute`. Packed sequences are read in balanced order, and results returned in theirs.

@@ -1,7 +1,7 @@
 """Locating and publishing pretrained models, and which of their folders holds which network.
 
     FOLDER/model.safetensors            one BERT, for every network; with its heads, if it has them; or its shards
-    FOLDER/<network>/model.safetensors  one for each network, as `realm weights` writes them (`embedder`: both towers)
+    FOLDER/<network>/model.safetensors  one for each network, as `realm weights` writes them (`embedder`: both encoders)
     hf:NAME, hf:NAME@REVISION           a repository of the Hugging Face hub
     py:NAME                             an installed Python package that carries a model in its folder `model`
 
@@ -98,7 +98,7 @@ def upload_model(hub: Any, folder: Path, name: str, private: bool, flag: str, ex
         hub: as `open_hub` gives it.
         folder: to upload.
         name: of the repository.
-        private: whether the repository has to be private; otherwise a new one is what the hub makes of it.
+        private: make a new repository private, and require it of an existing one; otherwise the hub's default holds.
         flag: that names the repository.
         excluded: names of files in `folder` that stay on this machine.
 
@@ -142,12 +142,12 @@ def _reason(error: Exception, token: str = "") -> str:
 
 
 def is_model(folder: Path) -> bool:
-    """True if a folder holds the weights of one network."""
+    """Return True if a folder holds the weights of one network."""
     return has_weights(folder) or is_sentence_model(folder)
 
 
 def model_folders(folder: Path) -> list[Path]:
-    """List the folders of weights in a model: one for each network, or the folder itself; a run folder has none."""
+    """List the folders of weights in a model: one for each network, or the folder itself; a run directory has none."""
     of_networks = [folder / name for name in (SHARED, *TOWERS, READER) if is_model(folder / name)]
     return of_networks or ([folder] if is_model(folder) else [])
 
@@ -168,12 +168,12 @@ def network_folder(folder: Path, network: str) -> Path | None:
         None if there are no weights for it.
 
     Raises:
-        UserError: if one tower is wanted and the model has two.
+        UserError: if the config has one encoder for both texts and the model has two.
     """
     if model_folders(folder) == [folder]:
         return folder
     names = [network, SHARED] if network in TOWERS else [network]
     weights = next((folder / name for name in names if is_model(folder / name)), None)
     if weights is None and network == SHARED and any(is_model(folder / name) for name in TOWERS):
-        raise UserError(f"config.init_from: {folder} has two towers; set config.model.shared_tower=False")
+        raise UserError(f"config.init_from: {folder} has two encoders; set config.model.shared_tower=False")
     return weights

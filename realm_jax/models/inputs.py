@@ -32,7 +32,7 @@ class PassageBatch(NamedTuple):
 
 
 class EncoderInput(NamedTuple):
-    """Input of a tower.
+    """Input of an encoder.
 
     Attributes:
         ids: tokens, [batch, length] int32.
@@ -64,11 +64,19 @@ class ReaderInput(NamedTuple):
 
 
 def token_mask(lengths: Array, length: int) -> Array:
-    """Return True on the first `lengths` of `length` positions: [...] → [..., length] bool."""
+    """Return True on the first positions of each sequence.
+
+    Args:
+        lengths: tokens of each sequence, [...] int.
+        length: number of positions.
+
+    Returns:
+        [..., length] bool.
+    """
     return jnp.arange(length) < lengths[..., None]
 
 
-# --- Inputs of the towers ---------------------------------------------------------------------------------------------
+# --- Inputs of the encoders -------------------------------------------------------------------------------------------
 
 
 def document_segments(passages: PassageBatch) -> Array:
@@ -79,7 +87,7 @@ def document_segments(passages: PassageBatch) -> Array:
 
 
 def document_sequences(passages: PassageBatch, template: Template | None = None) -> EncoderInput:
-    """Lay passages out for a tower: as they are, in two segments, or as one text that a template makes.
+    """Lay passages out for the passage encoder: as they are, in two segments, or as one text that a template makes.
 
     The one text is `[CLS] before title between body [SEP]`, all in segment 0; a template without a title leaves titles
     out.
@@ -98,7 +106,7 @@ def document_sequences(passages: PassageBatch, template: Template | None = None)
     title_lengths = passages.title_lengths.astype(jnp.int32)[:, None]  # [batch, 1]
     shown = title_lengths if template.titled else jnp.zeros_like(title_lengths)
     position = jnp.arange(ids.shape[-1] - 1 + front + gap)[None]  # [1, length]
-    body = 1 + front + shown + gap  # where bodies begin, [batch, 1]; in the row at title length + 2
+    body = 1 + front + shown + gap  # index of each body's first token, [batch, 1]; in the row it is title length + 2
     source = jnp.where(position < body, position - front, position - body + title_lengths + DOCUMENT_SPECIALS)
     text = jnp.take_along_axis(ids, jnp.clip(source, 0, ids.shape[-1] - 1), axis=-1)  # [batch, length]
     text = _insert(text, position, jnp.ones_like(title_lengths), template.before)
@@ -117,7 +125,7 @@ def _insert(ids: Array, position: Array, start: Array, literal: tuple[int, ...])
 
 
 def query_sequences(query: Array, lengths: Array, template: Template | None = None) -> EncoderInput:
-    """Lay queries `[CLS] text [SEP]` out for a tower, with a template's tokens before the text, all in segment 0.
+    """Lay queries `[CLS] text [SEP]` out for the query encoder, with a template before the text, all in segment 0.
 
     Args:
         query: [batch, q] int.
@@ -136,7 +144,15 @@ def query_sequences(query: Array, lengths: Array, template: Template | None = No
 
 
 def null_passages(batch: int, special: tuple[int, int]) -> PassageBatch:
-    """Return the null document `[CLS] [SEP] [SEP]`, `batch` times. special: ids of [CLS] and [SEP]."""
+    """Return the null document `[CLS] [SEP] [SEP]` for each example.
+
+    Args:
+        batch: number of examples.
+        special: ids of [CLS] and [SEP].
+
+    Returns:
+        ids [batch, 3] int32.
+    """
     cls, sep = special
     row = jnp.array([cls, sep, sep], jnp.int32)
     return PassageBatch(jnp.tile(row, (batch, 1)), jnp.full(batch, 3, jnp.int32), jnp.zeros(batch, jnp.int32))
@@ -155,14 +171,14 @@ def reader_inputs(query: Array, query_lengths: Array, passages: PassageBatch, ti
         query: [batch, q] int.
         query_lengths: [batch].
         passages: ids [batch, k, d].
-        titles: whether titles are read.
+        titles: read titles too.
 
     Returns:
         Arrays [batch, k, q + d − 2], with titles [batch, k, q + d − 1].
     """
     width = passages.ids.shape[-1]
     body_offset = (passages.title_lengths + DOCUMENT_SPECIALS).astype(jnp.int32)  # [batch, k]
-    offset = jnp.ones_like(body_offset) if titles else body_offset  # where the joined part of a row begins
+    offset = jnp.ones_like(body_offset) if titles else body_offset  # index in the row of the first joined token
     position = jnp.arange(query.shape[1] + width - (1 if titles else DOCUMENT_SPECIALS))
     behind_query = position - query_lengths[:, None]  # [batch, length]: negative inside the query
     source = jnp.clip(behind_query[:, None] + offset[..., None], 0, width - 1)  # [batch, k, length]
@@ -185,7 +201,7 @@ def flatten_passages(reader_input: ReaderInput) -> ReaderInput:
 
 
 def contains_phrase(passages: Array, phrase: Array, phrase_lengths: Array) -> Array:
-    """Return whether a run of tokens occurs in each passage; an empty phrase occurs nowhere.
+    """Return True for passages that contain a phrase; an empty phrase occurs nowhere.
 
     Args:
         passages: ids [batch, k, d] int.
@@ -208,7 +224,7 @@ def contains_phrase(passages: Array, phrase: Array, phrase_lengths: Array) -> Ar
 
 
 def has_answer_span(passages: PassageBatch, answers: Array, answer_lengths: Array, span_width: int) -> Array:
-    """Return whether a passage's body has an answer that a span can be.
+    """Return True for passages whose body has an answer that a span can be.
 
     These are the passages with a correct span in `answer_spans`.
 
@@ -229,7 +245,7 @@ def has_answer_span(passages: PassageBatch, answers: Array, answer_lengths: Arra
     match &= ((answer_lengths > 0) & (answer_lengths <= width))[:, None, :, None]
     for offset in range(width):
         token = answers[:, None, :, offset, None]  # [batch, 1, a, 1]
-        match &= (_shift_left(ids, offset)[:, :, None] == token) | (offset >= answer_lengths)[:, None, :, None]
+        match &= (_shifted(ids, offset)[:, :, None] == token) | (offset >= answer_lengths)[:, None, :, None]
     return match.any(axis=(2, 3))
 
 
@@ -246,7 +262,7 @@ def answer_spans(
 
     Returns:
         (allowed, correct), both [batch, k, length, span_width] bool: entry [.., i, w] is the span of tokens i … i + w.
-        Allowed spans lie in the body, before its final [SEP].
+        Allowed spans are in the body, before its final [SEP].
     """
     position = jnp.arange(reader_input.ids.shape[-1])
     body_end = reader_input.lengths - 1
@@ -256,11 +272,11 @@ def answer_spans(
     for offset in range(min(answers.shape[2], span_width)):
         token = answers[:, None, None, :, offset]  # [batch, 1, 1, a]
         is_beyond = (offset >= answer_lengths)[:, None, None, :]
-        match &= (_shift_left(reader_input.ids, offset)[..., None] == token) | is_beyond
+        match &= (_shifted(reader_input.ids, offset)[..., None] == token) | is_beyond
     by_width = [(match & (answer_lengths == width + 1)[:, None, None, :]).any(axis=-1) for width in range(span_width)]
     return allowed, jnp.stack(by_width, axis=-1) & allowed
 
 
-def _shift_left(x: Array, by: int) -> Array:
+def _shifted(x: Array, by: int) -> Array:
     """Return x[..., i + by] at i, −1 past the end."""
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, by),), constant_values=-1)[..., by:] if by else x

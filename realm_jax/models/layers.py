@@ -1,6 +1,6 @@
-"""What the networks are built of: sizes, how they are computed, linear layers, LayerNorm, embeddings and dropout.
+"""Sizes, precision and speed of networks, and their layers: linear, LayerNorm, embeddings and dropout.
 
-Not here: the transformer (`bert.py`) and attention (`attention.py`).
+The transformer is in `bert.py`, attention in `attention.py`.
 """
 
 import dataclasses
@@ -38,9 +38,9 @@ class Compute:
 
     Attributes:
         dtype: of the matrix products, float32 or bfloat16; parameters, LayerNorm and softmax are always float32.
-        state_dtype: of what lies between products with parameters, attention included; None: like `dtype`.
+        state_dtype: of hidden states and attention weights; None: like `dtype`.
         attention: a key of `attention.ATTENTION`.
-        remat: a key of `bert.REMAT`, what is kept for the backward pass.
+        remat: a key of `bert.REMAT`: the values that are stored for the backward pass.
         scan: all layers but the last are one compiled loop over their stacked parameters; the parameter tree is the
             same.
         hidden_sharding: of hidden states [batch, length, width]. Without it the compiler may shard them like parameters
@@ -59,17 +59,17 @@ class Compute:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh that hidden states are spread over; None for one device."""
+        """Return the mesh over which hidden states are sharded; None for one device."""
         return self.hidden_sharding.mesh if self.hidden_sharding else None  # type: ignore[return-value]
 
     @property
     def parts(self) -> int:
-        """Shares of a batch, one a device."""
+        """Return the number of shares of a batch, one for each device."""
         return batch_parts(self.mesh) if self.mesh else 1
 
     @property
     def alignment(self) -> int:
-        """Packed sequences begin at multiples of this."""
+        """Return the number of slots to which packed sequences are aligned."""
         return TILE if self.attention == "tpu" else 1
 
 
@@ -105,7 +105,7 @@ class BertConfig:
 
     @property
     def state_dtype(self) -> Any:
-        """The dtype of hidden states."""
+        """Return the dtype of hidden states."""
         return self.compute.dtype if self.compute.state_dtype is None else self.compute.state_dtype
 
 
@@ -113,7 +113,9 @@ class BertConfig:
 
 
 def initializer_stddev(width: int) -> float:
-    """BERT's 0.02 at 768 features, and more for narrower models, whose activations then start as large as BERT-base's.
+    """Return the standard deviation of initial parameters: BERT's 0.02 at 768 features, more for narrower models.
+
+    Their activations then start as large as those of BERT-base.
 
     With 0.02 at 64 features attention starts almost uniform and the tied output almost flat; a tiny reader then takes
     several times longer to learn to copy from its passage.
@@ -122,7 +124,7 @@ def initializer_stddev(width: int) -> float:
 
 
 def initializer(width: int) -> nn.initializers.Initializer:
-    """BERT's truncated normal for a model of this width."""
+    """Return BERT's truncated normal initializer for a model of this width."""
     return nn.initializers.truncated_normal(initializer_stddev(width))
 
 
@@ -166,8 +168,8 @@ def _product_backward(dtype: Any, residuals: tuple[Array, Array], cotangent: Arr
 matrix_product.defvjp(_product_forward, _product_backward)
 
 
-def _sum_in_float32(left: Array, right: Array, contracted: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
-    return jax.lax.dot_general(left, right, (contracted, ((), ())), preferred_element_type=jnp.float32)
+def _sum_in_float32(a: Array, b: Array, contracted: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
+    return jax.lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=jnp.float32)
 
 
 def dense(
@@ -210,12 +212,18 @@ class LayerNorm(nn.LayerNorm):
     """Flax's. Backward, XLA takes three times as long on a CPU for states [1, tokens, width] as for [tokens, width]."""
 
     def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
-        is_one_row = len(x) == 1 and mask is None
-        return super().__call__(x[0])[None] if is_one_row else super().__call__(x, mask=mask)
+        is_single_row = len(x) == 1 and mask is None
+        return super().__call__(x[0])[None] if is_single_row else super().__call__(x, mask=mask)
 
 
 def layer_norm(name: str, epsilon: float = LAYER_NORM_EPSILON, scale: float = 1.0) -> nn.LayerNorm:
-    """Make a LayerNorm in float32, whatever the dtype of states; its scale starts with the given one."""
+    """Make a LayerNorm in float32, for states of any dtype.
+
+    Args:
+        name: of its parameters.
+        epsilon: added to the variance.
+        scale: initial value of its scale.
+    """
     return LayerNorm(
         epsilon=epsilon,
         dtype=jnp.float32,
@@ -226,23 +234,29 @@ def layer_norm(name: str, epsilon: float = LAYER_NORM_EPSILON, scale: float = 1.
 
 
 def embedding(rows: int, width: int, axis: str | None, name: str) -> nn.Embed:
-    """Make a lookup table [rows, width] with BERT's initializer; `axis`: logical name of its rows."""
+    """Make a lookup table [rows, width] with BERT's initializer.
+
+    Args:
+        rows: of the table.
+        width: features.
+        axis: logical axis name of the rows, see `mesh.RULES`.
+        name: of its parameters.
+    """
     init = nn.with_logical_partitioning(initializer(width), (axis, "embed"))
     return nn.Embed(rows, width, embedding_init=init, name=name)
 
 
 # --- Dropout, of hidden states and of attention weights ---------------------------------------------------------------
 #
-# A seed for each sequence (and head) decides what stays: a hash of that seed and of a number's row and column, nothing
-# else. So padding, the mesh, and a kernel that never holds all weights change no draw, and the backward pass draws
-# again what it did not keep. It costs a TPU less than the counter-based bits of `jax.random`, which we only take seeds
-# from.
+# A draw is a hash of the seed of its sequence (and head) and of the number's row and column, and of nothing else. So
+# padding, the mesh, and a kernel that never holds all weights do not change it, and the backward pass can repeat it. It
+# costs a TPU less than the counter-based bits of `jax.random`, which only give the seeds.
 
 
 class Dropout(nn.Module):
     """Dropout of hidden states [batch, length, width], packed ones [parts, slots, width] or vectors [batch, width].
 
-    What stays is divided by 1 − rate. Packed states have the draws of the sequences that they belong to.
+    Values that are not dropped are divided by 1 − rate. Packed states have the draws of their sequences.
     """
 
     rate: float
@@ -264,7 +278,7 @@ class Dropout(nn.Module):
 def keep_mask(
     seed: Array, shape: tuple[int, ...], rate: float, first: Array | int = 0, rows: Array | None = None
 ) -> Array:
-    """Draw which numbers stay.
+    """Draw the numbers that dropout keeps.
 
     The hash is of 65,536 · row + column, whatever the shape, so padding changes no draw. It is MurmurHash3's finalizer,
     into which the seed is mixed: products and shifts, which a TPU's vector unit has.

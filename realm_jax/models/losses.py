@@ -1,7 +1,7 @@
 """The marginal likelihood of REALM and of its fine-tuning: arrays in, arrays out, exact in log space.
 
 p(y|x) = Σ_z p(z|x) p(y|z,x) over K candidates, the null document at index 0 (paper, equation 1 and section 3.3).
-Not here: how candidates are found (`retrieval/`), how log-probabilities are computed (`reader.py`).
+`retrieval/` finds candidates, `reader.py` computes their log-probabilities.
 """
 
 from typing import NamedTuple
@@ -11,18 +11,23 @@ import jax.numpy as jnp
 
 Array = jax.Array
 LOG_P_UNSEEN_SPAN = -7.5  # log p(y|null, x) of a span that no passage shows: as likely as one of some 2,000 names
-NEG_INF = -1e9  # log-probability or score of what may not be chosen; finite, so that gradients stay finite
+NEG_INF = -1e9  # log-probability or score of excluded entries; finite, so that gradients stay finite
 
 
 class WeightedSum(NamedTuple):
-    """A mean that can be taken over the parts of a batch: float32 scalars, to be added up before they are divided."""
+    """A mean over the parts of a batch, as float32 scalars that are summed before the division.
+
+    Attributes:
+        total: weighted sum of the values.
+        weight: sum of the weights.
+    """
 
     total: Array
     weight: Array
 
     @property
     def mean(self) -> Array:
-        """The mean; 0 if the weight is 0."""
+        """Return the mean; 0 if the weight is 0."""
         return self.total / jnp.maximum(self.weight, 1.0)
 
 
@@ -32,7 +37,16 @@ def at_least_float32(x: Array) -> Array:
 
 
 def log_sum_selected(log_p: Array, selected: Array, axis: int | tuple[int, ...]) -> Array:
-    """Return log Σ of exp(log_p) over `selected` entries; NEG_INF if there are none, with zero gradient."""
+    """Return log Σ exp(log_p) over selected entries.
+
+    Args:
+        log_p: of any shape.
+        selected: bool, like `log_p`.
+        axis: over which to sum.
+
+    Returns:
+        NEG_INF with zero gradient if no entry is selected.
+    """
     masked = jnp.where(selected, log_p, NEG_INF)
     return jnp.where(selected.any(axis=axis), jax.nn.logsumexp(masked, axis=axis), NEG_INF)
 
@@ -41,7 +55,7 @@ def log_sum_selected(log_p: Array, selected: Array, axis: int | tuple[int, ...])
 
 
 def target_log_probabilities(scores: Array, targets: Array) -> tuple[Array, Array]:
-    """Return log-probabilities of targets, and whether nothing is likelier.
+    """Return log-probabilities of targets, and True if the target is the most probable entry.
 
     One maximum serves both; an argmax would take a CPU as long as the products before it.
 
@@ -76,7 +90,15 @@ class Marginal(NamedTuple):
 
 
 def log_prior(scores: Array, valid: Array) -> Array:
-    """Return log p(z|x): softmax of inner products over the valid candidates. scores, valid [batch, candidates]."""
+    """Return log p(z|x), the softmax of inner products over the valid candidates.
+
+    Args:
+        scores: inner products, [batch, candidates].
+        valid: bool [batch, candidates].
+
+    Returns:
+        [batch, candidates] float32.
+    """
     return jax.nn.log_softmax(jnp.where(valid, at_least_float32(scores), NEG_INF), axis=-1)
 
 
@@ -117,7 +139,7 @@ def masked_word_marginal(scores: Array, word_log_p: Array, weights: Array, valid
 
 
 def pointing(span_scores: Array, allowed: Array, correct: Array) -> tuple[Array, Array]:
-    """Compute log p(y|z,x) by pointing at y in z, and whether no other span, nor none at all, is likelier.
+    """Compute log p(y|z,x) by pointing at y in z, and True if y is more probable than other spans and than none.
 
     The reader points at a span or, as at [CLS] in SQuAD 2.0, at none; y is then guessed as without a passage:
     p(y|z,x) = Σ_{spans that are y} p(span|z,x) + p(none|z,x) p(y|null).
@@ -148,7 +170,9 @@ def pointing(span_scores: Array, allowed: Array, correct: Array) -> tuple[Array,
 def span_log_probabilities(span_scores: Array, allowed: Array) -> Array:
     """Return log p(span|z,x), normalized within each passage; NEG_INF for spans that are not allowed.
 
-    A passage without an allowed span has none that is likely.
+    Args:
+        span_scores: [batch, passages, length, width].
+        allowed: spans that may be answers, like `span_scores`.
     """
     total = jax.nn.logsumexp(jnp.where(allowed, span_scores, NEG_INF), axis=(-2, -1), keepdims=True)
     return jnp.where(allowed, span_scores - total, NEG_INF)
@@ -183,6 +207,12 @@ def answer_log_probabilities(scores: Array, span_scores: Array, allowed: Array, 
 def answer_marginal(scores: Array, span_scores: Array, allowed: Array, correct: Array) -> tuple[WeightedSum, Array]:
     """Compute −log Σ_z p(z|x) Σ_{correct spans} p(span|z,x), mean over the examples that have a correct span.
 
+    Args:
+        scores: of the passages, [batch, passages].
+        span_scores: [batch, passages, length, width].
+        allowed: spans that may be answers, like `span_scores`.
+        correct: spans that are answers, like `span_scores`.
+
     Returns:
         The loss, and the log-likelihood [batch], NEG_INF if no passage holds an answer.
     """
@@ -211,6 +241,12 @@ def orqa_reader_loss(scores: Array, span_scores: Array, allowed: Array, correct:
     """Return −log p(some correct span) in one softmax over all spans of all passages; 0 if none is correct (L_read).
 
     With one passage its score cancels out.
+
+    Args:
+        scores: of the passages, [batch, passages].
+        span_scores: [batch, passages, length, width].
+        allowed: spans that may be answers, like `span_scores`.
+        correct: spans that are answers, like `span_scores`.
 
     Returns:
         [batch].

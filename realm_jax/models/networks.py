@@ -1,9 +1,8 @@
-"""All networks of a run over one tree of parameters: the retriever, the reader, and what tasks bring along.
+"""All networks of a run over one tree of parameters: the retriever, the reader, and networks of tasks.
 
-    params = {'query_embedder': …, 'document_embedder': …, 'reader': …}     (one 'embedder' if the tower is shared)
+    params = {'query_embedder': …, 'document_embedder': …, 'reader': …}     (one 'embedder' if it is shared)
 
-The BERTs of retriever and reader may differ in size. A task may bring further networks (`Network`), each with a key of
-its own.
+The BERTs of retriever and reader may differ in size. A task may add networks (`Network`), each with its key.
 """
 
 import abc
@@ -23,7 +22,12 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class Network(abc.ABC):
-    """A network that a task brings along: its sizes, and pure functions over a tree in which it has the key `name`."""
+    """A network of a task: its sizes, and pure functions over a tree in which it has the key `name`.
+
+    Attributes:
+        bert: sizes of its BERT.
+        name: top-level key of its parameters.
+    """
 
     bert: BertConfig
     name: ClassVar[str]
@@ -38,6 +42,10 @@ class Realm(Retriever):
     """A retriever with a reader, and with the networks of tasks.
 
     Methods are pure functions of their arguments; `key` turns dropout on (None: off).
+
+    Attributes:
+        reader: of passages.
+        networks: of tasks.
     """
 
     reader: Reader = dataclasses.field(kw_only=True)
@@ -57,7 +65,7 @@ class Realm(Retriever):
 
         Those of a network depend on the key and its name, not on the other networks.
         """
-        params = self.init_towers(jax.random.fold_in(key, 0)) | self.reader.init_boxed(jax.random.fold_in(key, 1))
+        params = self.init_encoders(jax.random.fold_in(key, 0)) | self.reader.init_boxed(jax.random.fold_in(key, 1))
         for network in self.networks:
             network_key = jax.random.fold_in(key, zlib.crc32(network.name.encode()))
             params[network.name] = network.init_boxed(network_key)

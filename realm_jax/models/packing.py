@@ -26,7 +26,11 @@ TILE = 16  # rows of a tile of bfloat16 in a TPU's memory, at which packed seque
 
 
 class Padded(NamedTuple):
-    """Sequences of one length each, padded; mask [batch, length] bool, false on padding."""
+    """Padded sequences.
+
+    Attributes:
+        mask: [batch, length] bool, false on padding.
+    """
 
     mask: Array
 
@@ -39,19 +43,27 @@ class Padded(NamedTuple):
         return states
 
     def take(self, states: Array, positions: Array) -> Array:
-        """Return hidden states at positions [batch, m] of every sequence: [batch, m, width]."""
+        """Return hidden states at positions of every sequence.
+
+        Args:
+            states: [batch, length, width].
+            positions: [batch, m] int.
+
+        Returns:
+            [batch, m, width].
+        """
         return jnp.take_along_axis(states, positions[:, :, None], axis=1)
 
 
 class Packing(NamedTuple):
-    """Where the sequences of a batch lie: P parts of n sequences of at most `length` tokens, C slots a part.
+    """Slots of packed sequences: P parts of n sequences of at most `length` tokens, with C slots for each part.
 
     Attributes:
         starts: the slot of each sequence's first token, a multiple of the alignment, [P, n] int32.
         lengths: tokens of each sequence that have a slot, [P, n] int32.
         source: the token in each slot, as sequence · length + position, [P, C] int32.
-        used: whether a slot has a token, [P, C] bool.
-        mask: which tokens of the padded sequences have a slot, [P · n, length] bool.
+        used: true on slots that have a token, [P, C] bool.
+        mask: true on tokens of the padded sequences that have a slot, [P · n, length] bool.
     """
 
     starts: Array
@@ -62,7 +74,7 @@ class Packing(NamedTuple):
 
     @property
     def positions(self) -> Array:
-        """The position of each slot's token in its sequence, [P, C]."""
+        """Return the position of each slot's token in its sequence, [P, C]."""
         return self.source % self.mask.shape[1]
 
     def per_token(self, values: Array) -> Array:
@@ -79,7 +91,15 @@ class Packing(NamedTuple):
         return unpack_tokens(states, self)
 
     def take(self, states: Array, positions: Array) -> Array:
-        """Return hidden states [P, C, width] at positions [P · n, m] of every sequence: [P · n, m, width]."""
+        """Return hidden states at positions of every sequence.
+
+        Args:
+            states: [P, C, width].
+            positions: [P · n, m] int.
+
+        Returns:
+            [P · n, m, width].
+        """
         parts, slots, width = states.shape
         start = self.starts.reshape(-1, 1)  # [P · n, 1]
         last = jnp.maximum(self.lengths.reshape(-1, 1) - 1, 0)  # [P · n, 1]
@@ -109,12 +129,12 @@ def packing(mask: Array, parts: int, packed_length: int, alignment: int = 1) -> 
     position = jnp.arange(packed_length) - jnp.take_along_axis(starts, sequence, axis=1)  # [P, C]
     used = position < jnp.take_along_axis(lengths, sequence, axis=1)
     source = sequence * length + jnp.minimum(position, length - 1)
-    # Computed once: the compiler would do it all again in every operation that reads it.
+    # The barrier makes the compiler compute it once, and not again in every operation that reads it.
     return jax.lax.optimization_barrier(Packing(starts, lengths, source, used, fitting))
 
 
 def fitting_mask(mask: Array, parts: int, packed_length: int, alignment: int) -> Array:
-    """Return a mask [batch, length] without the tokens that have no slot. Arguments: see `packing`."""
+    """Return the mask of tokens that have a slot, [batch, length] bool. Arguments: see `packing`."""
     lengths = mask.sum(axis=1, dtype=jnp.int32).reshape(parts, -1)  # [P, n]
     return jnp.arange(mask.shape[1]) < fitting_lengths(lengths, mask.shape[1], packed_length, alignment).reshape(-1, 1)
 
@@ -147,7 +167,8 @@ class BalancedPermutation:
 
     Attributes:
         mesh: the devices that share the batch; None for one.
-        order: which sequence of a slice's share comes at each index, [slices, n] int32; None: each stays where it is.
+        order: index of the sequence in a slice's share that moves to each position, [slices, n] int32; None for the
+            identity.
     """
 
     mesh: Mesh | None
@@ -155,7 +176,12 @@ class BalancedPermutation:
 
     @classmethod
     def by_length(cls, lengths: Array, mesh: Mesh | None) -> "BalancedPermutation":
-        """Balance the parts of a batch by the lengths [batch] of its sequences."""
+        """Balance the parts of a batch by the lengths of its sequences.
+
+        Args:
+            lengths: [batch] int.
+            mesh: the devices that share the batch; None for one.
+        """
         slices = 1 if mesh is None else mesh.shape["slices"]
         parts = 1 if mesh is None else batch_parts(mesh) // slices
         if parts == 1:
@@ -183,14 +209,22 @@ class BalancedPermutation:
 
 
 def snake_order(sequences: int, parts: int) -> NDArray[np.int64]:
-    """Deal ranked sequences out to parts, every other round backwards; returns their ranks, part after part."""
+    """Deal ranked sequences out to parts, every other round backwards.
+
+    Args:
+        sequences: how many, a multiple of `parts`.
+        parts: of a batch.
+
+    Returns:
+        Ranks, part after part, [sequences].
+    """
     rounds = np.arange(sequences).reshape(-1, parts)  # [rounds, parts]
     rounds[1::2] = rounds[1::2, ::-1]
     return rounds.T.reshape(-1)
 
 
 def packed_lengths(lengths: Array, longest: int, packed_length: int, mesh: Mesh | None, alignment: int) -> Array:
-    """Return how many tokens of each sequence have a slot, if they are packed in balanced order.
+    """Return the number of tokens of each sequence that have a slot, if they are packed in balanced order.
 
     Args:
         lengths: of the sequences, [batch, …].
@@ -211,13 +245,13 @@ def packed_lengths(lengths: Array, longest: int, packed_length: int, mesh: Mesh 
 def _permuted(mesh: Mesh, values: Array, order: Array) -> Array:
     """Put values [batch, …] into an order [slices, n] of each slice's share.
 
-    All of a share goes to every device of its slice, which takes its part: the compiler would have every device look
-    for all sequences in its part, and add up.
+    Every device of a slice gets the slice's share and takes its part. Without this the compiler would have every device
+    search its part for all sequences, and sum the results.
     """
     shares = values.reshape(len(order), -1, *values.shape[1:])  # [slices, n, …]
     shares = jax.lax.with_sharding_constraint(shares, NamedSharding(mesh, PartitionSpec("slices")))
-    taken = jax.vmap(lambda share, rows: share[rows])(shares, order).reshape(values.shape)
-    return jax.lax.with_sharding_constraint(taken, logical_sharding(mesh, "batch", *[None] * (values.ndim - 1)))
+    permuted = jax.vmap(lambda share, rows: share[rows])(shares, order).reshape(values.shape)
+    return jax.lax.with_sharding_constraint(permuted, logical_sharding(mesh, "batch", *[None] * (values.ndim - 1)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -237,24 +271,24 @@ _permuted_floats.defvjp(
 
 @jax.custom_vjp
 def pack_tokens(padded: Array, layout: Packing) -> Array:
-    """See `Packing.pack`."""
+    """Pack states, see `Packing.pack`."""
     parts = len(layout.source)
     flat = padded.reshape(parts, -1, padded.shape[-1])  # [P, n · length, width]
-    taken = _rows(flat, layout.source)  # [P, C, width]
-    return jnp.where(layout.used[..., None], taken, jnp.zeros_like(taken))
+    packed = _rows(flat, layout.source)  # [P, C, width]
+    return jnp.where(layout.used[..., None], packed, jnp.zeros_like(packed))
 
 
 @jax.custom_vjp
 def unpack_tokens(packed: Array, layout: Packing) -> Array:
-    """See `Packing.unpack`."""
+    """Unpack states, see `Packing.unpack`."""
     length, (parts, slots, width) = layout.mask.shape[1], packed.shape
     slot = layout.starts[..., None] + jnp.arange(length)  # [P, n, length]
     slot = jnp.minimum(slot, slots - 1).reshape(parts, -1)  # [P, n · length]
-    taken = _rows(packed, slot).reshape(-1, length, width)  # [P · n, length, width]
-    return jnp.where(layout.mask[..., None], taken, jnp.zeros_like(taken))
+    padded = _rows(packed, slot).reshape(-1, length, width)  # [P · n, length, width]
+    return jnp.where(layout.mask[..., None], padded, jnp.zeros_like(padded))
 
 
-# Each is the transpose of the other: a token has one slot. Derived, both would add up into zeros, which is slow.
+# Each is the transpose of the other, because a token has one slot. Derived gradients would use slow scatter-adds.
 pack_tokens.defvjp(
     lambda padded, layout: (pack_tokens(padded, layout), layout),
     lambda layout, cotangent: (unpack_tokens(cotangent, layout), None),
@@ -267,4 +301,4 @@ unpack_tokens.defvjp(
 
 def _rows(states: Array, rows: Array) -> Array:
     """Take rows [P, m] of each part of states [P, n, width]: [P, m, width]."""
-    return jax.vmap(lambda part, taken: part.at[taken].get(mode="promise_in_bounds"))(states, rows)
+    return jax.vmap(lambda part, indices: part.at[indices].get(mode="promise_in_bounds"))(states, rows)

@@ -27,7 +27,7 @@ class Template(NamedTuple):
     Attributes:
         before: the title, or the text if there is no title.
         between: title and text.
-        titled: whether titles are read.
+        titled: titles are read.
     """
 
     before: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class Template(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of literal tokens."""
+        """Return the number of literal tokens."""
         return len(self.before) + len(self.between)
 
 
@@ -46,10 +46,10 @@ def parse(template: str, key: str, titles: bool) -> tuple[str, str, bool]:
     Args:
         template: see the docstring of this module.
         key: of the config, for messages.
-        titles: whether `{title}` may be used.
+        titles: `{title}` may be used.
 
     Returns:
-        Its text before the first slot, its text between the two slots, and whether it has a title.
+        Its text before the first slot, its text between the two slots, and True if it has a title.
 
     Raises:
         UserError: for a template of another form.
@@ -90,7 +90,7 @@ def _refuse(key: str, template: str, advice: str) -> NoReturn:
 
 
 def _separates(character: str) -> bool:
-    """True if BERT's basic tokenizer ends a word at a character: white space, or what it takes for punctuation."""
+    """Return True if BERT's basic tokenizer ends a word at a character: white space or punctuation."""
     ascii_punctuation = character.isascii() and character.isprintable() and not character.isalnum()
     return character.isspace() or ascii_punctuation or unicodedata.category(character).startswith("P")
 
@@ -101,7 +101,7 @@ def compiled(template: str, key: str, titles: bool, encode: Encode) -> Template:
     Args:
         template: see the docstring of this module.
         key: of the config, for messages.
-        titles: whether `{title}` may be used.
+        titles: `{title}` may be used.
         encode: text → ids of its tokens.
 
     Raises:
@@ -117,27 +117,45 @@ def compiled(template: str, key: str, titles: bool, encode: Encode) -> Template:
 
 
 def query_lengths(lengths: Any, template: Template | None) -> Any:
-    """Return tokens of queries as a tower reads them. lengths: of `[CLS] text [SEP]`, a number or an array."""
+    """Return the number of tokens of queries that the query encoder reads.
+
+    Args:
+        lengths: of `[CLS] text [SEP]`, a number or an array.
+        template: around queries; None for none.
+    """
     return lengths + (template.size if template else 0)
 
 
 def passage_lengths(bodies: Any, titles: Any, template: Template | None) -> Any:
-    """Return tokens of passages as a tower reads them, by tokens of bodies and titles: numbers or arrays."""
+    """Return the number of tokens of passages that the passage encoder reads.
+
+    Args:
+        bodies: tokens of the bodies, a number or an array.
+        titles: tokens of the titles, like `bodies`.
+        template: around passages; None for two segments.
+    """
     if template is None:
         return bodies + titles + 3
     return bodies + (titles if template.titled else 0) + 2 + template.size
 
 
 def longest_passage(length: int, template: Template | None) -> int:
-    """Return tokens of the longest passage as a tower reads it.
+    """Return the number of tokens of the longest passage that the passage encoder reads.
 
-    length: of the two segments `[CLS] title [SEP] body [SEP]`; one text has one [SEP] less.
+    Args:
+        length: of the two segments `[CLS] title [SEP] body [SEP]`; one text has one [SEP] less.
+        template: around passages; None for two segments.
     """
     return length if template is None else length - 1 + template.size
 
 
 def from_prompt(prompt: str, rest: str) -> str:
-    """Return the template of a literal prompt with the slots `rest` after it."""
+    """Return the template of a literal prompt.
+
+    Args:
+        prompt: may contain braces.
+        rest: slots after the prompt.
+    """
     return prompt.replace("{", "{{").replace("}", "}}") + rest
 
 

@@ -32,6 +32,11 @@ class ReaderNetwork(nn.Module):
     """The network of a `Reader`.
 
     In all methods ids, segments and mask are [batch, length], as `Bert` takes them.
+
+    Attributes:
+        config: sizes of its BERT.
+        span_hidden: size of a span's representation.
+        span_width: longest span in tokens.
     """
 
     config: BertConfig
@@ -52,7 +57,18 @@ class ReaderNetwork(nn.Module):
     def word_logits(
         self, ids: Array, segments: Array, mask: Array, positions: Array, deterministic: bool = True
     ) -> Array:
-        """Return float32 logits of the vocabulary at positions [batch, m]: [batch, m, vocabulary]."""
+        """Return logits of the vocabulary at some positions.
+
+        Args:
+            ids: tokens of the reader input.
+            segments: 0 or 1.
+            mask: false on padding.
+            positions: [batch, m] int.
+            deterministic: without dropout.
+
+        Returns:
+            [batch, m, vocabulary] float32.
+        """
         hidden = self.bert(ids, segments, mask, positions=positions, deterministic=deterministic)  # [batch, m, width]
         hidden = self.mlm_norm(ACTIVATIONS[self.config.hidden_act](self.mlm_transform(hidden)))
         return self.bert.tied_logits(hidden) + self.mlm_bias
@@ -60,11 +76,29 @@ class ReaderNetwork(nn.Module):
     def target_log_probabilities(
         self, ids: Array, segments: Array, mask: Array, positions: Array, targets: Array, deterministic: bool = True
     ) -> tuple[Array, Array]:
-        """Return log-probabilities of targets [batch, m] at positions [batch, m], and whether no token is likelier."""
+        """Return log-probabilities of targets.
+
+        Args:
+            ids: tokens of the reader input.
+            segments: 0 or 1.
+            mask: false on padding.
+            positions: of the targets, [batch, m] int.
+            targets: [batch, m] int.
+            deterministic: without dropout.
+
+        Returns:
+            [batch, m] float32; and True if the target is the most probable token, [batch, m] bool.
+        """
         return target_log_probabilities(self.word_logits(ids, segments, mask, positions, deterministic), targets)
 
     def span_scores(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:
         """Score every span by its start and width, before any masking.
+
+        Args:
+            ids: tokens of the reader input.
+            segments: 0 or 1.
+            mask: false on padding.
+            deterministic: without dropout.
 
         Returns:
             [batch, length, span_width] float32; entry [b, i, w] is the span of tokens i … i + w (w + 1 tokens).
@@ -78,7 +112,7 @@ class ReaderNetwork(nn.Module):
         return self.span_score(span)[..., 0]
 
     def use_all(self, ids: Array, segments: Array, mask: Array) -> None:
-        """Use every parameter once, for `init`."""
+        """Use every parameter once, for `init`. Arguments: see `span_scores`."""
         self.word_logits(ids, segments, mask, jnp.zeros((ids.shape[0], 1), jnp.int32))
         self.span_scores(ids, segments, mask)
 
@@ -101,7 +135,7 @@ class Reader:
 
     @property
     def network(self) -> ReaderNetwork:
-        """The network, without parameters."""
+        """Return the network, without parameters."""
         return ReaderNetwork(self.bert, self.span_hidden, self.span_width)
 
     def init_boxed(self, key: Array) -> Params:
@@ -112,7 +146,17 @@ class Reader:
     def read_words(
         self, params: Params, reader_input: ReaderInput, positions: Array, key: Array | None = None
     ) -> Array:
-        """Return log p(·|z, x) at masked positions [batch, m]: [batch, m, vocabulary] float32."""
+        """Return log p(·|z, x) at masked positions.
+
+        Args:
+            params: all parameters.
+            reader_input: texts joined with passages.
+            positions: of masked tokens, [batch, m].
+            key: of dropout; None for none.
+
+        Returns:
+            [batch, m, vocabulary] float32.
+        """
         inputs = (reader_input.ids, reader_input.segments, reader_input.mask, positions)
         return jax.nn.log_softmax(apply(self.network, params["reader"], inputs, "word_logits", key), axis=-1)
 
@@ -124,14 +168,14 @@ class Reader:
 
         Args:
             params: all parameters.
-            reader_input: what the reader reads.
+            reader_input: texts joined with passages.
             positions: of masked tokens, [batch, m].
             targets: [batch, m] int.
             key: of dropout; None for none.
             packed_length: see `layers.Compute`.
 
         Returns:
-            Log-probabilities, float32 [batch, m], and whether no token is likelier, bool [batch, m].
+            Log-probabilities [batch, m] float32; and True if the target is the most probable token, [batch, m] bool.
         """
         inputs = (reader_input.ids, reader_input.segments, reader_input.mask, positions, targets)
         return apply(self.network, params["reader"], inputs, "target_log_probabilities", key, packed_length)
@@ -139,6 +183,16 @@ class Reader:
     def read_spans(
         self, params: Params, reader_input: ReaderInput, key: Array | None = None, packed_length: int = 0
     ) -> Array:
-        """Return span scores, [batch, length, span_width] float32. packed_length: see `layers.Compute`."""
+        """Return the scores of all spans.
+
+        Args:
+            params: all parameters.
+            reader_input: texts joined with passages.
+            key: of dropout; None for none.
+            packed_length: see `layers.Compute`.
+
+        Returns:
+            [batch, length, span_width] float32.
+        """
         inputs = (reader_input.ids, reader_input.segments, reader_input.mask)
         return apply(self.network, params["reader"], inputs, "span_scores", key, packed_length)

@@ -46,7 +46,15 @@ class Pooling(NamedTuple):
 
 
 def masked_mean(hidden: Array, mask: Array) -> Array:
-    """Return the float32 mean over positions where `mask` is true, 0 if there are none: [batch, width]."""
+    """Return the mean over tokens, 0 if there are none.
+
+    Args:
+        hidden: [batch, length, width].
+        mask: [batch, length] bool, false on padding.
+
+    Returns:
+        [batch, width] float32.
+    """
     hidden, weights = hidden.astype(jnp.float32), mask.astype(jnp.float32)
     return jnp.einsum("bld,bl->bd", hidden, weights) / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1)
 
@@ -77,14 +85,14 @@ POOLINGS = {  # values of config.encoder.pooling; exports, imports and FLOPs rea
 # --- The network ------------------------------------------------------------------------------------------------------
 
 
-class Embedder(nn.Module):
-    """One tower.
+class Encoder(nn.Module):
+    """The network of an encoder.
 
     Attributes:
-        config: its BERT.
+        config: sizes of its BERT.
         projection: size of a linear layer after the pooling, 0 for none.
         norm_epsilon: of the LayerNorm.
-        norm_scale: of the LayerNorm. A fresh vector's length is norm_scale × √size, so scores lie within
+        norm_scale: of the LayerNorm. A fresh vector's length is norm_scale × √size, so scores are within
             ± norm_scale² × size.
         pooling: a key of POOLINGS.
         normalization: "layer" (LayerNorm), "l2" (length 1) or "none".
@@ -134,16 +142,16 @@ class Embedder(nn.Module):
         return Dropout(c.dropout)(vector, deterministic=deterministic)
 
 
-# --- Both towers ------------------------------------------------------------------------------------------------------
+# --- Both encoders ----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Retriever:
-    """The towers as pure functions over one tree of parameters, in which each has its own key.
+    """Both encoders as pure functions over one tree of parameters, in which each has its key.
 
     Attributes:
-        bert: sizes of a tower.
-        projection: see `Embedder`, as for the next four.
+        bert: sizes of both encoders.
+        projection: see `Encoder`, as for the next four.
         norm_epsilon: of the LayerNorm.
         norm_scale: of the LayerNorm.
         pooling: a key of POOLINGS.
@@ -151,7 +159,7 @@ class Retriever:
         temperature: scores are inner products of passage vectors with query vectors divided by it.
         query_template: text around queries; None for none.
         passage_template: text around passages; None to read title and body as two segments.
-        shared_tower: one tower for queries and passages.
+        shared_tower: one encoder for queries and passages.
     """
 
     bert: BertConfig
@@ -166,31 +174,29 @@ class Retriever:
     shared_tower: bool = False
 
     @property
-    def embedder(self) -> Embedder:
-        """The network of a tower."""
-        return Embedder(
-            self.bert, self.projection, self.norm_epsilon, self.norm_scale, self.pooling, self.normalization
-        )
+    def encoder(self) -> Encoder:
+        """Return the network of an encoder, without parameters."""
+        return Encoder(self.bert, self.projection, self.norm_epsilon, self.norm_scale, self.pooling, self.normalization)
 
     @property
     def vector_size(self) -> int:
-        """Features of a retrieval vector."""
+        """Return the number of features of a retrieval vector."""
         return self.projection or self.bert.width
 
     @property
     def embedder_names(self) -> tuple[str, ...]:
-        """Top-level keys of the retriever's parameters: the query tower first, the passage tower last."""
+        """Return the top-level keys of the parameters: the query encoder first, the passage encoder last."""
         return ("embedder",) if self.shared_tower else ("query_embedder", "document_embedder")
 
-    def init_towers(self, key: Array) -> Params:
+    def init_encoders(self, key: Array) -> Params:
         """Return fresh parameters, boxed with their logical axis names.
 
-        Both towers start from the same numbers, as in the released code: the inner product of equal functions begins
+        Both encoders start from the same numbers, as in the released code: the inner product of equal functions begins
         as a similarity, which training only has to sharpen. Each has its own copy, so that both can be donated.
         """
         ids = jnp.zeros((1, 8), jnp.int32)
-        tower = self.embedder.init(key, ids, ids, jnp.ones((1, 8), bool))["params"]
-        return {name: jax.tree.map(jnp.copy, tower) for name in self.embedder_names}
+        params = self.encoder.init(key, ids, ids, jnp.ones((1, 8), bool))["params"]
+        return {name: jax.tree.map(jnp.copy, params) for name in self.embedder_names}
 
     def embed_queries(
         self, params: Params, query: Array, lengths: Array, key: Array | None = None, packed_length: int = 0
@@ -214,9 +220,8 @@ class Retriever:
         self, params: Params, query: Array, lengths: Array, key: Array | None = None, packed_length: int = 0
     ) -> Array:
         """Embed queries as other libraries do, before the temperature. Arguments: see `embed_queries`."""
-        tower = params[self.embedder_names[0]]
         texts = query_sequences(query, lengths, self.query_template)
-        return self._embed(tower, texts, key, packed_length)
+        return self._embed(params[self.embedder_names[0]], texts, key, packed_length)
 
     def embed_documents(
         self, params: Params, passages: PassageBatch, key: Array | None = None, packed_length: int = 0
@@ -232,20 +237,19 @@ class Retriever:
         Returns:
             [batch, vector_size] float32.
         """
-        tower = params[self.embedder_names[-1]]
         texts = document_sequences(passages, self.passage_template)
-        return self._embed(tower, texts, key, packed_length)
+        return self._embed(params[self.embedder_names[-1]], texts, key, packed_length)
 
-    def _embed(self, tower: Params, texts: EncoderInput, key: Array | None, packed_length: int) -> Array:
-        vectors: Array = apply(self.embedder, tower, texts, "__call__", key, packed_length)
+    def _embed(self, encoder_params: Params, texts: EncoderInput, key: Array | None, packed_length: int) -> Array:
+        vectors: Array = apply(self.encoder, encoder_params, texts, "__call__", key, packed_length)
         return vectors
 
     def query_lengths(self, lengths: Any) -> Any:
-        """Return tokens of queries as the tower reads them. lengths: of `[CLS] text [SEP]`, a number or an array."""
+        """Return tokens of queries for the query encoder. lengths: of `[CLS] text [SEP]`, a number or an array."""
         return query_lengths(lengths, self.query_template)
 
     def document_lengths(self, passages: PassageBatch) -> Array:
-        """Return tokens of passages as the tower reads them. passages.ids [batch, k, d] → [batch, k] int32."""
+        """Return tokens of passages for the passage encoder. passages.ids [batch, k, d] → [batch, k] int32."""
         flat = PassageBatch(*(part.reshape(-1, *part.shape[2:]) for part in passages))  # ids [batch · k, d]
         lengths = document_sequences(flat, self.passage_template).mask.sum(axis=1, dtype=jnp.int32)
         return lengths.reshape(passages.lengths.shape)

@@ -1,24 +1,24 @@
-"""Folders of sentence-transformers, in and out: a tower as the library's chain of modules.
+"""Read and write folders of sentence-transformers: an encoder as the library's chain of modules.
 
     modules.json                          the modules in order: Transformer, Pooling, those of LAYERS, Normalize
     config_sentence_transformers.json     prompts, and how vectors are compared
     sentence_bert_config.json             the longest input
     1_Pooling/config.json, 2_Dense/…      settings and weights of each module
 
-In: which network a folder describes, as keys of the config's section `encoder`, and where its weights lie; a module
-that cannot be represented here is refused. Out: `SentenceTransformer(FOLDER).encode` gives the tower's vectors. The
-library's LayerNorm has one epsilon, which is larger than BERT's; scaling what goes into it makes up for that exactly,
-since LayerNorm takes any scale out again. A folder that is not an encoder of texts, the reader's, gets a list of
-modules at which the library stops, because it would otherwise take the mean of hidden states without a warning.
+Reading gives the keys of the config's section `encoder` and the files of the weights; a module that we cannot represent
+is an error. `SentenceTransformer(FOLDER).encode` of a folder that we wrote gives the encoder's vectors. The library's
+LayerNorm has another epsilon than BERT's. Scaling its input compensates exactly, because LayerNorm removes any scale.
+The folder of the reader, which is not an encoder of texts, gets a list of modules at which the library stops, because
+it would otherwise take the mean of hidden states without a warning.
 
-Two towers can be one folder, with the library's Router, which embeds queries with one and documents with the other:
+Both encoders can be one folder, with the library's Router:
 
     modules.json, router_config.json          a Router with the routes `query` and `document`
     config_sentence_transformers.json         the prompts of both
     query_embedder/, document_embedder/       the modules of each route: query_embedder/1_Pooling …
 
-`encode_query` and `encode_document` take their own routes; plain `encode` takes that of documents, since whoever embeds
-a corpus calls it most. Read next: `weights.py`, for the BERT inside.
+`encode_query` and `encode_document` take the routes of these names; plain `encode` takes that of documents, because it
+mostly embeds a corpus. Read next: `weights.py`, for the BERT inside.
 """
 
 import json
@@ -69,19 +69,19 @@ FLAGS = {  # of Pooling's older form
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-QUERIES, PASSAGES = "query", "document"  # the library's names for prompts, and for the texts that a tower is for
+QUERIES, PASSAGES = "query", "document"  # the library's names for prompts, and for the texts of an encoder
 TITLED = "{title} {text}"
 NOT_AN_ENCODER = (
     "sentence_transformers.this_network_is_no_sentence_encoder"  # a module's type at which the library stops
 )
 NAMES: dict[type, str] = {int: "whole number", str: "text", dict: "table"}  # of the kinds of a value
 Kind = TypeVar("Kind")
-TRAINED_READER = "realm_reader_trained"  # in config.json of an exported reader: whether it was trained with questions
+TRAINED_READER = "realm_reader_trained"  # in config.json of an exported reader: true if it was trained with questions
 ENCODER_SECTION = "realm_encoder"  # in config.json of what `realm weights export` writes: its section `encoder`
 
 
 class Module(NamedTuple):
-    """The library's module for a layer of a tower.
+    """The library's module for a layer of an encoder.
 
     Attributes:
         kind: its class.
@@ -110,7 +110,7 @@ class SentenceModel(NamedTuple):
         encoder: key of the config's section → value.
         modules: layer → the folder of its weights.
         max_seq_length: tokens of its longest input; None if it is not set.
-        unused: names of prompts that nothing takes.
+        unused: names of prompts that neither method uses.
     """
 
     folder: Path
@@ -125,7 +125,7 @@ class SentenceModel(NamedTuple):
 
 
 def is_sentence_model(folder: Path) -> bool:
-    """True if a folder is one of sentence-transformers, and not one that we write so that the library refuses it."""
+    """Return True for a folder of sentence-transformers, except one that we wrote so that the library refuses it."""
     path = folder / MODULES
     return path.is_file() and not any(entry.get("type") == NOT_AN_ENCODER for entry in _entries(path))
 
@@ -153,12 +153,12 @@ def sentence_model(folder: Path) -> SentenceModel | None:
 
     Raises:
         UserError: for a file that cannot be read, for an unknown module, for a pooling, an activation or an order of
-            modules that the towers do not have, and for prompts that are left out of the pooling.
+            modules that our encoders do not have, and for prompts that are left out of the pooling.
     """
     if not is_sentence_model(folder):
         return None
 
-    # The list of modules, of which the first are the BERT and its pooling.
+    # --- The list of modules, which begins with the BERT and its pooling
     entries = _entries(folder / MODULES)
     kinds = []
     for entry in entries:
@@ -171,7 +171,7 @@ def sentence_model(folder: Path) -> SentenceModel | None:
     transformer = folder / entries[0]["path"]
     bert_settings = read_bert_settings(transformer)
 
-    # The pooling.
+    # --- The pooling
     path = folder / entries[1]["path"] / SETTINGS
     settings = read_settings(path, needed=True)
     modes = settings.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if settings.get(flag)] or ["mean"]
@@ -184,11 +184,11 @@ def sentence_model(folder: Path) -> SentenceModel | None:
     encoder: dict[str, Any] = {"pooling": OUR_POOLINGS[modes[0]], "projection": 0}
     encoder |= {"normalization": "none", "norm_epsilon": LIBRARY_EPSILON}
 
-    # The layers after it: a Dense is BERT's own tanh layer behind [CLS], or the projection.
+    # --- The layers after it: a Dense is BERT's tanh layer after [CLS], or the projection
     modules: dict[str, Path] = {}
     for kind, entry in zip(kinds[2:], entries[2:], strict=True):
         if encoder["normalization"] != "none":
-            _refuse(folder / MODULES, f"has {kind} after its normalisation, which must be last; choose another model")
+            _refuse(folder / MODULES, f"has {kind} after its normalization, which must be last; choose another model")
         if kind == "LayerNorm":
             encoder["normalization"] = "layer"
             modules["projection_norm"] = folder / entry["path"]
@@ -274,15 +274,15 @@ def _refuse(path: Path, advice: str) -> NoReturn:
     raise UserError(f"{path}: {advice}")
 
 
-def find_tower(model: SentenceModel, config: BertConfig, parts: Sequence[Part]) -> NetworkFiles:
-    """Find a tower's files: those of its BERT (`weights.find`) and of its modules.
+def find_encoder(model: SentenceModel, config: BertConfig, parts: Sequence[Part]) -> NetworkFiles:
+    """Find an encoder's files: those of its BERT (`weights.find`) and of its modules.
 
     If both have a part, such as a BERT's pooler, the module counts. A bias that a module lacks is 0.
 
     Args:
         model: the folder.
         config: sizes of its BERT.
-        parts: of the tower.
+        parts: of the encoder.
 
     Raises:
         UserError: like `weights.find`, and if a module has no safe weights, or weights of another size.
@@ -302,7 +302,7 @@ def find_tower(model: SentenceModel, config: BertConfig, parts: Sequence[Part]) 
                         raise UserError(f"{path}: has no {name}; fetch it again")
                     stored.append(StoredTensor(tensor, path, name if name in opened else NO_BIAS))
         if stored:
-            files = files._replace(tensors=(*files.tensors, *stored), found=(*files.found, part.title))
+            files = files._replace(tensors=(*files.tensors, *stored), present=(*files.present, part.title))
     return files
 
 
@@ -310,23 +310,23 @@ def find_tower(model: SentenceModel, config: BertConfig, parts: Sequence[Part]) 
 
 
 def write_modules(
-    folder: Path, model: Realm, tower: Params, encoder: dict[str, Any], lengths: dict[str, int]
+    folder: Path, model: Realm, params: Params, encoder: dict[str, Any], lengths: dict[str, int]
 ) -> None:  # fmt: skip
-    """Write the library's files around a tower's BERT, which is in `folder`.
+    """Write the library's files around an encoder's BERT, which is in `folder`.
 
     Args:
         folder: of the BERT.
         model: all networks.
-        tower: parameters of the tower.
+        params: of the encoder.
         encoder: the config's section.
-        lengths: purposes of the tower ('query', 'document', or both if it is shared) → tokens of its longest input.
+        lengths: purposes of the encoder ('query', 'document', or both if it is shared) → tokens of its longest input.
     """
     flags: dict[str, Any] = {flag: mode == POOLINGS[model.pooling].library for flag, mode in FLAGS.items()}
     modules = [("", "Transformer")]
     _add_module(
         folder, modules, "Pooling", {"word_embedding_dimension": model.bert.width, "include_prompt": True} | flags
     )
-    layers = {layer: tower[layer] for layer in LAYERS if layer in tower}
+    layers = {layer: params[layer] for layer in LAYERS if layer in params}
     if model.normalization == "layer":
         scale, size = (LIBRARY_EPSILON / model.norm_epsilon) ** 0.5, model.vector_size
         unscaled = layers.get("projection", {"kernel": np.eye(size), "bias": np.zeros(size)})
@@ -391,11 +391,14 @@ def _prompt(encoder: dict[str, Any], purpose: str) -> str:
 
 def _readme(encoder: dict[str, Any], purposes: list[str]) -> str:
     """Return a README that tells how to encode texts and compare vectors."""
-    lines = ["# A retriever's tower for sentence-transformers", ""]
+    lines = ["# A retriever's encoder for sentence-transformers", ""]
     for purpose in purposes:
         template = encoder["query_prompt" if purpose == QUERIES else "passage_prompt"]
         if purpose == PASSAGES and not template:
-            call, texts = "[(title, text), ...]", "pairs of title and text, since the tower reads them as two segments"
+            call, texts = (
+                "[(title, text), ...]",
+                "pairs of title and text, because the encoder reads them as two segments",
+            )
         else:
             prompt = _prompt(encoder, purpose)
             rest = (template or "{text}")[len(from_prompt(prompt, "")) :]
@@ -404,26 +407,26 @@ def _readme(encoder: dict[str, Any], purposes: list[str]) -> str:
         name = "Queries" if purpose == QUERIES else "Passages"
         lines += [f"{name}: {texts}.", "", f"    SentenceTransformer(FOLDER).encode_{purpose}({call})", ""]
     lines += [
-        f"Scores are inner products of the two towers' vectors divided by the temperature, {encoder['temperature']:g}.",
-        "`model.safetensors` holds the tower's own layers once more, under names that transformers reports and leaves",
-        "out; `realm train --config.init_from` reads them.",
+        f"Scores are inner products of both encoders' vectors divided by the temperature, {encoder['temperature']:g}.",
+        "`model.safetensors` also holds the layers after the BERT, under names that transformers reports and skips;",
+        "`realm train --config.init_from` reads them.",
     ]
     return "\n".join(lines) + "\n"
 
 
-def write_sentence_transformer(folder: Path, towers: Mapping[str, str]) -> None:
-    """Make one model of sentence-transformers of two towers, or of one that serves both.
+def write_sentence_transformer(folder: Path, encoders: Mapping[str, str]) -> None:
+    """Make one model of sentence-transformers of both encoders, or of a shared one.
 
     Args:
-        folder: holds the folders of the towers, as `write_modules` leaves them.
-        towers: QUERIES and PASSAGES → name of the tower's folder. Their vectors are compared alike.
+        folder: holds the folders of the encoders, as `write_modules` leaves them.
+        encoders: QUERIES and PASSAGES → name of the encoder's folder. Both compare vectors the same way.
     """
     routes: dict[str, dict[str, str]] = {}  # route → folder of each module → its class, in order
-    for route, tower in towers.items():
-        entries = _entries(folder / tower / MODULES)
-        routes[route] = {f"{tower}/{entry['path']}".removesuffix("/"): entry["type"] for entry in entries}
-    queries, passages = (read_settings(folder / towers[route] / PROMPTS) for route in (QUERIES, PASSAGES))
-    if towers[QUERIES] == towers[PASSAGES]:
+    for route, name in encoders.items():
+        entries = _entries(folder / name / MODULES)
+        routes[route] = {f"{name}/{entry['path']}".removesuffix("/"): entry["type"] for entry in entries}
+    queries, passages = (read_settings(folder / encoders[route] / PROMPTS) for route in (QUERIES, PASSAGES))
+    if encoders[QUERIES] == encoders[PASSAGES]:
         modules, prompts = routes[QUERIES], queries
     else:
         modules = {"": f"{LIBRARY}models.Router"}

@@ -26,7 +26,7 @@ from realm_jax.data import sentences
 from realm_jax.data.passage_packing import sentence_parts
 from realm_jax.data.spans import Span, find_dates, with_dates, without_overlaps
 from realm_jax.data.tokenizer import Tokenizer, Tokens
-from realm_jax.data.tokenizer_files import FoundTokenizer, lower_case_of, tokenizer_file
+from realm_jax.data.tokenizer_files import TokenizerFile, lower_case_of, tokenizer_file
 from realm_jax.errors import UserError
 from realm_jax.models.bert import Bert
 from realm_jax.models.folders import HUB, resolve_model_path
@@ -68,7 +68,14 @@ class TokenClassifier(nn.Module):
 
 
 class LoadedTagger(NamedTuple):
-    """A network with its parameters, the name of each label, and the tokenizer."""
+    """A network with its parameters.
+
+    Attributes:
+        network: without parameters.
+        params: of the network.
+        labels: the name of each label.
+        tokenizer: of the model.
+    """
 
     network: TokenClassifier
     params: Params
@@ -104,7 +111,7 @@ def load_tagger(folder: Path) -> LoadedTagger:
     if vocabulary is None:
         raise UserError(f"{folder}: has no vocab.txt and no tokenizer.json; put the model's tokenizer there")
     lower_case = lower_case_of(folder)
-    tokenizer = FoundTokenizer(vocabulary, lower_case is None or lower_case.value).read()
+    tokenizer = TokenizerFile(vocabulary, lower_case is None or lower_case.value).read()
     if tokenizer.size > config.vocabulary_size:  # JAX would read the last row in place of one that is not there
         raise UserError(
             f"{vocabulary}: has {tokenizer.size} tokens, but the model {config.vocabulary_size}; put the model's own "

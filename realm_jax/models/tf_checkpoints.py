@@ -2,7 +2,7 @@
 
     bert/…, cls/…                    the reader's BERT and MLM head (`cc_news_pretrained/bert`), or any BERT of
                                      google-research/bert
-    module/…                         a tower (`cc_news_pretrained/embedder`, or the module of the inverse cloze task),
+    module/…                         an encoder (`cc_news_pretrained/embedder`, or the module of inverse cloze),
                                      and the question's in a fine-tuned checkpoint, with one more `module/` before it
     reader/module/…, reader/dense…   the reader with its span head, in a fine-tuned checkpoint
 
@@ -21,7 +21,7 @@ from realm_jax.models.reader import SPAN_NORM_EPSILON
 
 EMBEDDER, READER = "embedder", "reader"
 KERAS_EPSILON = 1e-3
-# Variables that no network has: the optimizer's variables and counters, the next-sentence head, a tower's MLM head.
+# Variables that no network has: the optimizer's variables and counters, the next-sentence head, an encoder's MLM head.
 UNUSED = re.compile(
     r"(^|/)(adam_[mv]|AdamWeightDecayOptimizer(_\d+)?|global_step|block_emb|cls/seq_relationship)($|/)"
     r"|^(module/)+cls/predictions/"
@@ -59,7 +59,11 @@ def network_of(name: str) -> tuple[str, str] | None:
 
 
 def tensor_name(network: str, name: str) -> str:
-    """Return Hugging Face's name for a variable of a network, with `bert.` before those of the encoder and its pooler.
+    """Return Hugging Face's name for a variable, with `bert.` before those of the encoder and its pooler.
+
+    Args:
+        network: EMBEDDER or READER.
+        name: of the variable in this network.
 
     Raises:
         KeyError: for an unknown variable.
@@ -76,7 +80,12 @@ def tensor_name(network: str, name: str) -> str:
 
 
 def epsilons(network: str, names: Iterable[str]) -> dict[str, float]:
-    """Return the epsilons of LayerNorms in a network's heads, as settings: Keras's own layer has Keras's default."""
+    """Return the epsilons of LayerNorms in a network's heads, as settings of Hugging Face.
+
+    Args:
+        network: EMBEDDER or READER.
+        names: of its variables, which tell if Keras's layer was used, with Keras's default.
+    """
     if network == READER:
         return {"reader_layer_norm_eps": SPAN_NORM_EPSILON}
     is_keras = any("layer_normalization/" in name for name in names)
@@ -117,7 +126,12 @@ def map_variables(names: Iterable[str], path: str) -> dict[str, dict[str, str]]:
 
 
 def transposed(variable: str, array: NDArray) -> NDArray:
-    """Return a variable as Hugging Face stores it: matrices [output, input], tables as they are."""
+    """Return a variable as Hugging Face stores it: matrices [output, input], tables unchanged.
+
+    Args:
+        variable: its name.
+        array: its value.
+    """
     return array.T if variable.endswith("/kernel") else array
 
 

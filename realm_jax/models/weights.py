@@ -41,7 +41,11 @@ LAYER = {  # ours → theirs
     "output": "output.dense",
     "output_norm": "output.LayerNorm",
 }
-VECTOR_LAYERS = {"pooler": "pooler.dense", "projection": "cls.dense", "projection_norm": "cls.LayerNorm"}  # of a tower
+VECTOR_LAYERS = {
+    "pooler": "pooler.dense",
+    "projection": "cls.dense",
+    "projection_norm": "cls.LayerNorm",
+}  # of an encoder
 WORDS, POSITIONS = "embeddings.word_embeddings.weight", "embeddings.position_embeddings.weight"
 MLM_HEAD, SPAN_HEAD, PROJECTION, VECTOR_NORM = "MLM head", "span head", "projection", "vector norm"
 TIED = "cls.predictions.decoder.weight"  # the word embeddings once more, in some files
@@ -87,7 +91,7 @@ class Tensor(NamedTuple):
 
     @property
     def is_transposed(self) -> bool:
-        """True for a kernel [input, output], which their files store as [output, input]."""
+        """Return True for a kernel [input, output], which their files store as [output, input]."""
         return self.path[-1] == "kernel"
 
 
@@ -130,16 +134,21 @@ def encoder(c: BertConfig) -> Part:
 
 
 def bert_of(model: Realm, network: str) -> BertConfig:
-    """Return the BERT of a network, by its name."""
+    """Return the sizes of a network's BERT.
+
+    Args:
+        model: all networks.
+        network: top-level key of its parameters.
+    """
     return model.reader.bert if network == "reader" else model.bert
 
 
 def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
     """Return the parts of each network, the encoder first: top-level key of the parameters → parts."""
     width = model.bert.width
-    tower = [encoder(model.bert)]
+    encoder_parts = [encoder(model.bert)]
     if POOLINGS[model.pooling].has_tanh_layer:
-        tower.append(Part("pooler", _linear(("pooler",), VECTOR_LAYERS["pooler"], (width, width))))
+        encoder_parts.append(Part("pooler", _linear(("pooler",), VECTOR_LAYERS["pooler"], (width, width))))
     tensors: tuple[Tensor, ...] = ()
     epsilon: dict[str, tuple[str, Any]] = {}
     if model.projection:
@@ -148,7 +157,7 @@ def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
         tensors += _norm(("projection_norm",), VECTOR_LAYERS["projection_norm"], model.vector_size)
         epsilon = {RETRIEVER_SETTINGS["norm_epsilon"]: ("config.encoder.norm_epsilon", model.norm_epsilon)}
     if tensors:
-        tower.append(Part(PROJECTION if model.projection else VECTOR_NORM, tensors, epsilon))
+        encoder_parts.append(Part(PROJECTION if model.projection else VECTOR_NORM, tensors, epsilon))
 
     c, hidden = model.reader.bert, model.reader.span_hidden
     words = (
@@ -163,11 +172,16 @@ def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
     )
     fixed = {"reader_layer_norm_eps": ("the epsilon of the span head, which is fixed,", SPAN_NORM_EPSILON)}
     reader = encoder(c), Part(MLM_HEAD, words), Part(SPAN_HEAD, spans, fixed)
-    return {name: tuple(tower) for name in model.embedder_names} | {"reader": reader}
+    return {name: tuple(encoder_parts) for name in model.embedder_names} | {"reader": reader}
 
 
 def token_classifier(c: BertConfig, labels: int) -> Part:
-    """Return the head of `BertForTokenClassification`."""
+    """Return the head of `BertForTokenClassification`.
+
+    Args:
+        c: sizes of its BERT.
+        labels: how many.
+    """
     return Part("token classifier", _linear(("classifier",), "classifier", (c.width, labels)))
 
 
@@ -186,7 +200,13 @@ Tensors = Mapping[str, Any]  # name of a tensor → the opened file that it is i
 
 
 class StoredTensor(NamedTuple):
-    """A parameter, its file, and its name there."""
+    """A parameter in a file.
+
+    Attributes:
+        tensor: its path and shape.
+        path: of the file.
+        name: in the file.
+    """
 
     tensor: Tensor
     path: Path
@@ -198,17 +218,17 @@ class NetworkFiles(NamedTuple):
 
     Attributes:
         tensors: file by file.
-        found: titles of the parts that the files have.
+        present: titles of the parts that the files have.
         missing: titles of the other parts.
     """
 
     tensors: tuple[StoredTensor, ...]
-    found: tuple[str, ...]
+    present: tuple[str, ...]
     missing: tuple[str, ...]
 
 
 def has_weights(folder: Path) -> bool:
-    """True if a folder holds a network's tensors, in one file or in shards."""
+    """Return True if a folder holds a network's tensors, in one file or in shards."""
     return (folder / WEIGHTS).is_file() or (folder / SHARDS).is_file()
 
 
@@ -237,7 +257,7 @@ def _open_shards(index: Path, opened: ExitStack) -> Tensors:
     tensors: Any = read_settings(index, needed=True).get("weight_map")
     names = tensors.values() if isinstance(tensors, dict) else [None]
     if not all(isinstance(name, str) and name == Path(name).name for name in names):
-        raise UserError(f'{index}: has no "weight_map" of tensors and files beside it; fetch it again')
+        raise UserError(f'{index}: has no "weight_map" of tensors and files in its folder; fetch it again')
     files: dict[str, Any] = {}
     for name in sorted({*names}):
         shard = index.with_name(name)
@@ -285,8 +305,8 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
     if unknown:
         raise UserError(f"{path}: has {min(unknown)}, which this BERT has no place for; choose a plain BERT")
 
-    # Heads, activation and the epsilons of LayerNorm, which shapes do not tell. Without settings nothing is compared.
-    if settings.get("model_type") == HF_REALM:  # transformers has one epsilon for a tower
+    # Shapes do not determine heads, activation and the epsilons of LayerNorm. Without settings we cannot compare them.
+    if settings.get("model_type") == HF_REALM:  # transformers has one epsilon for an encoder
         settings.setdefault("projection_layer_norm_eps", settings.get("layer_norm_eps", LAYER_NORM_EPSILON))
     if "hidden_act" in settings:
         settings["hidden_act"] = our_activation(settings["hidden_act"])
@@ -303,7 +323,7 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
 def read(files: NetworkFiles) -> Params:
     """Read the parameters of a network, as a tree of float32 arrays on the host.
 
-    Positions beyond those of the network are left out.
+    Positions beyond those of the network are skipped.
 
     Raises:
         UserError: if a number is not finite.
@@ -323,7 +343,7 @@ def read(files: NetworkFiles) -> Params:
 
 
 def _has(files: Tensors, prefix: str, part: Part) -> bool:
-    """True if a file has a part; an MLM head whose output layer is not tied to the word embeddings is another one."""
+    """Return True if a file has a part; an MLM head with an output layer that is not tied does not count."""
     if part.title == MLM_HEAD and TIED in files:
         return np.array_equal(files[TIED].get_tensor(TIED), files[prefix + WORDS].get_tensor(prefix + WORDS))
     return any(_stored_name(tensor.name, prefix) in files for tensor in part.tensors)
@@ -334,7 +354,17 @@ def _stored_name(name: str, prefix: str) -> str:
 
 
 def check_tensor(files: Tensors, name: str, tensor: Tensor, path: Path) -> None:
-    """Raise UserError unless a file has floats of the tensor's shape under a name."""
+    """Check the dtype and shape of a tensor in a file.
+
+    Args:
+        files: the opened tensors.
+        name: of the tensor in the file.
+        tensor: the expected parameter.
+        path: of the file, for messages.
+
+    Raises:
+        UserError: it is not a float, or has another shape.
+    """
     stored = files[name].get_slice(name)
     if stored.get_dtype() not in FLOATS:
         raise UserError(f"{path}: {name} is {stored.get_dtype()}; fetch the model in float32, float16 or bfloat16")
@@ -381,7 +411,7 @@ def read_bert_settings(folder: Path) -> dict[str, Any]:
 
 
 def our_activation(name: Any) -> Any:
-    """Return our name for an activation of config.json; unknown ones stay as they are."""
+    """Return our name for an activation of config.json; unknown ones are returned unchanged."""
     return SAME_ACTIVATION.get(str(name), name)
 
 
@@ -410,7 +440,12 @@ def save(folder: Path, params: Params, parts: Sequence[Part], kind: str, setting
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file of settings as Hugging Face's library does."""
+    """Write a JSON file in the format of Hugging Face's library.
+
+    Args:
+        path: of the file.
+        value: settings.
+    """
     path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
 
 

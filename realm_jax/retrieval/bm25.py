@@ -1,7 +1,7 @@
 """Search by words: BM25 over the passages of a corpus, with the stems and stop words of its language.
 
 The search that needs no training, the baseline for trained retrieval, and one half of hybrid search (`fusion.py`). An
-index is kept in the run folder (`save_index`) and memory-mapped from there; nobody else writes one.
+index is stored in the run directory (`save_index`) and memory-mapped from there.
 """
 
 import json
@@ -79,22 +79,37 @@ class Bm25:
 
     @property
     def is_empty(self) -> bool:
-        """True if no text has any word that is not a stop word."""
+        """Return True if no text has any word that is not a stop word."""
         return self._index is None
 
     def has_terms(self, question: str) -> bool:
-        """True if a question has any word that is not a stop word."""
+        """Return True if a question has any word that is not a stop word."""
         return bool(_tokens(question, self.language))
 
     def search(self, questions: Sequence[str], k: int) -> NDArray[np.int64]:
-        """Return the rows of `scored`, int64 [questions, min(k, texts)]."""
+        """Return the rows of `scored`.
+
+        Args:
+            questions: to search for.
+            k: rows of each question.
+
+        Returns:
+            int64 [questions, min(k, texts)].
+        """
         return self.scored(questions, k)[0].astype(np.int64)
 
     def scored(self, questions: Sequence[str], k: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Return rows and scores of the k best texts for each question, best first: [questions, min(k, texts)].
+        """Return rows and scores of the best texts for each question, the best first.
 
         Of texts with equal scores the lower row comes first. Texts that share no word with the question are not
         candidates: their rows are −1 and their scores 0.
+
+        Args:
+            questions: to search for.
+            k: rows of each question.
+
+        Returns:
+            Rows int32 and scores float32, [questions, min(k, texts)].
         """
         k = min(k, self.size)
         rows, scores = np.full((len(questions), k), -1, np.int32), np.zeros((len(questions), k), np.float32)
@@ -102,7 +117,7 @@ class Bm25:
             tokens = _tokens(question, self.language)
             if tokens and self._index is not None:
                 all_scores = self._index.get_scores(tokens)  # [texts]
-                # Of equals at the cut the lower rows stay; the library's own choice among them depends on k.
+                # Of equal scores at the cut the lower rows stay; the library's choice among them depends on k.
                 cut = np.partition(all_scores, -k)[-k]
                 best = np.flatnonzero(all_scores > max(cut, 0))
                 if cut > 0:
@@ -143,21 +158,27 @@ class Bm25:
 
 @lru_cache(1)
 def load_or_build(store: PassageStore, language: str, workdir: Path) -> Bm25:
-    """Load BM25 over a corpus from the run folder, or build it in memory; nothing is written.
+    """Load BM25 over a corpus from the run directory, or build it in memory; nothing is written.
 
-    It is cached, since questions come one by one, or set after set.
+    It is cached, because a process searches for many sets of questions.
 
     Args:
         store: the corpus.
         language: `retrieval.language` of a config; '' to detect it.
-        workdir: the run folder.
+        workdir: the run directory.
     """
     saved = _load_saved(_index_folder(store, language, workdir), MAX_CHECKED_BYTES)
     return Bm25(searchable_texts(store), language or language_of(store)) if saved is None else saved
 
 
 def save_index(store: PassageStore, language: str, workdir: Path) -> None:
-    """Write the index of `load_or_build` into the run folder, unless it is there; remove any other index."""
+    """Write the index of `load_or_build` into the run directory, unless it is there; remove any other index.
+
+    Args:
+        store: the corpus.
+        language: see `load_or_build`.
+        workdir: the run directory.
+    """
     folder = _index_folder(store, language, workdir)
     if _load_saved(folder) is not None:
         return
@@ -176,11 +197,19 @@ def save_index(store: PassageStore, language: str, workdir: Path) -> None:
         raise
 
 
-def check_has_terms(words: Bm25, where: str) -> None:
-    """Raise UserError if an index has no words to search by; where: the key or flag that asks for it."""
-    if words.is_empty:
+def check_has_terms(bm25: Bm25, where: str) -> None:
+    """Check that an index has words to search by.
+
+    Args:
+        bm25: the index.
+        where: the key or flag that needs it, for messages.
+
+    Raises:
+        UserError: it has none.
+    """
+    if bm25.is_empty:
         raise UserError(
-            f"{where}: no passage has a word that is no stop word (language {words.language!r}), so there is nothing "
+            f"{where}: no passage has a word that is no stop word (language {bm25.language!r}), so there is nothing "
             "to match; search by vectors, or set config.retrieval.language=none"
         )
 

@@ -24,7 +24,7 @@ BUCKET = 32  # padded lengths are multiples of this, up to the document length
 
 
 class CorpusRows(NamedTuple):
-    """A whole corpus as passage rows on the host.
+    """A corpus as passage rows on the host.
 
     Attributes:
         ids: tokens, unsigned [rows, length].
@@ -75,7 +75,15 @@ EmbedBatch = Callable[[CorpusRows], jax.Array]
 
 
 def batches(corpus: CorpusRows, batch_size: int) -> Iterator[tuple[NDArray[np.int64], int]]:
-    """Yield rows and padded length of each batch: at most `batch_size` rows, all of one bucket."""
+    """Yield batches of rows that have the same padded length.
+
+    Args:
+        corpus: the passages.
+        batch_size: most rows of a batch.
+
+    Yields:
+        Row numbers [≤ batch_size] and padded length.
+    """
     longest = corpus.ids.shape[1]
     widths = np.minimum(-(-corpus.lengths.astype(np.int64) // BUCKET) * BUCKET, longest)
     for width in np.unique(widths):
@@ -116,7 +124,7 @@ def embed_corpus(
     for rows, width in batches(corpus, batch_size):
         batch = CorpusRows(corpus.ids[rows, :width], corpus.lengths[rows], corpus.title_lengths[rows])
         batch = CorpusRows(*(pad_rows(part, batch_size) for part in batch))
-        pending.append((rows, embed(batch)))  # dispatched; the one before is fetched while this one runs
+        pending.append((rows, embed(batch)))  # dispatched; the previous batch is fetched while this one runs
         if len(pending) > 1:
             collect(pending.pop(0))
         done += len(rows)
@@ -130,6 +138,14 @@ def embed_corpus(
 
 
 def pad_rows(array: NDArray, rows: int) -> NDArray:
-    """Pad an array [n, …] with zero rows: [rows, …]."""
+    """Pad an array with zero rows.
+
+    Args:
+        array: [n, …].
+        rows: at least n.
+
+    Returns:
+        [rows, …].
+    """
     missing = rows - len(array)
     return np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)]) if missing else array

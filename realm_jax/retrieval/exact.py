@@ -25,7 +25,7 @@ BLOCK = 16_384  # rows scored at a time if all would be more: for 512 queries th
 MAX_GATHERED_BYTES = 2**26  # of vectors that are gathered at a time
 
 
-class Neighbours(NamedTuple):
+class Neighbors(NamedTuple):
     """The best rows of each query.
 
     Attributes:
@@ -38,12 +38,17 @@ class Neighbours(NamedTuple):
 
 
 def padded_rows(rows: int, devices: int) -> int:
-    """Return the rows of an array that holds `rows` passages on `devices`: the next multiple of GROUP × devices."""
+    """Return the padded number of rows: the next multiple of GROUP × devices.
+
+    Args:
+        rows: passages.
+        devices: over which they are sharded.
+    """
     multiple = GROUP * devices
     return -(-rows // multiple) * multiple
 
 
-def search(mesh: Mesh, queries: Array, vectors: Array, rows: int, k: int, block: int | None = None) -> Neighbours:
+def search(mesh: Mesh, queries: Array, vectors: Array, rows: int, k: int, block: int | None = None) -> Neighbors:
     """Return the k rows of largest inner product for every query.
 
     Args:
@@ -71,14 +76,14 @@ def search(mesh: Mesh, queries: Array, vectors: Array, rows: int, k: int, block:
     )
     queries = jax.lax.stop_gradient(queries).astype(vectors.dtype)
     scores, ids = sharded(queries, jax.lax.stop_gradient(vectors))
-    return Neighbours(scores[:count], ids[:count])
+    return Neighbors(scores[:count], ids[:count])
 
 
 def _search_shard(queries: Array, vectors: Array, *, rows: int, k: int, block: int, axes: tuple) -> tuple[Array, Array]:
     """Find the top k of this device's rows, then of all devices' candidates (gathered in row order, so ties stay low).
 
-    A row of the true top-k lies in one of the k groups whose maxima are largest: each better group would hold a better
-    row. Groups are kept in row order, so that of equal scores the lower row stays first.
+    A row of the true top-k is in one of the k groups whose maxima are largest, because each better group has a better
+    row. Groups stay in row order, so that of equal scores the lower row is first.
     """
     first = jax.lax.axis_index(axes) * vectors.shape[0]
     all_scores = _scores(queries, vectors, rows - first) if block == vectors.shape[0] else None
@@ -114,7 +119,7 @@ def _maxima(scores: Array) -> Array:
 
 
 def _maxima_by_block(queries: Array, vectors: Array, rows: Array, block: int) -> Array:
-    """Return `_maxima` of scores that are not kept, block by block."""
+    """Return `_maxima` block by block, without storing all scores."""
 
     def scan(_: None, start: Array) -> tuple[None, Array]:
         part = jax.lax.dynamic_slice_in_dim(vectors, start, block)
@@ -129,8 +134,8 @@ def _maxima_by_block(queries: Array, vectors: Array, rows: Array, block: int) ->
 def _scored_again(queries: Array, vectors: Array, groups: Array) -> Array:
     """Score the rows of each query's best groups again: [queries, groups × GROUP].
 
-    Takes as many queries at a time as MAX_GATHERED_BYTES allow. A group's vectors lie in one piece of memory; their
-    scores did not.
+    Takes as many queries at a time as MAX_GATHERED_BYTES allow. A group's vectors are contiguous in memory;
+    their scores were not.
     """
     grouped = vectors.reshape(-1, GROUP * vectors.shape[1])  # [groups, GROUP × d]
 

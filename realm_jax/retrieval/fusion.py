@@ -10,7 +10,7 @@ itself: nothing is fitted. `benchmarks/README.md` has what it was compared with.
 
 from typing import Any, NamedTuple
 
-FUSION_DEPTH = 100  # first passages of each search that take part, and over which it is normalised
+FUSION_DEPTH = 100  # first passages of each search that take part, and over which it is normalized
 
 
 class FusedRanking(NamedTuple):

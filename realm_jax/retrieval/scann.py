@@ -25,9 +25,9 @@ from realm_jax.host import usable_cores
 
 logger = logging.getLogger(__name__)
 
-DIMENSIONS_PER_BLOCK = 2  # of the product quantiser, as in ORQA's release
-NOISE_SHAPING = 0.2  # anisotropic quantisation threshold that ScaNN's authors recommend for inner products
-TRAINING_ROWS = 250_000  # sample of a shard that its tree and its quantiser learn from
+DIMENSIONS_PER_BLOCK = 2  # of the product quantizer, as in ORQA's release
+NOISE_SHAPING = 0.2  # anisotropic quantization threshold that ScaNN's authors recommend for inner products
+TRAINING_ROWS = 250_000  # sample of a shard that its tree and its quantizer learn from
 BUDGET = 200  # rows that a shard returns: enough for recall of 8 (`benchmarks/README.md`), soon scored exactly
 BLOCK = 65_536  # rows scored at a time by `exact_rows`
 
@@ -55,7 +55,7 @@ class ScannConfig:
         """Return the leaves of a shard's tree and how many are searched; (0, 0) for brute force.
 
         Twice √rows leaves balance the search of centroids against that of leaves. An eighth of them and at least 32
-        are searched, which gives recall with vectors of trained towers (`benchmarks/README.md`).
+        are searched, which is enough for vectors of trained encoders (`benchmarks/README.md`).
         """
         if rows < self.tree_from:
             return 0, 0
@@ -64,7 +64,13 @@ class ScannConfig:
 
 
 class Shard(NamedTuple):
-    """A searcher over rows first … last − 1."""
+    """A searcher over rows first … last − 1.
+
+    Attributes:
+        first: first row.
+        last: row after the last.
+        searcher: of ScaNN.
+    """
 
     first: int
     last: int
@@ -72,7 +78,16 @@ class Shard(NamedTuple):
 
 
 def shard_ranges(rows: int, shard_rows: int, start: int = 0) -> list[tuple[int, int]]:
-    """Cut the corpus from row `start` on into shards of nearly equal size: first row and end of each."""
+    """Divide a corpus into shards of nearly equal size.
+
+    Args:
+        rows: of the corpus.
+        shard_rows: most rows of a shard.
+        start: first row.
+
+    Returns:
+        First row of each shard, and the row after its last.
+    """
     count = -(-(rows - start) // shard_rows)
     edges = np.linspace(start, rows, count + 1).astype(np.int64).tolist()
     return list(zip(edges, edges[1:], strict=False))
@@ -124,7 +139,13 @@ def renew_shard(vectors: NDArray[np.float32], trained: Path, folder: Path) -> No
 
 
 def load_shard(folder: Path, first: int, last: int) -> Shard:
-    """Load a shard's searcher from its files, which the caller has verified. Nothing is unpickled."""
+    """Load a shard's searcher from its files, which the caller has verified. Nothing is unpickled.
+
+    Args:
+        folder: of its files.
+        first: first row of the shard.
+        last: row after the last.
+    """
     pybind = load_scann()
     assets = (folder / "scann_assets.pbtxt").read_text()
     with _quiet():
@@ -139,7 +160,7 @@ class Searcher:
         shards: in the order of their rows.
         vectors: stored, [rows, width]; an array or a memory map.
         budget: see `ScannConfig`.
-        corpus_rows: the row of the corpus for each stored row, −1 for one that is left out; None if they are the same.
+        corpus_rows: the row of the corpus for each stored row, −1 for a removed one; None if they are the same.
     """
 
     shards: tuple[Shard, ...]
@@ -149,7 +170,12 @@ class Searcher:
 
     @classmethod
     def build(cls, vectors: NDArray, settings: ScannConfig) -> Self:
-        """Build all shards of vectors [rows, width], without keeping files."""
+        """Build all shards, without keeping files.
+
+        Args:
+            vectors: [rows, width].
+            settings: of the shards.
+        """
         shards = []
         for first, last in shard_ranges(len(vectors), settings.shard_rows):
             with tempfile.TemporaryDirectory() as scratch:
@@ -223,13 +249,29 @@ def exact_rows(queries: NDArray[np.float32], vectors: NDArray, k: int) -> NDArra
 
 
 def recall(rows: NDArray[np.int32], exact: NDArray[np.int32]) -> float:
-    """Return the share of the exact rows [queries, k] that are in `rows` [queries, n], mean over the queries."""
+    """Return recall: the share of the exact rows that the search returned, mean over the queries.
+
+    Args:
+        rows: of the approximate search, [queries, n].
+        exact: rows of exact search, [queries, k].
+
+    Returns:
+        0 to 1.
+    """
     hits = (rows[:, :, None] == exact[:, None, :]).any(axis=1)  # [queries, k]
     return float(hits.mean())
 
 
 def round_to_dtype(queries: NDArray, dtype: Any) -> NDArray[np.float32]:
-    """Round queries to the dtype of stored vectors, as the devices' search rounds them."""
+    """Round vectors to the dtype of stored vectors, as the devices' search rounds them.
+
+    Args:
+        queries: [n, width].
+        dtype: of the stored vectors.
+
+    Returns:
+        [n, width] float32.
+    """
     rounded = queries.astype(dtype) if dtype == ml_dtypes.bfloat16 else queries
     return np.ascontiguousarray(rounded, np.float32) if rounded.dtype == np.float32 else rounded.astype(np.float32)
 
@@ -248,7 +290,7 @@ def load_scann() -> Any:
             import scann.scann_ops.py.scann_ops_pybind  # noqa: F401
         except ImportError as error:
             raise UserError(
-                f"config.retrieval.backend=scann: ScaNN cannot be loaded ({error}); it runs on Linux alone: "
+                f"config.retrieval.backend=scann: ScaNN cannot be loaded ({error}); it runs on Linux only: "
                 "install it there, or set config.retrieval.backend=device"
             ) from None
         finally:

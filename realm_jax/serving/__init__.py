@@ -1,4 +1,4 @@
-"""A trained run as a service: HTTP with JSON, and a page. Read `app.py` first.
+"""Serve a trained run over HTTP: JSON, and a web page. Read `app.py` first.
 
 requests (`app`) → a bounded queue (`batching`) → one thread with the devices (`service`) → `inference/`
 """

@@ -38,7 +38,7 @@ from realm_jax.version import __version__
 
 logger = logging.getLogger(__name__)
 
-BODY, BODY_SECONDS = 1 << 20, 10  # bytes of a body at most, and the time that it may take to come
+BODY, BODY_SECONDS = 1 << 20, 10  # limits of a body: bytes, and seconds until it has arrived
 MAX_CHARACTERS = 20_000  # of a text; a text that is too long for the run is rejected, or truncated if it is embedded
 MAX_TEXTS = 256  # of a request
 GONE = 499  # the status of a client that went away: nobody reads it, but metrics do
@@ -49,10 +49,10 @@ HEADERS = {
     b"referrer-policy": b"no-referrer",
     b"cache-control": b"no-store",
 }
-# How requests fail, for OpenAPI; of a request without a body only 401.
+# Status → meaning, for OpenAPI; a request without a body only fails with 401.
 ERRORS = {
     400: "the text cannot be answered as it is",
-    401: "the token is missing or another one",
+    401: "the token is missing or wrong",
     408: "the body did not come in time",
     413: "the body is too large",
     415: "the body is not declared as application/json",
@@ -86,8 +86,13 @@ class QuestionRequest(_Request):
 
 
 class InspectRequest(_Request):
-    """A sentence with one blank, `___` or `[the words there]`, or a question. answer: to inspect for a question
-    (default: the likeliest); pieces: tokens of a blank that is to be filled."""
+    """A sentence with one blank, `___` or `[the words]`, or a question.
+
+    Attributes:
+        text: the sentence or question.
+        answer: to inspect for a question (default: the most probable).
+        pieces: tokens of a blank `___`.
+    """
 
     text: Text
     answer: Text | None = None
@@ -95,7 +100,14 @@ class InspectRequest(_Request):
 
 
 class EmbeddingsRequest(_Request):
-    """The request of OpenAI's clients. model: the tower that embeds."""
+    """The request of OpenAI's clients.
+
+    Attributes:
+        input: a text or a list of texts.
+        model: 'query' for the query encoder, 'document' for the passage encoder.
+        encoding_format: of the vectors.
+        user: ignored.
+    """
 
     input: Text | Texts
     model: Literal["query", "document"] = "query"
@@ -149,12 +161,19 @@ class RequestError(HTTPException):
 
 
 class Limits(NamedTuple):
-    """Bounds of the service."""
+    """Limits of the service.
 
-    most: int = 8  # texts of a batch
-    waiting: int = 256  # texts that may wait
-    seconds: float = 60.0  # time for an answer
-    every: float = 10.0  # seconds between two looks for a newer model or corpus; 0 for none
+    Attributes:
+        most: texts of a batch.
+        waiting: texts that may wait.
+        seconds: time for an answer.
+        every: seconds between two checks for a newer model or corpus; 0 for no checks.
+    """
+
+    most: int = 8
+    waiting: int = 256
+    seconds: float = 60.0
+    every: float = 10.0
 
 
 # --- the application --------------------------------------------------------------------------------------------------
@@ -300,10 +319,10 @@ def make_app(
 
     # --- paths that do not
 
-    @app.get("/v1/models", summary="The towers, as OpenAI's clients list", **_described(dict[str, Any]))
+    @app.get("/v1/models", summary="List the encoders as OpenAI's models", **_described(dict[str, Any]))
     async def models() -> Response:
         facts = {"object": "model", "created": 0, "owned_by": "realm"}
-        return JSONResponse({"object": "list", "data": [{"id": tower} | facts for tower in ("query", "document")]})
+        return JSONResponse({"object": "list", "data": [{"id": kind} | facts for kind in ("query", "document")]})
 
     @app.get("/model", summary="The model that answers", **_described(ModelFacts))
     async def model() -> Response:
@@ -380,7 +399,7 @@ def _described(reply: Any, body: type[BaseModel] | None = None) -> dict[str, Any
 
 
 async def _parsed(request: Request, schema: type[Schema]) -> Schema:
-    """Return the body of a request as its schema. Raises RequestError."""
+    """Return the body of a request, validated by its schema. Raises RequestError."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise RequestError(415, "body", "send JSON, with the header content-type: application/json")
@@ -399,7 +418,7 @@ async def _parsed(request: Request, schema: type[Schema]) -> Schema:
         return schema.model_validate_json(bytes(body))
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False, include_context=False)
-        # Of `str | list[str]`: what is wrong with the value as the type that it has, not that it is not the other type.
+        # For `str | list[str]` report the error of the matching type, not that it is not the other type.
         first = next((item for item in errors if item["type"] not in ("string_type", "list_type")), errors[0])
         field = ".".join(str(part) for number, part in enumerate(first["loc"]) if number == 0 or isinstance(part, int))
         raise RequestError(422, "body", f"{field}: {first['msg']}" if field else first["msg"]) from None

@@ -22,6 +22,8 @@ class Full(Exception):
 
 
 class _Item(NamedTuple):
+    """A payload that waits, and the future of its result."""
+
     kind: str
     payload: Any
     done: asyncio.Future[Any]
@@ -58,7 +60,7 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting payloads, including those of clients that went away."""
+        """Return the number of waiting payloads, including those of clients that went away."""
         return len(self._waiting)
 
     async def submit(self, kind: str, payloads: Sequence[Any]) -> list[Any]:

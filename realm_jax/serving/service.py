@@ -1,7 +1,7 @@
 """Answer requests with a model, in batches of a few compiled sizes, and replace it by a newer model when there is one.
 
 `Service.work` runs in one thread, `Service.renew` in another: it opens the run again when its exported model or its
-corpus has changed, compiles what requests need, and puts the new model into the place of the old between two batches.
+corpus has changed, compiles the programs of all requests, and replaces the old model between two batches.
 """
 
 import logging
@@ -27,15 +27,23 @@ from realm_jax.train.workdir import recorded_config
 logger = logging.getLogger(__name__)
 
 EXAMPLE, BLANK = "What is it?", "It is ___."
-DEPTH = 100  # passages of a search at most: one compiled program returns that many, and a reply has the first of them
+DEPTH = 100  # largest number of passages of a search: one compiled program returns them, and a reply has the first
 MIN_PAUSE, MAX_PAUSE = 30.0, 600.0  # seconds until a model that could not be opened is tried again; doubled each time
 
 
 class ModelFacts(TypedDict):
-    """The model that answers: name of its run, task and step of its parameters, and what finds passages.
+    """The model that answers.
 
-    answers: True if `/ask` replies, False if only `/search` does; reader: the task that taught it to point at answers,
-    None if it has not learned it.
+    Attributes:
+        run: name of the run directory.
+        task: that trained the parameters.
+        step: of the parameters.
+        search: one of `config.SEARCHES`.
+        passages: number of passages in the corpus.
+        vector_size: features of a vector.
+        answers: True if `/ask` replies, False if only `/search` does.
+        reader: the task that taught the reader to point at answers; None if it has not learned it.
+        ready: examples of all requests were answered.
     """
 
     run: str
@@ -56,9 +64,9 @@ class Service:
         """Open the model.
 
         Args:
-            workdir: the run folder.
+            workdir: the run directory.
             options: arguments of `Model`.
-            most: texts of a batch at most.
+            most: largest number of texts in a batch.
 
         Raises:
             UserError: as `Model`, and for a run that answers without passages.
@@ -79,7 +87,7 @@ class Service:
         return model
 
     def warm_up(self, stop: threading.Event) -> None:
-        """Compile the programs of all requests, in all batch sizes; an earlier request waits only for its own."""
+        """Compile the programs of all requests, in all batch sizes; a request meanwhile waits only for its own."""
         self.ready = self._compile(self.model, stop)
 
     def facts(self) -> ModelFacts:
@@ -111,7 +119,7 @@ class Service:
         return sum(min(len(encoding.ids) + special, max_length) for encoding in encodings)
 
     def _compile(self, model: Model, stop: threading.Event) -> bool:
-        """Answer an example in every batch size; return False if that was stopped."""
+        """Answer examples in every batch size; return False if `stop` was set."""
         began = time.monotonic()
         kinds = (*(["ask"] if model.generation is None else []), "search", "query")
         examples: list[tuple[str, list[Any]]] = [(kind, [EXAMPLE] * size) for size in self._sizes for kind in kinds]
@@ -124,7 +132,7 @@ class Service:
         return True
 
     def renew(self, stop: threading.Event) -> bool:
-        """Open the model again if the run or its corpus has changed; return whether the new model is in use.
+        """Open the model again if the run or its corpus has changed; return True if a new model is in use.
 
         If that fails for any reason, the old model stays, and we try again later; each error is logged once.
         """
@@ -140,7 +148,9 @@ class Service:
             reason = str(error) or type(error).__name__
             if reason != self._last_error:
                 details = None if isinstance(error, UserError | OSError) else error
-                logger.warning("the run cannot be opened anew (%s); the model before goes on", reason, exc_info=details)
+                logger.warning(
+                    "cannot open the run again (%s); the current model stays in use", reason, exc_info=details
+                )
                 self.failed += 1
             self._last_error, self._pause = reason, min(max(2 * self._pause, MIN_PAUSE), MAX_PAUSE)
             self._retry_at = time.monotonic() + self._pause
@@ -203,7 +213,7 @@ def _computed(model: Model, kind: str, payloads: list[Any], size: int) -> list[A
 def _files(workdir: Path, options: dict[str, Any]) -> tuple[Any, ...]:
     """Identify the files that change with a run: its exported model, and the data that edits replace.
 
-    They are put in place as a whole, so they have new inodes.
+    They are replaced atomically, so they get new inodes.
     """
     data = (options.get("config") or {}).get("data.path", recorded_config(workdir).data.path)
     paths = [workdir / (options.get("task") or "") / MODEL / MANIFEST]

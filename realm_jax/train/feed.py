@@ -86,7 +86,7 @@ class Feed:
                 batch = self._next_on_devices()
             except StopIteration:
                 break
-            queries = _query_vectors(context, params, batch, index.index.tower, replicated(mesh))
+            queries = _query_vectors(context, params, batch, index.index.query_encoder, replicated(mesh))
             search = self._pool.submit(self._search, index.searcher, queries, self._depth)
             self._queue.append(PendingBatch(batch, search))
         batch, rows = self._queue.popleft()

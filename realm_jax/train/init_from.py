@@ -43,7 +43,7 @@ from realm_jax.models.sentence_transformers import (
     INPUT,
     TRAINED_READER,
     default_temperature,
-    find_tower,
+    find_encoder,
     sentence_model,
     transformer_folder,
 )
@@ -271,14 +271,16 @@ class WeightsSource(_NamedSource):
             shardings = {key: run.param_shardings[network][key] for key in arrays}
             params[network] = params[network] | jax.tree.map(put_with_sharding, arrays, shardings)
             missing = ", ".join(files[network].missing)
-            summary.append(f"{network}: {', '.join(files[network].found)}" + (f"; fresh: {missing}" if missing else ""))
+            summary.append(
+                f"{network}: {', '.join(files[network].present)}" + (f"; fresh: {missing}" if missing else "")
+            )
         logger.info("config.%s=%s: %s", self.key, self.name, " | ".join(summary))
         return params
 
     def has_trained_reader(self, model: Realm) -> bool:
         """Return True if it has a span head that was trained with questions, as every released one was."""
         folder = network_folder(self.folder, READER)
-        if folder is None or SPAN_HEAD not in _find_network(folder, model, READER).found:
+        if folder is None or SPAN_HEAD not in _find_network(folder, model, READER).present:
             return False
         return bool(read_settings(transformer_folder(folder) / SETTINGS).get(TRAINED_READER, True))
 
@@ -374,7 +376,7 @@ def _find_network(folder: Path, model: Realm, network: str) -> NetworkFiles:
             f"{folder}: has a projection of {width} features, but config.encoder.projection is {model.projection}; set "
             "it to None (--config.encoder.projection=model)"
         )
-    return find_tower(sentence, model.bert, parts)
+    return find_encoder(sentence, model.bert, parts)
 
 
 def _check_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:

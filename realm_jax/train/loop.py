@@ -161,9 +161,9 @@ def train_task(
                 record |= {"seconds": metrics.seconds, "first_started": metrics.first_started}
                 arrays: dict[str, Any] = {}
                 if index is not None and not generation and index.vectors is not None:
-                    arrays["vectors"] = index.vectors  # [passages, width]; of a generation the name is enough
-                    if index.index.tower is not None:
-                        arrays["tower"] = index.index.tower
+                    arrays["vectors"] = index.vectors  # [passages, width]; a generation is named instead
+                    if index.index.query_encoder is not None:
+                        arrays["tower"] = index.index.query_encoder
                 if (in_flight := feed.in_flight()) is not None:
                     arrays["in_flight"] = in_flight  # [batches, batch, depth] int32
                 index_provider.on_checkpoint(step, generation)

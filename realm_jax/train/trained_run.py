@@ -27,10 +27,10 @@ from realm_jax.index.files import (
     Manifest,
     export_of,
     generation_names,
+    read_encoders,
     read_manifest,
     read_manifests,
     read_rejection,
-    read_towers,
 )
 from realm_jax.index.provider import shared_folder
 from realm_jax.index.vector_cache import embed_with_cache
@@ -430,7 +430,7 @@ def _generations(run: Run) -> Iterator[Manifest]:
 def _exported_encoders(run: Run, manifest: Manifest) -> dict[str, NDArray] | None:
     """Read the encoders that embedded a generation; None if their export was removed."""
     export = export_of(shared_folder(run), manifest)
-    return None if export is None else read_towers(shared_folder(run), export)
+    return None if export is None else read_encoders(shared_folder(run), export)
 
 
 def check_question(run: Run, question: str, search: str = "vectors") -> str:

@@ -15,7 +15,7 @@ from realm_jax.cli import ask as job
 from realm_jax.cli import main as cli
 from realm_jax.data.questions import Question
 from realm_jax.eval import prediction
-from realm_jax.eval.answer_matching import normalise
+from realm_jax.eval.answer_matching import normalize
 from realm_jax.eval.prediction import Answer, Evaluator, merge
 from realm_jax.run import Run
 from realm_jax.train.trained_run import open_run_for_inference, restore
@@ -76,7 +76,7 @@ def test_the_answers_are_those_of_a_walk_over_all_spans(opened, monkeypatch):
     evaluator = Evaluator(opened.run, [Question(QUESTION, ["1803"])])
     (found,) = evaluator.predict(opened.params, opened.index)
     assert sum(answer.probability for answer in found.nbest) == pytest.approx(1, abs=1e-5)
-    assert len({normalise(answer.text) or answer.text for answer in found.nbest}) == len(found.nbest)
+    assert len({normalize(answer.text) or answer.text for answer in found.nbest}) == len(found.nbest)
     likeliest = [answer.probability for answer in found.nbest]
     assert likeliest == sorted(likeliest, reverse=True)
     for answer in found.nbest:

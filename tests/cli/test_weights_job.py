@@ -253,7 +253,7 @@ def test_two_towers_do_not_go_into_one(people, tmp_path):
     config = tiny_config(people)
     config.model.shared_tower, config.tasks = True, "ict"
     model, tokenizer = make_model(config, open_sources(people).tokenizer.size), open_sources(people).tokenizer
-    with pytest.raises(UserError, match="has two towers; set config.model.shared_tower=False"):
+    with pytest.raises(UserError, match="has two encoders; set config.model.shared_tower=False"):
         find_source(str(tmp_path)).files(model, tokenizer)
 
 

@@ -14,7 +14,7 @@ from realm_jax.eval.answer_matching import (
     exact_match,
     find_answer,
     full_match,
-    normalise,
+    normalize,
     squad_match,
     token_f1,
     words,
@@ -41,8 +41,8 @@ COMPOSED, DECOMPOSED = "Beyonc\u00e9", "Beyonce\u0301"
         ("Theatre and Anthem", "theatre and anthem"),
     ],
 )
-def test_normalise_drops_case_punctuation_articles_and_spaces(text, expected):
-    assert normalise(text) == expected
+def test_normalize_drops_case_punctuation_articles_and_spaces(text, expected):
+    assert normalize(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -156,20 +156,20 @@ def test_what_is_found_is_contained_and_the_other_way_round(text: str, answer: s
 
 
 @given(st.text(alphabet="aAtThHeE é,.-"))
-def test_a_normalised_answer_has_single_spaces_and_still_matches(text: str):
-    normalised = normalise(text)
-    assert normalised == " ".join(normalised.split())
+def test_a_normalized_answer_has_single_spaces_and_still_matches(text: str):
+    normalized = normalize(text)
+    assert normalized == " ".join(normalized.split())
     assert exact_match(text.upper(), [text])
 
 
-def test_normalise_agrees_with_the_reference_scorers(shared_lines):
+def test_normalize_agrees_with_the_reference_scorers(shared_lines):
     """ORQA's, SQuAD's, that of DPR's reader, and what DPR's retriever does to a text before it takes words."""
     vectors = shared_lines("gold/normalise_vectors.jsonl.gz")
     assert len(vectors) > 500
     for vector in vectors:
         text = vector["in"]
-        assert normalise(text) == vector["orqa"]
-        assert normalise(text, decomposed=False) == vector["squad"] == vector["dpr"]
+        assert normalize(text) == vector["orqa"]
+        assert normalize(text, decomposed=False) == vector["squad"] == vector["dpr"]
         assert unicodedata.normalize("NFD", text) == vector["dpr_nfd"] and words(text) == words(vector["dpr_nfd"])
 
 

@@ -8,7 +8,7 @@ from tiny_run import write_lines
 
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction_files import read_predictions, settings_file, trec_qrels, trec_run
-from realm_jax.eval.question_metrics import compare, compute_metrics, describe_metric, over_seeds, summarise
+from realm_jax.eval.question_metrics import compare, compute_metrics, describe_metric, over_seeds, summarize
 
 
 def passages(*hits: bool, gold: int | None = None) -> list[dict]:
@@ -40,12 +40,12 @@ OPEN = {"question": "Why?", "prediction": "1969", "retrieved": [{"id": "d1", "sc
 
 
 def means(*records: dict) -> dict[str, float]:
-    return {name: one["value"] for name, one in summarise(records).items()}
+    return {name: one["value"] for name, one in summarize(records).items()}
 
 
 def test_each_measure_is_over_the_questions_that_have_it():
     records = [RIGHT, PATTERN, WRONG, OPEN]
-    found, counted = compute_metrics(records), {name: one["questions"] for name, one in summarise(records).items()}
+    found, counted = compute_metrics(records), {name: one["questions"] for name, one in summarize(records).items()}
     assert counted == {
         "exact_match": 3,
         "exact_match_squad": 2,

@@ -144,7 +144,7 @@ def test_the_first_process_alone_names_a_run(tmp_path, monkeypatch):
 def test_a_builder_that_is_slower_than_three_exports_is_not_in_vain(people, tmp_path, monkeypatch):
     """What it works on stays."""
     run, steps = open_tiny(people, tmp_path, steps=30, adopt_after=-1), []
-    read, announce = build_job.read_towers, AsyncIndexProvider.control_signal
+    read, announce = build_job.read_encoders, AsyncIndexProvider.control_signal
 
     def slow(folder, export):
         until(lambda: not steps or steps[-1] >= min(export.step + 4 * EVERY, 29))
@@ -155,7 +155,7 @@ def test_a_builder_that_is_slower_than_three_exports_is_not_in_vain(people, tmp_
         time.sleep(0.05)
         return announce(self, step)
 
-    monkeypatch.setattr(build_job, "read_towers", slow)
+    monkeypatch.setattr(build_job, "read_encoders", slow)
     monkeypatch.setattr(AsyncIndexProvider, "control_signal", watched)
     train_with_builder(run)
     assert len(adoptions(run)) > 2

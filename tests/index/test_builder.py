@@ -89,7 +89,7 @@ def published(folder, export):
 
 def test_an_export_is_read_as_it_was_written_and_removed(folder, export):
     assert generations.read_export(folder, 10) == export
-    towers = generations.read_towers(folder, export)
+    towers = generations.read_encoders(folder, export)
     assert towers.keys() == {"document_embedder/kernel"}
     np.testing.assert_array_equal(towers["document_embedder/kernel"], np.ones((2, 2)))
     np.testing.assert_array_equal(generations.read_queries(folder, export), QUERIES)
@@ -108,7 +108,7 @@ def test_the_same_export_stays_and_another_replaces_it(folder, export):
 
 
 def test_a_damaged_export_is_named(folder, export):
-    for file, read in ((export.file, generations.read_towers), (export.queries, generations.read_queries)):
+    for file, read in ((export.file, generations.read_encoders), (export.queries, generations.read_queries)):
         folder.write(file.name, b"x" * file.bytes)
         with pytest.raises(Damaged, match=f"{re.escape(file.name)} is damaged"):
             read(folder, export)

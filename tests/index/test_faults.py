@@ -373,14 +373,14 @@ def test_the_trainer_is_killed_in_the_middle_of_an_export(run, stops, cut_at_wri
 def test_an_export_is_damaged(people, stops, tmp_path, log, monkeypatch):
     """Its towers lose their end before the builder looks. The trainer stops; started again it passes that index over,
     as nobody can make it any more."""
-    run, read = open_tiny(people, tmp_path, wait_seconds=1.0), build_job.read_towers
+    run, read = open_tiny(people, tmp_path, wait_seconds=1.0), build_job.read_encoders
 
     def cut(folder, export):
         if export.step == 2:
             folder.write(export.file.name, folder.read(export.file.name)[:-9])
         return read(folder, export)
 
-    monkeypatch.setattr(build_job, "read_towers", cut)
+    monkeypatch.setattr(build_job, "read_encoders", cut)
     with stops(run, UserError, "the generation of step 2, due at step 3 did not come within", same=False):
         assert "bytes, not " in log.text and 2 not in built(run)
     assert "exports/2 is not there; continuing with the index of step 0 until the next one is due" in log.text

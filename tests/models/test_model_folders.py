@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], Files, str]] = {  # modules, files, an
     "two projections": (("Dense", "Dense"), {DENSE_2: DENSE, "3_Dense/config.json": DENSE}, "3_Dense.* a second Dense"),
     "a size in words": (("Dense",), {DENSE_2: DENSE | {"out_features": "8"}}, 'out_features="8", which is no whole'),
     "a projection without weights": (("Dense",), {DENSE_2: DENSE}, "2_Dense: has no model"),
-    "a layer after the normalisation": (("Normalize", "LayerNorm"), {}, "modules.json: has LayerNorm after its norm"),
+    "a layer after the normalization": (("Normalize", "LayerNorm"), {}, "modules.json: has LayerNorm after its norm"),
     "distances": ((), {PROMPTS: {"similarity_fn_name": "euclidean"}}, "compares vectors by euclidean"),
     "cut vectors": ((), {PROMPTS: {"truncate_dim": 4}}, "has truncate_dim, which cuts vectors"),
     "a prompt that grows into the text": ((), {PROMPTS: {"prompts": {"query": "query"}}}, "grow together"),

@@ -41,7 +41,7 @@ from realm_jax.models.packing import (
     snake_order,
     unpack_tokens,
 )
-from realm_jax.models.retriever import Embedder
+from realm_jax.models.retriever import Encoder
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
 from realm_jax.tasks.packed import slots_needed
@@ -245,7 +245,7 @@ def test_sequences_stay_within_a_slice():
 def test_a_vector_is_that_of_what_has_a_place(pooling):
     """Sequences that lose their last tokens are embedded as if they had ended there."""
     config = BertConfig(30, width=16, layers=2, heads=2, feed_forward=32, max_length=12, dropout=0.0)
-    tower = Embedder(config, projection=0, pooling=pooling, normalization="none")
+    tower = Encoder(config, projection=0, pooling=pooling, normalization="none")
     ids = np.random.default_rng(0).integers(0, 30, MASK.shape)
     params = nn.unbox(tower.init(jax.random.key(0), ids, 0 * ids, MASK))
     kept = np.arange(12) < np.minimum(LENGTHS, 8)[:, None]

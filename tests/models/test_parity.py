@@ -198,7 +198,7 @@ def towers(modeling: Any, folder: Path, params: Params) -> tuple[Any, Any]:
 
 
 def vectors(params: Params, name: str, inputs: Batch) -> np.ndarray:
-    return apply(MODEL.embedder, params[name], *inputs.ours)
+    return apply(MODEL.encoder, params[name], *inputs.ours)
 
 
 def test_an_embedder_gives_the_same_vectors(realm_of_transformers, tmp_path):

@@ -141,8 +141,8 @@ SHARD, INDEX = "model-00001-of-00002.safetensors", "model.safetensors.index.json
         (SHARD, None, f"{SHARD}: is missing, but {INDEX} has tensors in it"),
         (SHARD, "cut", f"{SHARD}: cannot be read"),
         (INDEX, "{", f"{INDEX}: cannot be read"),
-        (INDEX, "{}", f'{INDEX}: has no "weight_map" of tensors and files beside it'),
-        (INDEX, '{"weight_map": {"a": "../b"}}', f'{INDEX}: has no "weight_map" of tensors and files beside it'),
+        (INDEX, "{}", f'{INDEX}: has no "weight_map" of tensors and files in its folder'),
+        (INDEX, '{"weight_map": {"a": "../b"}}', f'{INDEX}: has no "weight_map" of tensors and files in its folder'),
         (INDEX, json.dumps({"weight_map": {"a": SHARD}}), f"{SHARD}: has no a, which {INDEX} has there"),
     ],
 )
@@ -248,8 +248,8 @@ def test_parts_cover_every_parameter_once(tmp_path):
 def test_what_a_file_does_not_have_is_missing(tmp_path):
     folder = save_tensors(tmp_path, random_weights(), SETTINGS)
     tower, reader = found(folder, "query_embedder"), found(folder, "reader")
-    assert (tower.found, tower.missing) == (("encoder", "pooler"), ("projection",))
-    assert (reader.found, reader.missing) == (("encoder",), ("MLM head", "span head"))
+    assert (tower.present, tower.missing) == (("encoder", "pooler"), ("projection",))
+    assert (reader.present, reader.missing) == (("encoder",), ("MLM head", "span head"))
     assert set(read(tower)) == {"bert", "pooler"}
 
 
@@ -275,7 +275,7 @@ def test_a_word_head_with_an_output_layer_of_its_own_is_left_out(tmp_path, tied,
         tensors["cls.predictions.decoder.weight"] = words.copy() if tied else words + 1
         tensors["cls.predictions.decoder.bias"] = tensors.pop("cls.predictions.bias")
 
-    assert ("MLM head" in found(rewrite(folder, add), "reader").found) == has
+    assert ("MLM head" in found(rewrite(folder, add), "reader").present) == has
 
 
 def test_epsilons_of_the_heads_are_compared(tmp_path):

@@ -13,7 +13,7 @@ from tiny import mesh_of_slices
 
 from realm_jax.mesh import corpus_devices, logical_sharding, make_mesh
 from realm_jax.retrieval import exact
-from realm_jax.retrieval.exact import GROUP, Neighbours, padded_rows, search
+from realm_jax.retrieval.exact import GROUP, Neighbors, padded_rows, search
 
 ONE = make_mesh(1, 1, 1, jax.devices()[:1])
 EIGHT = make_mesh(2, 2, 2)
@@ -33,7 +33,7 @@ def place(mesh, vectors: np.ndarray, rows: int, dtype=jnp.float32):
 
 
 @partial(jax.jit, static_argnames=("mesh", "rows", "k", "block"))
-def compiled(mesh, queries, vectors, rows, k, block) -> Neighbours:
+def compiled(mesh, queries, vectors, rows, k, block) -> Neighbors:
     return search(mesh, queries, vectors, rows, k, block)
 
 

@@ -24,7 +24,7 @@ def softmax(*scores):
 def test_a_passage_is_ranked_by_the_roots_of_both_probabilities():
     vectors, words = {7: 2.0, 3: 1.0, 5: 0.0}, {3: 4.0, 9: 3.5}
     p_v, p_w = softmax(2.0, 1.0, 0.0), softmax(4.0, 3.5)
-    late = np.exp(-1.0 - 2.0) / np.exp(np.array([2.0, 1.0, 0.0]) - 2.0).sum()  # of row 9, by the same normaliser
+    late = np.exp(-1.0 - 2.0) / np.exp(np.array([2.0, 1.0, 0.0]) - 2.0).sum()  # of row 9, by the same normalizer
     wanted = {
         7: np.sqrt(p_v[0]), 3: np.sqrt(p_v[1]) + np.sqrt(p_w[0]), 5: np.sqrt(p_v[2]), 9: np.sqrt(late) + np.sqrt(p_w[1])
     }  # fmt: skip

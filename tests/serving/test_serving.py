@@ -422,7 +422,7 @@ def test_what_cannot_be_opened_is_said_once_and_the_model_stays(copied_run, tmp_
     with caplog.at_level(logging.WARNING):
         assert not service.renew(STAY) and not service.renew(STAY)
     assert service.model is before and service.failed == 1
-    assert caplog.text.count("the model before goes on") == 1
+    assert caplog.text.count("the current model stays in use") == 1
     shutil.rmtree(copied_run)
     assert not service.renew(STAY) and not service.renew(STAY) and service.failed == 2
     assert service.work("ask", [QUESTION])[0]["answer"]
