@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_process_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--processes`, `--process` and `--coordinator`."""
     group = parser.add_argument_group("several processes (the same command in each of them)")
     group.add_argument("--processes", default="1", metavar="N", help="number of processes, or 'auto' on machines that "
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--coordinator", metavar="HOST:PORT", help="a free port of the machine of process 0")
 
 
-def start(args: argparse.Namespace) -> None:
+def connect_processes(args: argparse.Namespace) -> None:
     """Connect to the other processes; touches no device if there is only one.
 
     Raises UserError for invalid flags, or if the processes cannot connect.

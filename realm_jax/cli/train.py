@@ -8,9 +8,9 @@ its newest checkpoint. With development questions a run ends with `results.json`
 import argparse
 from pathlib import Path
 
-from realm_jax import processes
 from realm_jax.cache import cache_programs
 from realm_jax.config import add_config_argument, load_config
+from realm_jax.processes import add_process_arguments, connect_processes
 from realm_jax.train.recipe import open_run, run_recipe
 
 EXAMPLES = """examples:
@@ -30,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_config_argument(parser, "the paper's sizes")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="run directory, created or resumed")
-    processes.add_arguments(parser)
+    add_process_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; return 75 after SIGTERM, once the state is saved."""
     config = load_config(args.config, args.overrides)
-    processes.start(args)
+    connect_processes(args)
     cache_programs()
     return run_recipe(open_run(config, Path(args.workdir)), args.command_line)
