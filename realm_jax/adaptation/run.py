@@ -4,8 +4,10 @@ Read `adapt` from top to bottom; then `plan.py` (held-out documents, tasks, step
 and `record.py` (the request, and adapt.json).
 """
 
+import contextlib
 import logging
 import math
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -57,7 +59,7 @@ from realm_jax.models.sentence_transformers import (
 )
 from realm_jax.models.weights import read_bert_settings
 from realm_jax.retrieval.vector_files import FILES as VECTOR_FILES
-from realm_jax.retrieval.vector_files import write_vectors
+from realm_jax.retrieval.vector_files import VECTORS, write_vectors
 from realm_jax.storage import exclusive_lock, open_folder, read_json, write_atomic
 from realm_jax.train.exported_model import MODEL, find_exported_model, write_exported_model
 from realm_jax.train.init_from import recorded_start
@@ -218,6 +220,8 @@ def adapt(request: AdaptRequest) -> AdaptResult:
                 vectors = passage_vectors(run, params, weight)  # [passages, width]
                 write_exported_model(workdir / MODEL, run, last_task, saved.step, params, vectors, trained_reader=False)
                 (workdir / MODEL / README).write_text(model_card(record, run.config), "utf-8")
+                with contextlib.suppress(OSError):  # they are there already, or the file system has no hard links
+                    os.link(workdir / MODEL / VECTORS, workdir / VECTORS)
                 record.export = [MODEL, *write_vectors(workdir, run.sources.passages, vectors)]
 
         # --- Report ---------------------------------------------------------------------------------------------------
