@@ -292,7 +292,7 @@ class Refresh(Section):
     )
     shared: str = key(
         "",
-        "folder or URL that trainer and builder share; '': the run folder. gs:// needs gcsfs, and s3:// s3fs; "
+        "folder or URL that trainer and builder share; '': the run directory. gs:// needs gcsfs, and s3:// s3fs; "
         "memory-mapped files are copied to $REALM_STAGING first",
         runtime=True,
     )
@@ -470,8 +470,8 @@ class Log(Section):
     to: str = key(
         "tensorboard",
         "where values go in addition to metrics.jsonl and evaluations.jsonl, comma-separated: 'tensorboard' (files in "
-        "the run folder), 'wandb' (a run for each task, which a resumed task continues; its variables say where, such "
-        "as WANDB_PROJECT). '': nowhere",
+        "the run directory), 'wandb' (a run for each task, which a resumed task continues; its variables say where, "
+        "such as WANDB_PROJECT). '': nowhere",
         LOGGED_TO,
         runtime=True,
     )
@@ -504,7 +504,7 @@ class Evaluation(Section):
     )
     keep_best: bool = key(
         False,
-        "whether a task hands on the parameters that measured best, its start among them: by recall of the first five "
+        "whether a task returns the parameters that measured best, its start among them: by recall of the first five "
         "passages, if an index is measured; fine-tuning by exact match, at the end, every evaluation.every steps, and "
         "at its start if its reader was trained before",
     )
@@ -550,9 +550,10 @@ class Config(Section):
     seed: int = key(0, "every random choice derives from it and from an example's index", SEED)
     init_from: str = key(
         "",
-        "what a fresh run starts from: a run folder, whose final parameters it takes; a folder with model.safetensors "
-        "of a BERT, or with one for each network, as `realm weights` writes them; hf:NAME, a model of the Hugging Face "
-        "hub; py:NAME, that of an installed Python package; '' for none. Keys that are None take their values from it",
+        "what a fresh run starts from: a run directory, whose final parameters it takes; a folder with "
+        "model.safetensors of a BERT, or with one for each network, as `realm weights` writes them; hf:NAME, a model "
+        "of the Hugging Face hub; py:NAME, that of an installed Python package; '' for none. Keys that are None take "
+        "their values from it",
         runtime=True,
     )
     reader_from: str = key(
@@ -591,7 +592,7 @@ class Config(Section):
         check(bool(names), "tasks", f"name at least one of {', '.join(known)}")
         for name in names:
             check(name in known, "tasks", f"there is no task {name!r}; choose among {', '.join(known)}")
-        check(len({*names}) == len(names), "tasks", "a task may stand only once in a recipe")
+        check(len({*names}) == len(names), "tasks", "a task may occur only once in a recipe")
         alone = "closed_book" not in names or names in (["closed_book"], ["mlm", "closed_book"])
         check(alone, "tasks", "closed_book is a recipe of its own, at most with mlm before it")
         if "rerank" in names:
@@ -600,7 +601,7 @@ class Config(Section):
 
         # The inverse cloze task.
         if "ict" in names and self.ict.negatives == "index":
-            check(not shared, "ict.negatives", "'index' trains the query tower alone; set model.shared_tower=False")
+            check(not shared, "ict.negatives", "'index' trains only the query encoder; set model.shared_tower=False")
             unused = "ict.negatives=index has no null document; set it to 0"
             check(self.ict.null_weight == 0, "ict.null_weight", unused)
 
@@ -609,9 +610,9 @@ class Config(Section):
             inline, on_devices = self.refresh.mode == "inline", self.retrieval.backend == "device"
             check(inline, "refresh.every", "0 leaves a builder nothing to do; set refresh.mode=inline")
             check(on_devices, "refresh.every", "0 takes vectors from the devices; set retrieval.backend=device")
-            check(not shared, "refresh.every", "0 trains the query tower alone; set model.shared_tower=False")
+            check(not shared, "refresh.every", "0 trains only the query encoder; set model.shared_tower=False")
         if self.retrieval.backend == "scann":
-            vectors_alone = "retrieval.backend=scann searches vectors alone; set one of the two keys back"
+            vectors_alone = "retrieval.backend=scann searches only vectors; set one of the two keys back"
             check(self.realm.search == "vectors", "realm.search", vectors_alone)
 
         # Fine-tuning.
@@ -619,11 +620,11 @@ class Config(Section):
         check(
             not ("qa" in names and qa.search != "bm25" and shared and qa.refresh_every == 0),
             "model.shared_tower",
-            "cannot be fine-tuned while the document tower stays as it is; set qa.refresh_every, or leave qa out of "
+            "cannot be fine-tuned while the passage encoder stays as it is; set qa.refresh_every, or leave qa out of "
             "tasks",
         )
         if qa.refresh_every:
-            untrained = "qa.objective=positive trains no document tower; set it to 0"
+            untrained = "qa.objective=positive trains no passage encoder; set it to 0"
             check(qa.objective != "positive", "qa.refresh_every", untrained)
             unsearched = "trains vectors that qa.search=bm25 does not search; set it to 0"
             check(qa.search != "bm25", "qa.refresh_every", unsearched)
@@ -767,7 +768,7 @@ def with_defaults(recorded: dict[str, Any], source: str = "config.json of the ru
         config.update_from_flattened_dict(values)
     except (TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"config.json of the run is damaged ({reason}); restore the original") from None
+        raise UserError(f"config.json of the run: is damaged ({reason}); restore the original") from None
     return as_config(config)
 
 
@@ -997,7 +998,7 @@ INTRODUCTION = """# Keys of a config
 
 A config file returns `realm_jax.config.default()` with some keys changed. On the command line a key is set with
 `--config.section.key=value`. After each key stand its default, what a value must be, and `runtime` if it may change on
-resume. All others are training keys: a run folder keeps them, and another value on resume is an error that names the
+resume. All others are training keys: a run directory keeps them, and another value on resume is an error that names the
 key. "or `None`", on the command line `model`, is the value of the pretrained model of `init_from`.
 
 """

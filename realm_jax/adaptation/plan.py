@@ -230,7 +230,7 @@ def check_time(minutes: float, elapsed_seconds: float, estimate: Estimate, num_p
         return []
     embedding, measuring = duration(estimate.embed), duration(estimate.measure)
     parts = f"{embedding} to embed {num_passages:,} passages, {measuring} to compare encoders"
-    message = f"--minutes={minutes:g}: is too short, because this machine needs {duration(needed)} ({parts})"
+    message = f"--minutes={minutes:g}: is too short: this machine needs {duration(needed)} ({parts})"
     if needed > 2 * minutes * 60:
         raise UserError(f"{message}; increase it, or use fewer documents")
     note = f"{message}; training takes the fewest steps."

@@ -119,7 +119,7 @@ def adapt(request: AdaptRequest) -> AdaptResult:
         for name, value in request.settings().items():
             if recorded.get(name) != value:
                 was = f"{name} {recorded.get(name)!r}, not {value!r}"
-                raise UserError(f"--output={workdir}: was begun with {was}; use the same, or another --output")
+                raise UserError(f"--output={workdir}: was started with {was}; use the same, or another --output")
     elif (workdir / "config.json").is_file():
         raise UserError(f"--output={workdir}: is the directory of another run; choose another one")
     else:

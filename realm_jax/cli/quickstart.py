@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_argument(parser, "two layers of 64, four to six minutes on two cores")
     add = parser.add_argument
     add("--workdir", default=DEFAULT_WORKDIR, metavar="DIR", help=f"run directory (default: {DEFAULT_WORKDIR})")
-    add("--entities", type=int, default=ENTITIES, metavar="N", help=f"articles of the encyclopedia ({ENTITIES})")
+    entities_help = f"articles of the encyclopedia (default: {ENTITIES})"
+    add("--entities", type=int, default=ENTITIES, metavar="N", help=entities_help)
     add("--data-only", action="store_true", help="only write WORKDIR/data, for `realm train` and `realm launch`")
     add("--async", action="store_true", dest="asynchronous", help="embed the corpus in a second process, "
         "`realm build-index`, while training goes on")  # fmt: skip

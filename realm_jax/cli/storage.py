@@ -115,7 +115,7 @@ class Checkpoint(NamedTuple):
     def verify(self) -> str:
         """Read every array; return '', because there is nothing to report. Raises UserError if one is damaged."""
         if DAMAGED in self.entry.name:
-            raise UserError(f"{self.entry} is damaged and was set aside; remove it")
+            raise UserError(f"{self.entry}: is damaged and was set aside; remove it")
         SavedCheckpoint(self.entry).verify()
         return ""
 

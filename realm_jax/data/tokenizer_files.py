@@ -3,7 +3,7 @@
     vocab.txt               BERT's word pieces, one a line
     tokenizer.json          of the library tokenizers: any tokenizer, and how text is normalized
     tokenizer_config.json   of transformers: how text is normalized, if the tokenizer is of a class like BertTokenizer
-    settings.json           ours: if text is put in lower case, in prepared data that have a vocab.txt
+    settings.json           ours: true if text is put in lower case, in prepared data that have a vocab.txt
 
 Word pieces with the defaults of BERT become a `WordPiece`; every other tokenizer becomes a `Tokenizer`, which keeps the
 whole tokenizer.json. The rules are those of transformers, so that both give the same ids.
@@ -118,7 +118,7 @@ def tokenizer_file(folder: Path) -> Path | None:
 
 
 def lower_case_of(folder: Path) -> LowerCase | None:
-    """Read from a folder if its tokenizer puts text in lower case; None if no file says.
+    """Return the case setting of a folder's tokenizer; None if no file has one.
 
     Of several files the first counts, as in transformers. Raises UserError for one that cannot be read.
     """

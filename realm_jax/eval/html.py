@@ -104,6 +104,7 @@ def environment() -> Environment:
 def chart(
     points: Sequence[tuple[float, float]],
     description: str,
+    x_label: str = "training steps, one stage after the other",
     y_range: tuple[float, float] | None = None,
     bands: Sequence[Band] = (),
     marks: Sequence[float] = (),
@@ -114,6 +115,7 @@ def chart(
     Args:
         points: (x, y) in the order of x, from x = 0; values that are not finite are not drawn.
         description: the text for screen readers.
+        x_label: the text below the x axis.
         y_range: values of y that the axis includes.
         bands: intervals of the x axis that get a shade and a name.
         marks: values of x that get a triangle and a fine line.
@@ -148,7 +150,7 @@ def chart(
         "description": description,
         "size": (width, height),
         "frame": {"left": left, "right": right, "top": top, "bottom": bottom},
-        "x_label": "training steps, one stage after the other",
+        "x_label": x_label,
         "x_ticks": [(across(x), _short(x)) for x in ticks(0, x_end, 6)],
         "y_ticks": [(up(y), _short(y)) for y in ticks(low, high, 5)],
         # A band that is too narrow for its name has none.

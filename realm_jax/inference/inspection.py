@@ -300,9 +300,7 @@ def inspect_batch(
     else:
         parts = []
         for documents in (null_candidates(context, batch), passages):
-            words = context.model.reader.read_words(
-                params, *masked_inputs(batch, documents)
-            )  # [batch · k, m, vocabulary]
+            words = context.model.reader.read_words(params, *masked_inputs(batch, documents))  # [·, m, vocabulary]
             best = words.at[..., special].set(-jnp.inf).argmax(axis=-1)
             parts.append(best.reshape(*documents.ids.shape[:2], -1))
         guesses = jnp.concatenate(parts, axis=1)  # [batch, 1 + k, m]

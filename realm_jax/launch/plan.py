@@ -401,12 +401,12 @@ def show(planned: dict[str, Any]) -> None:
     for name, value in planned["flops_by_part"].items():
         add(f"  {name}", f"{value / 1e12:,.1f} T")
     if useful := planned.get("useful"):
-        means = f"queries of {useful['query']:.0f} and passages of {useful['passage']:.0f} pieces in the mean"
+        means = f"queries of {useful['query']:.0f} and passages of {useful['passage']:.0f} pieces on average"
         add("  of tokens, not padding", f"{useful['share']:.0%}: {means}")
     if "hours" in planned:
         add("a step (estimated)", between(planned["seconds"], 1e3, " ms"))
         for name, seconds in planned["seconds_by_part"].items():
-            add(f"  {name}, alone", f"{seconds * 1e3:,.1f} ms at least")
+            add(f"  only {name}", f"{seconds * 1e3:,.1f} ms at least")
         add("MFU", between(planned["mfu"], 100, " %"))
         add("all steps", between(planned["hours"], 1, " hours", 1))
         if "builder" in planned:

@@ -19,10 +19,8 @@ from realm_jax.launch.status import record_expected_jobs
 
 SERVICE = "realm"
 UNIT = f"/etc/systemd/system/{SERVICE}.service"
-DISK_CACHE, CACHE = (
-    "/var/lib/realm-cache",
-    "/realm-cache",
-)  # folder of the machine's disk, and its mount point in containers
+# Folder of the machine's disk, and its mount point in containers.
+DISK_CACHE, CACHE = "/var/lib/realm-cache", "/realm-cache"
 STOPPED = "/var/lib/realm-stopped"  # while it exists the service does not start, not even at boot
 UNITS = (SERVICE, "google-startup-scripts")  # whose logs are shown
 GROUP = ("gcloud", "--quiet", "compute", "tpus")

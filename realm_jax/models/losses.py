@@ -45,7 +45,7 @@ def log_sum_selected(log_p: Array, selected: Array, axis: int | tuple[int, ...])
         axis: over which to sum.
 
     Returns:
-        NEG_INF with zero gradient if no entry is selected.
+        The shape of `log_p` without the summed axes; NEG_INF with zero gradient if no entry is selected.
     """
     masked = jnp.where(selected, log_p, NEG_INF)
     return jnp.where(selected.any(axis=axis), jax.nn.logsumexp(masked, axis=axis), NEG_INF)

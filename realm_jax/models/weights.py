@@ -41,11 +41,8 @@ LAYER = {  # ours → theirs
     "output": "output.dense",
     "output_norm": "output.LayerNorm",
 }
-VECTOR_LAYERS = {
-    "pooler": "pooler.dense",
-    "projection": "cls.dense",
-    "projection_norm": "cls.LayerNorm",
-}  # of an encoder
+# Layers of an encoder after its BERT.
+VECTOR_LAYERS = {"pooler": "pooler.dense", "projection": "cls.dense", "projection_norm": "cls.LayerNorm"}
 WORDS, POSITIONS = "embeddings.word_embeddings.weight", "embeddings.position_embeddings.weight"
 MLM_HEAD, SPAN_HEAD, PROJECTION, VECTOR_NORM = "MLM head", "span head", "projection", "vector norm"
 TIED = "cls.predictions.decoder.weight"  # the word embeddings once more, in some files

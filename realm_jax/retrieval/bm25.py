@@ -146,7 +146,7 @@ class Bm25:
         """
         about, loaded = dict(read_json(folder / ABOUT)), cls.__new__(cls)
         if about["digest"] != record_digest(about):
-            raise Damaged(f"{folder / ABOUT}: its checksum is another")
+            raise Damaged(f"{folder / ABOUT}: its checksum is different")
         size = sum(entry[1] for entry in about["files"])
         check_files(folder, about["files"], max_checked_bytes is None or size <= max_checked_bytes)
         loaded.size, loaded.language = about["size"], about["language"]

@@ -53,7 +53,7 @@ class Checkpoints:
             keep: number of newest checkpoints that stay.
         """
         self._folder = folder
-        logging.getLogger("absl").addFilter(_is_not_from_orbax)
+        logging.getLogger("absl").addFilter(_is_no_orbax_error)
         self._checkpointer = ocp.training.Checkpointer(
             folder.absolute(),
             preservation_policy=ocp.training.preservation_policies.LatestN(keep),
@@ -136,12 +136,12 @@ class Checkpoints:
             free_heap()
 
 
-def _is_not_from_orbax(record: logging.LogRecord) -> bool:
-    """Filter out the errors that Orbax's threads print with tracebacks, because a save raises them too."""
-    is_from_orbax = record.levelno >= logging.ERROR and f"{os.sep}orbax{os.sep}" in record.pathname
-    if is_from_orbax:
+def _is_no_orbax_error(record: logging.LogRecord) -> bool:
+    """Return False for errors that Orbax's threads print with tracebacks, because a save raises them too."""
+    is_orbax_error = record.levelno >= logging.ERROR and f"{os.sep}orbax{os.sep}" in record.pathname
+    if is_orbax_error:
         logger.debug("%s", record.getMessage())
-    return not is_from_orbax
+    return not is_orbax_error
 
 
 def _limit_save_memory(items: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:

@@ -193,18 +193,25 @@ def exported_vectors(run: Run, task: str) -> NDArray[np.float32] | None:
 
     Args:
         run: the run.
-        task: the task, whose model process 0 has written, or not.
+        task: name of the task; its model may be missing.
 
     Returns:
         float32 [passages, width], memory-mapped; None on every process unless every process sees them.
 
     Raises:
-        UserError: if they are damaged.
+        UserError: on every process, if one cannot read them.
     """
     broadcast_from_process_0(0)  # the others must not look while process 0 still writes the model
-    exported = find_exported_model(run.workdir / task / MODEL)
-    vectors = None if exported is None else exported.vectors(run.sources.passages.fingerprint)
-    return vectors if allgather_flags(vectors is not None).all() else None
+    vectors, error = None, None
+    try:
+        exported = find_exported_model(run.workdir / task / MODEL)
+        vectors = None if exported is None else exported.vectors(run.sources.passages.fingerprint)
+    except UserError as damage:
+        error = damage
+    has_vectors, can_read = allgather_flags(vectors is not None, error is None).T  # [processes] each
+    if not can_read.all():
+        raise error or UserError(f"{run.workdir / task / MODEL}: another process cannot read it; see its log")
+    return vectors if has_vectors.all() else None
 
 
 # --- Write ------------------------------------------------------------------------------------------------------------

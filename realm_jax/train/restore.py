@@ -157,7 +157,8 @@ def vectors_from_earlier_task(run: Run, name: str, params: Params) -> NDArray | 
 
 
 def _tasks_of_source(run: Run) -> list[tuple[Path, str]]:
-    """Return run directory and name of each task of the run in `init_from`, if it embeds the same passages alike."""
+    """Return run directory and name of each task of the run in `init_from`, if it embeds the same
+    passages in the same way."""
     folder = Path(run.config.init_from)
     if not run.config.init_from or not (folder / "config.json").is_file() or not (folder / "data.json").is_file():
         return []

@@ -238,9 +238,9 @@ def restore(
         try:
             vectors = exported.vectors(run.sources.passages.fingerprint) if takes_vectors else None  # [passages, width]
             # The passage encoder is needed only to embed passages, which vectors make unnecessary.
-            query_encoder, *passage_encoder = run.model.embedder_names  # one name if both share a network
+            query_name, *passage_names = run.model.embedder_names  # one name if both share a network
             embeds = (takes_vectors and vectors is None) or not for_answers or run.config.qa.trains_passages
-            names = [query_encoder, "reader", *(passage_encoder if embeds else ())]
+            names = [query_name, "reader", *(passage_names if embeds else ())]
             names += [] if rerank is None else [rerank.network]
             params = jax.device_put(exported.params(run.model, names), replicated(run.mesh))
             break

@@ -325,7 +325,7 @@ def test_a_corpus_that_takes_too_long_is_told_or_refused():
     assert check(40.0) == []
     (note,) = check(100.0)
     parts = "1 min 40 s to embed 1,000 passages, 5 s to compare encoders"
-    needed = f"--minutes=1: is too short, because this machine needs 1 min 52 s ({parts})"
+    needed = f"--minutes=1: is too short: this machine needs 1 min 52 s ({parts})"
     assert note == f"{needed}; training takes the fewest steps."
     for embed, step in ((110.0, 0.1), (40.0, 4.0)):
         with pytest.raises(UserError, match="this machine needs .*; increase it, or use fewer documents"):
@@ -398,7 +398,7 @@ def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp
     shutil.copytree(documents.parent, own, ignore=shutil.ignore_patterns("encoder", "vocabulary"))
     decided = ("evaluation.held_out=0.5", "refresh.mode=async", "data.path=data", "model.shared_tower=True")
     for source, start, output, option, message in [
-        (documents, encoder, done, "--merge=0.25", "was begun with questions"),
+        (documents, encoder, done, "--merge=0.25", "was started with questions"),
         (documents, encoder, done, "--merge=0.25", "use the same, or another --output"),
         (documents, encoder, other, "", "is the directory of another run"),
         (documents, encoder, other / "vectors", "", "has a vectors.npy that is not of this run"),

@@ -109,7 +109,7 @@ class Job:
 
 
 class Pair:
-    """A run folder with both jobs."""
+    """A run directory with both jobs."""
 
     def __init__(self, data: Path, workdir: Path, setting: Setting) -> None:
         self.workdir = workdir

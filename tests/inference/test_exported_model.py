@@ -66,8 +66,12 @@ def test_vectors_are_read_after_process_0_wrote_them_and_only_if_every_process_s
     monkeypatch.setattr(exported_model_module, "broadcast_from_process_0", wait_for_process_0)
     assert exported_vectors(trained_run, "qa") is not None
     monkeypatch.setattr(exported_model_module, "broadcast_from_process_0", lambda value: value)
-    monkeypatch.setattr(exported_model_module, "allgather_flags", lambda flag: np.array([[flag], [False]]))
+    other_process = [False, True]  # it sees no vectors
+    monkeypatch.setattr(exported_model_module, "allgather_flags", lambda *flags: np.array([flags, other_process]))
     assert exported_vectors(trained_run, "qa") is None
+    other_process[:] = [False, False]
+    with pytest.raises(UserError, match="qa/model: another process cannot read it"):
+        exported_vectors(trained_run, "qa")
 
 
 def test_the_run_folder_has_the_model_of_the_last_task_by_links(trained_run):

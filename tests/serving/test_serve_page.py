@@ -252,7 +252,7 @@ def test_the_table_has_the_numbers_of_the_paper_and_what_would_be_without(page):
 def test_an_answer_that_stands_nowhere_has_no_share(page):
     explained(page, inspected(("a", 1.0, 0.0, "No."), alone=None))
     expect(page.get_by_role("table").get_by_role("cell")).to_have_text(["1.000", "0", "–", "–", "–"])
-    expect(page.locator("#verdict")).to_have_text("Kifik stands in none of the passages that were read.")
+    expect(page.locator("#verdict")).to_have_text("No passage that was read has the answer Kifik.")
 
 
 def test_the_likeliest_rows_are_shown_first_and_the_empty_passage_always(page):
@@ -295,7 +295,7 @@ def test_without_a_reader_the_passages_are_shown_alone(page):
     gives(page, "/ask", {"question": "q", "measured": None, "candidates": [found]} | nothing)
     ask(page)
     told = page.get_by_role("region", name="No answer")
-    expect(told).to_contain_text("No reader was trained (task qa): these are the passages that were found.")
+    expect(told).to_contain_text("No reader was trained (task qa): showing the retrieved passages.")
     expect(page.locator("#passages li")).to_contain_text("found by vectors (2nd) and words (13th)")
     expect(page.get_by_role("button", name="Why this answer?")).to_be_hidden()
     gives(page, "/ask", {"question": "q", "measured": None, "candidates": []} | nothing)

@@ -5,7 +5,7 @@ const TOKEN = "realm-token"; // in sessionStorage
 const LONG = 420; // code points of a passage that are shown at first
 const SHORT = 150; // of a passage in the table
 const FEW = 5; // passages of the table and other answers that are shown at first
-const POLL = 2000; // milliseconds between two looks whether the model is ready
+const POLL = 2000; // milliseconds between two checks if the model is ready
 const BLANK = /_{2,}|\[[^[\]]+\]/; // as the service finds it
 const SEARCHES = { vectors: "vectors", bm25: "words", hybrid: "vectors and words" };
 const ADVICE = {
@@ -309,10 +309,10 @@ function showOthers(items) {
 function trust(measured) {
   const said = [];
   if (facts.reader === "blanks") {
-    said.push("The reader learnt from blanks in the documents and never saw a question: check its answers.");
+    said.push("The reader learned from blanks in the documents and never saw a question: check its answers.");
   }
   const parts = [];
-  const on = measured?.on ? `its ${measured.on}` : "what it was measured on";
+  const on = measured?.on ? `its ${measured.on}` : "the questions that it was measured on";
   const answered = measured?.exact_match ?? null;
   const found = measured?.["recall@5"] ?? null;
   if (answered !== null) parts.push(`answers ${share(answered)} of ${on} right`);
@@ -329,7 +329,7 @@ function answerParts(reply) {
     return [make("p", {}, "No passage shares a word with the question; ask with other words.")];
   }
   if (reply.passage === null && !reply.nbest.length) {
-    return [make("p", {}, `No reader was trained (task ${facts.task}): these are the passages that were found.`)];
+    return [make("p", {}, `No reader was trained (task ${facts.task}): showing the retrieved passages.`)];
   }
   const { answer, probability: chance, passage } = reply;
   const heading = make(
@@ -484,7 +484,7 @@ function showExplanation(record) {
 /** The sentence above the numbers: the answer, and the passage that it would lose most without. */
 function verdict(record, nowhere) {
   const answer = make("strong", { dir: "auto" }, record.answer || "(no answer)");
-  if (nowhere) return [answer, " stands in none of the passages that were read."];
+  if (nowhere) return ["No passage that was read has the answer ", answer, "."];
   const said = [answer, ` has p(y|x) = ${probability(record.probability)}`];
   const looked = record.passages.map((one) => [one, without(record.passages, one)]);
   const [most, left] = looked.reduce((least, one) => ((one[1] ?? Infinity) < (least[1] ?? Infinity) ? one : least));
