@@ -48,6 +48,7 @@ def test_texts_are_prepared_trained_on_and_asked_about(tmp_path):
     assert len(model.ask(QUESTION)["candidates"]) == 2
 
 
+@pytest.mark.slow
 def test_a_callback_can_end_a_training_which_then_goes_on(people, tmp_path):
     config = tiny_config(people)
     config.tasks, config.ict.batch_size, config.ict.steps, config.checkpoint.every, config.log.every = "ict", 8, 4, 1, 1

@@ -209,6 +209,7 @@ def breaks_off(work: Any, calls: int = 1) -> Any:
     return cut
 
 
+@pytest.mark.slow
 def test_a_cut_after_every_stage_changes_no_bit(done, documents, encoder, questions, monkeypatch):
     """A second run in the place of the first breaks off again and again; it then has the same files."""
     wanted, vectors = files(done / "model"), (done / "vectors.npy").read_bytes()
@@ -375,6 +376,7 @@ def test_a_pattern_that_finds_nothing_in_the_output_may_stand_above_it(tmp_path,
     adaptation.check_outside(Path("docs/run/1"), pattern, "whose files are documents")
 
 
+@pytest.mark.slow
 def test_documents_that_do_not_suffice_may_be_completed(documents, encoder, tmp_path, capsys):
     """The same --output; and of fewer passages than REALM has candidates all are."""
     some = documents.read_text().splitlines()[:24]
@@ -428,6 +430,7 @@ def test_a_record_of_another_version_is_refused(tmp_path):
         AdaptRecord.open(AdaptRequest("docs", "model", tmp_path, ConfigDict()), StatusWriter(None, "", None), 0.0)
 
 
+@pytest.mark.slow
 def test_other_weights_under_the_name_of_the_start_are_refused(documents, encoder, tmp_path, monkeypatch, capsys):
     start, weights = tmp_path / "encoder", tmp_path / "encoder" / "model.safetensors"
     shutil.copytree(encoder, start)

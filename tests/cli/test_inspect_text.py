@@ -96,7 +96,7 @@ def test_the_share_is_of_the_null_document_and_the_whole_corpus(trained, seen):
     assert seen["held"] == pytest.approx(held / (nothing + weights.sum()), rel=1e-3)
 
 
-@pytest.mark.parametrize("marginal", ["example", "span"])
+@pytest.mark.parametrize("marginal", ["example", pytest.param("span", marks=pytest.mark.slow)])
 def test_where_the_reader_points_the_retriever_is_asked_without_the_blank(people, tmp_path, marginal):
     """Ratios of p(z|x) follow from the vector of what is asked."""
     config = tiny_config(people)

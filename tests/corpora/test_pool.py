@@ -49,7 +49,7 @@ def test_a_script_without_its_guard_is_named(tmp_path):
     assert subprocess.run([sys.executable, script], capture_output=True, text=True).stdout == f"{[*range(9)]}\n"
 
 
-@pytest.mark.parametrize("results", range(3))
+@pytest.mark.parametrize("results", [0, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2))])
 def test_workers_that_are_sending_a_result_do_not_hold_up_the_end(results):
     """Half a result in the pipe of a worker that was killed made the parent wait for the other half for ever."""
     made = ordered_parallel_map(large, range(100), 2)

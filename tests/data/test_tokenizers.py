@@ -175,7 +175,8 @@ def config_of(data: Path, tasks: str) -> ConfigDict:
     return config
 
 
-@pytest.mark.parametrize("tasks", [pytest.param("mlm,ict,realm,qa", marks=pytest.mark.slow), "closed_book"])
+@pytest.mark.slow
+@pytest.mark.parametrize("tasks", ["mlm,ict,realm,qa", "closed_book"])
 def test_every_task_learns_and_answers(tasks, data, sources, tmp_path, capsys):
     config = config_of(data, tasks)
     validate(config)

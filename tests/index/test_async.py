@@ -69,6 +69,7 @@ def built(folder):
     return {generations.export_step(name) for name in generations.generation_names(folder)}
 
 
+@pytest.mark.slow
 def test_what_is_served_is_what_was_exported_and_what_nobody_needs_goes(people, tmp_path, monkeypatch):
     run, watch, folder = open_tiny(people, tmp_path), Watch(monkeypatch), PosixFolder(tmp_path)
     set_key(run, "checkpoint.every", 1)

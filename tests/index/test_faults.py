@@ -199,6 +199,7 @@ def test_a_trainer_is_killed(run, sturdy, stops, monkeypatch, step):
     assert adoptions(run) == adoptions(sturdy.run)
 
 
+@pytest.mark.slow
 def test_a_trainer_is_killed_before_it_says_that_it_is_done(run, sturdy, monkeypatch):
     """Its builder learns it from the next one, which finds nothing left to do."""
     folder, update = PosixFolder(run.workdir), StatusWriter.update
@@ -216,6 +217,7 @@ def test_a_trainer_is_killed_before_it_says_that_it_is_done(run, sturdy, monkeyp
     assert not read_status(folder, "trainer").needs_index
 
 
+@pytest.mark.slow
 def test_two_builders_at_once(run, ends_the_same, before_write):
     """Neither knows of the other, and no chunk that somebody may read is written again."""
     listed, folder = set(), PosixFolder(run.workdir)
@@ -344,6 +346,7 @@ def test_a_generation_is_removed_while_it_is_loaded(run, ends_the_same, monkeypa
     assert log.text.count(f"published generation {removed[0]}") == 2
 
 
+@pytest.mark.slow
 def test_an_export_is_half_written_while_the_builder_looks(run, ends_the_same, before_write, monkeypatch):
     due, looks = Job._next_export, []
 
@@ -424,6 +427,7 @@ def test_a_shared_folder_of_another_run(people, sturdy, tmp_path):
 # --- Storage that does not take more ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_disk_is_full_for_a_while(run, ends_the_same, before_write, log):
     """The builder tries again and loses nothing."""
     left = ["full"] * 3
@@ -432,6 +436,7 @@ def test_the_disk_is_full_for_a_while(run, ends_the_same, before_write, log):
     assert not left and log.text.count("No space left on device; trying again") == 3
 
 
+@pytest.mark.slow
 def test_the_disk_is_full_for_exports(people, tmp_path, before_write, watch, log):
     """Storage takes the first export and no other: training goes on with what it has."""
     run = open_tiny(people, tmp_path, adopt_after=-1)

@@ -81,6 +81,7 @@ def test_the_run_folder_has_the_model_of_the_last_task_by_links(trained_run):
     assert os.path.samefile(workdir / "model" / file, workdir / "qa" / "model" / file)
 
 
+@pytest.mark.slow
 def test_one_tower_for_both_is_read_back(people, tmp_path):
     config = tiny_config(people)
     config.model.shared_tower, config.tasks = True, "ict"

@@ -98,7 +98,7 @@ def test_of_what_does_not_fit_the_longest_lose_their_last_tokens():
     [
         pytest.param(None, 0.3, {}, marks=pytest.mark.slow),
         (None, 0.0, {"attention": "cpu"}),
-        (POSITIONS, 0.3, {"remat": "dots"}),
+        pytest.param(POSITIONS, 0.3, {"remat": "dots"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_tower_gives_the_same_of_packed_sequences(positions, dropout, changes):
@@ -263,8 +263,9 @@ def test_lost_pieces_are_said_once():
 
 @pytest.mark.parametrize(
     "devices, marginal",
-    [*(pytest.param(devices, "example", marks=pytest.mark.slow) for devices in (1, 4)), (4, "span")],
+    [(1, "example"), (4, "example"), (4, "span")],
 )
+@pytest.mark.slow
 def test_a_step_of_realm_is_the_same_packed(people, tmp_path, devices, marginal):
     config = tiny_config(people)
     config.tasks = "realm"
@@ -391,6 +392,7 @@ def test_no_answer_is_pointed_at_in_what_has_no_place(people, tmp_path):
     assert not (read.correct & ~read.allowed).any()
 
 
+@pytest.mark.slow
 def test_what_is_cut_is_the_same_on_several_devices(people, tmp_path):
     """What is reported of sequences that lose their last tokens is what a network reads of them."""
     run = make_run(tiny_config(people), tmp_path, open_sources(people), jax.devices()[:4])

@@ -74,6 +74,7 @@ def test_sizes_follow_from_where_the_reader_comes_from(wide, data, tmp_path, cap
     ask(run.workdir, capsys)
 
 
+@pytest.mark.slow
 def test_exported_weights_have_both_sizes(wide, data, tmp_path):
     assert cli.main(["weights", "export", f"--workdir={wide.workdir}", f"--output={tmp_path / 'weights'}"]) == 0
     config = config_of(data, init_from=str(tmp_path / "weights"))

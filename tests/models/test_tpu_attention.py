@@ -133,7 +133,8 @@ def test_weights_drop_out_in_every_way_of_attending(way):
     np.testing.assert_allclose(weights, 2 * keep / 8, atol=1e-6)
 
 
-@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "layer"])
+@pytest.mark.parametrize("remat", ["none", "layer"])
+@pytest.mark.slow
 def test_a_tower_draws_other_weights_in_each_layer_and_step(remat):
     config = BertConfig(30, width=128, layers=3, heads=2, feed_forward=16, max_length=16, dropout=0.5)
     config = config.with_compute(remat=remat, scan=remat != "none")

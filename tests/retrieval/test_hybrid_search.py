@@ -87,7 +87,8 @@ def test_words_find_no_more_passages_than_share_one(fine):
     assert told["passage"] is None and told["candidates"] == [] and told["nbest"] == []
 
 
-@pytest.mark.parametrize("search", ["hybrid", pytest.param("bm25", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("search", ["hybrid", "bm25"])
 def test_realm_trains_on_candidates_that_words_found(people, tmp_path, search):
     run = open_inline(people, tmp_path, tasks="realm", realm__steps=2, realm__search=search)
     task = make_task("realm", run)

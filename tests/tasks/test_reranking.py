@@ -89,6 +89,7 @@ def test_places_count_where_words_had_a_part_in_the_order():
     np.testing.assert_array_equal(falling_scores(jnp.float32([[1, 3, 2]])), [[3, 2, 1]])
 
 
+@pytest.mark.slow
 def test_further_networks_leave_the_first_parameters_of_others_as_they_are():
     plain, key = tiny_realm(), jax.random.key(3)
     more = dataclasses.replace(plain, networks=(Bias(plain.bert),)).init(key)

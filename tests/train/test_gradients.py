@@ -35,7 +35,7 @@ VARIANTS = [
     ("ict", {"ict.null_weight": 0.5}),
     ("realm", {}),
     pytest.param("realm", {"realm.marginal": "token"}, marks=pytest.mark.slow),
-    ("qa", {}),
+    pytest.param("qa", {}, marks=pytest.mark.slow),
     pytest.param("qa", {"qa.objective": "orqa", "qa.beam": 6}, marks=pytest.mark.slow),
 ]
 
@@ -80,6 +80,7 @@ def test_parts_give_the_gradient_of_the_whole(params, index, name, changes):
         np.testing.assert_allclose(found[entry], value, rtol=1e-4, atol=1e-6, err_msg=entry)
 
 
+@pytest.mark.slow
 def test_parts_of_the_inverse_cloze_task_drop_the_same_units_in_both_passes(params):
     """Otherwise the gradient would be of another function: one step along it would not lower the loss as it says."""
     key = jax.random.key(5)

@@ -72,6 +72,7 @@ def embeddings(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_the_corpus_is_embedded_once_for_the_same_parameters(tmp_path, embeddings):
     """At the end of ict. Fine-tuning, which leaves the document tower as it is, and an heir take the vectors."""
     run = train_tiny_run(tmp_path)
