@@ -162,8 +162,12 @@ def signal_handler(number: int, handler: Callable[..., Any] | signal.Handlers) -
         signal.signal(number, before)
 
 
-class Preempted(Exception):
-    """SIGTERM was received and the state is saved; the process should exit with code `PREEMPTED`."""
+class Preempted(BaseException):
+    """SIGTERM was received and the state is saved; the process should exit with code `PREEMPTED`.
+
+    Like KeyboardInterrupt, it is no Exception: a signal handler may raise it inside of a library that catches every
+    Exception, such as Orbax while it reads a checkpoint.
+    """
 
 
 class Stop:
@@ -177,8 +181,7 @@ class Stop:
 
         Args:
             at_once: message about the state that is always saved; if set, the signal handler itself raises Preempted.
-                The flag is set too, because Python drops exceptions in some callbacks, and libraries catch unknown
-                ones.
+                The flag is set too, because Python drops exceptions in some callbacks.
         """
         self.requested, self._at_once = False, at_once
         self._before: Any = None

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -79,6 +80,12 @@ def test_sigterm_between_tasks_is_heard_by_the_next_where_python_drops_its_excep
         with Stop() as task, pytest.raises(Preempted):
             task.check("nothing is lost")
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_sigterm_between_tasks_ends_a_library_that_catches_every_exception():
+    """Orbax does so while it reads a checkpoint, which then looked damaged."""
+    with preemptible(), pytest.raises(Preempted, match="every finished task is saved"), suppress(Exception):
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("last", [2, pytest.param(STEPS - 1, marks=pytest.mark.slow), STEPS])
