@@ -162,11 +162,27 @@ def signal_handler(number: int, handler: Callable[..., Any] | signal.Handlers) -
         signal.signal(number, before)
 
 
+@contextlib.contextmanager
+def delayed_signals() -> Iterator[None]:
+    """Deliver SIGTERM and Ctrl-C only when the block ends, for a library that swallows what their handlers raise."""
+    received: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+
+    try:
+        with signal_handler(signal.SIGTERM, note), signal_handler(signal.SIGINT, note):
+            yield
+    finally:
+        for number in received:
+            signal.raise_signal(number)
+
+
 class Preempted(BaseException):
     """SIGTERM was received and the state is saved; the process should exit with code `PREEMPTED`.
 
-    Like KeyboardInterrupt, it is no Exception: a signal handler may raise it inside of a library that catches every
-    Exception, such as Orbax while it reads a checkpoint.
+    Like KeyboardInterrupt, it is no Exception, because a signal handler may raise it inside of a library that catches
+    every Exception.
     """
 
 

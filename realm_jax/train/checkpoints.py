@@ -26,7 +26,7 @@ from orbax.checkpoint import v1 as ocp
 from realm_jax.checksums import checksums, mismatched, named_arrays
 from realm_jax.environment import environment
 from realm_jax.errors import UserError, full_disk
-from realm_jax.host import free_heap, releases_memory
+from realm_jax.host import delayed_signals, free_heap, releases_memory
 from realm_jax.processes import allgather_flags, is_process_0, run_on_process_0
 from realm_jax.storage import StorageError, read_json, record_digest
 
@@ -266,7 +266,8 @@ class SavedCheckpoint:
     def _reading(self) -> Iterator[None]:
         """Turn any error of reading into one of the three that the class documents."""
         try:
-            yield
+            with delayed_signals():  # Orbax swallows even BaseExceptions, and the checkpoint would look damaged
+                yield
         except Exception as error:
             if not (self._path / METADATA).exists():
                 raise CheckpointRemoved(str(self._path)) from error

@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
 import shutil
+import signal
+from contextlib import suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,13 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 from runs import STEPS, assert_same_run, cut_off, open_inline, train_measured
 
 from realm_jax.cli import main as cli
 from realm_jax.errors import UserError
+from realm_jax.host import Preempted
 from realm_jax.storage import StorageError, record_digest
 from realm_jax.train import checkpoints
 from realm_jax.train.checkpoints import SavedCheckpoint, saved_folders
+from realm_jax.train.recipe import preemptible
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -89,6 +95,24 @@ def test_checkpoints_are_listed_and_verified(straight, tmp_path, capsys):
     code, [entry] = storage_json("verify", last)
     assert code == 1 and entry["state"] == "damaged" and "damaged" in entry["reason"] and entry["seconds"] >= 0
     assert storage("verify", "realm/77")[0] == 2
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, Preempted), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_while_a_checkpoint_is_read_is_no_damage(straight, monkeypatch, number, error):
+    """Orbax catches every BaseException there."""
+    metadata = ocp.checkpointables_metadata
+
+    def swallowing(path):
+        with suppress(BaseException):
+            os.kill(os.getpid(), number)
+        return metadata(path)
+
+    monkeypatch.setattr(ocp, "checkpointables_metadata", swallowing)
+    folder = straight.workdir / "realm" / "checkpoints"
+    names = [entry.name for entry in saved_folders(folder)]
+    with preemptible(), pytest.raises(error):
+        SavedCheckpoint.newest_intact(folder, lambda saved: saved.read("state"))
+    assert [entry.name for entry in saved_folders(folder)] == names
 
 
 def test_storage_that_fails_is_no_damage(straight, tmp_path, monkeypatch):

@@ -83,7 +83,6 @@ def test_sigterm_between_tasks_is_heard_by_the_next_where_python_drops_its_excep
 
 
 def test_sigterm_between_tasks_ends_a_library_that_catches_every_exception():
-    """Orbax does so while it reads a checkpoint, which then looked damaged."""
     with preemptible(), pytest.raises(Preempted, match="every finished task is saved"), suppress(Exception):
         os.kill(os.getpid(), signal.SIGTERM)
 
