@@ -201,7 +201,7 @@ def exported_vectors(run: Run, task: str) -> NDArray[np.float32] | None:
     Raises:
         UserError: on every process, if one cannot read them.
     """
-    broadcast_from_process_0(0)  # the others must not look while process 0 still writes the model
+    broadcast_from_process_0(0)  # a barrier: the others must not look while process 0 still writes the model
     vectors, error = None, None
     try:
         exported = find_exported_model(run.workdir / task / MODEL)

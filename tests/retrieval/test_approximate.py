@@ -158,7 +158,7 @@ def test_what_no_longer_suits_is_learnt_anew(folder, caplog):
 
 def test_what_cannot_be_taken_is_learnt(folder, caplog, monkeypatch):
     """Of other settings or another size, refused, or with damaged files."""
-    # A shard that learns with several threads may lose a little more than is allowed, and then all learn anew.
+    # A shard that learns with several threads may lose a little more than is allowed, and then all shards learn again.
     monkeypatch.setattr(build, "MAX_RECALL_LOSS", 1.0)
     first = make(folder, TREES)
     other = make(folder, dataclasses.replace(TREES, leaves=50), step=2, vectors=MOVED)
