@@ -203,7 +203,7 @@ def test_a_damaged_index_is_made_anew_in_memory_and_where_a_run_keeps_it(tmp_pat
 def test_a_record_of_an_index_with_another_number_is_not_believed(tmp_path, kept, caplog):
     (kept / ABOUT).write_text((kept / ABOUT).read_text().replace('"size": 4', '"size": 5'))
     assert len(load_or_build(SHELF, "en", tmp_path).search(["towers"], 9)[0]) == 4
-    assert "WORDS.json: its checksum is another" in caplog.text
+    assert "WORDS.json: its checksum is different" in caplog.text
 
 
 def test_of_a_large_index_a_question_compares_sizes_and_the_trainer_everything(tmp_path, kept, caplog, monkeypatch):
