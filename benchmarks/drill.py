@@ -54,9 +54,9 @@ PHASES = {
     "initial parameters": ["realm_jax.train.recipe:starting_params"],
     "restore the checkpoint": ["realm_jax.train.loop:restore"],
     "lay out the corpus": ["realm_jax.run:Run._shard_corpus_arrays"],
-    "write an export": ["realm_jax.index.exporter:Exporter.flush"],
-    "load a generation": ["realm_jax.index.watcher:IndexWatcher.load"],
-    "build a generation": ["realm_jax.index.build:Builder.build"],
+    "write an export": ["realm_jax.indexing.exporter:Exporter.flush"],
+    "load a generation": ["realm_jax.indexing.watcher:IndexWatcher.load"],
+    "build a generation": ["realm_jax.indexing.build:Builder.build"],
     "trace, lower, compile": [],  # from JAX's own events
     "a step": [],
     "save": ["realm_jax.train.checkpoints:Checkpoints.save"],

@@ -31,9 +31,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.index.build import Builder, Corpus
-from realm_jax.index.files import CHUNK_ROWS, generation_names, load_vectors, read_manifest, write_export
-from realm_jax.index.searchers import load_searcher
+from realm_jax.indexing.build import Builder, Corpus
+from realm_jax.indexing.files import CHUNK_ROWS, generation_names, load_vectors, read_manifest, write_export
+from realm_jax.indexing.searchers import load_searcher
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.retrieval.scann import ScannConfig, Searcher, exact_rows, recall
 from realm_jax.storage import PosixFolder

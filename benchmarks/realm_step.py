@@ -43,7 +43,7 @@ from realm_jax.assemble import abstract_run
 from realm_jax.config import default, joint_length
 from realm_jax.flops import peak
 from realm_jax.forward import PackingSpec
-from realm_jax.index.control import ControlSignal, put_control
+from realm_jax.indexing.control import ControlSignal, put_control
 from realm_jax.mesh import logical_sharding
 from realm_jax.models.inputs import PassageBatch
 from realm_jax.run import Run, put_batch

@@ -3,8 +3,8 @@
     ROOT/vectors/<encoder>/<item>.npy     the arrays of an item one after another, uint8
     ROOT/vectors/<encoder>/<item>.json    put last: name → dtype, shape, first byte and checksum of each
 
-If space is needed, all items of an entry, ROOT/vectors/<encoder>, are evicted (`index/vector_cache.py` fills it). Every
-read compares arrays with their checksums. JAX stores its compiled programs there too (`jax`).
+If space is needed, all items of an entry, ROOT/vectors/<encoder>, are evicted (`indexing/vector_cache.py` fills it).
+Every read compares arrays with their checksums. JAX stores its compiled programs there too (`jax`).
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 Every process runs every device program, in the same order, with its own part of the data. If one process leaves a
 program out, the others wait forever. So all processes must decide alike whether a program runs: by the config, by a
-control signal in the step (`index/control.py`), by process 0's value (`broadcast_from_process_0`), or by a vote
+control signal in the step (`indexing/control.py`), by process 0's value (`broadcast_from_process_0`), or by a vote
 (`allgather_flags`).
 """
 

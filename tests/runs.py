@@ -24,10 +24,10 @@ from realm_jax.assemble import abstract_run, make_run
 from realm_jax.config import flatten
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import Preempted, Stop
-from realm_jax.index.build import Builder, for_embedding
-from realm_jax.index.exporter import Exporter
-from realm_jax.index.job import Job
-from realm_jax.index.provider import shared_folder
+from realm_jax.indexing.build import Builder, for_embedding
+from realm_jax.indexing.exporter import Exporter
+from realm_jax.indexing.job import Job
+from realm_jax.indexing.provider import shared_folder
 from realm_jax.launch.local import free_port
 from realm_jax.launch.plan import abstract_arguments
 from realm_jax.models.layers import Params

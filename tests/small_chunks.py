@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from realm_jax import storage
 from realm_jax.cli import main as cli
-from realm_jax.index import files as generations
+from realm_jax.indexing import files as generations
 
 
 def shrink(patch: Callable[..., None] = setattr) -> None:

@@ -28,7 +28,7 @@ from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.question_metrics import QueryMetrics
 from realm_jax.eval.retrieval_metrics import RANKED
 from realm_jax.eval.significance import clustered_interval, paired_interval
-from realm_jax.index.vector_cache import embed_with_cache
+from realm_jax.indexing.vector_cache import embed_with_cache
 from realm_jax.models.layers import Params
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run

@@ -37,8 +37,8 @@ from realm_jax.data.sources import open_sources
 from realm_jax.data.staging import PREPARED
 from realm_jax.errors import UserError
 from realm_jax.eval.format import duration
-from realm_jax.index.control import ControlSignal, put_control
-from realm_jax.index.vector_cache import share_to_embed
+from realm_jax.indexing.control import ControlSignal, put_control
+from realm_jax.indexing.vector_cache import share_to_embed
 from realm_jax.models.layers import Params
 from realm_jax.retrieval import bm25
 from realm_jax.run import Run, local_rows, make_global_batch

@@ -16,7 +16,7 @@ from typing import Any, Self
 from ml_collections import ConfigDict
 
 from realm_jax.errors import UserError
-from realm_jax.index.heartbeat import StatusWriter
+from realm_jax.indexing.heartbeat import StatusWriter
 from realm_jax.storage import read_json, write_json_atomic
 
 RECORD, DATA, REPORT = "adapt.json", "data", "report.html"  # in the run directory

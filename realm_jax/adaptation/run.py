@@ -49,8 +49,8 @@ from realm_jax.data.evidence import find_evidence
 from realm_jax.data.staging import PREPARED
 from realm_jax.errors import UserError
 from realm_jax.eval.format import duration
-from realm_jax.index.heartbeat import trainer_status
-from realm_jax.index.vector_cache import embed_with_cache
+from realm_jax.indexing.heartbeat import trainer_status
+from realm_jax.indexing.vector_cache import embed_with_cache
 from realm_jax.models.folders import resolve_model_path
 from realm_jax.models.sentence_transformers import (
     README,

@@ -1,7 +1,7 @@
 """`realm build-index`: a job that runs alongside training, re-embeds the corpus and publishes index generations.
 
 It follows the exports of the run in --workdir and needs nothing else of the trainer. Read next:
-`realm_jax/index/job.py` for its loop, `realm_jax/index/files.py` for the files.
+`realm_jax/indexing/job.py` for its loop, `realm_jax/indexing/files.py` for the files.
 """
 
 import argparse
@@ -16,9 +16,9 @@ from realm_jax.cache import cache_programs
 from realm_jax.config import add_config_argument, default, load_config, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.host import Stop
-from realm_jax.index.build import for_embedding
-from realm_jax.index.job import SILENCE, Job
-from realm_jax.index.provider import shared_folder
+from realm_jax.indexing.build import for_embedding
+from realm_jax.indexing.job import SILENCE, Job
+from realm_jax.indexing.provider import shared_folder
 from realm_jax.processes import WorkerSlice, check_process
 from realm_jax.retrieval.scann import load_scann
 from realm_jax.storage import make_folder

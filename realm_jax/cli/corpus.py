@@ -26,9 +26,9 @@ from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.data.store import PassageStore, remove_documents
 from realm_jax.data.tokenizer_files import open_tokenizer
 from realm_jax.errors import UserError
-from realm_jax.index.build import Rejected
-from realm_jax.index.exporter import export_record, sample_vectors, to_arrays
-from realm_jax.index.files import (
+from realm_jax.indexing.build import Rejected
+from realm_jax.indexing.exporter import export_record, sample_vectors, to_arrays
+from realm_jax.indexing.files import (
     export_step,
     generation_names,
     load_vectors,
@@ -36,10 +36,10 @@ from realm_jax.index.files import (
     remove_generation,
     write_export,
 )
-from realm_jax.index.heartbeat import TRAINER, read_status
-from realm_jax.index.job import run_builder
-from realm_jax.index.provider import shared_folder
-from realm_jax.index.vector_cache import embed_unknown
+from realm_jax.indexing.heartbeat import TRAINER, read_status
+from realm_jax.indexing.job import run_builder
+from realm_jax.indexing.provider import shared_folder
+from realm_jax.indexing.vector_cache import embed_unknown
 from realm_jax.mesh import replicated
 from realm_jax.models.layers import Params
 from realm_jax.retrieval.vector_files import VECTORS, write_vectors

@@ -13,7 +13,7 @@ from realm_jax.cli.argument_types import positive
 from realm_jax.cli.output import print_json, print_records
 from realm_jax.config import PrintPage, add_config_argument, load_config, task_names, validate, with_overrides
 from realm_jax.errors import UserError
-from realm_jax.index.heartbeat import TRAINER
+from realm_jax.indexing.heartbeat import TRAINER
 from realm_jax.launch import spec as specs
 from realm_jax.launch.checks import check_cloud, check_remote_workdir, check_training
 from realm_jax.launch.jobset import JobSets

@@ -18,7 +18,7 @@ from realm_jax.cli.prepare import prepare
 from realm_jax.config import add_config_argument, load_config, validate
 from realm_jax.data import encyclopedia
 from realm_jax.errors import UserError
-from realm_jax.index.heartbeat import BUILDER, process_name
+from realm_jax.indexing.heartbeat import BUILDER, process_name
 from realm_jax.launch.local import Process, Supervisor
 from realm_jax.storage import make_folder, publish_folder, read_json, write_json_atomic
 from realm_jax.train.recipe import open_run, run_recipe

@@ -1,7 +1,7 @@
 """`realm storage`: list, verify and remove checkpoints and index generations of a run.
 
 The name of a checkpoint is TASK/STEP (`realm_jax/train/checkpoints.py`), that of a generation is its folder's under
-`index` (`realm_jax/index/files.py`). The command uses no device, and trainer and builder need not run.
+`index` (`realm_jax/indexing/files.py`). The command uses no device, and trainer and builder need not run.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from realm_jax.cli.output import print_json, print_records
 from realm_jax.errors import UserError
-from realm_jax.index.files import (
+from realm_jax.indexing.files import (
     export_step,
     generation_names,
     indexes_sharing_files,
@@ -20,7 +20,7 @@ from realm_jax.index.files import (
     read_rejection,
     remove_generation,
 )  # fmt: skip
-from realm_jax.index.heartbeat import TRAINER, read_status
+from realm_jax.indexing.heartbeat import TRAINER, read_status
 from realm_jax.storage import Damaged, Folder
 from realm_jax.train.checkpoints import DAMAGED, CheckpointRemoved, SavedCheckpoint, saved_folders
 from realm_jax.train.workdir import recorded_config, recorded_folder

@@ -18,7 +18,7 @@ from realm_jax.cli.argument_types import nonempty, positive
 from realm_jax.cli.output import print_json, stdout, table
 from realm_jax.errors import UserError
 from realm_jax.eval.format import duration, share
-from realm_jax.index.heartbeat import HEARTBEAT_SECONDS, Status
+from realm_jax.indexing.heartbeat import HEARTBEAT_SECONDS, Status
 from realm_jax.launch.status import (
     DONE,
     NOT_BEGUN,

@@ -4,7 +4,7 @@ import re
 
 from realm_jax.config import Config, flatten, is_name, task_names
 from realm_jax.errors import UserError
-from realm_jax.index.heartbeat import BUILDER, TRAINER
+from realm_jax.indexing.heartbeat import BUILDER, TRAINER
 from realm_jax.launch.spec import BUCKET, MOUNTED, Launch
 
 SAVE_SECONDS = 60  # an upper bound of the time of a save: a shorter grace period loses steps

@@ -31,7 +31,7 @@ from typing import IO, NamedTuple, TypeVar
 from realm_jax.console import go_silent
 from realm_jax.errors import USER_ERROR, UserError
 from realm_jax.host import INTERRUPTED, PREEMPTED
-from realm_jax.index.heartbeat import BUILDER, TRAINER, process_name
+from realm_jax.indexing.heartbeat import BUILDER, TRAINER, process_name
 from realm_jax.launch.spec import Launch, choose, process_flags
 from realm_jax.launch.status import (
     clear_expected_jobs,

@@ -31,10 +31,10 @@ from realm_jax.errors import LESS_MEMORY, UserError
 from realm_jax.flops import Chip, chip, embedding_flops
 from realm_jax.forward import Index
 from realm_jax.host import enlarge_compiler_stacks
-from realm_jax.index.build import for_embedding
-from realm_jax.index.control import ControlSignal, control_sharding
-from realm_jax.index.exporter import sample_queries
-from realm_jax.index.heartbeat import BUILDER, TRAINER
+from realm_jax.indexing.build import for_embedding
+from realm_jax.indexing.control import ControlSignal, control_sharding
+from realm_jax.indexing.exporter import sample_queries
+from realm_jax.indexing.heartbeat import BUILDER, TRAINER
 from realm_jax.launch.cost import Cost, program_cost, program_time, sent, transferred
 from realm_jax.launch.spec import Launch
 from realm_jax.mesh import corpus_devices, logical_sharding, replicated, row_major, slice_of

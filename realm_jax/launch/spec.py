@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from realm_jax.config import NOT_NEGATIVE, Section, check, from_config_dict, help_text, key, one_of
 from realm_jax.errors import UserError
-from realm_jax.index.heartbeat import BUILDER, TRAINER, process_name
+from realm_jax.indexing.heartbeat import BUILDER, TRAINER, process_name
 
 BUCKET = "gs://"
 MOUNTED = "/realm"  # mount point of buckets in containers

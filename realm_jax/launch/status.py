@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from realm_jax.errors import UserError
-from realm_jax.index.files import MANIFEST, export_step, generation_names, read_manifests, read_rejection
-from realm_jax.index.heartbeat import BUILDER, HEARTBEAT_SECONDS, TRAINER, Status, read_status, write_status
+from realm_jax.indexing.files import MANIFEST, export_step, generation_names, read_manifests, read_rejection
+from realm_jax.indexing.heartbeat import BUILDER, HEARTBEAT_SECONDS, TRAINER, Status, read_status, write_status
 from realm_jax.storage import Damaged, Folder, open_folder
 from realm_jax.train.records import (
     Lines,

@@ -1,7 +1,7 @@
 """The corpus as vectors: every passage through the passage encoder, in length buckets.
 
 A passage's padded length is a function of only the passage, so its vector does not depend on how rows are batched or
-on how many devices share a batch. Read next: `exact.py`, which searches the vectors. `index/vector_cache.py` keeps
+on how many devices share a batch. Read next: `exact.py`, which searches the vectors. `indexing/vector_cache.py` keeps
 vectors from run to run.
 """
 

@@ -17,8 +17,8 @@ from typing_extensions import TypedDict
 from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.errors import UserError
-from realm_jax.index.files import generation_names
-from realm_jax.index.provider import shared_folder
+from realm_jax.indexing.files import generation_names
+from realm_jax.indexing.provider import shared_folder
 from realm_jax.inference.model import Model
 from realm_jax.train.exported_model import MANIFEST, MODEL
 from realm_jax.train.trained_run import check_question, check_reads_passages, is_edited

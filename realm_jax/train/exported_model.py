@@ -35,8 +35,8 @@ from realm_jax.checksums import arrays_digest, checksums, mismatched, named_arra
 from realm_jax.config import Config, task_names
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
-from realm_jax.index.files import load_vectors, read_manifest
-from realm_jax.index.provider import shared_folder
+from realm_jax.indexing.files import load_vectors, read_manifest
+from realm_jax.indexing.provider import shared_folder
 from realm_jax.mesh import to_host
 from realm_jax.models.folders import READER, SHARED, TOWERS
 from realm_jax.models.layers import Params

@@ -1,7 +1,7 @@
 """The train loop: one task from its first step, or from its newest checkpoint, to its last.
 
 `train_task` is one page: restore, prepare, the steps, the end. For the computation of a step see `realm_jax/tasks/` and
-`step.py`; for the source of the index `realm_jax/index/provider.py`; for the watchdog and the profiler `guards.py`.
+`step.py`; for the source of the index `realm_jax/indexing/provider.py`; for the watchdog and the profiler `guards.py`.
 """
 
 import logging
@@ -21,10 +21,10 @@ from realm_jax.errors import UserError
 from realm_jax.flops import peak
 from realm_jax.forward import LoadedIndex
 from realm_jax.host import Stop, free_heap
-from realm_jax.index.async_provider import AsyncIndexProvider
-from realm_jax.index.control import ControlSignal, put_control
-from realm_jax.index.heartbeat import StatusWriter
-from realm_jax.index.provider import InlineIndexProvider, Interrupted
+from realm_jax.indexing.async_provider import AsyncIndexProvider
+from realm_jax.indexing.control import ControlSignal, put_control
+from realm_jax.indexing.heartbeat import StatusWriter
+from realm_jax.indexing.provider import InlineIndexProvider, Interrupted
 from realm_jax.models.layers import Params
 from realm_jax.processes import any_process, broadcast_from_process_0
 from realm_jax.run import Run, local_rows

@@ -25,8 +25,8 @@ from realm_jax.data.sources import Sources, open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import PREEMPTED, Preempted, Stop, signal_handler
-from realm_jax.index.heartbeat import StatusWriter, trainer_status
-from realm_jax.index.provider import shared_folder
+from realm_jax.indexing.heartbeat import StatusWriter, trainer_status
+from realm_jax.indexing.provider import shared_folder
 from realm_jax.models.layers import Params
 from realm_jax.processes import is_process_0
 from realm_jax.retrieval.scann import load_scann

@@ -14,7 +14,7 @@ from realm_jax.checksums import checksums
 from realm_jax.config import task_names, with_defaults
 from realm_jax.environment import differences, environment
 from realm_jax.errors import UserError
-from realm_jax.index.vector_cache import embed_with_cache
+from realm_jax.indexing.vector_cache import embed_with_cache
 from realm_jax.models.layers import Params
 from realm_jax.processes import allgather_flags
 from realm_jax.run import Run

@@ -23,7 +23,7 @@ from realm_jax.eval.prediction import GROUPED_BY, Evaluator
 from realm_jax.eval.report import UNTRAINED, write_report
 from realm_jax.eval.retrieval_metrics import is_retrieval_measure
 from realm_jax.host import usable_cores
-from realm_jax.index.vector_cache import embed_with_cache
+from realm_jax.indexing.vector_cache import embed_with_cache
 from realm_jax.models.layers import Params
 from realm_jax.processes import broadcast_from_process_0, is_process_0
 from realm_jax.retrieval.bm25 import load_or_build, save_index

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from realm_jax.config import RealmConfig
 from realm_jax.forward import Index
-from realm_jax.index.control import reduce_control
+from realm_jax.indexing.control import reduce_control
 from realm_jax.mesh import replicated
 from realm_jax.models.layers import Params
 from realm_jax.tasks.base import LOG_PERPLEXITY, Batch, Metrics, Task

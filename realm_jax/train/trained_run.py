@@ -22,8 +22,8 @@ from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import Index, Rerank
-from realm_jax.index.exporter import to_arrays, to_params
-from realm_jax.index.files import (
+from realm_jax.indexing.exporter import to_arrays, to_params
+from realm_jax.indexing.files import (
     Manifest,
     export_of,
     generation_names,
@@ -32,9 +32,9 @@ from realm_jax.index.files import (
     read_manifests,
     read_rejection,
 )
-from realm_jax.index.provider import shared_folder
-from realm_jax.index.vector_cache import embed_with_cache
-from realm_jax.index.watcher import generation_index
+from realm_jax.indexing.provider import shared_folder
+from realm_jax.indexing.vector_cache import embed_with_cache
+from realm_jax.indexing.watcher import generation_index
 from realm_jax.mesh import replicated
 from realm_jax.models.layers import Params
 from realm_jax.run import Run

@@ -31,7 +31,7 @@ from realm_jax.data.questions import Question
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval import prediction
-from realm_jax.index.heartbeat import StatusWriter
+from realm_jax.indexing.heartbeat import StatusWriter
 from realm_jax.inference.model import Model
 from realm_jax.launch.status import Heartbeats, run_status
 from realm_jax.models.folders import TOWERS

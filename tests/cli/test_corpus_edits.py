@@ -16,8 +16,8 @@ from realm_jax.cli import main as cli
 from realm_jax.data.sources import open_sources
 from realm_jax.data.store import PassageStore, Sink
 from realm_jax.errors import UserError
-from realm_jax.index.files import generation_names, load_vectors, read_manifest
-from realm_jax.index.heartbeat import Status, write_status
+from realm_jax.indexing.files import generation_names, load_vectors, read_manifest
+from realm_jax.indexing.heartbeat import Status, write_status
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, PosixFolder, StorageError, exclusive_lock
 from realm_jax.train.recipe import open_run

@@ -21,8 +21,8 @@ from runs import until
 
 from realm_jax.cli import main as cli
 from realm_jax.cli.watch import BLOCKS, sparkline, view
-from realm_jax.index.files import ChunkFile, Manifest, reject
-from realm_jax.index.heartbeat import Status, write_status
+from realm_jax.indexing.files import ChunkFile, Manifest, reject
+from realm_jax.indexing.heartbeat import Status, write_status
 from realm_jax.launch.status import POINTS, Heartbeats, run_status
 from realm_jax.storage import FileEntry, Folder, PosixFolder, open_folder
 from realm_jax.train.records import parse_lines

@@ -16,7 +16,7 @@ from tiny_run import tiny_config
 from realm_jax.cli import main as cli
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, Stop
-from realm_jax.index.heartbeat import TRAINER, Status, write_status
+from realm_jax.indexing.heartbeat import TRAINER, Status, write_status
 from realm_jax.launch import local
 from realm_jax.launch import spec as specs
 from realm_jax.launch.local import Local, Supervisor, processes

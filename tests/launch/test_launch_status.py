@@ -6,8 +6,15 @@ import pytest
 from runs import until
 
 from realm_jax.cli import main as cli
-from realm_jax.index import heartbeat as status
-from realm_jax.index.heartbeat import HEARTBEAT_SECONDS, Status, StatusWriter, read_status, trainer_status, write_status
+from realm_jax.indexing import heartbeat as status
+from realm_jax.indexing.heartbeat import (
+    HEARTBEAT_SECONDS,
+    Status,
+    StatusWriter,
+    read_status,
+    trainer_status,
+    write_status,
+)
 from realm_jax.launch.status import clear_expected_jobs, poll, record_expected_jobs, summary
 from realm_jax.storage import PosixFolder, StorageError
 

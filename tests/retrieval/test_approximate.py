@@ -11,9 +11,9 @@ from fsspec.implementations.local import LocalFileSystem
 
 pytest.importorskip("scann", reason="ScaNN runs on Linux alone")
 
-from realm_jax.index import build, searchers
-from realm_jax.index.build import Builder, Corpus, Rejected
-from realm_jax.index.files import (
+from realm_jax.indexing import build, searchers
+from realm_jax.indexing.build import Builder, Corpus, Rejected
+from realm_jax.indexing.files import (
     clear_rejections,
     load_vectors,
     read_manifest,
@@ -22,7 +22,7 @@ from realm_jax.index.files import (
     remove_generation,
     write_export,
 )
-from realm_jax.index.searchers import load_searcher
+from realm_jax.indexing.searchers import load_searcher
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.retrieval.scann import ScannConfig, Searcher, exact_rows, recall, shard_ranges
 from realm_jax.storage import Bucket, Damaged, PosixFolder

@@ -15,7 +15,7 @@ from realm_jax.data.examples import dataset
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import read_settings
 from realm_jax.forward import read_question
-from realm_jax.index.vector_cache import embed_with_cache
+from realm_jax.indexing.vector_cache import embed_with_cache
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
 from realm_jax.tasks.answering import reranker

@@ -36,7 +36,7 @@ from runs import (
 
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, Stop
-from realm_jax.index.control import ControlSignal
+from realm_jax.indexing.control import ControlSignal
 from realm_jax.run import Run
 from realm_jax.storage import exclusive_lock, read_json, write_json_atomic
 from realm_jax.tasks import make_task

@@ -1,6 +1,6 @@
 """A soak: trainer and index builder, killed again and again at bad moments, end as if nobody had touched them.
 
-    REALM_SOAK_ROUNDS=30 REALM_SOAK_LOG=soak.log pytest -m nightly -s -n0 tests/index/test_soak.py
+    REALM_SOAK_ROUNDS=30 REALM_SOAK_LOG=soak.log pytest -m nightly -s -n0 tests/indexing/test_soak.py
 
 A round is a whole tiny run of `realm train` beside `realm build-index`, both real processes. What is killed, when and
 how follows from the round's number; it is started again by the same command. A round passes when parameters and records
@@ -29,7 +29,7 @@ import small_chunks
 from runs import flags_of, inline_config
 
 from realm_jax.config import task_names
-from realm_jax.index.heartbeat import TRAINER, read_status
+from realm_jax.indexing.heartbeat import TRAINER, read_status
 from realm_jax.launch.local import free_port
 from realm_jax.storage import open_folder, read_json
 from realm_jax.train.metrics import TIMES

@@ -36,14 +36,14 @@ from runs import (
 
 from realm_jax.cli import main as cli
 from realm_jax.host import Stop
-from realm_jax.index import files as generations
-from realm_jax.index import heartbeat as status
-from realm_jax.index import job as build_job
-from realm_jax.index.async_provider import AsyncIndexProvider
-from realm_jax.index.control import ControlSignal, reduce_control
-from realm_jax.index.exporter import export_record, sample_vectors, to_arrays
-from realm_jax.index.heartbeat import TRAINER, read_status, trainer_status
-from realm_jax.index.watcher import IndexWatcher
+from realm_jax.indexing import files as generations
+from realm_jax.indexing import heartbeat as status
+from realm_jax.indexing import job as build_job
+from realm_jax.indexing.async_provider import AsyncIndexProvider
+from realm_jax.indexing.control import ControlSignal, reduce_control
+from realm_jax.indexing.exporter import export_record, sample_vectors, to_arrays
+from realm_jax.indexing.heartbeat import TRAINER, read_status, trainer_status
+from realm_jax.indexing.watcher import IndexWatcher
 from realm_jax.run import Run
 from realm_jax.storage import PosixFolder
 from realm_jax.tasks import make_task

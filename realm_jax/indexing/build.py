@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.config import TASK_SECTIONS, Config, with_values
-from realm_jax.index.files import (
+from realm_jax.indexing.files import (
     MANIFEST,
     ChunkFile,
     Export,
@@ -33,7 +33,7 @@ from realm_jax.index.files import (
     reject,
     row_range_name,
 )  # fmt: skip
-from realm_jax.index.searchers import (
+from realm_jax.indexing.searchers import (
     MAX_RECALL_LOSS,
     ReusableIndex,
     build_searchers,

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from realm_jax.corpora.pool import ordered_parallel_map
 from realm_jax.host import usable_cores
-from realm_jax.index.files import (
+from realm_jax.indexing.files import (
     IncompatibleIndex,
     Manifest,
     discard_damaged_file,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from realm_jax.host import Preempted
-from realm_jax.index import files as generations
-from realm_jax.index.build import Builder, Corpus
-from realm_jax.index.heartbeat import Status, read_status, write_status
+from realm_jax.indexing import files as generations
+from realm_jax.indexing.build import Builder, Corpus
+from realm_jax.indexing.heartbeat import Status, read_status, write_status
 from realm_jax.processes import WorkerSlice
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.storage import Damaged, PosixFolder, sha256_hex

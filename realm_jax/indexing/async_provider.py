@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
 from realm_jax.forward import LoadedIndex, StaticContext
-from realm_jax.index.control import ControlSignal
-from realm_jax.index.exporter import Exporter, index_settings
-from realm_jax.index.files import (
+from realm_jax.indexing.control import ControlSignal
+from realm_jax.indexing.exporter import Exporter, index_settings
+from realm_jax.indexing.files import (
     EXPORT,
     export_step,
     export_steps,
@@ -30,9 +30,9 @@ from realm_jax.index.files import (
     intact_export,
     names_of_export,
 )  # fmt: skip
-from realm_jax.index.heartbeat import HEARTBEAT_SECONDS, StatusWriter
-from realm_jax.index.provider import InlineIndexProvider, Interrupted, shared_folder
-from realm_jax.index.watcher import IndexWatcher
+from realm_jax.indexing.heartbeat import HEARTBEAT_SECONDS, StatusWriter
+from realm_jax.indexing.provider import InlineIndexProvider, Interrupted, shared_folder
+from realm_jax.indexing.watcher import IndexWatcher
 from realm_jax.mesh import to_host
 from realm_jax.models.layers import Params
 from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0, same_on_all_processes

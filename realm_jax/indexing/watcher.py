@@ -1,7 +1,7 @@
 """The index watcher: a thread of the trainer that polls for new generations, verifies them and loads them.
 
 Training waits for it only in `wait`. It hands over only files that a manifest lists and that pass their checksums;
-anything else is logged once, and the last good generation stays. Read next: `index/async_provider.py`, which decides
+anything else is logged once, and the last good generation stays. Read next: `indexing/async_provider.py`, which decides
 when a generation is adopted.
 """
 
@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.forward import Index, LoadedIndex
-from realm_jax.index.exporter import to_params
-from realm_jax.index.files import (
+from realm_jax.indexing.exporter import to_params
+from realm_jax.indexing.files import (
     MANIFEST,
     IncompatibleIndex,
     Manifest,
@@ -34,7 +34,7 @@ from realm_jax.index.files import (
     read_rejection,
     reject,
 )  # fmt: skip
-from realm_jax.index.searchers import load_searcher
+from realm_jax.indexing.searchers import load_searcher
 from realm_jax.mesh import put_with_sharding
 from realm_jax.models.layers import Params
 from realm_jax.run import Run

@@ -21,7 +21,7 @@ from realm_jax.cache import CacheEntry, cache_bytes
 from realm_jax.checksums import arrays_digest, named_arrays
 from realm_jax.console import StageProgress
 from realm_jax.environment import environment
-from realm_jax.index.exporter import encoder_settings
+from realm_jax.indexing.exporter import encoder_settings
 from realm_jax.mesh import to_host
 from realm_jax.models.layers import Params
 from realm_jax.processes import is_process_0, same_on_all_processes

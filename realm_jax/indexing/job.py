@@ -14,10 +14,10 @@ import jax
 from realm_jax.console import StageProgress
 from realm_jax.errors import UserError
 from realm_jax.host import Stop
-from realm_jax.index import files
-from realm_jax.index.build import Builder, Corpus, Rejected
-from realm_jax.index.exporter import export_record, to_params
-from realm_jax.index.files import (
+from realm_jax.indexing import files
+from realm_jax.indexing.build import Builder, Corpus, Rejected
+from realm_jax.indexing.exporter import export_record, to_params
+from realm_jax.indexing.files import (
     Export,
     clear_rejections,
     current_name,
@@ -31,7 +31,7 @@ from realm_jax.index.files import (
     read_rejection,
     remove_generation,
 )  # fmt: skip
-from realm_jax.index.heartbeat import BUILDER, TRAINER, Status, StatusWriter, process_name, read_status
+from realm_jax.indexing.heartbeat import BUILDER, TRAINER, Status, StatusWriter, process_name, read_status
 from realm_jax.mesh import replicated
 from realm_jax.processes import WorkerSlice
 from realm_jax.run import Run

@@ -22,10 +22,10 @@ from runs import (
 
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, Stop
-from realm_jax.index import files as generations
-from realm_jax.index.async_provider import AsyncIndexProvider
-from realm_jax.index.exporter import Exporter, export_record, sample_vectors, to_arrays
-from realm_jax.index.files import export_step, generation_names
+from realm_jax.indexing import files as generations
+from realm_jax.indexing.async_provider import AsyncIndexProvider
+from realm_jax.indexing.exporter import Exporter, export_record, sample_vectors, to_arrays
+from realm_jax.indexing.files import export_step, generation_names
 from realm_jax.storage import PosixFolder
 from realm_jax.train.checkpoints import SavedCheckpoint
 

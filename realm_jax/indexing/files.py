@@ -11,8 +11,8 @@
 An export holds both encoders of a training step. A generation is one version of the index: the vectors of all
 passages by the passage encoder of one export, and perhaps a searcher over them.
 
-Nothing that a record lists is ever written again. Writing exports is `index/exporter.py`, building generations
-`build.py`, following them `index/watcher.py`; the jobs' status files are `heartbeat.py`.
+Nothing that a record lists is ever written again. Writing exports is `indexing/exporter.py`, building generations
+`build.py`, following them `indexing/watcher.py`; the jobs' status files are `heartbeat.py`.
 Read `Manifest` next.
 """
 

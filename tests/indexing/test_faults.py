@@ -34,14 +34,14 @@ from runs import (
 from realm_jax import storage
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, Stop
-from realm_jax.index import files as generations
-from realm_jax.index import job as build_job
-from realm_jax.index import watcher
-from realm_jax.index.async_provider import AsyncIndexProvider
-from realm_jax.index.files import EXPORT, MANIFEST, export_step, generation_names, read_export
-from realm_jax.index.heartbeat import Status, StatusWriter, read_status
-from realm_jax.index.job import Job
-from realm_jax.index.watcher import IndexWatcher
+from realm_jax.indexing import files as generations
+from realm_jax.indexing import job as build_job
+from realm_jax.indexing import watcher
+from realm_jax.indexing.async_provider import AsyncIndexProvider
+from realm_jax.indexing.files import EXPORT, MANIFEST, export_step, generation_names, read_export
+from realm_jax.indexing.heartbeat import Status, StatusWriter, read_status
+from realm_jax.indexing.job import Job
+from realm_jax.indexing.watcher import IndexWatcher
 from realm_jax.storage import PosixFolder, StorageError
 from realm_jax.tasks import make_task
 from realm_jax.train.checkpoints import SavedCheckpoint
@@ -473,7 +473,7 @@ def test_a_bucket_that_fails_now_and_then(people, ends_the_same, tmp_path, monke
     folder = bucket(
         write=some * 20, late=some[3:] * 20, read=some * 40, list=[None, *some, PermissionError("403")] * 40
     )
-    monkeypatch.setattr("realm_jax.index.provider.open_folder", lambda url: folder)
+    monkeypatch.setattr("realm_jax.indexing.provider.open_folder", lambda url: folder)
     ends_the_same(open_tiny(people, tmp_path, shared="memory://runs/one"))
     assert {0, 2, 4, 6} == {export_step(name) for name in generation_names(folder)}
     for what in ("write", "read", "list"):
@@ -501,8 +501,8 @@ def test_the_disk_stays_full_for_an_export_that_is_due(people, stops, tmp_path, 
     """With several on their way nobody waits for its generation yet; the trainer saves, and stops in time."""
     run, left = open_tiny(people, tmp_path, wait_seconds=2.0, adopt_after=5), ["full"]
     for name, seconds in (("EXPORT_SECONDS", 0.5), ("HEARTBEAT_SECONDS", 0.5)):
-        monkeypatch.setattr(f"realm_jax.index.async_provider.{name}", seconds)
-    monkeypatch.setattr("realm_jax.index.exporter.RETRY_SECONDS", 0.1)
+        monkeypatch.setattr(f"realm_jax.indexing.async_provider.{name}", seconds)
+    monkeypatch.setattr("realm_jax.indexing.exporter.RETRY_SECONDS", 0.1)
     before_write(fails(errno.ENOSPC, lambda path: left and "/exports/2/" in path))
     with stops(run, UserError, "an export could not be written within config.refresh.wait_seconds=2", same=False):
         assert SavedCheckpoint.newest(tmp_path / "realm" / "checkpoints").step == 4

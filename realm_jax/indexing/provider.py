@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from realm_jax.errors import UserError
 from realm_jax.forward import Index, LoadedIndex
-from realm_jax.index.control import ControlSignal
-from realm_jax.index.files import numpy_dtype
+from realm_jax.indexing.control import ControlSignal
+from realm_jax.indexing.files import numpy_dtype
 from realm_jax.models.layers import Params
 from realm_jax.retrieval.scann import Searcher
 from realm_jax.run import Run

@@ -14,9 +14,9 @@ from realm_jax.cache import cache_bytes
 from realm_jax.config import with_values
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.index.control import ControlSignal
-from realm_jax.index.provider import InlineIndexProvider
-from realm_jax.index.vector_cache import (
+from realm_jax.indexing.control import ControlSignal
+from realm_jax.indexing.provider import InlineIndexProvider
+from realm_jax.indexing.vector_cache import (
     VectorCache,
     embed_unknown,
     embed_with_cache,
@@ -193,7 +193,7 @@ def test_a_folder_that_cannot_be_written_to_is_told(cache, caplog):
 
 
 def test_training_goes_on_without_a_cache_that_cannot_be_read(tiny, params, cache, counted, caplog, monkeypatch):
-    monkeypatch.setattr("realm_jax.index.vector_cache.PIECE", 8)
+    monkeypatch.setattr("realm_jax.indexing.vector_cache.PIECE", 8)
     cache.write_text("a file")
     embed_with_cache(tiny, params)
     assert counted == [8, 8]

@@ -1,7 +1,7 @@
 """Exports: both encoders of a step and sample query vectors, written while training goes on.
 
 One small program copies the step's parameters on the devices; a thread fetches and writes them. What an export is:
-`index/files.py`. Read next: `watcher.py`, which reads what builders make of it.
+`indexing/files.py`. Read next: `watcher.py`, which reads what builders make of it.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from realm_jax.data.examples import SAMPLE, dataset
-from realm_jax.index.files import (
+from realm_jax.indexing.files import (
     Arrays,
     export_step,
     export_steps,
@@ -27,7 +27,7 @@ from realm_jax.index.files import (
     remove_export,
     write_export,
 )
-from realm_jax.index.heartbeat import BUILDER, read_status
+from realm_jax.indexing.heartbeat import BUILDER, read_status
 from realm_jax.mesh import replicated
 from realm_jax.models.layers import Params
 from realm_jax.models.networks import Realm
