@@ -52,6 +52,7 @@ _CLOSE = rf"""(?:[”’」』）»)\]]|["'](?=\s|$)|{_FOOTNOTE})*"""
 # Greek has a question mark that looks like a semicolon. The wide full stop of Japanese and Chinese may be in a number.
 _ENGLISH_STOPS = ".!?…"
 _STOPS = {"el": f"{_ENGLISH_STOPS};\u037e"}
+_CLOSES = dict.fromkeys(("cs", "de", "et", "lt", "sr"), "“‘")  # „so“: the English opening quotes
 _WIDE_STOPS = {"ja": r"|．(?!\d)", "zh": r"|．(?!\d)"}
 # Thai has no full stop: a space between two of its letters ends a sentence, or a part of one.
 _SPACES = {"th": r"|(?<=[\u0e00-\u0e4e])\s+(?=[\u0e00-\u0e4e])"}
@@ -135,8 +136,9 @@ def _rules(language: str) -> _Rules:
         if code == language:
             words[name] |= {*text.split()}
     stops, wide = _STOPS.get(language, _ENGLISH_STOPS), _WIDE_STOPS.get(language, "")
+    closes = _CLOSES.get(language, "")
     pattern = rf"""(?P<stop>(?<![{stops}])[{stops}]++(?:\ [{stops}]+)*)
-         (?P<close>(?:["'”’»)\]]|{_FOOTNOTE}|\s(?:''|[”»)\]](?=\s|$)))*)
+         (?P<close>(?:["'”’»)\]{closes}]|{_FOOTNOTE}|\s(?:''|[”»)\]](?=\s|$)))*)
          (?P<gap>\s+)
        | (?P<wide>(?:[{_ENDS}]|[{_ENDS_BEFORE_SPACE}](?=[{_ENDS_BEFORE_SPACE}]*{_CLOSE}(?:\s|$)){wide})
                   [{_ENDS}{_ENDS_BEFORE_SPACE}{stops}]*(?:\ [།༎]+)*{_CLOSE})\s*

@@ -136,7 +136,7 @@ LANGUAGES = [
     ("de", [
         "Am 3. Oktober 1990 war z. B. Dr. Müller in Berlin.", "Er blieb bis zum 5.", "Die Stadt feierte usw.",
         "Danach fuhr er nach St. Gallen.", "Das 19. Jahrhundert endete.", "Siehe Abb. 3 auf S. 12.", "Ist das klar?",
-        "„Ja.“", "1990. Und heute?",
+        "„Ja.“", "Und heute?",
     ]),
     ("el", ["Πού είναι τα πλοία;", "Το λιμάνι είναι κλειστό.", "Ο κ. Παππάς έφυγε στις 5 μ.μ. Δευτέρα."]),
     ("en", ["Dr. Smith met Mr. Jones at 5 p.m. on Friday.", "They talked; nobody listened."]),
@@ -159,7 +159,8 @@ LANGUAGES = [
     ("sv", ["Hr. Larsson köpte bröd, mjölk osv.", "Han bor på nr. 5.", "Varför?"]),
     ("th", ["ท่าเรือแห่งนี้ปิดให้บริการตลอดฤดูหนาวเพราะน้ำในอ่าวกลายเป็นน้ำแข็งทั้งหมด",
             "เรือประมงจึงต้องจอดรออยู่ที่ท่าจนกว่าจะถึงเดือนเมษายน ชาวบ้านรอ"]),
-    ("tr", ["Sn. Yılmaz ve Prof. Demir 20. Yüzyıl tarihini yazdı.", "Bu kitap uzun.", "Ekmek, süt vb.", "Daha sonra gitti."]),
+    ("tr", ["Sn. Yılmaz ve Prof. Demir 20. Yüzyıl tarihini yazdı.", "Bu kitap uzun.", "Ekmek, süt vb.",
+            "Daha sonra gitti."]),
     ("zh", ["港口冬天关闭。", "船在哪里？", "“等一等！”", "宽3．5米．", "完"]),
 ]  # fmt: skip
 
