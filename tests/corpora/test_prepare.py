@@ -651,8 +651,8 @@ def test_the_language_does_not_depend_on_shards_and_an_unknown_one_is_none(tmp_p
 
 
 def test_a_language_that_no_one_knows_is_an_error(tmp_path, passages):
-    with pytest.raises(SystemExit):
-        cli.main(["prepare", f"--passages={passages}", f"--output={tmp_path / 'data'}", "--language=xx"])
+    with pytest.raises(UserError, match=r"^--language=xx: is not one of none, bigrams, ar, .*, zh; choose one$"):
+        prepare(passages, tmp_path / "data", language="xx")
     prepare(passages, tmp_path / "data", vocabulary_size=300)
     manifest = json.loads((tmp_path / "data" / "PREPARED.json").read_text())
     del manifest["language"]  # of an earlier version
