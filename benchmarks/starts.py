@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from realm_jax.cache import cache_programs
 from realm_jax.cli.prepare import prepare
 from realm_jax.config import load_config
 from realm_jax.data.held_out import evenly_spaced
@@ -156,6 +157,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=0, help="questions of a split, evenly spaced (default: all)")
     parser.add_argument("--language", default="", help="of the passages (default: detect it)")
     args = parser.parse_args()
+    cache_programs()
     results, failed = [], []
     for model in args.models:
         settings = [model, args.passages, args.questions, args.limit, args.most, args.language, STARTS.get(model)]
