@@ -91,6 +91,7 @@ def result_of(model: str, args: argparse.Namespace, folder: Path, identity: str)
         began = time.monotonic()
         outcome = work()
         seconds[stage] = round(time.monotonic() - began, 1)
+        print(f"{model}: {stage}, {seconds[stage]} s", file=sys.stderr, flush=True)
         return outcome
 
     config = load_config("real_text")
@@ -99,7 +100,7 @@ def result_of(model: str, args: argparse.Namespace, folder: Path, identity: str)
     config.encoder.update(STARTS.get(model, {}))
     config.evaluation.update(held_out=0.0)
     run = timed("open", lambda: open_run(config, folder / "run"))
-    params = init_from_sources(run, run.initial_params())
+    params = timed("weights", lambda: init_from_sources(run, run.initial_params()))
     vectors = timed("embed", lambda: embed_with_cache(run, params, bar=True))
     timed("bm25", run.bm25)
     result: dict[str, Any] = {"model": model, "identity": identity, "dimensions": run.model.vector_size, "splits": {}}
@@ -175,9 +176,8 @@ def main() -> None:
             failed.append(f"{model}: {error}")
     if results:
         print("\n".join(table(results)))
-    print(*failed, sep="\n", file=sys.stderr)
     if failed:
-        raise SystemExit(1)
+        raise SystemExit("\n".join(failed))
 
 
 if __name__ == "__main__":
