@@ -18,6 +18,7 @@ from capitals import QUESTIONS, TEXTS, digests, write_lines
 from made_news import MadeRecord, make_news
 
 from realm_jax.cli import main as cli
+from realm_jax.cli.corpus import edit
 from realm_jax.cli.prepare import prepare
 from realm_jax.corpora import articles
 from realm_jax.corpora import preparation as page
@@ -661,3 +662,11 @@ def test_a_language_that_no_one_knows_is_an_error(tmp_path, passages):
     (tmp_path / "data" / "PREPARED.json").write_text(json.dumps(manifest | {"language": "xx"}))
     with pytest.raises(UserError, match=r"PREPARED\.json: unknown language 'xx'; prepare the folder again"):
         open_sources(tmp_path / "data")
+
+
+def test_an_edit_of_the_corpus_splits_sentences_by_the_recorded_language(tmp_path):
+    prepare(write_lines(tmp_path / "passages.jsonl", GERMAN), tmp_path / "data", vocabulary_size=300)
+    new = write_lines(tmp_path / "new.jsonl", [{"id": "neu", "text": HARBOR}])
+    store = edit(tmp_path / "data", "add", [str(new)])
+    (row,) = store.rows_of("neu")
+    assert len(store.sentences(row)) == 2  # 4 without the abbreviations of German

@@ -74,8 +74,8 @@ def tokenizer(name: str) -> Tokenizer:
     return TOKENIZERS[name]()
 
 
-def passages(name: str, text: str, limit: int, title: str = "") -> list[Passage]:
-    return PassagePacker(tokenizer(name), limit, "rules")([Article("a", title, text)])[0]
+def passages(name: str, text: str, limit: int, title: str = "", language: str = "none") -> list[Passage]:
+    return PassagePacker(tokenizer(name), limit, "rules", language)([Article("a", title, text)])[0]
 
 
 def without_space(text: str) -> str:
@@ -107,9 +107,14 @@ texts = st.lists(words | scripts | oddities | st.text(max_size=5), min_size=1, m
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=60, deadline=None)
-@given(text=texts, limit=st.integers(16, 64), title=st.sampled_from(["", "Порт §", "बंदरगाह §"]))
-def test_passages_hold_every_character_of_any_text_once(name, text, limit, title):
-    rows = passages(name, text, limit, title)
+@given(
+    text=texts,
+    limit=st.integers(16, 64),
+    title=st.sampled_from(["", "Порт §", "बंदरगाह §"]),
+    language=st.sampled_from(["none", "de", "el", "ja", "th"]),
+)
+def test_passages_hold_every_character_of_any_text_once(name, text, limit, title, language):
+    rows = passages(name, text, limit, title, language)
     tokens = tokenizer(name).encode(text).ids
     if not rows:
         assert not text.strip() or not tokens
