@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
 from ml_collections import ConfigDict
 
-from realm_jax.data.languages import LANGUAGES, PLAIN
+from realm_jax.data.languages import CHOICES as LANGUAGE_CHOICES
 from realm_jax.data.masking import KINDS
 from realm_jax.errors import UserError
 from realm_jax.models.prompts import parse as parse_template
@@ -264,8 +264,9 @@ class Retrieval(Section):
     )
     language: str = key(
         "",
-        "of the passages, whose stems and stop words BM25 uses; '': detected, 'none': plain words",
-        one_of("", PLAIN, *LANGUAGES),
+        "of the passages, by whose stems or words BM25 matches; '': that of the prepared folder, or detected; 'none': "
+        "plain words; 'bigrams': pairs of characters. ja, ko, th and zh need the extra `languages`",
+        one_of("", *LANGUAGE_CHOICES),
     )
 
 

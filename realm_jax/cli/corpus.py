@@ -21,6 +21,7 @@ from realm_jax.cli.output import print_json
 from realm_jax.corpora.packer import build_store
 from realm_jax.corpora.texts import read_passages
 from realm_jax.data import spans
+from realm_jax.data.languages import PLAIN
 from realm_jax.data.sources import open_sources
 from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.data.store import PassageStore, remove_documents
@@ -177,7 +178,8 @@ def edit(data: Path, action: str, subjects: list[str]) -> PassageStore:
     finder = settings["spans"]
     if spans.finder(finder).identity != settings.get("spans_identity"):
         raise UserError(f"{data}: {finder} is not the span finder used there; restore it, or prepare the folder again")
-    build_store(articles, open_tokenizer(data / "tokenizer"), folder, store.limit, finder, known)
+    language = manifest.get("language", PLAIN)
+    build_store(articles, open_tokenizer(data / "tokenizer"), folder, store.limit, finder, known, language)
     return PassageStore.open(folder)
 
 

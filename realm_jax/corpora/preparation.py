@@ -34,6 +34,7 @@ from realm_jax.corpora.packer import PACKED, PackingSummary, PassagePacker, chec
 from realm_jax.corpora.question_files import QuestionFile, published_questions, question_files, read_all
 from realm_jax.corpora.texts import identity, open_texts
 from realm_jax.data import spans as span_finders
+from realm_jax.data.languages import most_common_language
 from realm_jax.data.lines import Path_
 from realm_jax.data.passage_packing import DEFAULT_LIMIT
 from realm_jax.data.questions import has_judgments, queries_file, question_lines
@@ -55,6 +56,7 @@ PARTIAL_ENTRIES = (ARTICLES, TOKENIZER, "passages", "pretraining", "questions") 
 OTHER_FILES = 100  # that a process may have open in addition to the shards
 DEFAULT_VOCABULARY_SIZE = 30_522  # the size of bert-base-uncased's vocabulary
 LEARN_FROM = 100_000_000  # characters of text to learn a vocabulary from: about a minute and a half
+LANGUAGE_SAMPLE = 100  # articles
 UNKNOWN_SHARE = 0.05  # more [UNK] than this says that the vocabulary is for another language
 
 
@@ -70,6 +72,7 @@ class Options:
     vocabulary_size: int = DEFAULT_VOCABULARY_SIZE
     limit: int = DEFAULT_LIMIT
     spans: str = "rules"
+    language: str = ""
     question_sources: Sequence[str] = ()
     max_answer_words: int | None = None
     ignore_gold: bool = False
@@ -144,6 +147,7 @@ def prepare(options: Options) -> Prepared | None:
     inputs: dict[str, Any] = {"passages": None, "pretraining": None, "vocab": None}
     inputs |= {name: source.identity for name, source in sources.items()}
     settings = {name: getattr(options, name) for name in _SETTINGS} | {"shards": shards}
+    settings |= {"language": options.language} if options.language else {}
     if vocabulary is not None:
         inputs["vocab"] = identity(vocabulary.path)
         settings |= {"vocabulary_size": None} | vocabulary.settings()
@@ -196,8 +200,18 @@ def prepare(options: Options) -> Prepared | None:
             for name, content in tokenizer.files().items():
                 folder.write(f"{TOKENIZER}/{name}", content)
 
+        # --- The language: the given one, or that of most articles of a sample, which ids decide ----------------------
+        language = options.language
+        if not language:
+            each_shard = -(-LANGUAGE_SAMPLE // shards["passages"])
+            sample = chain.from_iterable(
+                islice(read_shard(open_folder(article_folders["passages"]), shard), each_shard)
+                for shard in range(shards["passages"])
+            )
+            language, _ = most_common_language(article.text for article in islice(sample, LANGUAGE_SAMPLE))
+
         # --- Passages: a worker packs a shard; shards that an interrupted command packed stay -------------------------
-        packer = PassagePacker(tokenizer, options.limit, options.spans)
+        packer = PassagePacker(tokenizer, options.limit, options.spans, language)
         if finder.uses_devices and options.beam is None:
             runner = Processes(1)  # a network has the devices of this process; workers would each need their memory
         summaries: dict[str, PackingSummary] = {}
@@ -241,7 +255,7 @@ def prepare(options: Options) -> Prepared | None:
         manifest: dict[str, Any] = {"format_version": FORMAT_VERSION, "tokenizer": tokenizer.fingerprint}
         manifest |= {"passages": None, "pretraining": None} | stores
         manifest["questions"] = {split: len(split_questions) for split, split_questions in splits.items()}
-        manifest |= {"limit": options.limit, "inputs": inputs}
+        manifest |= {"limit": options.limit, "language": language, "inputs": inputs}
         manifest["counts"] = {
             name: count.to_json()
             | {"notes": count.common_notes(), "unknown_token_share": round(summaries[name].unknown_share, 4)}

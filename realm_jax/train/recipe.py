@@ -29,6 +29,7 @@ from realm_jax.indexing.heartbeat import StatusWriter, trainer_status
 from realm_jax.indexing.provider import shared_folder
 from realm_jax.models.layers import Params
 from realm_jax.processes import is_process_0
+from realm_jax.retrieval.analyzers import check_available
 from realm_jax.retrieval.scann import load_scann
 from realm_jax.run import Run
 from realm_jax.storage import exclusive_lock, make_folder
@@ -91,6 +92,7 @@ def checked_run(config: Config | ConfigDict, workdir: Path) -> Run:
     if config.retrieval.backend == "scann":
         load_scann()
     check_installed(config.log.to)
+    check_available(config.retrieval.language)
     if (workdir / "config.json").is_file():
         recorded_config(workdir)  # raises UserError if it is malformed or of another version
     config = fill_from_pretrained(config, workdir)

@@ -141,7 +141,7 @@ def measure_baselines(run: Run, evaluator: Evaluator) -> None:
 def save_bm25_index(run: Run) -> None:
     """Save the BM25 index of the corpus to the run directory, for questions."""
     if is_process_0():
-        save_index(run.sources.passages, run.config.retrieval.language, run.workdir)
+        save_index(run.sources.passages, run.bm25_language, run.workdir)
 
 
 def bm25_question_rows(run: Run, evaluator: Evaluator) -> NDArray[np.int64]:
@@ -151,7 +151,7 @@ def bm25_question_rows(run: Run, evaluator: Evaluator) -> NDArray[np.int64]:
         run: has the passages, and the saved index in its directory.
         evaluator: has the questions and the depth, `answering.retrieved`.
     """
-    bm25 = load_or_build(run.sources.passages, run.config.retrieval.language, run.workdir)
+    bm25 = load_or_build(run.sources.passages, run.bm25_language, run.workdir)
     return bm25.search([question.question for question in evaluator.questions], evaluator.depth)
 
 
