@@ -17,9 +17,11 @@ from tiny_run import write_lines
 import realm_jax
 from realm_jax import search_index
 from realm_jax.adaptation import evaluate, plan
+from realm_jax.adaptation import run as adaptation
 from realm_jax.adaptation.record import Estimate
 from realm_jax.assemble import make_run
 from realm_jax.cli import main as cli
+from realm_jax.corpora.preparation import replace_questions
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.host import PREEMPTED
@@ -332,17 +334,18 @@ def test_a_failed_edit_leaves_the_index_as_it_was(copied, tmp_path, monkeypatch,
 # --- adaptation -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_index_is_adapted_with_its_data_vectors_and_words(
     copied, questions, tmp_path, monkeypatch, embedded, capsys
 ):
     """Its corpus was edited since; and the run answers with the index until the adapted model replaces it."""
     monkeypatch.setattr(evaluate, "passes_promotion_test", lambda *_: True)
     monkeypatch.setattr(search_index, "prepare_documents", None)
+    monkeypatch.setenv("REALM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("REALM_CACHE_BYTES", "1000000")
     assert cli.main(["corpus", "add", str(write_lines(tmp_path / "new.jsonl", [NEW])), f"--workdir={copied}"]) == 0
     words, base = [*(copied / "words").iterdir()], restore(open_run_for_inference(copied), warn=False).params
     with monkeypatch.context() as patch:
-        from realm_jax.adaptation import run as adaptation
-
         patch.setattr(adaptation, "measure", breaks_off(lambda *_: None))
         with pytest.raises(KeyError, match="power failure"):
             adapt(str(copied), f"--questions={questions}", "--merge=0.5")
@@ -371,7 +374,7 @@ def test_what_is_no_index_is_not_adapted(indexed, documents, encoder, tmp_path, 
         ([str(documents)], "is not the directory of a finished `realm index`; name one, or add --from and --output"),
         ([str(indexed), f"--from={encoder}"], "leave it out"),
         ([str(documents), f"--output={tmp_path / 'run'}"], "--from: is missing; name the encoder to adapt"),
-        ([str(indexed), "--config.data.document_length=32"], "config.data.document_length is 32, but the run in"),
+        ([str(indexed), "--config.data.document_length=32"], "config.data.document_length is 32, but the index in"),
     ]:
         assert adapt(*arguments) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
@@ -391,6 +394,7 @@ def test_another_encoder_under_the_name_of_that_of_the_index_is_refused(copied, 
     assert f"has other weights than when {tmp_path / 'own'} was indexed; restore them" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_documents_are_indexed_and_adapted_in_python(documents, encoder, tmp_path, questions):
     model = realm_jax.index(documents, tmp_path / "run", model=encoder, config=SIZES)
     assert model.task == "index" and model.passages == 60
@@ -408,8 +412,6 @@ def test_documents_are_indexed_and_adapted_in_python(documents, encoder, tmp_pat
 
 
 def test_questions_of_a_prepared_folder_are_replaced(copied, questions):
-    from realm_jax.corpora.preparation import replace_questions
-
     passages = open_sources(copied / "data").passages.fingerprint
     replace_questions(copied / "data", [f"test={questions}"])
     sources = open_sources(copied / "data")

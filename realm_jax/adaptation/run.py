@@ -63,7 +63,7 @@ from realm_jax.train.init_from import recorded_start
 from realm_jax.train.loop import train_task
 from realm_jax.train.recipe import open_run, preemptible, recipe_tasks, starting_params
 from realm_jax.train.restore import restore_params
-from realm_jax.train.workdir import has_checkpoint, recorded_config
+from realm_jax.train.workdir import INDEX_KEYS, has_checkpoint, recorded_config
 
 logger = logging.getLogger(__name__)
 
@@ -144,8 +144,14 @@ def adapt(request: AdaptRequest) -> AdaptResult:
     else:
         values, default_values = (flatten(each.to_dict()) for each in (config, load_config(CONFIG)))
         recorded_values = flatten(recorded_config(workdir).to_dict())
-        unset = [key for key in values if key != "tasks" and values[key] == default_values[key]]
-        config.update_from_flattened_dict({key: recorded_values[key] for key in unset})
+        for key, value in values.items():
+            if key != "tasks" and value == default_values[key]:
+                config.update_from_flattened_dict({key: recorded_values[key]})
+            elif key.startswith(INDEX_KEYS) and value != recorded_values[key]:
+                raise UserError(
+                    f"config.{key} is {value!r}, but the index in {workdir} has {recorded_values[key]!r}; leave it "
+                    "out, or index the documents with it into another --output"
+                )
         if not has_begun:
             with exclusive_lock(workdir):
                 replace_questions(workdir / DATA, questions)
