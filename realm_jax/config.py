@@ -546,7 +546,7 @@ class Config(Section):
     tasks: str = key(
         "mlm,ict,realm,qa",
         "recipe: tasks in order, comma-separated, each with a section of its name below; closed_book, a reader without "
-        "passages to compare with, stands alone or after mlm",
+        "passages to compare with, stands alone or after mlm; '' only in a run of `realm index`, which trains nothing",
     )
     seed: int = key(0, "every random choice derives from it and from an example's index", SEED)
     init_from: str = key(
@@ -590,7 +590,6 @@ class Config(Section):
 
         # The recipe.
         known = [field.name for field in dataclasses.fields(self) if isinstance(field.default, TaskSection)]
-        check(bool(names), "tasks", f"name at least one of {', '.join(known)}")
         for name in names:
             check(name in known, "tasks", f"there is no task {name!r}; choose among {', '.join(known)}")
         check(len({*names}) == len(names), "tasks", "a task may occur only once in a recipe")
@@ -635,6 +634,14 @@ class Config(Section):
 def task_names(config: Config | ConfigDict) -> list[str]:
     """Return the recipe of a config, in order."""
     return [name.strip() for name in config.tasks.split(",") if name.strip()]
+
+
+INDEX = "index"  # stands for the last task of a run of `realm index`, which has none
+
+
+def last_task(config: Config | ConfigDict) -> str:
+    """Return the last task of a recipe, INDEX if it has none."""
+    return [INDEX, *task_names(config)][-1]
 
 
 # The sections of tasks by name.
@@ -697,6 +704,7 @@ def default() -> ConfigDict:
 def validate(config: ConfigDict | Config) -> Config:
     """Return a config that can be trained. Raises UserError, with the key's name, if it cannot. Touches no device."""
     config = as_config(config)
+    check(bool(task_names(config)), "tasks", f"name at least one of {', '.join(TASK_SECTIONS)}")
     check(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
     unset = inherited_keys(config)
     if unset and not config.init_from:

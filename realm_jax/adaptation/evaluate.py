@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.adaptation.record import Change, ChangeTable, Decision, Measurement
-from realm_jax.config import task_names
+from realm_jax.config import INDEX, task_names
 from realm_jax.data.evidence import Evidence
 from realm_jax.data.held_out import HeldOutSentence, held_out_sentences, passages_without
 from realm_jax.data.questions import Question
@@ -35,6 +35,7 @@ from realm_jax.run import Run
 from realm_jax.tasks.base import Task
 from realm_jax.tasks.evidence_contrast import number_names
 from realm_jax.train.checkpoints import SavedCheckpoint
+from realm_jax.train.exported_model import MODEL, find_exported_model
 from realm_jax.train.init_from import recorded_start
 from realm_jax.train.recipe import recipe_tasks
 from realm_jax.train.records import primary_metric
@@ -343,11 +344,22 @@ def passage_vectors(run: Run, params: Params, weight: float) -> NDArray[np.float
         weight: of these parameters.
 
     Returns:
-        The vectors of the last checkpoint if they are the same; otherwise new ones, which the cache stores.
+        The vectors of the index or of the last checkpoint if they are the same; otherwise new ones, which the cache
+        stores.
     """
     trains_passages = any(trains_passage_encoder(task) for task in recipe_tasks(run))
-    vectors = saved_vectors(run, last_checkpoint(run)[1]) if weight == 1.0 or not trains_passages else None
+    vectors = indexed_vectors(run) if weight == 0.0 else None
+    if vectors is None and (weight == 1.0 or not trains_passages):
+        vectors = saved_vectors(run, last_checkpoint(run)[1])
     return embed_with_cache(run, params, bar=True) if vectors is None else vectors
+
+
+def indexed_vectors(run: Run) -> NDArray[np.float32] | None:
+    """Return the passages' vectors by the base encoder, [rows, width]; None if the run has no index of its corpus."""
+    exported = find_exported_model(run.workdir / MODEL)
+    if exported is None or exported.task != INDEX:
+        return None
+    return exported.vectors(run.sources.passages.fingerprint)
 
 
 def trains_passage_encoder(task: Task) -> bool:

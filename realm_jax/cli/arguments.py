@@ -29,9 +29,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, required: bool = True) ->
         type=nonempty,
         required=required,
         metavar="DIR",
-        help="run directory of `realm train`. Runtime and evaluation keys of its config can be overridden with "
-        "--config.section.key=value, such as --config.data.path=DIR for a prepared folder that was moved "
-        "(`realm train --help-config` lists the keys)",
+        help="run directory of `realm index`, `adapt` or `train`. Runtime and evaluation keys of its config can be "
+        "overridden with --config.section.key=value, such as --config.data.path=DIR for a prepared folder that was "
+        "moved (`realm train --help-config` lists the keys)",
     )
 
 

@@ -19,6 +19,7 @@ from rich.text import Text
 from realm_jax.cli.argument_types import nonempty, positive
 from realm_jax.cli.arguments import add_run_arguments, add_search_argument, config_changes
 from realm_jax.cli.output import print_json, stdout
+from realm_jax.config import INDEX
 from realm_jax.console import console as on_stderr
 from realm_jax.console import printable
 from realm_jax.errors import UserError
@@ -78,14 +79,15 @@ def run(args: argparse.Namespace) -> int:
         check_reads_passages(trained)
         metrics = recorded_metrics(trained.run, trained.task)
         if not trained.reads:
-            logger.warning("no reader was trained (task %s): showing the retrieved passages", trained.task)
+            after = "" if trained.task == INDEX else f" (task {trained.task})"
+            logger.warning("no reader was trained%s: showing the retrieved passages", after)
         elif trained.reads_blanks:
             logger.warning(
                 "the reader learned from blanks in your documents and never saw a question: check its answers"
             )
         if metrics is not None and metrics.is_low:
             logger.warning("%s", metrics.advice())
-        elif metrics is None and not trained.reads_blanks:
+        elif metrics is None and not trained.reads_blanks and trained.task != INDEX:
             logger.info("this run has no recorded metrics")
     to = stdout()
     to.soft_wrap = not to.is_terminal  # wrap words for people, but no lines for programs

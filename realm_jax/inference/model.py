@@ -49,7 +49,7 @@ BATCH = 32  # default texts of a batch
 
 
 class Model:
-    """A run of `realm train`, `realm quickstart` or `realm adapt`, opened for inference.
+    """A run of `realm index`, `realm adapt`, `realm train` or `realm quickstart`, opened for inference.
 
     It does not change the run directory, so a run can answer while it trains. It reads the model that the last
     finished task exported, and keeps it. Use an object in one thread at a time.

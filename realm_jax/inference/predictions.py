@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from realm_jax.config import INDEX
 from realm_jax.data.questions import Question
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import Record, question_record
 from realm_jax.eval.question_metrics import summarize
-from realm_jax.eval.retrieval_metrics import answer_hits
+from realm_jax.eval.retrieval_metrics import answer_hits, is_retrieval_measure
 from realm_jax.inference.answers import scored_answer
 from realm_jax.run import Run
 from realm_jax.tasks.answering import needs_vectors, reads_passages, reranker
@@ -119,11 +120,14 @@ def evaluate(
 
     Returns:
         {"task", "step", "parameters", "passages", "passages_read", "questions", "measures": {"exact_match": {"value",
-        "low", "high", "questions"}, …}, "bm25": {"recall@1", …}}; and the records of all questions.
+        "low", "high", "questions"}, …}, "bm25": {"recall@1", …}}; and the records of all questions. An index without a
+        trained reader has only metrics of retrieval.
     """
     scored = [record for batch in records(trained, questions) for record in batch]
     report = describe(trained.run, trained.task, trained.step, trained.search) | {"questions": len(scored)}
     report["measures"] = summarize(scored)
+    if trained.task == INDEX and not trained.reads:
+        report["measures"] = {name: value for name, value in report["measures"].items() if is_retrieval_measure(name)}
     if bm25 and reads_passages(trained.task):
         evaluator = Evaluator(trained.run, questions)
         recall = evaluator.recall_of(bm25_question_rows(trained.run, evaluator))

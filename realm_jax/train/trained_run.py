@@ -16,7 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.cache import cache_programs
-from realm_jax.config import TASK_SECTIONS, default, flatten, task_names, training_keys, with_overrides
+from realm_jax.config import (
+    INDEX,
+    TASK_SECTIONS,
+    default,
+    flatten,
+    last_task,
+    task_names,
+    training_keys,
+    with_overrides,
+)
 from realm_jax.data.questions import Question, read_questions
 from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.errors import UserError
@@ -259,9 +268,9 @@ def restore(
 
     learned = exported.task in ANSWERING_TASKS or reader_is_trained(run.workdir, exported.task)
     if not learned and not points_at_blanks(run, exported.task) and for_answers and warn:
-        logger.warning(
-            "these are the parameters of task %s: answers come from a span head that was not fine-tuned", exported.task
-        )
+        reason = f"these are the parameters of task {exported.task}"
+        reason = "no reader was trained" if exported.task == INDEX else reason
+        logger.warning("%s: answers come from a span head that was not fine-tuned", reason)
     if method != "vectors" and for_answers:
         run.bm25()  # raises UserError if it cannot search
     return TrainedRun(run, exported.task, exported.step, params, index, method, rerank, exported)
@@ -277,7 +286,7 @@ def find_task(run: Run, task: str | None) -> ExportedModel:
     Raises:
         UserError: the recipe has no such task, or it has exported no model.
     """
-    names = task_names(run.config)
+    names = task_names(run.config) or [INDEX]
     if task is not None and task not in names:
         raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
     return exported_model(run.workdir, task)
@@ -339,7 +348,7 @@ def recorded_metrics(run: Run, task: str) -> RecordedMetrics | None:
     methods = (question_search(task, run.config), task)
     method = next((method for method in methods if any(method in results.get(name, {}) for name in RECALLS)), task)
     measures = {name: values[method] for name in RECALLS if method in (values := results.get(name, {}))}
-    last = task == task_names(run.config)[-1]  # exact match there is of the last parameters of the run
+    last = task == last_task(run.config)  # exact match there is of the last parameters of the run
     exact = results.get("exact_match", {}).get("retrieval") if last else None
     if not measures and exact is None:
         lines = [line for line in read_lines(run.workdir / task / "evaluations.jsonl") if primary_metric(line)]
@@ -416,7 +425,7 @@ def open_generation(run: Run, name: str) -> TrainedRun:
             f"{folder.path('exports')}: the export of generation {manifest.generation} is gone; name another"
         )
     index = generation_index(run, folder, manifest)
-    return TrainedRun(run, task_names(run.config)[-1], manifest.step, to_params(encoders), index)
+    return TrainedRun(run, last_task(run.config), manifest.step, to_params(encoders), index)
 
 
 def _generations(run: Run) -> Iterator[Manifest]:
