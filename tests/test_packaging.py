@@ -28,6 +28,7 @@ PACKAGE = ROOT / "realm_jax"
 # Import names that are not the name of the distribution.
 DISTRIBUTION = {
     "ir_measures": "ir-measures",
+    "lindera": "lindera-python-ko-dic",
     "Stemmer": "pystemmer",
     "yaml": "pyyaml",
     "apache_beam": "apache-beam",

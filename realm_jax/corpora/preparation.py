@@ -34,6 +34,7 @@ from realm_jax.corpora.packer import PACKED, PackingSummary, PassagePacker, chec
 from realm_jax.corpora.question_files import QuestionFile, published_questions, question_files, read_all
 from realm_jax.corpora.texts import identity, open_texts
 from realm_jax.data import spans as span_finders
+from realm_jax.data.languages import CHOICES as LANGUAGE_CHOICES
 from realm_jax.data.languages import most_common_language
 from realm_jax.data.lines import Path_
 from realm_jax.data.passage_packing import DEFAULT_LIMIT
@@ -119,6 +120,8 @@ def prepare(options: Options) -> Prepared | None:
     if not os.fspath(options.output):
         raise UserError("--output: is empty; name a folder to make")
     check_limit(options.limit)
+    if options.language not in ("", *LANGUAGE_CHOICES):
+        raise UserError(f"--language={options.language}: is not one of {', '.join(LANGUAGE_CHOICES)}; choose one")
     finder = span_finders.finder(options.spans)
     vocabulary = None if options.vocab is None else vocabulary_file(os.fspath(options.vocab))
     if vocabulary is None:

@@ -100,8 +100,8 @@ def _missing(language: str) -> list[str]:
 @cache  # once in a process
 def _warn_of_missing(language: str) -> None:
     logger.warning(
-        "words: %s is not installed, so BM25 matches pairs of characters in %s texts; run `pip install "
-        "'realm_jax[languages]'`, or set %s=%s",
+        "words: without %s BM25 matches pairs of characters in %s texts; run `pip install 'realm_jax[languages]'`, or "
+        "set %s=%s",
         " and ".join(_missing(language)),
         LANGUAGES[language].capitalize(),
         KEY,

@@ -615,3 +615,49 @@ def test_arguments_are_checked_before_a_text_is_read(tmp_path, passages, monkeyp
     with pytest.raises(UserError, match=message):
         prepare(passages, **{"output": tmp_path / "data"} | options)
     assert [path.name for path in tmp_path.iterdir()] == ["passages.jsonl"]
+
+
+HARBOR = "Der Hafen wurde am 3. Oktober 1901 von Dr. Müller eröffnet. Die Schiffe warten z. B. Montag."
+MOUNTAIN = "Der Berg ist sehr hoch. Im Winter liegt dort viel Schnee, und niemand steigt hinauf."
+GERMAN = [{"id": "hafen", "text": HARBOR}, {"id": "berg", "text": MOUNTAIN}]
+
+
+def test_the_language_is_detected_recorded_and_splits_sentences(tmp_path, capsys):
+    passages = write_lines(tmp_path / "passages.jsonl", GERMAN)
+    prepare(passages, tmp_path / "data", vocabulary_size=300)
+    assert "; language: de\n" in capsys.readouterr().out
+    sources = open_sources(tmp_path / "data")
+    assert sources.language == "de" and "language" not in settings_of(tmp_path / "data")
+    assert [len(sources.passages.sentences(row)) for row in range(2)] == [2, 2]
+    prepare(passages, tmp_path / "plain", vocabulary_size=300, language="none")
+    plain = open_sources(tmp_path / "plain")
+    assert plain.language == "none" == settings_of(tmp_path / "plain")["language"]
+    assert [len(plain.passages.sentences(row)) for row in range(2)] == [4, 2]
+    with pytest.raises(UserError, match=r"was prepared with other settings"):
+        prepare(passages, tmp_path / "plain", vocabulary_size=300, language="de")
+
+
+def settings_of(data: Path) -> dict:
+    return json.loads((data / "PREPARED.json").read_text())["inputs"]["settings"]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_the_language_does_not_depend_on_shards_and_an_unknown_one_is_none(tmp_path, shards):
+    vietnamese = [{"id": str(n), "text": "Cảng đóng cửa vào mùa đông, và tàu phải chờ ở đó."} for n in range(5)]
+    prepare(write_lines(tmp_path / "vi.jsonl", vietnamese), tmp_path / "vi", vocabulary_size=300, shards=shards)
+    assert open_sources(tmp_path / "vi").language == "none"
+    prepare(write_lines(tmp_path / "de.jsonl", GERMAN), tmp_path / "de", vocabulary_size=300, shards=shards)
+    assert open_sources(tmp_path / "de").language == "de"
+
+
+def test_a_language_that_no_one_knows_is_an_error(tmp_path, passages):
+    with pytest.raises(UserError, match=r"^--language=xx: is not one of none, bigrams, ar, .*, zh; choose one$"):
+        prepare(passages, tmp_path / "data", language="xx")
+    prepare(passages, tmp_path / "data", vocabulary_size=300)
+    manifest = json.loads((tmp_path / "data" / "PREPARED.json").read_text())
+    del manifest["language"]  # of an earlier version
+    (tmp_path / "data" / "PREPARED.json").write_text(json.dumps(manifest))
+    assert open_sources(tmp_path / "data").language == ""
+    (tmp_path / "data" / "PREPARED.json").write_text(json.dumps(manifest | {"language": "xx"}))
+    with pytest.raises(UserError, match=r"PREPARED\.json: unknown language 'xx'; prepare the folder again"):
+        open_sources(tmp_path / "data")
