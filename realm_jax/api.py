@@ -66,7 +66,7 @@ def index(documents: Path_, output: Path_, *, model: Path_, config: Mapping[str,
     )
     with _resumable(output):
         search_index.index(request)
-    return Model(output)
+    return Model(request.workdir)
 
 
 def adapt(

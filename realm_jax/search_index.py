@@ -117,18 +117,18 @@ def index(request: IndexRequest) -> IndexResult:
 
     # --- Check the request, before anything is read or written --------------------------------------------------------
     finished = read_index(workdir)
+    has_config, is_done = (workdir / "config.json").is_file(), finished is not None and (workdir / MODEL).is_dir()
     if finished is not None:
         check_settings(workdir, finished["settings"], request.settings())
-    elif (workdir / "config.json").is_file():
-        if task_names(recorded_config(workdir, "--output")):
-            raise UserError(f"--output={workdir}: is the directory of another run; choose another one")
-    elif (workdir / MODEL).exists():
+    if has_config and not is_done and task_names(recorded_config(workdir, "--output")):
+        raise UserError(f"--output={workdir}: is the directory of another run; choose another one")
+    if not has_config and (workdir / MODEL).exists():
         raise UserError(f"--output={workdir}: has a {MODEL} that is not of this run; choose another folder")
     check_model(request.model)
     check_decided(request.config, DECIDED | {"tasks": "an index trains nothing"}, "leave it out")
     check_outside(workdir, request.documents, "whose files are documents")
     check_outside(workdir, str(resolve_model_path(request.model, "--from")), "which is the encoder")
-    if finished is not None and find_exported_model(workdir / MODEL) is not None:
+    if finished is not None and is_done:
         _check_unchanged(request, read_json(workdir / DATA / PREPARED))
         return IndexResult(is_new=False, **{key: finished[key] for key in (*_COUNTS, "seconds")})
 
@@ -142,6 +142,7 @@ def index(request: IndexRequest) -> IndexResult:
         for name in ("config.json", "data.json", START):
             (workdir / name).unlink(missing_ok=True)
         shutil.rmtree(workdir / DATA)
+        shutil.rmtree(workdir / MODEL, ignore_errors=True)
         prepare_documents(request.documents, request.model, workdir / DATA, limit)
 
     # --- Open the run: the config of `realm adapt`, with an empty recipe ----------------------------------------------

@@ -13,12 +13,7 @@ import pytest
 import realm_jax
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
-NAMES = (
-    "search",
-    "quickstart",
-    "inside",
-    "adapt",
-)  # in an order in which they can be run: `inside` opens what `quickstart` made
+NAMES = "search", "quickstart", "inside", "adapt"  # in order, because `inside` opens what `quickstart` made
 LARGEST = 200_000  # bytes of all outputs of a notebook
 OF_A_MACHINE = re.compile(r"(?<![\w./~])/(home|Users|root|tmp|work|usr|opt|var|mnt|private)/")
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from realm_jax.errors import UserError
 from realm_jax.host import PREEMPTED
 from realm_jax.launch.status import run_status
 from realm_jax.run import Run
+from realm_jax.serving.service import Service
 from realm_jax.storage import open_folder, read_json
 from realm_jax.train import recipe, workdir
 from realm_jax.train.exported_model import exported_model
@@ -318,6 +320,20 @@ def test_an_added_document_is_found_and_nothing_else_is_embedded(copied, tmp_pat
     assert exported_model(copied).identity != before.identity and not (copied / "index").exists()
     assert cli.main(["corpus", "remove", "new", "a3", f"--workdir={copied}"]) == 0
     assert embedded == [1] and realm_jax.Model(copied).passages == 59
+
+
+@pytest.mark.slow
+def test_a_service_answers_from_an_index_and_loads_an_edit_by_itself(copied, tmp_path):
+    stop, service = threading.Event(), Service(copied, {}, 1)
+    facts = service.facts()
+    assert (facts["task"], facts["search"], facts["answers"], facts["reader"]) == ("index", "hybrid", True, None)
+    (reply,) = service.work("ask", ["What was Ada Moss?"])
+    assert reply["answer"] is None and len(reply["candidates"]) == 5
+    assert not service.renew(stop)
+    assert cli.main(["corpus", "add", str(write_lines(tmp_path / "new.jsonl", [NEW])), f"--workdir={copied}"]) == 0
+    assert service.renew(stop) and service.model.passages == 61
+    (reply,) = service.work("search", [NEW["text"]])
+    assert reply["candidates"][0]["id"] == "new"
 
 
 def test_a_failed_edit_leaves_the_index_as_it_was(copied, tmp_path, monkeypatch, capsys):
