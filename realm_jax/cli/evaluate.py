@@ -181,8 +181,8 @@ def _check_trec(args: argparse.Namespace, records: Sequence[Record], retrieves: 
 
 def _evaluate_seeds(args: argparse.Namespace) -> dict[str, Any]:
     """Return `over_seeds` of the files of --seeds. Raises UserError for other flags, or unequal numbers of files."""
-    others = ("files", "workdir", "questions", "task", "search", "rerank", "unseen", "trec", "qrels", "no_bm25")
-    others += ("overrides",)
+    others = [*("files", "workdir", "questions", "task", "search", "rerank"), *("unseen", "trec", "qrels", "no_bm25")]
+    others.append("overrides")
     if extra := [name for name in others if vars(args)[name]]:
         raise UserError(f"--seeds: goes only with --json; leave out {', '.join(extra)}")
     sizes = {len(group) for group in args.seeds}

@@ -144,7 +144,8 @@ def test_the_reader_reads_passages_in_the_new_order_with_the_probabilities_of_th
 
 def test_a_shared_encoder_gives_the_tokens_of_both(loud):
     config = loud[0].config
-    shared = dataclasses.replace(config, model=dataclasses.replace(config.model, shared_tower=True))
-    assert search_pipeline("qa", shared, rerank="tokens").rerank.networks == ("embedder",)
+    model = dataclasses.replace(config.model, shared_tower=True)
+    shared = dataclasses.replace(config, tasks="ict", model=model)
+    assert search_pipeline("ict", shared, rerank="tokens").rerank.networks == ("embedder",)
     assert search_pipeline("qa", config, rerank="tokens").rerank.networks == ("query_embedder", "document_embedder")
     assert search_pipeline("closed_book", config, rerank="tokens") == SearchPipeline()
