@@ -15,7 +15,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from realm_jax.models.bert import Bert, apply
+from realm_jax.models.architectures.table import encoder_network
+from realm_jax.models.bert import apply
 from realm_jax.models.inputs import EncoderInput, PassageBatch, document_sequences, query_sequences
 from realm_jax.models.layers import BertConfig, Dropout, Params, dense, layer_norm
 from realm_jax.models.packing import fitting_mask
@@ -125,7 +126,7 @@ class Encoder(nn.Module):
         if compute.packed_length:  # a sequence that loses its last tokens is pooled as if it had ended there
             mask = fitting_mask(mask, compute.parts, compute.packed_length, compute.alignment)
         position = pooling.position(mask) if pooling.position else None
-        hidden = Bert(c, name="bert")(ids, segments, mask, position, deterministic)  # [batch, length or 1, width]
+        hidden = encoder_network(c, "bert")(ids, segments, mask, position, deterministic)  # [batch, length or 1, width]
         vector = pooling.pool(hidden, mask)  # [batch, width]
         if pooling.has_tanh_layer:
             vector = jnp.tanh(dense(c.width, ("embed", "embed_out"), c, "pooler")(vector))
