@@ -185,7 +185,7 @@ class Model(Section):
     architecture: str = key(
         "bert",
         "kind of network, as `model_type` in a config.json, of the encoders and the reader",
-        one_of("bert", "roberta", "xlm-roberta", "distilbert"),
+        one_of("bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "modernbert"),
         inherit=True,
     )
     layers: int = key(12, "Transformer layers", POSITIVE, inherit=True)
