@@ -240,6 +240,12 @@ class Encoder(Section):
     projection: int = key(
         128, "width of a linear projection of it, so of a vector; 0: none", NOT_NEGATIVE, inherit=True
     )
+    dimensions: int = key(
+        0,
+        "features of a vector that are kept, its first ones, before it gets length 1 (Matryoshka models); 0: all",
+        NOT_NEGATIVE,
+        inherit=True,
+    )
     normalization: str = key(
         "layer",
         "of vectors: 'layer': LayerNorm (the paper); 'l2': length 1; 'none'",
