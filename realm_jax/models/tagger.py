@@ -28,19 +28,12 @@ from realm_jax.data.spans import Span, find_dates, with_dates, without_overlaps
 from realm_jax.data.tokenizer import Tokenizer, Tokens
 from realm_jax.data.tokenizer_files import TokenizerFile, lower_case_of, tokenizer_file
 from realm_jax.errors import UserError
+from realm_jax.models.architectures.bert import BERT, BERT_SETTINGS
+from realm_jax.models.architectures.table import our_activation
 from realm_jax.models.bert import Bert
 from realm_jax.models.folders import HUB, resolve_model_path
-from realm_jax.models.layers import ACTIVATIONS, BertConfig, Params
-from realm_jax.models.weights import (
-    BERT_SETTINGS,
-    SETTINGS,
-    WEIGHTS,
-    encoder,
-    find,
-    our_activation,
-    read,
-    token_classifier,
-)
+from realm_jax.models.layers import ACTIVATIONS, LAYER_NORM_EPSILON, BertConfig, Params
+from realm_jax.models.weights import SETTINGS, WEIGHTS, encoder, find, read, token_classifier
 from realm_jax.storage import read_settings
 
 Array = jax.Array
@@ -87,6 +80,8 @@ def load_tagger(folder: Path) -> LoadedTagger:
     """Load a BERT for token classification. Raises UserError, naming the file, for what is missing or does not fit."""
     path = folder / SETTINGS
     settings = read_settings(path)
+    if (kind := settings.get("model_type", BERT.model_type)) != BERT.model_type:
+        raise UserError(f"{path}: model_type is {kind!r}, not {BERT.model_type!r}; choose a plain BERT")
     names = settings.get("id2label")
     if not (isinstance(names, dict) and names and {*names} == {str(number) for number in range(len(names))}):
         raise UserError(f"{path}: has no `id2label` that names its labels; choose a model for token classification")
@@ -95,8 +90,10 @@ def load_tagger(folder: Path) -> LoadedTagger:
         raise UserError(f"{path}: `id2label` has no names but {labels[0]}; write there what each label means")
     sizes: dict[str, Any] = {field: settings.get(key) for field, key in BERT_SETTINGS.items()} | {"dropout": 0.0}
     sizes["hidden_act"] = our_activation(sizes["hidden_act"])
+    sizes["norm_epsilon"] = settings.get(BERT_SETTINGS["norm_epsilon"], LAYER_NORM_EPSILON)
     for field, key in BERT_SETTINGS.items():
-        if field not in ("hidden_act", "dropout") and not (isinstance(sizes[field], int) and sizes[field] > 0):
+        is_size = field not in ("hidden_act", "dropout", "norm_epsilon")
+        if is_size and not (isinstance(sizes[field], int) and sizes[field] > 0):
             raise UserError(f"{path}: {key} is {sizes[field]!r}, which is no size; choose a plain BERT")
     if sizes["width"] % sizes["heads"]:
         raise UserError(f"{path}: {sizes['heads']} num_attention_heads do not divide a width of {sizes['width']}")

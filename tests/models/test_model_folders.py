@@ -164,7 +164,11 @@ REFUSED: dict[str, tuple[tuple[str, ...], Files, str]] = {  # modules, files, an
     "a projection without weights": (("Dense",), {DENSE_2: DENSE}, "2_Dense: has no model"),
     "a layer after the normalization": (("Normalize", "LayerNorm"), {}, "modules.json: has LayerNorm after its norm"),
     "distances": ((), {PROMPTS: {"similarity_fn_name": "euclidean"}}, "compares vectors by euclidean"),
-    "cut vectors": ((), {PROMPTS: {"truncate_dim": 4}}, "has truncate_dim, which cuts vectors"),
+    "cut vectors by dot": (
+        ("Normalize",),
+        {PROMPTS: {"truncate_dim": 4, "similarity_fn_name": "dot"}},
+        "cuts vectors of length 1 and compares them by dot",
+    ),
     "a prompt that grows into the text": ((), {PROMPTS: {"prompts": {"query": "query"}}}, "grow together"),
     "prompts in a list": ((), {PROMPTS: {"prompts": ["a"]}}, r'has prompts=\["a"\], which is no table; fetch'),
     "a prompt that is a number": ((), {PROMPTS: {"prompts": {"query": 1}}}, "prompts that are no text; fetch"),
@@ -223,9 +227,9 @@ def test_data_that_are_prepared_with_a_cased_model_fit_it(people, tmp_path):
 @pytest.mark.parametrize("make", [bert_folder, sentence_folder])
 def test_the_kind_of_a_model_that_is_no_bert_is_named_first(people, tmp_path, make):
     folder = make(people, tmp_path / "model")
-    (folder / "config.json").write_text(json.dumps({"model_type": "distilbert", "dim": 16, "n_layers": 1}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "t5", "d_model": 16}))
     (folder / "vocab.txt").write_text("of another kind")
-    says = f"^{folder}/config.json: model_type is 'distilbert', not 'bert' or 'realm'; choose a plain BERT"
+    says = f"^{folder}/config.json: model_type is 't5'; choose a model of one of the types 'bert',"
     config = tiny_config(people)
     config.init_from = str(folder)
     with pytest.raises(UserError, match=says):
