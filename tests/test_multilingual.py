@@ -14,7 +14,7 @@ from tiny_run import write_lines
 
 from realm_jax.cli.prepare import prepare
 from realm_jax.data.sources import open_sources
-from realm_jax.retrieval.fusion import FUSION_DEPTH
+from realm_jax.eval.prediction import Evaluator
 
 # A passage in each language, with the words of a question in another form.
 PASSAGES = {
@@ -74,7 +74,11 @@ def test_words_vectors_and_hybrid_search_all_languages_with_one_index(data, tmp_
     }
     found = {code for code, gold in by_language.items() if code in gold}
     assert found >= {"zh", "ja", "ko", "th"}  # words without spaces; the other languages need their stems
-    vectors = np.asarray(run.embed(run.initial_params()))
+    params = run.initial_params()
+    vectors = np.asarray(run.embed(params))
     assert vectors.shape[0] == len(PASSAGES) and np.isfinite(vectors).all()
     assert len({tuple(vector) for vector in vectors.round(4).tolist()}) == len(PASSAGES)
-    assert FUSION_DEPTH >= len(PASSAGES)
+    rows = Evaluator(run, questions, "hybrid").retrieve(params, run.index(vectors))  # [questions, passages]
+    assert (np.sort(rows, axis=1) == np.arange(len(PASSAGES))).all()  # vectors find the languages whose words differ
+    first = {code: store.document_id(int(row)) for code, row in zip(PASSAGES, rows[:, 0], strict=True)}
+    assert {code for code, found_code in first.items() if code == found_code} >= {"zh", "ja", "ko", "th"}
