@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 
 from realm_jax.assemble import make_run
 from realm_jax.cache import cache_programs
-from realm_jax.config import INDEX, flatten, load_config, task_names
+from realm_jax.config import INDEX, flatten, load_config
 from realm_jax.corpora.preparation import Options, PreparedOtherwise
 from realm_jax.corpora.summary import prepare_and_print
 from realm_jax.corpora.texts import open_texts
@@ -45,7 +45,7 @@ from realm_jax.train.exported_model import MODEL, find_exported_model, replace_v
 from realm_jax.train.init_from import check_sources, fill_from_pretrained
 from realm_jax.train.recipe import starting_params
 from realm_jax.train.results import save_bm25_index
-from realm_jax.train.workdir import START, begins_with_reader, check_workdir, recorded_config
+from realm_jax.train.workdir import START, begins_with_reader, check_workdir
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def index(request: IndexRequest) -> IndexResult:
     has_config, is_done = (workdir / "config.json").is_file(), finished is not None and (workdir / MODEL).is_dir()
     if finished is not None:
         check_settings(workdir, finished["settings"], request.settings())
-    if has_config and not is_done and task_names(recorded_config(workdir, "--output")):
+    if has_config and not is_done and not has_empty_recipe(workdir):
         raise UserError(f"--output={workdir}: is the directory of another run; choose another one")
     if not has_config and (workdir / MODEL).exists():
         raise UserError(f"--output={workdir}: has a {MODEL} that is not of this run; choose another folder")
@@ -180,6 +180,12 @@ def read_index(workdir: Path) -> dict[str, Any] | None:
     """Return the content of index.json; None if the folder has no finished index."""
     record = read_json(workdir / RECORD) if (workdir / RECORD).is_file() and (workdir / "config.json").is_file() else {}
     return record if isinstance(record, dict) and "settings" in record else None
+
+
+def has_empty_recipe(workdir: Path) -> bool:
+    """Return True if `realm index` recorded the config of a run directory, and nothing was trained there since."""
+    config = read_json(workdir / "config.json")
+    return isinstance(config, dict) and config.get("tasks") == ""
 
 
 def check_settings(workdir: Path, recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ from realm_jax.adaptation.plan import count_skipped, make_plan, open_other_corpu
 from realm_jax.adaptation.record import OTHER, RECORD, REPORT, AdaptRecord, AdaptRequest, Decision, Forgetting
 from realm_jax.adaptation.report import model_card, render_report
 from realm_jax.cache import cache_programs
-from realm_jax.config import flatten, load_config, task_names
+from realm_jax.config import flatten, load_config
 from realm_jax.corpora.preparation import PreparedOtherwise, replace_questions
 from realm_jax.corpora.texts import open_texts
 from realm_jax.data.evidence import find_evidence
@@ -52,6 +52,7 @@ from realm_jax.search_index import (
     check_outside,
     check_settings,
     follow_corpus,
+    has_empty_recipe,
     prepare_documents,
     read_index,
     write_index,
@@ -114,7 +115,7 @@ def adapt(request: AdaptRequest) -> AdaptResult:
     elif indexed is not None:
         check_settings(workdir, indexed["settings"], {"documents": request.documents, "from": request.model})
     elif (workdir / "config.json").is_file():
-        if not task_names(recorded_config(workdir, "--output")):
+        if has_empty_recipe(workdir):
             raise UserError(f"--output={workdir}: its index is not finished; run its `realm index` command again")
         raise UserError(f"--output={workdir}: is the directory of another run; choose another one")
     else:
@@ -185,12 +186,15 @@ def adapt(request: AdaptRequest) -> AdaptResult:
             config[name].steps = steps
         run = open_run(config, workdir)
 
+        # --- Index: the run answers with the base encoder while it trains ---------------------------------------------
+        if record.training is None and not has_checkpoint(run.config, workdir):
+            with record.stage("index"):
+                write_index(run, starting_params(run))
+
         # --- Train: no evaluations on the way, because only base encoder and result are compared ----------------------
         if record.training is None:
             with record.stage("training"):
                 params = starting_params(run)
-                if not has_checkpoint(run.config, workdir):
-                    write_index(run, params)  # the run answers with the base encoder while it trains
                 times = plan.estimate
                 remaining_seconds = times.embed + times.compile + times.measure
                 remaining_seconds += sum(times.step[name] * steps for name, steps in plan.steps.items())
