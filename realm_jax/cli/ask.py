@@ -43,11 +43,8 @@ EXAMPLES = """examples:
   realm ask --workdir=runs/wiki --search=hybrid --rerank=tokens "Who built the bridge?"
   realm ask --workdir=runs/wiki --generation=newest "the bridge over the river"
 """
-SNIPPET, TITLE, RANKS = (
-    60,
-    30,
-    9,
-)  # characters of a passage, its title and (at least) its ranks, in the list of passages
+# Characters of a passage, of its title, and at least of its ranks, in the list of passages.
+SNIPPET, TITLE, RANKS = 60, 30, 9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

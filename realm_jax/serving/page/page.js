@@ -273,7 +273,7 @@ async function learnFacts(signal) {
     ["Task", `${facts.task}, step ${count(facts.step)}`],
     ["Passages", count(facts.passages)],
     ["Found by", SEARCHES[facts.search] ?? facts.search],
-    ["Ordered again by", RERANKERS[facts.rerank] ?? facts.rerank],
+    ["Reranked by", RERANKERS[facts.rerank] ?? facts.rerank],
     ["Numbers of a vector", count(facts.vector_size)],
     ["State", facts.ready ? "ready" : "being made ready"],
   ]);
