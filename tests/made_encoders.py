@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,13 +72,16 @@ def unigram(special: tuple[str, ...], size: int) -> tokenizers.Tokenizer:
 
 def word_pieces(special: tuple[str, ...], size: int) -> tokenizers.Tokenizer:
     """Word pieces, as DistilBERT and MPNet have."""
-    made = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    letters = sorted({*"".join(texts()).lower()} - {" "})
+    words = sorted({word for text in texts() for word in re.findall(r"\w+", text.lower())} - {*letters})
+    pieces = [*special, *letters, *(f"##{letter}" for letter in letters), *words]
+    pieces += [f"zq{number}" for number in range(size - len(pieces))]
+    ids = {piece: number for number, piece in enumerate(pieces)}
+    made = tokenizers.Tokenizer(models.WordPiece(ids, unk_token="[UNK]"))
     made.normalizer = normalizers.BertNormalizer(lowercase=True)
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     made.decoder = decoders.WordPiece()
-    made.train_from_iterator(
-        texts(), trainers.WordPieceTrainer(vocab_size=size, special_tokens=[*special], show_progress=False)
-    )
+    made.add_special_tokens([*special])
     return made
 
 

@@ -18,7 +18,8 @@ Both encoders can be one folder, with the library's Router:
     query_embedder/, document_embedder/       the modules of each route: query_embedder/1_Pooling …
 
 `encode_query` and `encode_document` take the routes of these names; plain `encode` takes that of documents, because it
-mostly embeds a corpus. Read next: `weights.py`, for the BERT inside.
+mostly embeds a corpus. A Router of others is read the same way; modules after it belong to both routes. Read next:
+`weights.py`, for the BERT inside.
 """
 
 import json
@@ -130,14 +131,23 @@ def is_sentence_model(folder: Path) -> bool:
     return path.is_file() and not any(entry.get("type") == NOT_AN_ENCODER for entry in _entries(path))
 
 
-def transformer_folder(folder: Path) -> Path:
+def transformer_folder(folder: Path, route: str = "document") -> Path:
     """Return the folder of the BERT and its tokenizer: a folder itself, or the first module of sentence-transformers.
+
+    Args:
+        folder: of the model.
+        route: QUERIES or PASSAGES, for a Router.
 
     Raises:
         UserError: for a damaged list of modules.
     """
-    entries = _entries(folder / MODULES) if is_sentence_model(folder) else []
+    entries = _chain(folder, route) if is_sentence_model(folder) else []
     return folder / entries[0]["path"] if entries else folder
+
+
+def has_two_encoders(folder: Path) -> bool:
+    """Return True for a Router with other modules for queries than for passages. Raises UserError if it is damaged."""
+    return is_sentence_model(folder) and _chain(folder, QUERIES) != _chain(folder, PASSAGES)
 
 
 def default_temperature(normalization: str) -> float:
@@ -145,11 +155,15 @@ def default_temperature(normalization: str) -> float:
     return 0.05 if normalization == "l2" else 1.0
 
 
-def sentence_model(folder: Path) -> SentenceModel | None:
+def sentence_model(folder: Path, route: str = "document") -> SentenceModel | None:
     """Read the description of a folder of sentence-transformers, without its weights; None for a plain BERT.
 
     Vectors are those of the library's `encode_query` and `encode_document`, and their inner products those of its
     `similarity`.
+
+    Args:
+        folder: of the model.
+        route: QUERIES or PASSAGES, for a Router.
 
     Raises:
         UserError: for a file that cannot be read, for an unknown module, for a pooling, an activation or an order of
@@ -159,7 +173,7 @@ def sentence_model(folder: Path) -> SentenceModel | None:
         return None
 
     # --- The list of modules, which begins with the BERT and its pooling
-    entries = _entries(folder / MODULES)
+    entries = _chain(folder, route)
     kinds = []
     for entry in entries:
         module = str(entry.get("type"))
@@ -258,6 +272,23 @@ def sentence_model(folder: Path) -> SentenceModel | None:
         if has == wanted and all(section[key] == encoder[key] for key in ("pooling", "normalization", "dimensions")):
             encoder, modules = {key: section[key] for key in encoder}, {}
     return SentenceModel(folder, transformer, encoder, modules, longest, unused)
+
+
+def _chain(folder: Path, route: str) -> list[dict[str, Any]]:
+    """Return the list of modules of a route: all of them without a Router, else its own and those after the Router."""
+    entries = _entries(folder / MODULES)
+    if not entries or str(entries[0].get("type")).rpartition(".")[2] != "Router":
+        return entries
+    router = Path(entries[0]["path"])
+    path = folder / router / ROUTER
+    settings = read_settings(path, needed=True)
+    types, structure = (_setting(path, settings, key, dict) or {} for key in ("types", "structure"))
+    names = structure.get(route)
+    if not isinstance(names, list) or not names or not {*map(str, names)} <= {*types}:
+        _refuse(
+            path, f"has no modules for the route {route!r}; choose a model with the routes {QUERIES} and {PASSAGES}"
+        )
+    return [*({"path": str(router / name), "type": types[name]} for name in names), *entries[1:]]
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:

@@ -39,15 +39,18 @@ from realm_jax.data.tokenizer_files import lower_case_of, read_tokenizer, tokeni
 from realm_jax.errors import UserError
 from realm_jax.mesh import put_with_sharding
 from realm_jax.models.architectures.table import model_values, read_architecture
-from realm_jax.models.folders import READER, TOWERS, model_folders, network_folder, resolve_model_path
+from realm_jax.models.folders import READER, SHARED, TOWERS, model_folders, network_folder, resolve_model_path
 from realm_jax.models.layers import Params
 from realm_jax.models.networks import Realm
 from realm_jax.models.sentence_transformers import (
     INPUT,
+    PASSAGES,
+    QUERIES,
     TITLED,
     TRAINED_READER,
     default_temperature,
     find_encoder,
+    has_two_encoders,
     sentence_model,
     transformer_folder,
 )
@@ -198,7 +201,9 @@ class WeightsSource(_NamedSource):
 
     def values(self, keys: Collection[str]) -> dict[str, Any]:
         """Return the source's values, by dotted key. See `RunSource.values`."""
-        query, document = (_values_of(network_folder(self.folder, network) or self.folder) for network in TOWERS)
+        query, document = (
+            _values_of(network_folder(self.folder, network) or self.folder, _route(network)) for network in TOWERS
+        )
         for key in ("pooling", "projection", "dimensions", "normalization", "norm_epsilon"):
             if f"encoder.{key}" in keys and query[f"encoder.{key}"] != document[f"encoder.{key}"]:
                 raise UserError(
@@ -233,7 +238,7 @@ class WeightsSource(_NamedSource):
         for network in self.networks_for(model):
             if folder := network_folder(self.folder, network):
                 files[network] = _find_network(folder, model, network)
-                _check_vocabulary(transformer_folder(folder), tokenizer)
+                _check_vocabulary(transformer_folder(folder, _route(network)), tokenizer)
         return files
 
     def check(self, config: Config, model: Realm, tokenizer: Tokenizer) -> None:
@@ -251,7 +256,7 @@ class WeightsSource(_NamedSource):
         lengths = longest_inputs(config, model.query_template, model.passage_template)
         for network, length, key in zip(TOWERS, lengths, ("query_length", "document_length"), strict=True):
             folder = network_folder(self.folder, network)
-            sentence = sentence_model(folder) if folder else None
+            sentence = sentence_model(folder, _route(network)) if folder else None
             max_length = sentence.max_seq_length if sentence else None
             if max_length and length > max_length:
                 logger.warning(
@@ -344,9 +349,14 @@ def check_sources(config: Config, workdir: Path, tokenizer: Tokenizer) -> None:
         source.check(config, model, tokenizer)
 
 
-def _values_of(folder: Path) -> dict[str, Any]:
+def _route(network: str) -> str:
+    """Return the route of a network in a Router of sentence-transformers."""
+    return QUERIES if network == TOWERS[0] else PASSAGES
+
+
+def _values_of(folder: Path, route: str) -> dict[str, Any]:
     """Return the values of an encoder's folder, by dotted key."""
-    sentence = sentence_model(folder)
+    sentence = sentence_model(folder, route)
     transformer = sentence.transformer if sentence else folder
     architecture, settings = read_architecture(transformer / SETTINGS)
     recorded = {name: settings[key] for name, key in RETRIEVER_SETTINGS.items() if settings.get(key)}
@@ -378,7 +388,9 @@ def _bert_values(transformer: Path) -> dict[str, Any]:
 
 def _find_network(folder: Path, model: Realm, network: str) -> NetworkFiles:
     """Find the files of a network in a folder; of an encoder also the modules of sentence-transformers."""
-    sentence, parts = sentence_model(folder), networks(model)[network]
+    sentence, parts = sentence_model(folder, _route(network)), networks(model)[network]
+    if network == SHARED and has_two_encoders(folder):
+        raise UserError(f"config.init_from: {folder} has two encoders; set config.model.shared_tower=False")
     if sentence is None or network == READER:
         return find(transformer_folder(folder), bert_of(model, network), parts)
     width = sentence.encoder["projection"]

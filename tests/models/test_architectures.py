@@ -3,6 +3,7 @@
 Needs `pip install '.[parity]'`.
 """
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from realm_jax.models.weights import open_encoder
 
 torch = pytest.importorskip("torch")
 library = pytest.importorskip("sentence_transformers")
+models = pytest.importorskip("sentence_transformers.models")
 pytest.importorskip("transformers")
 
 CLOSE = 1e-4
@@ -169,6 +171,38 @@ def test_more_dimensions_than_a_vector_has_are_rejected(tmp_path):
     config = config_of(tmp_path / "model", **{"encoder.dimensions": 33})
     with pytest.raises(UserError, match="config.encoder.dimensions: is 33, but vectors have 32 features; set at most"):
         load(config, folder_tokenizer(tmp_path / "model"))
+
+
+def router(folder: Path, *after: Any, **routes: str) -> Any:
+    """Save a Router of two encoders with different poolings, with modules after it; returns the library's model."""
+    modules: dict[str, list[Any]] = {}
+    for seed, (route, pooling) in enumerate(routes.items()):
+        save_encoder(folder / route, "distilbert", initializer_range=0.3 + seed / 9)
+        modules[route] = [models.Transformer(str(folder / route)), models.Pooling(32, pooling_mode=pooling)]
+    made = library.SentenceTransformer(modules=[models.Router(modules), *after], device="cpu", **PROMPTS)
+    made.save(str(folder / "model"))
+    return made
+
+
+def test_a_router_gives_each_encoder_its_route(tmp_path):
+    theirs = router(tmp_path, models.Normalize(), query="mean", document="mean")
+    tokenizer = folder_tokenizer(tmp_path / "document")
+    config = config_of(tmp_path / "model")
+    model, params = load(config, tokenizer)
+    ours = query_vectors(model, params, tokenizer, QUESTIONS), passage_vectors(model, params, tokenizer)
+    np.testing.assert_allclose(ours[0], theirs.encode_query(QUESTIONS), atol=CLOSE)
+    np.testing.assert_allclose(ours[1], theirs.encode_document(passage_texts(config, "passage: ")), atol=CLOSE)
+    with pytest.raises(UserError, match="has two encoders; set config.model.shared_tower=False"):
+        load(config_of(tmp_path / "model", **{"model.shared_tower": True}), tokenizer)
+
+
+def test_a_router_whose_routes_we_cannot_represent_is_rejected(tmp_path):
+    router(tmp_path / "poolings", query="mean", document="cls")
+    with pytest.raises(UserError, match="its encoders differ in pooling; set config.encoder.pooling"):
+        config_of(tmp_path / "poolings" / "model")
+    router(tmp_path / "routes", document="mean", title="mean")
+    with pytest.raises(UserError, match="router_config.json: has no modules for the route 'query'; choose a model"):
+        config_of(tmp_path / "routes" / "model")
 
 
 @pytest.mark.parametrize("name", ["t5", "deberta-v2", "nomic_bert"])
