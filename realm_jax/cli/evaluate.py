@@ -41,6 +41,7 @@ _T = TypeVar("_T")
 EXAMPLES = f"""examples:
   realm evaluate --workdir=runs/wiki
   realm evaluate --workdir=runs/wiki --task=realm --json         before fine-tuning
+  realm evaluate --workdir=runs/docs --reader=hf:NAME             with another reader than the run's
   realm evaluate --workdir=runs/wiki --questions=test.jsonl --config.answering.retrieved=100 --trec=run.txt
   realm evaluate predictions.jsonl --qrels=qrels.txt             a file of `realm predict`; needs no device
   realm evaluate predictions.jsonl --unseen=data/wiki
@@ -150,7 +151,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("realm evaluate: name a run with --workdir, or one file of predictions, or two to compare")
     if args.files:
         reason = f"goes with --workdir; the content of {args.files[0]} is fixed"
-        for flag in ("questions", "task", "search", "no_bm25"):
+        for flag in ("questions", "task", "search", "reader", "no_bm25"):
             if vars(args)[flag]:
                 raise UserError(f"--{flag.replace('_', '-')}: {reason}")
         if args.overrides:
@@ -179,7 +180,8 @@ def _check_trec(args: argparse.Namespace, records: Sequence[Record], retrieves: 
 
 def _evaluate_seeds(args: argparse.Namespace) -> dict[str, Any]:
     """Return `over_seeds` of the files of --seeds. Raises UserError for other flags, or unequal numbers of files."""
-    others = ("files", "workdir", "questions", "task", "search", "unseen", "trec", "qrels", "no_bm25", "overrides")
+    others = ("files", "workdir", "questions", "task", "search", "reader")
+    others += ("unseen", "trec", "qrels", "no_bm25", "overrides")
     if extra := [name for name in others if vars(args)[name]]:
         raise UserError(f"--seeds: goes only with --json; leave out {', '.join(extra)}")
     sizes = {len(group) for group in args.seeds}

@@ -31,6 +31,7 @@ from realm_jax.train.trained_run import (
     TrainedRun,
     find_task,
     load_questions,
+    open_reader,
     open_run_for_inference,
     restore,
 )
@@ -105,7 +106,10 @@ def prediction_settings(
     """
     question_records = [question_record(question, number) for number, question in enumerate(questions, start=1)]
     answering, rerank = run.config.answering, reranker(exported.task, run.config)
-    settings = describe(run, exported.task, exported.step, search) | ({"reranked": rerank.passages} if rerank else {})
+    reader = open_reader(run, exported.task)
+    settings = describe(run, exported.task, exported.step, search, reader)
+    settings |= {"reranked": rerank.passages} if rerank else {}
+    settings |= {"reader": reader.identity, "answer_tokens": answering.answer_tokens} if reader else {}
     return settings | {
         "checkpoint": exported.identity,
         "corpus": run.sources.passages.fingerprint,

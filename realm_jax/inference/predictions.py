@@ -15,6 +15,7 @@ from realm_jax.eval.prediction_files import Record, question_record
 from realm_jax.eval.question_metrics import summarize
 from realm_jax.eval.retrieval_metrics import answer_hits
 from realm_jax.inference.answers import scored_answer
+from realm_jax.models.question_reader import QuestionReader
 from realm_jax.run import Run
 from realm_jax.tasks.answering import needs_vectors, reads_passages, reranker
 from realm_jax.tasks.closed_book import predict_closed_book
@@ -28,13 +29,14 @@ FIELDS = """  prediction, probability   the most probable answer, as its passage
   retrieved                 {"id", "score", "ranks", "has_answer"}: the best passages, of which the first are read;
                             score: of the retriever, plus that of the reranker if there is one; ranks: from 1, in each
                             search that returned the passage, {"vectors": 3, "bm25": 1}
+  no_answer                 p(no answer|x), only with --reader
   reader_oracle             true if the reader could have chosen a right answer in the passages that it read
 
 A reader without passages (task closed_book) writes only prediction and probability.
 """
 
 
-def describe(run: Run, task: str, step: int, search: str) -> dict[str, Any]:
+def describe(run: Run, task: str, step: int, search: str, reader: QuestionReader | None = None) -> dict[str, Any]:
     """Return the facts reported with metrics: {"task", "step", "parameters", "passages", "passages_read"}.
 
     Args:
@@ -42,14 +44,16 @@ def describe(run: Run, task: str, step: int, search: str) -> dict[str, Any]:
         task: that trained the parameters.
         step: of the parameters.
         search: one of `config.SEARCHES`.
+        reader: reads in place of the run's own reader; None for the run's.
     """
     rerank, shapes = reranker(task, run.config), run.abstract_params
     encoders = run.model.embedder_names if needs_vectors(task, run.config, search) else ()
-    used = [shapes[name] for name in (*encoders, "reader", *([rerank.network] if rerank else []))]
+    own_reader = ("reader",) if reader is None else ()
+    used = [shapes[name] for name in (*encoders, *own_reader, *([rerank.network] if rerank else []))]
     return {
         "task": task,
         "step": step,
-        "parameters": sum(x.size for x in jax.tree.leaves(used)),
+        "parameters": sum(x.size for x in jax.tree.leaves(used)) + (reader.parameters if reader else 0),
         "passages": run.context.rows,
         "passages_read": min(run.answering_qa.passages, run.context.rows) if reads_passages(task) else 0,
     }
@@ -101,6 +105,8 @@ def records(
                 "nbest": ranked,
                 "retrieved": retrieved,
             }
+            if trained.reader is not None:
+                record["no_answer"] = float32_digits(prediction.no_answer)
             if question.answers:
                 record["reader_oracle"] = evaluator.reader_oracle(question, prediction)
             batch.append(record)
@@ -122,7 +128,8 @@ def evaluate(
         "low", "high", "questions"}, …}, "bm25": {"recall@1", …}}; and the records of all questions.
     """
     scored = [record for batch in records(trained, questions) for record in batch]
-    report = describe(trained.run, trained.task, trained.step, trained.search) | {"questions": len(scored)}
+    report = describe(trained.run, trained.task, trained.step, trained.search, trained.reader)
+    report["questions"] = len(scored)
     report["measures"] = summarize(scored)
     if bm25 and reads_passages(trained.task):
         evaluator = Evaluator(trained.run, questions)

@@ -182,6 +182,11 @@ def token_classifier(c: BertConfig, labels: int) -> Part:
     return Part("token classifier", _linear(("classifier",), "classifier", (c.width, labels)))
 
 
+def question_head(c: BertConfig) -> Part:
+    """Return the head of `BertForQuestionAnswering`, which scores every token as the start and as the end."""
+    return Part("question-answering head (qa_outputs)", _linear(("classifier",), "qa_outputs", (c.width, 2)))
+
+
 def _linear(path: tuple[str, ...], name: str, shape: tuple[int, int]) -> tuple[Tensor, ...]:
     return Tensor((*path, "kernel"), f"{name}.weight", shape), Tensor((*path, "bias"), f"{name}.bias", shape[1:])
 

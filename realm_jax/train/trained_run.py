@@ -37,6 +37,7 @@ from realm_jax.indexing.vector_cache import embed_with_cache
 from realm_jax.indexing.watcher import generation_index
 from realm_jax.mesh import replicated
 from realm_jax.models.layers import Params
+from realm_jax.models.question_reader import QuestionReader, open_question_reader
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, read_json
 from realm_jax.tasks.answering import (
@@ -56,6 +57,7 @@ logger = logging.getLogger(__name__)
 
 NBEST = 5  # default number of answers for a question
 MAX_QUESTION_CHARACTERS = 20_000
+NAME_A_READER = "name a model that was trained on questions with --reader=hf:NAME"
 LOW_EXACT_MATCH, LOW_RECALL = 0.2, 0.5  # below these we warn the user
 
 
@@ -72,6 +74,7 @@ class TrainedRun:
         search: how to retrieve passages for questions, one of `config.SEARCHES`.
         rerank: the reranker; None for none.
         model: has the other parameters; None for a published generation.
+        reader: reads passages in place of the run's own reader; None for the run's.
     """
 
     run: Run
@@ -82,6 +85,7 @@ class TrainedRun:
     search: str = "vectors"
     rerank: Rerank | None = None
     model: ExportedModel | None = None
+    reader: QuestionReader | None = None
 
     def evaluator(self, questions: Sequence[Question], batch_size: int | None = None) -> Evaluator:
         """Return an evaluator of questions.
@@ -90,17 +94,25 @@ class TrainedRun:
             questions: to answer.
             batch_size: questions at a time; None for `evaluation.batch_size`.
         """
-        return Evaluator(self.run, questions, self.search, self.rerank, self.reads_blanks, batch_size)
+        return Evaluator(self.run, questions, self.search, self.rerank, self.reads_blanks, batch_size, self.reader)
 
     @property
     def reads(self) -> bool:
         """Return True if its reader learned to answer from passages, with questions or masked sentences."""
-        return self.reads_blanks or reader_is_trained(self.run.workdir, self.task)
+        return self.reader is not None or self.reads_blanks or reader_is_trained(self.run.workdir, self.task)
 
     @property
     def reads_blanks(self) -> bool:
         """Return True if its reader learned to answer only with masked sentences (blanks), not with questions."""
-        return points_at_blanks(self.run, self.task)
+        return self.reader is None and points_at_blanks(self.run, self.task)
+
+    @property
+    def recorded(self) -> "RecordedMetrics | None":
+        """Return `recorded_metrics`; exact match is of the run's own reader and left out if another one reads."""
+        metrics = recorded_metrics(self.run, self.task)
+        if metrics is None or self.reader is None:
+            return metrics
+        return None if metrics.recall is None else dataclasses.replace(metrics, exact_match=None)
 
 
 def float32_digits(value: float) -> float:
@@ -229,8 +241,10 @@ def restore(
         warn: true to warn if the reader has not learned to answer.
 
     Raises:
-        UserError: the recipe has no such task, or its exported model is missing or damaged.
+        UserError: the recipe has no such task, its exported model is missing or damaged, or `answering.reader` cannot
+            be opened.
     """
+    reader = open_reader(run, find_task(run, task).task) if for_answers else None
     while True:
         exported = find_task(run, task)
         method, rerank = search or question_search(exported.task, run.config), reranker(exported.task, run.config)
@@ -257,14 +271,35 @@ def restore(
         published = published_index(run, params) if is_edited(run) else None
         index = published or run.index(embed_with_cache(run, params, bar=True))
 
-    learned = exported.task in ANSWERING_TASKS or reader_is_trained(run.workdir, exported.task)
+    learned = reader is not None or exported.task in ANSWERING_TASKS or reader_is_trained(run.workdir, exported.task)
     if not learned and not points_at_blanks(run, exported.task) and for_answers and warn:
         logger.warning(
-            "these are the parameters of task %s: answers come from a span head that was not fine-tuned", exported.task
+            "these are the parameters of task %s: answers come from a span head that was not fine-tuned; %s",
+            exported.task,
+            NAME_A_READER,
         )
     if method != "vectors" and for_answers:
         run.bm25()  # raises UserError if it cannot search
-    return TrainedRun(run, exported.task, exported.step, params, index, method, rerank, exported)
+    return TrainedRun(run, exported.task, exported.step, params, index, method, rerank, exported, reader)
+
+
+def open_reader(run: Run, task: str) -> QuestionReader | None:
+    """Open the model of `answering.reader`.
+
+    Args:
+        run: has the config and the mesh.
+        task: that trained the parameters.
+
+    Returns:
+        None if the run's own reader answers.
+
+    Raises:
+        UserError: the model cannot be opened, or the task answers without passages.
+    """
+    name = run.config.answering.reader
+    if name and not reads_passages(task):
+        raise UserError(f"--reader={name}: {run.workdir} answers without passages ({task}); leave it out")
+    return open_question_reader(name, run.mesh) if name else None
 
 
 def find_task(run: Run, task: str | None) -> ExportedModel:

@@ -1,0 +1,126 @@
+"""BERT with a linear layer that scores every token, opened from a folder of Hugging Face with its tokenizer.
+
+`tagger.py` scores labels of names with it, and `question_reader.py` the start and the end of an answer.
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from realm_jax.data.tokenizer import Tokenizer
+from realm_jax.data.tokenizer_files import TokenizerFile, lower_case_of, tokenizer_file
+from realm_jax.errors import UserError
+from realm_jax.models.bert import Bert
+from realm_jax.models.layers import ACTIVATIONS, BertConfig, Params
+from realm_jax.models.weights import (
+    BERT_SETTINGS,
+    SETTINGS,
+    WEIGHTS,
+    Part,
+    encoder,
+    find,
+    our_activation,
+    read,
+    read_bert_settings,
+)
+
+Array = jax.Array
+
+
+class TokenClassifier(nn.Module):
+    """BERT with a linear layer that scores the labels of every token."""
+
+    config: BertConfig
+    labels: int
+
+    @nn.compact
+    def __call__(self, ids: Array, mask: Array, segments: Array | None = None) -> Array:
+        """Score the labels of every token.
+
+        Args:
+            ids: tokens, [batch, length] int.
+            mask: false on padding, [batch, length] bool.
+            segments: 0 or 1 for each token, [batch, length] int; None for 0.
+
+        Returns:
+            Logits [batch, length, labels] float32.
+        """
+        segments = jnp.zeros_like(ids) if segments is None else segments
+        hidden = Bert(self.config, name="bert")(ids, segments, mask)  # [batch, length, width]
+        return nn.Dense(self.labels, name="classifier")(hidden.astype(jnp.float32))
+
+
+class LoadedClassifier(NamedTuple):
+    """A network with its parameters.
+
+    Attributes:
+        network: without parameters.
+        params: of the network.
+        tokenizer: of the model.
+    """
+
+    network: TokenClassifier
+    params: Params
+    tokenizer: Tokenizer
+
+
+def load_token_classifier(
+    folder: Path, labels: int, head_of: Callable[[BertConfig], Part], purpose: str
+) -> LoadedClassifier:
+    """Load a BERT with a linear layer over its tokens.
+
+    Args:
+        folder: of the model, with `config.json`, `model.safetensors` and a tokenizer.
+        labels: outputs of the linear layer.
+        head_of: sizes of the BERT → the part of the file that holds the layer.
+        purpose: what the model is for, as Hugging Face names it, for messages.
+
+    Raises:
+        UserError: something is missing or does not fit; the message names the file.
+    """
+    path, settings = folder / SETTINGS, read_bert_settings(folder)
+    sizes: dict[str, Any] = {field: settings.get(key) for field, key in BERT_SETTINGS.items()} | {"dropout": 0.0}
+    sizes["hidden_act"] = our_activation(sizes["hidden_act"])
+    for field, key in BERT_SETTINGS.items():
+        if field not in ("hidden_act", "dropout") and not (isinstance(sizes[field], int) and sizes[field] > 0):
+            raise UserError(f"{path}: {key} is {sizes[field]!r}, which is no size; choose a plain BERT")
+    if sizes["width"] % sizes["heads"]:
+        raise UserError(f"{path}: {sizes['heads']} num_attention_heads do not divide a width of {sizes['width']}")
+    if sizes["hidden_act"] not in ACTIVATIONS:
+        raise UserError(f"{path}: hidden_act is {sizes['hidden_act']!r}; choose a BERT with {', '.join(ACTIVATIONS)}")
+    config = BertConfig(**sizes)
+    head = head_of(config)
+    files = find(folder, config, (encoder(config), head))
+    if head.title in files.missing:
+        raise UserError(f"{folder / WEIGHTS}: has no {head.title}; choose a model for {purpose}")
+    vocabulary = tokenizer_file(folder)
+    if vocabulary is None:
+        raise UserError(f"{folder}: has no vocab.txt and no tokenizer.json; put the model's tokenizer there")
+    lower_case = lower_case_of(folder)
+    tokenizer = TokenizerFile(vocabulary, lower_case is None or lower_case.value).read()
+    if tokenizer.size > config.vocabulary_size:  # JAX would read the last row in place of one that is not there
+        raise UserError(
+            f"{vocabulary}: has {tokenizer.size} tokens, but the model {config.vocabulary_size}; put the model's own "
+            "tokenizer there"
+        )
+    return LoadedClassifier(TokenClassifier(config, labels), read(files), tokenizer)
+
+
+def digest_of(folder: Path, tokenizer: Tokenizer) -> str:
+    """Return digits that change with any weight, setting or token of a model.
+
+    Args:
+        folder: of the model.
+        tokenizer: of the model.
+    """
+    digest = hashlib.sha256()
+    shards = sorted(path.name for path in folder.glob("model-*.safetensors"))  # if there is no single file
+    for file in (*((WEIGHTS,) if (folder / WEIGHTS).is_file() else shards), SETTINGS):
+        with open(folder / file, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return f"{digest.hexdigest()[:16]}-{tokenizer.fingerprint}"
