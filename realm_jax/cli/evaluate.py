@@ -180,8 +180,8 @@ def _check_trec(args: argparse.Namespace, records: Sequence[Record], retrieves: 
 
 def _evaluate_seeds(args: argparse.Namespace) -> dict[str, Any]:
     """Return `over_seeds` of the files of --seeds. Raises UserError for other flags, or unequal numbers of files."""
-    others = ("files", "workdir", "questions", "task", "search", "reader")
-    others += ("unseen", "trec", "qrels", "no_bm25", "overrides")
+    run_flags = ("workdir", "questions", "task", "search", "reader", "overrides")
+    others = ("files", *run_flags, "unseen", "trec", "qrels", "no_bm25")
     if extra := [name for name in others if vars(args)[name]]:
         raise UserError(f"--seeds: goes only with --json; leave out {', '.join(extra)}")
     sizes = {len(group) for group in args.seeds}

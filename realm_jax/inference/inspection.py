@@ -406,8 +406,8 @@ def _inspect_with_reader(
     batch = _put(run, [evaluator.queries[0]])
     held = to_host(_held_share(run.context, trained.params, batch, trained.index, np.tile(rows, (run.mesh.size, 1))))
     with np.errstate(divide="ignore"):
-        reading, prior = np.log(likelihood), np.log([passage.probability for passage in prediction.candidates])
-    return _inspection(trained, question, answer, rows, prior, np.maximum(reading, NEG_INF), held[0])
+        log_p, prior = np.log(likelihood), np.log([passage.probability for passage in prediction.candidates])
+    return _inspection(trained, question, answer, rows, prior, np.maximum(log_p, NEG_INF), held[0])
 
 
 @partial(jax.jit, static_argnums=0)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 
 import pytest
 from question_readers import save_question_reader
@@ -111,9 +110,9 @@ def test_predictions_name_their_reader_and_are_measured(untrained, reader, tmp_p
 
 def test_the_service_answers_with_the_reader(untrained, reader, model):
     service = Service(untrained, {"reader": reader}, most=1)
-    service.warm_up(threading.Event())
-    assert service.ready and service.facts()["reader"] == "questions"
+    assert service.facts()["reader"] == "questions"
     assert service.work("ask", [QUESTION]) == [model.ask(QUESTION)]
+    assert service.work("inspect", [{"text": QUESTION}]) == [model.inspect(QUESTION)]
 
 
 def test_what_explains_an_answer_adds_up_to_its_probability(model, monkeypatch):

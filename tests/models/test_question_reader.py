@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from numpy_bert import gelu_erf, hidden_states, linear
 from question_readers import save_question_reader
 from safetensors.numpy import load_file, save_file
 
@@ -60,6 +61,18 @@ def pointing_at(reader: QuestionReader, part: ReaderText, answer: str) -> Passag
 # --- the same numbers
 
 
+def test_scores_are_those_of_numpy(folder, reader):
+    tensors = load_file(folder / "model.safetensors")
+    weights = {name.removeprefix("bert."): array.astype(np.float64) for name, array in tensors.items()}
+    (windows,) = reader.windows([ReaderText(QUESTION, "Ada", TEXTS[1])])
+    for window, scores in zip(windows, reader.scores(windows), strict=True):
+        ids, segments = np.array(window.encoding.ids), np.array(window.encoding.type_ids)
+        assert segments[window.body].all() and not segments[: window.body.start].any()
+        wanted = linear(hidden_states(weights, ids, segments, gelu_erf), weights, "qa_outputs")
+        np.testing.assert_allclose(scores, wanted, atol=1e-4)
+
+
+@pytest.mark.slow
 def test_scores_and_windows_are_those_of_transformers(folder, reader):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     network = transformers.BertForQuestionAnswering.from_pretrained(folder).eval()
@@ -84,6 +97,7 @@ def test_scores_and_windows_are_those_of_transformers(folder, reader):
     assert lengths[0] == 1 and max(lengths) > 3
 
 
+@pytest.mark.slow
 def test_the_best_span_is_that_of_transformers_pipeline(folder, reader):
     """It normalizes each window by itself. Transformers 5 has no such pipeline."""
     transformers = pytest.importorskip("transformers")
