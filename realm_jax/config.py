@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar, cast, get_args, get_type_hints
 
 from ml_collections import ConfigDict
 
-from realm_jax.data.languages import LANGUAGES, PLAIN
+from realm_jax.data.languages import CHOICES as LANGUAGE_CHOICES
 from realm_jax.data.masking import KINDS
 from realm_jax.errors import UserError
 from realm_jax.models.prompts import parse as parse_template
@@ -121,6 +121,8 @@ def tracker_names(value: str) -> list[str]:
 
 
 SEARCHES = ("vectors", "bm25", "hybrid")  # what finds passages
+AUTO = "auto"
+RERANKERS = ("tokens", "cross-encoder", "none")  # what puts the first passages of a search into a new order
 SEED = Limit("from 0 to 2**32 - 1 (JAX drops the bits beyond)", lambda value: 0 <= value < 2**32)
 HELD_OUT = Limit(
     "0 for none, or from 0.001 to 1 (documents are held out in thousandths)",
@@ -264,8 +266,9 @@ class Retrieval(Section):
     )
     language: str = key(
         "",
-        "of the passages, whose stems and stop words BM25 uses; '': detected, 'none': plain words",
-        one_of("", PLAIN, *LANGUAGES),
+        "of the passages, by whose stems or words BM25 matches; '': that of the prepared folder, or detected; 'none': "
+        "plain words; 'bigrams': pairs of characters. ja, ko, th and zh need the extra `languages`",
+        one_of("", *LANGUAGE_CHOICES),
     )
 
 
@@ -516,6 +519,21 @@ class Answering(Section):
 
     read: int = key(0, "passages read for a question; 0: as in training", NOT_NEGATIVE, runtime=True)
     retrieved: int = key(20, "passages retrieved for recall", POSITIVE, runtime=True)
+    rerank: str = key(
+        AUTO,
+        "what puts the first passages of a search into a new order: 'tokens': the encoders' token vectors, without "
+        "training; 'cross-encoder': the network that the task rerank trained; 'none'; 'auto': the cross-encoder if it "
+        "was trained",
+        one_of(AUTO, *RERANKERS),
+        runtime=True,
+    )
+    rerank_depth: int = key(
+        10,
+        "passages that rerank='tokens' puts into a new order; each one more takes as long as embedding it (the "
+        "cross-encoder has rerank.passages)",
+        Limit("from 10 to 50", lambda value: 10 <= value <= 50),
+        runtime=True,
+    )
     aggregate: str = key(
         "marginal",
         "probability of an answer that occurs several times: 'marginal': the sum over passages and occurrences; 'max': "
@@ -554,7 +572,7 @@ class Config(Section):
     tasks: str = key(
         "mlm,ict,realm,qa",
         "recipe: tasks in order, comma-separated, each with a section of its name below; closed_book, a reader without "
-        "passages to compare with, stands alone or after mlm",
+        "passages to compare with, stands alone or after mlm; '' only in a run of `realm index`, which trains nothing",
     )
     seed: int = key(0, "every random choice derives from it and from an example's index", SEED)
     init_from: str = key(
@@ -598,7 +616,6 @@ class Config(Section):
 
         # The recipe.
         known = [field.name for field in dataclasses.fields(self) if isinstance(field.default, TaskSection)]
-        check(bool(names), "tasks", f"name at least one of {', '.join(known)}")
         for name in names:
             check(name in known, "tasks", f"there is no task {name!r}; choose among {', '.join(known)}")
         check(len({*names}) == len(names), "tasks", "a task may occur only once in a recipe")
@@ -607,6 +624,9 @@ class Config(Section):
         if "rerank" in names:
             taught = "qa" in names[: names.index("rerank")] or self.init_from or self.reader_from
             check(bool(taught), "tasks", "rerank learns from a trained reader; put qa before it, or set init_from")
+        else:
+            untrained = "no task trains the cross-encoder; add rerank to tasks, or choose 'tokens' or 'none'"
+            check(self.answering.rerank != "cross-encoder", "answering.rerank", untrained)
 
         # The inverse cloze task.
         if "ict" in names and self.ict.negatives == "index":
@@ -643,6 +663,14 @@ class Config(Section):
 def task_names(config: Config | ConfigDict) -> list[str]:
     """Return the recipe of a config, in order."""
     return [name.strip() for name in config.tasks.split(",") if name.strip()]
+
+
+INDEX = "index"  # stands for the last task of a run of `realm index`, which has none
+
+
+def last_task(config: Config | ConfigDict) -> str:
+    """Return the last task of a recipe, INDEX if it has none."""
+    return [INDEX, *task_names(config)][-1]
 
 
 # The sections of tasks by name.
@@ -705,6 +733,7 @@ def default() -> ConfigDict:
 def validate(config: ConfigDict | Config) -> Config:
     """Return a config that can be trained. Raises UserError, with the key's name, if it cannot. Touches no device."""
     config = as_config(config)
+    check(bool(task_names(config)), "tasks", f"name at least one of {', '.join(TASK_SECTIONS)}")
     check(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
     unset = inherited_keys(config)
     if unset and not config.init_from:

@@ -36,6 +36,7 @@ from realm_jax.models.attention import select_attention
 from realm_jax.models.inputs import PassageBatch
 from realm_jax.models.layers import BertConfig, Compute, Params
 from realm_jax.models.networks import Realm
+from realm_jax.retrieval.analyzers import available
 from realm_jax.retrieval.bm25 import Bm25, check_has_terms, load_or_build
 from realm_jax.retrieval.embed import EMBED_BATCH, GROUPS, CorpusRows, embed_corpus, in_groups, pad_rows
 from realm_jax.retrieval.exact import padded_rows
@@ -146,12 +147,17 @@ class Run:
         (stored,) = self._shard_corpus_arrays([part.astype(dtype, copy=False)] for part in parts)
         return self.index_without_vectors._replace(vectors=stored)
 
+    @property
+    def bm25_language(self) -> str:
+        """Return the language whose terms BM25 matches: of the config, or of the prepared folder; '' to detect it."""
+        return self.config.retrieval.language or available(self.sources.language)
+
     def bm25(self) -> Bm25:
         """Return BM25 over the corpus, from the run directory or built in memory.
 
         Raises UserError if the corpus has no terms.
         """
-        bm25 = load_or_build(self.sources.passages, self.config.retrieval.language, self.workdir)
+        bm25 = load_or_build(self.sources.passages, self.bm25_language, self.workdir)
         check_has_terms(bm25, f"search by words in {self.config.data.path}")
         return bm25
 

@@ -11,6 +11,7 @@ from realm_jax.cli.argument_types import positive
 from realm_jax.corpora.preparation import DEFAULT_VOCABULARY_SIZE, Options, Path_
 from realm_jax.corpora.summary import prepare_and_print
 from realm_jax.data import spans
+from realm_jax.data.languages import CHOICES
 from realm_jax.data.passage_packing import DEFAULT_LIMIT
 
 EXAMPLES = """examples:
@@ -82,6 +83,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="rules",
         metavar="NAME",
         help=f"finder of salient spans (default: %(default)s): {spans.CHOICES}",
+    )
+    add(
+        "--language",
+        default="",
+        choices=CHOICES,
+        metavar="CODE",
+        help="ISO 639-1 code of the language of the passages, whose sentences are split by its rules, and whose terms "
+        "BM25 matches; none: no language in particular; bigrams: pairs of characters (default: detect it)",
     )
     add(
         "--question-sources",

@@ -20,6 +20,7 @@ import numpy as np
 
 from realm_jax.corpora.articles import Article, read_shard, shard_file
 from realm_jax.data import passage_packing, sentences, spans
+from realm_jax.data.languages import PLAIN
 from realm_jax.data.store import Passage, SegmentWriter, append_segment, segment_folder
 from realm_jax.data.tokenizer import Tokenizer, Tokens
 from realm_jax.errors import UserError
@@ -85,6 +86,7 @@ def build_store(
     limit: int = passage_packing.DEFAULT_LIMIT,
     finder: str = "rules",
     replaces: Collection[str] = (),
+    language: str = PLAIN,
 ) -> PackingSummary:
     """Pack articles into the passage store `folder` (a new one, or one more segment of an existing one).
 
@@ -95,11 +97,12 @@ def build_store(
         limit: most tokens of a passage, title and three special tokens included.
         finder: name of a salient-span finder.
         replaces: ids of documents of an existing store that the new segment replaces.
+        language: of the articles, one of `languages.CHOICES`.
 
     Raises:
         UserError: no article has words; the folder is then as before.
     """
-    packer = PassagePacker(tokenizer, limit, finder)
+    packer = PassagePacker(tokenizer, limit, finder, language)
     with append_segment(folder, tokenizer, limit, replaces) as writer:
         summary = _write(writer, packer, articles)
         if not summary.passages:
@@ -153,15 +156,16 @@ def check_limit(limit: int) -> None:
 class PassagePacker:
     """Turns articles into rows of a store; a pure function of an article, cheap to send to another process."""
 
-    def __init__(self, tokenizer: Tokenizer, limit: int, finder: str):
+    def __init__(self, tokenizer: Tokenizer, limit: int, finder: str, language: str = PLAIN):
         check_limit(limit)
         self.tokenizer = tokenizer
         self.limit = limit
+        self.language = language
         self._finder_name = finder
         self._find = spans.finder(finder)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (PassagePacker, (self.tokenizer, self.limit, self._finder_name))
+        return (PassagePacker, (self.tokenizer, self.limit, self._finder_name, self.language))
 
     def __call__(self, articles: list[Article]) -> tuple[list[Passage], PackingSummary]:
         """Return the rows of a batch of articles, in order, and their counts."""
@@ -196,7 +200,8 @@ class PassagePacker:
         title_tokens = title.ids[: passage_packing.max_title(self.limit)]
         summary.notes["long titles shortened"] += len(title.ids) > len(title_tokens)
         max_tokens = passage_packing.body_room(len(title_tokens), self.limit)
-        parts_of_sentences = passage_packing.sentence_parts(text, tokens, sentences.split(text), max_tokens)
+        ranges = sentences.split(text, self.language)
+        parts_of_sentences = passage_packing.sentence_parts(text, tokens, ranges, max_tokens)
         summary.notes["long sentences split"] += sum(len(parts) > 1 for parts in parts_of_sentences)
         parts = [*chain.from_iterable(parts_of_sentences)]
         if not parts:

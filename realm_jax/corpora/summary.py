@@ -27,7 +27,7 @@ def prepare_and_print(options: Options) -> None:
     splits = ", ".join(f"{split} {count:,}" for split, count in prepared.manifest["questions"].items()) or "none"
     print(_with_reasons(f"questions: {splits}", "dropped", prepared.questions.dropped + prepared.questions.damaged))
     _print_samples(prepared.questions)
-    print(f"vocabulary: {prepared.vocabulary:,} word pieces")
+    print(f"vocabulary: {prepared.vocabulary:,} word pieces; language: {prepared.manifest['language']}")
     print(f"{output} is ready after {time.monotonic() - started:.0f} seconds")
 
 

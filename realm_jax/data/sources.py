@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+from realm_jax.data.languages import CHOICES
 from realm_jax.data.questions import Question, answered, gold_record, read_questions
 from realm_jax.data.staging import PREPARED, is_remote, staged
 from realm_jax.data.store import PassageStore
@@ -25,12 +26,14 @@ class Sources:
         passages: Z.
         pretraining: X; the same store if X is Z.
         questions: by split.
+        language: of the passages as `realm prepare` recorded it, one of `languages.CHOICES`; '' if it did not.
     """
 
     tokenizer: Tokenizer
     passages: PassageStore
     pretraining: PassageStore
     questions: dict[str, list[Question]]
+    language: str = ""
 
     @property
     def pretraining_is_corpus(self) -> bool:
@@ -96,7 +99,10 @@ def open_sources(
             raise UserError(
                 f"{path} is damaged ({len(by_split[split])} questions, not {count}); prepare the folder again"
             )
-    return Sources(tokenizer, passages, pretraining, by_split)
+    language = str(manifest.get("language", ""))
+    if language not in ("", *CHOICES):
+        raise UserError(f"{folder}/PREPARED.json: unknown language {language!r}; prepare the folder again")
+    return Sources(tokenizer, passages, pretraining, by_split, language)
 
 
 def _open_store(folder: Path, tokenizer: Tokenizer, version: str | None = None) -> PassageStore:

@@ -5,7 +5,6 @@ posterior p(z|x,y), which tells how far a passage explains y. Posterior minus pr
 score in the gradient of log p(y|x) (Guu et al. 2020, section 3.3). `realm_jax/cli/inspect.py` shows it.
 """
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +24,7 @@ from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator, answer_key
 from realm_jax.forward import (
     Index,
-    Rerank,
+    SearchPipeline,
     StaticContext,
     embed_searching_queries,
     gather_passages,
@@ -372,17 +371,17 @@ def inspect_question(trained: TrainedRun, question: str, answer: str | None = No
             )
         raise UserError(f"the answer {answer!r} has no tokens; give a word that a passage may hold")
     example = evaluator.queries[0] | {name: target[name] for name in ("answers", "answer_lengths")}
-    qa, batch = dataclasses.replace(run.answering_qa, search=trained.search), _put(run, [example])
-    outputs = _inspect_question_batch(qa, run.context, trained.rerank, trained.params, batch, trained.index)
+    qa, batch = run.answering_qa, _put(run, [example])
+    outputs = _inspect_question_batch(qa, run.context, trained.pipeline, trained.params, batch, trained.index)
     return _inspection(trained, question, answer, *(to_host(part)[0] for part in outputs))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _inspect_question_batch(
-    qa: QaConfig, context: StaticContext, rerank: Rerank | None, params: Params, batch: Any, index: Index
+    qa: QaConfig, context: StaticContext, pipeline: SearchPipeline, params: Params, batch: Any, index: Index
 ) -> tuple[jax.Array, ...]:
     """Return rows, log p(z|x) and log p(y|z,x), [batch, k]; and `Inspection.held`, [batch]."""
-    read = read_question(qa, context, params, batch, index, None, qa.passages, rerank)
+    read = read_question(qa, context, params, batch, index, None, qa.passages, pipeline)
     likelihood = log_sum_selected(read.spans, read.correct, (2, 3))
     # A reranker changes the scores of these passages only, so we take those of the retriever.
     return read.rows, read.prior, likelihood, _held_share(context, params, batch, index, read.rows)

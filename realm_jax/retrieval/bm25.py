@@ -1,4 +1,4 @@
-"""Search by words: BM25 over the passages of a corpus, with the stems and stop words of its language.
+"""Search by words: BM25 over the passages of a corpus, with the analyzer of its language (`analyzers.py`).
 
 The search that needs no training, the baseline for trained retrieval, and one half of hybrid search (`fusion.py`). An
 index is stored in the run directory (`save_index`) and memory-mapped from there.
@@ -8,21 +8,18 @@ import json
 import logging
 import shutil
 import tempfile
-import threading
-import unicodedata
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import regex
 from numpy.typing import NDArray
 
-from realm_jax.data.languages import LANGUAGES, PLAIN, language
+from realm_jax.data.languages import BIGRAMS, PLAIN, most_common_language
 from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
+from realm_jax.retrieval.analyzers import available, library_versions, terms
 from realm_jax.storage import (
     Damaged,
     PosixFolder,
@@ -38,15 +35,11 @@ from realm_jax.storage import (
 
 logger = logging.getLogger(__name__)
 
-# One-letter words are kept: BM25's weights judge how little a word says. Marks, such as the vowel signs of Hindi,
-# belong to the letter before them; Python's own \w has none of them.
-_WORD = regex.compile(r"[\p{L}\p{N}_][\p{L}\p{M}\p{N}_]*")
-_DOT_ABOVE = "\N{COMBINING DOT ABOVE}"  # lower() makes an i and this of the Turkish capital İ
 NUM_SAMPLED_PASSAGES = 100  # from which the language of a corpus is detected
 FORMAT = 3
 MAX_CHECKED_BYTES = 1 << 28  # whose checksums a question waits for: a fraction of a second. The trainer waits for all.
 FOLDER, ABOUT = "words", "WORDS.json"
-_STEMMER_LOCK = threading.Lock()  # a stemmer has memory that threads must not share, and batches are made in another
+_TERMS = {PLAIN: "plain words", BIGRAMS: "pairs of characters"}
 
 
 def searchable_texts(store: PassageStore) -> Iterable[str]:
@@ -55,24 +48,21 @@ def searchable_texts(store: PassageStore) -> Iterable[str]:
 
 
 def language_of(store: PassageStore) -> str:
-    """Detect the language of most of NUM_SAMPLED_PASSAGES passages: a key of LANGUAGES, or PLAIN for any other."""
+    """Detect the language of most of NUM_SAMPLED_PASSAGES passages: one of `languages.CHOICES` that is available."""
     rows = np.unique(np.linspace(0, len(store) - 1, min(NUM_SAMPLED_PASSAGES, len(store))).astype(int)).tolist()
-    counts = Counter(language(store.text(row)) for row in rows)
-    code = counts.most_common(1)[0][0] if counts else PLAIN
-    code = {"nb": "no", "nn": "no"}.get(code, code)
-    if code not in LANGUAGES:
+    choice, code = most_common_language(store.text(row) for row in rows)
+    if choice == PLAIN and code:
         logger.info("words: the corpus seems to be in %r, without stems or stop words here; using plain words", code)
-        return PLAIN
-    return code
+    return available(choice)
 
 
 class Bm25:
     """A BM25 index over texts (Lucene's variant with k1 = 1.5 and b = 0.75)."""
 
     def __init__(self, texts: Iterable[str], language: str = PLAIN) -> None:
-        """Index texts; language: a key of LANGUAGES, or PLAIN."""
-        tokens = [_tokens(text, language) for text in texts]
-        self.size, self.language = len(tokens), language
+        """Index texts; language: one of `languages.CHOICES`."""
+        tokens = [terms(text, language) for text in texts]
+        self.size, self.language, self.libraries = len(tokens), language, library_versions(language)
         self._index = _bm25s().BM25() if any(tokens) else None  # the library fails on texts without any word
         if self._index is not None:
             self._index.index(tokens, show_progress=False)
@@ -84,7 +74,7 @@ class Bm25:
 
     def has_terms(self, question: str) -> bool:
         """Return True if a question has any word that is not a stop word."""
-        return bool(_tokens(question, self.language))
+        return bool(terms(question, self.language))
 
     def search(self, questions: Sequence[str], k: int) -> NDArray[np.int64]:
         """Return the rows of `scored`.
@@ -114,7 +104,7 @@ class Bm25:
         k = min(k, self.size)
         rows, scores = np.full((len(questions), k), -1, np.int32), np.zeros((len(questions), k), np.float32)
         for number, question in enumerate(questions):
-            tokens = _tokens(question, self.language)
+            tokens = terms(question, self.language)
             if tokens and self._index is not None:
                 all_scores = self._index.get_scores(tokens)  # [texts]
                 # Of equal scores at the cut the lower rows stay; the library's choice among them depends on k.
@@ -131,6 +121,7 @@ class Bm25:
         if self._index is not None:
             self._index.save(str(folder), allow_pickle=False, show_progress=False)
         about = {"size": self.size, "language": self.language, "empty": self.is_empty, "files": list_files(folder)}
+        about |= {"libraries": self.libraries} if self.libraries else {}
         write_json_atomic(folder / ABOUT, {"digest": record_digest(about), **about})
 
     @classmethod
@@ -149,7 +140,7 @@ class Bm25:
             raise Damaged(f"{folder / ABOUT}: its checksum is different")
         size = sum(entry[1] for entry in about["files"])
         check_files(folder, about["files"], max_checked_bytes is None or size <= max_checked_bytes)
-        loaded.size, loaded.language = about["size"], about["language"]
+        loaded.size, loaded.language, loaded.libraries = about["size"], about["language"], about.get("libraries", "")
         loaded._index = None
         if not about["empty"]:
             loaded._index = _bm25s().BM25.load(str(folder), mmap=True, allow_pickle=False, show_progress=False)
@@ -164,10 +155,13 @@ def load_or_build(store: PassageStore, language: str, workdir: Path) -> Bm25:
 
     Args:
         store: the corpus.
-        language: `retrieval.language` of a config; '' to detect it.
+        language: one of `languages.CHOICES`; '' to detect it.
         workdir: the run directory.
+
+    Raises:
+        UserError: the library of the language is not installed.
     """
-    saved = _load_saved(_index_folder(store, language, workdir), MAX_CHECKED_BYTES)
+    saved = _load_saved(store, language, workdir, MAX_CHECKED_BYTES)
     return Bm25(searchable_texts(store), language or language_of(store)) if saved is None else saved
 
 
@@ -180,7 +174,7 @@ def save_index(store: PassageStore, language: str, workdir: Path) -> None:
         workdir: the run directory.
     """
     folder = _index_folder(store, language, workdir)
-    if _load_saved(folder) is not None:
+    if _load_saved(store, language, workdir) is not None:
         return
     if folder.is_dir():
         load_or_build.cache_clear()  # it may have read the damaged files
@@ -214,15 +208,24 @@ def check_has_terms(bm25: Bm25, where: str) -> None:
         )
 
 
-def _load_saved(folder: Path, max_checked_bytes: int | None = None) -> Bm25 | None:
-    """Load the index in a folder (`Bm25.load`); None if there is none, or a damaged one."""
+def _load_saved(store: PassageStore, language: str, workdir: Path, max_checked_bytes: int | None = None) -> Bm25 | None:
+    """Load the index that was saved (`Bm25.load`); None if there is none, a damaged one, or one by another analyzer."""
+    folder = _index_folder(store, language, workdir)
     if not (folder / ABOUT).is_file():
         return None
     try:
-        return Bm25.load(folder, max_checked_bytes)
+        saved = Bm25.load(folder, max_checked_bytes)
     except (OSError, ValueError, KeyError, TypeError, UserError) as error:
         logger.warning("%s is damaged (%s); rebuilding the index", folder, error)
         return None
+    if saved.libraries != library_versions(saved.language):
+        logger.warning("%s needs %s, which is not installed; rebuilding the index", folder, saved.libraries)
+        return None
+    # A corpus without a recorded language: an earlier version of this program, or a missing library, may have decided.
+    if not language and saved.language in (PLAIN, BIGRAMS) and language_of(store) != saved.language:
+        logger.warning("%s was made of %s; rebuilding the index", folder, _TERMS[saved.language])
+        return None
+    return saved
 
 
 def _index_folder(store: PassageStore, language: str, workdir: Path) -> Path:
@@ -239,29 +242,3 @@ def _bm25s() -> Any:
 
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # the library sets DEBUG, and absl prints what it says
     return bm25s
-
-
-@cache
-def _rules(language: str) -> tuple[frozenset[str], Any]:
-    """Return stop words and stemmer of a language."""
-    if language == PLAIN:
-        return frozenset(), None
-    import Stemmer
-    from bm25s import stopwords
-
-    name = LANGUAGES[language]
-    stop_words = getattr(stopwords, f"STOPWORDS_{'EN' if language == 'en' else name.upper()}")
-    return frozenset(stop_words), Stemmer.Stemmer(name)
-
-
-def _tokens(text: str, language: str) -> list[str]:
-    """Return the words of a text in lower case, without stop words, as stems."""
-    stop_words, stemmer = _rules(language)
-    lowered = text.lower()
-    if not text.isascii():  # a letter with a mark is the same whether it came as one character or as two
-        lowered = unicodedata.normalize("NFC", text).lower().replace(_DOT_ABOVE, "")
-    words = [word for word in _WORD.findall(lowered) if word not in stop_words]
-    if stemmer is None:
-        return words
-    with _STEMMER_LOCK:
-        return list(stemmer.stemWords(words))

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from realm_jax.assemble import longest_inputs, make_model, prompt_encoder
 from realm_jax.checksums import checksums
 from realm_jax.config import (
+    INDEX,
     Config,
     Encoder,
     ReaderSizes,
@@ -27,6 +28,7 @@ from realm_jax.config import (
     check,
     flatten,
     inherited_keys,
+    last_task,
     reader_section,
     task_names,
     with_defaults,
@@ -183,8 +185,8 @@ class RunSource(_NamedSource):
 
     def _exported(self) -> ExportedModel:
         """Return the model that its last task exported. Raises UserError if the run is not finished."""
-        exported, last = exported_model(self.folder), task_names(self.config)[-1]
-        if exported.task != last or exported.step < self.config[last].steps:
+        exported, last = exported_model(self.folder), last_task(self.config)
+        if exported.task != last or (last != INDEX and exported.step < self.config[last].steps):
             raise UserError(
                 f"config.{self.key}: {self.folder} has exported {exported.task} at step {exported.step}, and trains "
                 f"{last} for {self.config[last].steps} steps; let it finish first"
@@ -507,7 +509,8 @@ def record_start(run: Run, params: Params) -> None:
     def record() -> None:
         make_folder(run.workdir, "--workdir")
         if path.is_file() and read_json(path).get("params") != start_digest:
-            shutil.rmtree(run.workdir / task_names(run.config)[0], ignore_errors=True)
+            for task in task_names(run.config)[:1]:
+                shutil.rmtree(run.workdir / task, ignore_errors=True)
         trained = bool(sources) and sources[-1].gives_reader and sources[-1].has_trained_reader(run.model)
         write_json_atomic(path, {"reader": trained, "params": start_digest})
 

@@ -129,6 +129,54 @@ def test_sentences_are_those_judged_by_hand(expected: list[str]) -> None:
     assert sentences(" ".join(expected)) == expected
 
 
+LANGUAGES = [
+    ("ar", ["قابل د. أحمد الصحفيين في القاهرة.", "ثم غادر المدينة.", "هل عاد؟", "لا أحد يعلم."]),
+    ("cs", ["Narodil se 3. května 1901 v Praze, např. jako MUDr. Novák.", "Zemřel roku 1950.", "Proč?"]),
+    ("da", ["Han rejste ca. 3. Juli med hr. Jensen.", "Så kom han hjem.", "De boede i nr. 5."]),
+    ("de", [
+        "Am 3. Oktober 1990 war z. B. Dr. Müller in Berlin.", "Er blieb bis zum 5.", "Die Stadt feierte usw.",
+        "Danach fuhr er nach St. Gallen.", "Das 19. Jahrhundert endete.", "Siehe Abb. 3 auf S. 12.", "Ist das klar?",
+        "„Ja.“", "Und heute?",
+    ]),
+    ("el", ["Πού είναι τα πλοία;", "Το λιμάνι είναι κλειστό.", "Ο κ. Παππάς έφυγε στις 5 μ.μ. Δευτέρα."]),
+    ("en", ["Dr. Smith met Mr. Jones at 5 p.m. on Friday.", "They talked; nobody listened."]),
+    ("es", ["El Sr. García vive en EE. UU. desde 1990.", "¿Dónde está la Sra. López?", "Compró pan, leche, etc.",
+            "Luego se fue."]),
+    ("fi", ["Hän syntyi 3. Huhtikuuta klo 5.", "Hän asui esim. Turussa.", "Miksi?"]),
+    ("fr", ["M. Dupont et Mme Curie sont arrivés.", "« Où ? »", "Ils ont vu p. ex. Paris, Lyon, etc.",
+            "Ensuite ils sont partis vers l'av. Foch."]),
+    ("hi", ["डॉ. शर्मा कल आए।", "वे कहाँ हैं?", "पता नहीं।"]),
+    ("hu", ["A 3. Fejezet ill. Dr. Kovács könyve.", "A kikötő zárva van.", "Miért?"]),
+    ("hy", ["Նավահանգիստը փակ է։", "Ո՞ւր է նավը։"]),
+    ("it", ["Il sig. Rossi abita in p. Verdi, n. 5.", "La città è bella.", "Vide Roma, Pisa ecc.", "Poi partì."]),
+    ("ja", ["港は冬に閉じる。", "船はどこ？", "「待つ。」", "幅は3．5メートルだ．", "終わり"]),
+    ("ko", ["항구는 겨울에 닫힌다.", "배는 어디에 있습니까?", "모른다!"]),
+    ("nl", ["Dhr. de Vries kocht o.a. brood, melk enz.", "Daarna ging hij naar huis.", "Waarom?"]),
+    ("pl", ["Prof. Nowak mieszka przy ul. Długiej.", "Kupił chleb, mleko itd.", "Potem wrócił."]),
+    ("pt", ["O Sr. Silva mora na Av. Paulista.", "Comprou pão, leite, etc.", "Depois foi embora.", "Por quê?"]),
+    ("ru", ["Он жил на ул. Ленина в г. Москве.", "Там, т. е. дома, было тихо и т. д.", "Потом он уехал.", "См. рис. 3.",
+            "Где он?"]),
+    ("sv", ["Hr. Larsson köpte bröd, mjölk osv.", "Han bor på nr. 5.", "Varför?"]),
+    ("th", ["ท่าเรือแห่งนี้ปิดให้บริการตลอดฤดูหนาวเพราะน้ำในอ่าวกลายเป็นน้ำแข็งทั้งหมด",
+            "เรือประมงจึงต้องจอดรออยู่ที่ท่าจนกว่าจะถึงเดือนเมษายน ชาวบ้านรอ"]),
+    ("tr", ["Sn. Yılmaz ve Prof. Demir 20. Yüzyıl tarihini yazdı.", "Bu kitap uzun.", "Ekmek, süt vb.",
+            "Daha sonra gitti."]),
+    ("zh", ["港口冬天关闭。", "船在哪里？", "“等一等！”", "宽3．5米．", "完"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("language, expected", LANGUAGES, ids=lambda case: case if isinstance(case, str) else "")
+def test_sentences_of_a_language_end_where_its_readers_end_them(language: str, expected: list[str]) -> None:
+    text = " ".join(expected)
+    assert [text[start:end] for start, end in split(text, language)] == expected
+
+
+def test_abbreviations_count_only_in_their_language() -> None:
+    text = "Er kam z. B. Montag."
+    assert len(split(text, "de")) == 1 and len(split(text)) == len(split(text, "fr")) == 2
+    assert len(split("Πού είναι; Εδώ.", "el")) == 2 and len(split("Πού είναι; Εδώ.")) == 1
+
+
 @pytest.mark.parametrize("expected", [["東京は首都です。", "人口は多い。"], ["वह आया।", "वह गया।।", "अंत"]])
 def test_ideographic_full_stops_and_dandas_need_no_space(expected: list[str]) -> None:
     assert sentences("".join(expected)) == expected
@@ -140,9 +188,12 @@ def test_no_sentence_begins_with_a_mark(mark: str) -> None:
         assert sentences(f"{stop}{mark}Two. Three.") == [f"{stop}{mark}Two.", "Three."]
 
 
-@given(st.text(st.sampled_from("Ab1 .!?…\"'()[]\n“”`。,")) | st.text())
-def test_any_text_is_covered_in_order_without_outer_white_space(text: str) -> None:
-    ranges = split(text)
+@given(
+    st.text(st.sampled_from("Ab1 .!?…\"'()[]\n“”`。,;．ก์")) | st.text(),
+    st.sampled_from(["none", "el", "ja", "de", "th"]),
+)
+def test_any_text_is_covered_in_order_without_outer_white_space(text: str, language: str) -> None:
+    ranges = split(text, language)
     last = 0
     for start, end in ranges:
         assert last <= start < end <= len(text)
@@ -151,10 +202,10 @@ def test_any_text_is_covered_in_order_without_outer_white_space(text: str) -> No
     assert text[last:].strip() == ""
 
 
-@pytest.mark.parametrize("unit", [" ", ". ", ".", '"', "\n", "! ", "''", '. "', "[", ". A", ". ''"])
+@pytest.mark.parametrize("unit", [" ", ". ", ".", '"', "\n", "! ", "''", '. "', "[", ". A", ". ''", "ก ", "ก", "; "])
 def test_no_text_takes_quadratic_time(unit: str) -> None:
     began = time.perf_counter()
-    split(unit * 20_000)
+    split(unit * 20_000, "th" if "ก" in unit else "el")
     assert time.perf_counter() - began < 5
 
 
