@@ -167,9 +167,29 @@ class ReaderSizes(Section):
 
 
 @dataclass(frozen=True)
+class RotarySizes(Section):
+    """Rotary positions and local attention of `model.architecture=modernbert`; other encoders have none."""
+
+    global_theta: float = key(
+        160_000.0, "base of the angles in layers that attend to all tokens", POSITIVE, inherit=True
+    )
+    local_theta: float = key(10_000.0, "base of the angles in the other layers", POSITIVE, inherit=True)
+    global_every: int = key(
+        3, "one layer of so many attends to all tokens, beginning with the first", POSITIVE, inherit=True
+    )
+    window: int = key(128, "tokens that the other layers attend to, half of them on each side", POSITIVE, inherit=True)
+
+
+@dataclass(frozen=True)
 class Model(Section):
     """The BERTs of both encoders; the reader's is the same unless `model.reader` says otherwise."""
 
+    architecture: str = key(
+        "bert",
+        "kind of network, as `model_type` in a config.json, of the encoders and the reader",
+        one_of("bert", "roberta", "xlm-roberta", "distilbert"),
+        inherit=True,
+    )
     layers: int = key(12, "Transformer layers", POSITIVE, inherit=True)
     width: int = key(768, "size of a hidden state", POSITIVE, inherit=True)
     heads: int = key(12, "attention heads, which must divide the width", POSITIVE, inherit=True)
@@ -186,6 +206,7 @@ class Model(Section):
         one_of("gelu", "gelu_new"),
         inherit=True,
     )
+    norm_epsilon: float = key(1e-12, "of every LayerNorm in them (BERT: 1e-12; RoBERTa: 1e-5)", POSITIVE, inherit=True)
     remat: str = key(
         "none",
         "what the backward pass computes again, to save memory: 'dots': all but products with parameters and what is "
@@ -196,6 +217,7 @@ class Model(Section):
     )
     span_width: int = key(10, "tokens of an answer at most", POSITIVE)
     shared_tower: bool = key(False, "one encoder for queries and passages instead of two")
+    rotary: RotarySizes = RotarySizes()
     reader: ReaderSizes = ReaderSizes()
 
     def __post_init__(self) -> None:

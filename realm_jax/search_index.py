@@ -34,10 +34,11 @@ from realm_jax.data.staging import PREPARED
 from realm_jax.errors import UserError
 from realm_jax.host import Stop
 from realm_jax.indexing.vector_cache import embed_unknown, embed_with_cache, row_keys
+from realm_jax.models.architectures.table import read_architecture
 from realm_jax.models.folders import resolve_model_path
 from realm_jax.models.layers import Params
 from realm_jax.models.sentence_transformers import sentence_model, transformer_folder
-from realm_jax.models.weights import read_bert_settings
+from realm_jax.models.weights import SETTINGS
 from realm_jax.run import Run
 from realm_jax.storage import exclusive_lock, make_folder, read_json, write_json_atomic
 from realm_jax.train.exported_model import MODEL, find_exported_model, replace_vectors, write_exported_model
@@ -202,7 +203,7 @@ def check_model(name: str) -> None:
     folder = resolve_model_path(name, "--from")
     if not folder.is_dir():
         raise UserError(f"--from={name}: no such folder; write hf:NAME for a model of the hub, py:NAME for a package")
-    read_bert_settings(transformer_folder(folder))  # raises UserError if it is no BERT
+    read_architecture(transformer_folder(folder) / SETTINGS)  # raises UserError for a network that cannot be loaded
     if sentence_model(folder) is None:
         raise UserError(
             f"--from={name}: {folder} has no modules.json with a pooling, so it is no encoder of texts; name a model "

@@ -239,7 +239,8 @@ class Model:
             raise UserError(f"{len(checked)} texts have {len(heads)} titles; give one for each text, or none")
         if not checked:
             return vectors[0]
-        length, pairs = run.config.data.document_length, map(tokenizer.encode_batch, (heads, checked))
+        length, of_passages = run.config.data.document_length, tokenizer.placed(behind_space=True)
+        pairs = map(of_passages.encode_batch, (heads, checked))
         rows = [
             document_arrays(np.asarray(title.ids), np.asarray(body.ids), length, tokenizer)
             for title, body in zip(*pairs, strict=True)

@@ -113,9 +113,9 @@ class QuestionReader:
         """Load a reader. See `open_question_reader`."""
         model = load_token_classifier(folder, 2, question_head, "question answering")
         self._folder, self._mesh, self._tokenizer = folder, mesh, model.tokenizer
-        self._longest = min(model.network.config.max_length, LONGEST)
-        self._overlap = min(OVERLAP, self._longest // 2)
-        self._pairs = model.tokenizer.pair_tokenizer(self._longest, self._overlap)
+        self.longest = min(model.network.config.max_length, LONGEST)
+        self.overlap = min(OVERLAP, self.longest // 2)
+        self._pairs = model.tokenizer.pair_tokenizer(self.longest, self.overlap)
         self._params = jax.device_put(model.params, replicated(mesh))
         self.parameters = sum(array.size for array in jax.tree.leaves(model.params))
         attention = select_attention(mesh, jnp.float32)
@@ -160,7 +160,7 @@ class QuestionReader:
 
     def windows(self, inputs: Sequence[ReaderText]) -> list[list[Window]]:
         """Return the windows of each passage, in the order of its text. Questions that are too long are cut."""
-        most = self._longest // QUESTION_SHARE
+        most = self.longest // QUESTION_SHARE
         questions: dict[str, str] = {}
         for question in {part.question for part in inputs}:
             offsets = self._tokenizer.encode(question).offsets
@@ -173,7 +173,7 @@ class QuestionReader:
                 body = np.flatnonzero(np.array([sequence == 1 for sequence in part.sequence_ids]))
                 first, stop = (int(body[0]), int(body[-1]) + 1) if len(body) else (0, 0)
                 room = of_passage[0].body.stop - of_passage[0].body.start if of_passage else 0
-                of_passage.append(Window(number * (room - self._overlap), slice(first, stop), part))
+                of_passage.append(Window(number * (room - self.overlap), slice(first, stop), part))
             windows.append(of_passage)
         return windows
 
@@ -193,7 +193,7 @@ class QuestionReader:
         pending = []
         for begin in range(0, len(order), WINDOWS * parts):
             batch = order[begin : begin + WINDOWS * parts]
-            width = min(-(-int(lengths[batch].max()) // WIDTH_STEP) * WIDTH_STEP, self._longest)
+            width = min(-(-int(lengths[batch].max()) // WIDTH_STEP) * WIDTH_STEP, self.longest)
             rows = parts << (-(-len(batch) // parts) - 1).bit_length()  # a power of two for each device
             ids = np.full((rows, width), self._tokenizer.pad_id, np.int32)
             segments, used = np.zeros_like(ids), np.ones(rows, np.int32)

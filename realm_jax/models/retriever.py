@@ -15,7 +15,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from realm_jax.models.bert import Bert, apply
+from realm_jax.models.architectures.table import encoder_network
+from realm_jax.models.bert import apply
 from realm_jax.models.inputs import (
     EncoderInput,
     PassageBatch,
@@ -138,7 +139,7 @@ class Encoder(nn.Module):
         if compute.packed_length:  # a sequence that loses its last tokens is pooled as if it had ended there
             mask = fitting_mask(mask, compute.parts, compute.packed_length, compute.alignment)
         position = pooling.position(mask) if pooling.position else None
-        hidden = Bert(c, name="bert")(ids, segments, mask, position, deterministic)  # [batch, length or 1, width]
+        hidden = encoder_network(c, "bert")(ids, segments, mask, position, deterministic)  # [batch, length or 1, width]
         vector = pooling.pool(hidden, mask)  # [batch, width]
         if pooling.has_tanh_layer:
             vector = jnp.tanh(dense(c.width, ("embed", "embed_out"), c, "pooler")(vector))
@@ -296,7 +297,7 @@ class Retriever:
         return TokenVectors(vectors, document_text_mask(passages, texts, self.passage_template))
 
     def _token_vectors(self, encoder_params: Params, texts: EncoderInput) -> Array:
-        hidden = apply(Bert(self.bert), encoder_params["bert"], texts, "__call__", None).astype(jnp.float32)
+        hidden = apply(encoder_network(self.bert), encoder_params["bert"], texts, "__call__", None).astype(jnp.float32)
         return unit_vectors(hidden)  # [batch, length, width]
 
     def _embed(self, encoder_params: Params, texts: EncoderInput, key: Array | None, packed_length: int) -> Array:

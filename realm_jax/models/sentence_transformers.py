@@ -30,6 +30,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from realm_jax.errors import UserError
+from realm_jax.models.architectures.table import ARCHITECTURES, read_architecture
 from realm_jax.models.layers import BertConfig, Params
 from realm_jax.models.networks import Realm
 from realm_jax.models.prompts import from_prompt, parse
@@ -46,7 +47,6 @@ from realm_jax.models.weights import (
     find,
     has_weights,
     open_tensors,
-    read_bert_settings,
     write_json,
 )
 from realm_jax.storage import read_fetched_json, read_settings
@@ -169,7 +169,7 @@ def sentence_model(folder: Path) -> SentenceModel | None:
     if kinds[:2] != ["Transformer", "Pooling"]:
         _refuse(folder / MODULES, f"begins with {', '.join(kinds[:2])}; choose a model of a Transformer and a Pooling")
     transformer = folder / entries[0]["path"]
-    bert_settings = read_bert_settings(transformer)
+    architecture, bert_settings = read_architecture(transformer / SETTINGS)
 
     # --- The pooling
     path = folder / entries[1]["path"] / SETTINGS
@@ -244,7 +244,7 @@ def sentence_model(folder: Path) -> SentenceModel | None:
     section = bert_settings.get(ENCODER_SECTION)
     if isinstance(section, dict) and {*encoder} <= {*section} and has_weights(transformer):
         with open_tensors(transformer / WEIGHTS) as files:
-            names = {name.removeprefix("bert.") for name in files}
+            names = {name.removeprefix(architecture.prefix) for name in files}
         has = {layer: f"{name}.weight" in names for layer, name in VECTOR_LAYERS.items()}
         wanted = {"pooler": POOLINGS[encoder["pooling"]].has_tanh_layer, "projection": bool(section["projection"])}
         wanted["projection_norm"] = section["normalization"] == "layer"
@@ -351,7 +351,8 @@ def write_modules(
     ]
     write_json(folder / MODULES, entries)
     longest = {"max_seq_length": max(lengths.values()), "do_lower_case": False}
-    write_json(folder / INPUT, longest | {"model_args": {"add_pooling_layer": False}})
+    options = {"model_args": {"add_pooling_layer": False}} if ARCHITECTURES[model.bert.architecture].has_pooler else {}
+    write_json(folder / INPUT, longest | options)
     prompts = {purpose: prompt for purpose in lengths if (prompt := _prompt(encoder, purpose))}
     write_json(
         folder / PROMPTS,

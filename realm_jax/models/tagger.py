@@ -25,6 +25,7 @@ from realm_jax.data.passage_packing import sentence_parts
 from realm_jax.data.spans import Span, find_dates, with_dates, without_overlaps
 from realm_jax.data.tokenizer import Tokenizer, Tokens
 from realm_jax.errors import UserError
+from realm_jax.models.architectures.bert import BERT
 from realm_jax.models.folders import HUB, resolve_model_path
 from realm_jax.models.layers import Params
 from realm_jax.models.token_classifier import TokenClassifier, digest_of, load_token_classifier
@@ -62,6 +63,8 @@ def load_tagger(folder: Path) -> LoadedTagger:
     """Load a BERT for token classification. Raises UserError, naming the file, for what is missing or does not fit."""
     path = folder / SETTINGS
     settings = read_settings(path)
+    if (kind := settings.get("model_type", BERT.model_type)) != BERT.model_type:
+        raise UserError(f"{path}: model_type is {kind!r}, not {BERT.model_type!r}; choose a plain BERT")
     names = settings.get("id2label")
     if not (isinstance(names, dict) and names and {*names} == {str(number) for number in range(len(names))}):
         raise UserError(f"{path}: has no `id2label` that names its labels; choose a model for token classification")

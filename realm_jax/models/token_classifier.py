@@ -1,4 +1,4 @@
-"""BERT with a linear layer that scores every token, opened from a folder of Hugging Face with its tokenizer.
+"""An encoder with a linear layer that scores every token, opened from a folder of Hugging Face with its tokenizer.
 
 `tagger.py` scores labels of names with it, and `question_reader.py` the start and the end of an answer.
 """
@@ -6,7 +6,7 @@
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -15,25 +15,15 @@ import jax.numpy as jnp
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.tokenizer_files import TokenizerFile, lower_case_of, tokenizer_file
 from realm_jax.errors import UserError
-from realm_jax.models.bert import Bert
-from realm_jax.models.layers import ACTIVATIONS, BertConfig, Params
-from realm_jax.models.weights import (
-    BERT_SETTINGS,
-    SETTINGS,
-    WEIGHTS,
-    Part,
-    encoder,
-    find,
-    our_activation,
-    read,
-    read_bert_settings,
-)
+from realm_jax.models.architectures.table import encoder_network
+from realm_jax.models.layers import BertConfig, Params
+from realm_jax.models.weights import SETTINGS, WEIGHTS, Part, encoder, encoder_config, find, read
 
 Array = jax.Array
 
 
 class TokenClassifier(nn.Module):
-    """BERT with a linear layer that scores the labels of every token."""
+    """An encoder with a linear layer that scores the labels of every token."""
 
     config: BertConfig
     labels: int
@@ -51,7 +41,7 @@ class TokenClassifier(nn.Module):
             Logits [batch, length, labels] float32.
         """
         segments = jnp.zeros_like(ids) if segments is None else segments
-        hidden = Bert(self.config, name="bert")(ids, segments, mask)  # [batch, length, width]
+        hidden = encoder_network(self.config, "bert")(ids, segments, mask)  # [batch, length, width]
         return nn.Dense(self.labels, name="classifier")(hidden.astype(jnp.float32))
 
 
@@ -72,28 +62,18 @@ class LoadedClassifier(NamedTuple):
 def load_token_classifier(
     folder: Path, labels: int, head_of: Callable[[BertConfig], Part], purpose: str
 ) -> LoadedClassifier:
-    """Load a BERT with a linear layer over its tokens.
+    """Load an encoder with a linear layer over its tokens.
 
     Args:
         folder: of the model, with `config.json`, `model.safetensors` and a tokenizer.
         labels: outputs of the linear layer.
-        head_of: sizes of the BERT → the part of the file that holds the layer.
+        head_of: sizes of the encoder → the part of the file that holds the layer.
         purpose: what the model is for, as Hugging Face names it, for messages.
 
     Raises:
         UserError: something is missing or does not fit; the message names the file.
     """
-    path, settings = folder / SETTINGS, read_bert_settings(folder)
-    sizes: dict[str, Any] = {field: settings.get(key) for field, key in BERT_SETTINGS.items()} | {"dropout": 0.0}
-    sizes["hidden_act"] = our_activation(sizes["hidden_act"])
-    for field, key in BERT_SETTINGS.items():
-        if field not in ("hidden_act", "dropout") and not (isinstance(sizes[field], int) and sizes[field] > 0):
-            raise UserError(f"{path}: {key} is {sizes[field]!r}, which is no size; choose a plain BERT")
-    if sizes["width"] % sizes["heads"]:
-        raise UserError(f"{path}: {sizes['heads']} num_attention_heads do not divide a width of {sizes['width']}")
-    if sizes["hidden_act"] not in ACTIVATIONS:
-        raise UserError(f"{path}: hidden_act is {sizes['hidden_act']!r}; choose a BERT with {', '.join(ACTIVATIONS)}")
-    config = BertConfig(**sizes)
+    config = encoder_config(folder)
     head = head_of(config)
     files = find(folder, config, (encoder(config), head))
     if head.title in files.missing:

@@ -26,7 +26,8 @@ from realm_jax.forward import (
     read_question,
     reader_query,
 )
-from realm_jax.models.bert import Bert, apply
+from realm_jax.models.architectures.table import encoder_network
+from realm_jax.models.bert import apply
 from realm_jax.models.inputs import PassageBatch, ReaderInput, flatten_passages, reader_inputs
 from realm_jax.models.layers import BertConfig, Dropout, Params, dense
 from realm_jax.models.losses import WeightedSum, log_sum_selected
@@ -129,7 +130,7 @@ class CrossEncoderNetwork(nn.Module):
         """
         c = self.config
         cls = jnp.zeros((ids.shape[0], 1), jnp.int32)
-        hidden = Bert(c, name="bert")(ids, segments, mask, positions=cls, deterministic=deterministic)[:, 0]
+        hidden = encoder_network(c, "bert")(ids, segments, mask, positions=cls, deterministic=deterministic)[:, 0]
         pooled = jnp.tanh(dense(c.width, ("embed", "embed_out"), c, "pooler")(hidden))  # [batch, width]
         pooled = Dropout(c.dropout)(pooled, deterministic=deterministic)
         return dense(1, ("embed", None), c, "score", nn.initializers.zeros_init(), jnp.float32)(pooled)[..., 0]

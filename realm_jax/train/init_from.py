@@ -34,15 +34,17 @@ from realm_jax.config import (
     with_defaults,
     with_values,
 )
-from realm_jax.data.tokenizer import Tokenizer
+from realm_jax.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from realm_jax.data.tokenizer_files import lower_case_of, read_tokenizer, tokenizer_file
 from realm_jax.errors import UserError
 from realm_jax.mesh import put_with_sharding
+from realm_jax.models.architectures.table import model_values, read_architecture
 from realm_jax.models.folders import READER, TOWERS, model_folders, network_folder, resolve_model_path
 from realm_jax.models.layers import Params
 from realm_jax.models.networks import Realm
 from realm_jax.models.sentence_transformers import (
     INPUT,
+    TITLED,
     TRAINED_READER,
     default_temperature,
     find_encoder,
@@ -50,7 +52,6 @@ from realm_jax.models.sentence_transformers import (
     transformer_folder,
 )
 from realm_jax.models.weights import (
-    BERT_SETTINGS,
     RETRIEVER_SETTINGS,
     SETTINGS,
     SPAN_HEAD,
@@ -58,9 +59,7 @@ from realm_jax.models.weights import (
     bert_of,
     find,
     networks,
-    our_activation,
     read,
-    read_bert_settings,
 )
 from realm_jax.processes import run_on_process_0
 from realm_jax.run import Run, abstract_params
@@ -349,22 +348,32 @@ def _values_of(folder: Path) -> dict[str, Any]:
     """Return the values of an encoder's folder, by dotted key."""
     sentence = sentence_model(folder)
     transformer = sentence.transformer if sentence else folder
-    values, settings = _bert_values(transformer), read_bert_settings(transformer)
+    architecture, settings = read_architecture(transformer / SETTINGS)
     recorded = {name: settings[key] for name, key in RETRIEVER_SETTINGS.items() if settings.get(key)}
     encoder = dataclasses.asdict(Encoder()) | recorded  # a BERT without settings of vectors gets the paper's
+    if architecture.segment_types < 2:
+        encoder["passage_prompt"] = TITLED
     if sentence is not None:
         encoder = sentence.encoder
         if sentence.unused:
             names = ", ".join(sentence.unused)
             logger.warning("%s: prompts that neither queries nor passages take: %s", sentence.folder, names)
-    return values | {f"encoder.{key}": value for key, value in encoder.items()}
+    if encoder["passage_prompt"] == TITLED and _counts_space(transformer):
+        encoder = encoder | {"passage_prompt": f" {TITLED}"}
+    return _bert_values(transformer) | {f"encoder.{key}": value for key, value in encoder.items()}
+
+
+def _counts_space(transformer: Path) -> bool:
+    """Return True if words of a folder's tokenizer have other tokens behind a space, which all passages' words have."""
+    path = transformer / TOKENIZER_FILE
+    is_of_bytes = '"ByteLevel"' in json.dumps(read_settings(path).get("pre_tokenizer"))
+    return is_of_bytes and read_tokenizer(path, lower_case=False).counts_space
 
 
 def _bert_values(transformer: Path) -> dict[str, Any]:
-    """Return the values of the config.json of a BERT, by key of `config.model`."""
-    settings = read_bert_settings(transformer)
-    values = {f"model.{name}": settings.get(key) for name, key in BERT_SETTINGS.items()}
-    return values | {"model.hidden_act": our_activation(values["model.hidden_act"])}
+    """Return the values of the config.json of an encoder, by key of `config.model`."""
+    values = model_values(*read_architecture(transformer / SETTINGS))
+    return {f"model.{name}": value for name, value in values.items()}
 
 
 def _find_network(folder: Path, model: Realm, network: str) -> NetworkFiles:
@@ -430,7 +439,9 @@ def fill_from_pretrained(config: Config | ConfigDict, workdir: Path | None = Non
         if "encoder.temperature" in keys and normalization != values["encoder.normalization"]:
             config = with_values(config, {"encoder.temperature": default_temperature(normalization)})
         if not recorded:
-            inherited = ", ".join(f"{key}={values[key]!r}" for key in keys)
+            has_rotary = config.model.architecture == "modernbert"
+            named = (key for key in keys if has_rotary or not key.startswith("model.rotary."))
+            inherited = ", ".join(f"{key}={values[key]!r}" for key in named)
             logger.info("config.init_from=%s sets %s", config.init_from, inherited)
 
     if not with_reader or config.model.reader.changes or not (has_begun or config.reader_from):

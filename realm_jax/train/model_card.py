@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterator, Mapping
 
 from realm_jax.config import INDEX, Config, task_names
+from realm_jax.models.architectures.table import HF_REALM
 from realm_jax.models.folders import HUB, PACKAGE, READER
-from realm_jax.models.weights import HF_REALM
 from realm_jax.run import Run
 from realm_jax.train.trained_run import recorded_metrics
 from realm_jax.train.workdir import recorded_config

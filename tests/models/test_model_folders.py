@@ -223,9 +223,9 @@ def test_data_that_are_prepared_with_a_cased_model_fit_it(people, tmp_path):
 @pytest.mark.parametrize("make", [bert_folder, sentence_folder])
 def test_the_kind_of_a_model_that_is_no_bert_is_named_first(people, tmp_path, make):
     folder = make(people, tmp_path / "model")
-    (folder / "config.json").write_text(json.dumps({"model_type": "distilbert", "dim": 16, "n_layers": 1}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "t5", "d_model": 16}))
     (folder / "vocab.txt").write_text("of another kind")
-    says = f"^{folder}/config.json: model_type is 'distilbert', not 'bert' or 'realm'; choose a plain BERT"
+    says = f"^{folder}/config.json: model_type is 't5'; choose a model of one of the types 'bert',"
     config = tiny_config(people)
     config.init_from = str(folder)
     with pytest.raises(UserError, match=says):

@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from made_encoders import BODIES, KINDS, QUESTIONS, TITLES, save_encoder
 from numpy_bert import gelu_erf, hidden_states, linear
 from question_readers import save_question_reader
 from safetensors.numpy import load_file, save_file
@@ -73,28 +74,39 @@ def test_scores_are_those_of_numpy(folder, reader):
 
 
 @pytest.mark.slow
-def test_scores_and_windows_are_those_of_transformers(folder, reader):
+@pytest.mark.parametrize("kind", ["bert", *KINDS])
+def test_scores_and_windows_are_those_of_transformers(kind, folder, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    network = transformers.BertForQuestionAnswering.from_pretrained(folder).eval()
-    tokenizer = transformers.BertTokenizerFast.from_pretrained(folder)
-    plain = [part for part in texts("Ada") if "[" not in part.text]  # theirs makes special tokens of a text
-    lengths = []
+    if kind == "bert":
+        network = transformers.BertForQuestionAnswering.from_pretrained(folder).eval()
+        tokenizer = transformers.BertTokenizerFast.from_pretrained(folder)
+        plain = [part for part in texts("Ada") if "[" not in part.text]  # theirs makes special tokens of a text
+    else:
+        folder = tmp_path / "model"
+        network = save_encoder(folder, kind, "ForQuestionAnswering")
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+        bodies = [*BODIES, " ".join(BODIES), "", "\n ".join(BODIES * 3)]
+        plain = [
+            ReaderText(QUESTIONS[0], title, body) for title, body in zip(["", *TITLES, "", ""], bodies, strict=True)
+        ]
+    reader = open_question_reader(str(folder), make_mesh(devices=jax.devices()[:1]))
+    counts = []
     for part, windows in zip(plain, reader.windows(plain), strict=True):
         theirs = tokenizer(
-            part.question, part.context, truncation="only_second", max_length=64, stride=32,
+            part.question, part.context, truncation="only_second", max_length=reader.longest, stride=reader.overlap,
             return_overflowing_tokens=True, padding=True, return_tensors="pt",
         )  # fmt: skip
-        theirs.pop("overflow_to_sample_mapping")
+        names = ["input_ids", "attention_mask", *(["token_type_ids"] if kind == "bert" else [])]
         with torch.no_grad():
-            logits = network(**theirs)
+            logits = network(**{name: theirs[name] for name in names})
         assert len(windows) == len(theirs["input_ids"])
         for number, (window, scores) in enumerate(zip(windows, reader.scores(windows), strict=True)):
             used = slice(0, int(theirs["attention_mask"][number].sum()))
             assert window.encoding.ids == theirs["input_ids"][number, used].tolist()
             np.testing.assert_allclose(scores[:, 0], logits.start_logits[number, used].numpy(), atol=1e-4)
             np.testing.assert_allclose(scores[:, 1], logits.end_logits[number, used].numpy(), atol=1e-4)
-        lengths.append(len(windows))
-    assert lengths[0] == 1 and max(lengths) > 3
+        counts.append(len(windows))
+    assert counts[0] == 1 and max(counts) > 3
 
 
 @pytest.mark.slow
