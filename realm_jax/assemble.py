@@ -120,6 +120,12 @@ def make_model(
             f"config.encoder.passage_prompt: {model.architecture!r} reads no title and body in two segments; set it to "
             "a template such as '{title} {text}'"
         )
+    features = encoder.projection or model.width
+    if encoder.dimensions > features:
+        raise UserError(
+            f"config.encoder.dimensions: is {encoder.dimensions}, but vectors have {features} features; set at most "
+            "that many"
+        )
     longest = max(joint_length(config), *longest_inputs(config, query_template, passage_template))
     bert = make_bert(model, vocabulary_size, longest, hidden)
     reader_bert = make_bert(reader_section(model), vocabulary_size, longest, hidden)
@@ -130,6 +136,7 @@ def make_model(
         norm_scale=encoder.norm_scale,
         pooling=encoder.pooling,
         normalization=encoder.normalization,
+        dimensions=encoder.dimensions,
         temperature=float(encoder.temperature),
         query_template=query_template,
         passage_template=passage_template,

@@ -187,7 +187,7 @@ class Model(Section):
     architecture: str = key(
         "bert",
         "kind of network, as `model_type` in a config.json, of the encoders and the reader",
-        one_of("bert", "roberta", "xlm-roberta", "distilbert"),
+        one_of("bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "modernbert"),
         inherit=True,
     )
     layers: int = key(12, "Transformer layers", POSITIVE, inherit=True)
@@ -241,6 +241,12 @@ class Encoder(Section):
     )
     projection: int = key(
         128, "width of a linear projection of it, so of a vector; 0: none", NOT_NEGATIVE, inherit=True
+    )
+    dimensions: int = key(
+        0,
+        "features of a vector that are kept, its first ones, before it gets length 1 (Matryoshka models); 0: all",
+        NOT_NEGATIVE,
+        inherit=True,
     )
     normalization: str = key(
         "layer",

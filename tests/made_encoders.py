@@ -92,6 +92,8 @@ KINDS: dict[str, tuple[str, Any, tuple[str, ...], int, dict[str, Any]]] = {
     "roberta": ("Roberta", byte_pairs, FAIRSEQ, 400, {"type_vocab_size": 1, "layer_norm_eps": 1e-5}),
     "xlm-roberta": ("XLMRoberta", unigram, FAIRSEQ, 300, {"type_vocab_size": 1, "layer_norm_eps": 1e-5}),
     "distilbert": ("DistilBert", word_pieces, BERT, 300, {"hidden_dim": 48}),
+    "mpnet": ("MPNet", word_pieces, (*FAIRSEQ, *BERT), 320, {"layer_norm_eps": 1e-5}),
+    "modernbert": ("ModernBert", byte_pairs, BERT, 400, {"local_attention": 16, "num_hidden_layers": 4}),
 }
 
 
@@ -110,10 +112,15 @@ def save_encoder(folder: Path, kind: str, head: str = "Model", vocabulary: int |
 
     name, make, special, size, own = KINDS[kind]
     made = make(special, vocabulary or size)
-    cls, sep = (special[0], special[2]) if special == FAIRSEQ else ("[CLS]", "[SEP]")
+    is_fairseq = special[0] == "<s>"
+    cls, sep = ("<s>", "</s>") if is_fairseq else ("[CLS]", "[SEP]")
     ends = [(token, made.token_to_id(token)) for token in (cls, sep)]
     made.post_processor = processors.TemplateProcessing(f"{cls} $A {sep}", f"{cls} $A {sep} {sep} $B {sep}", ends)
-    named = {"cls_token": cls, "sep_token": sep, "unk_token": special[3] if special == FAIRSEQ else "[UNK]"}
+    named = {
+        "cls_token": cls,
+        "sep_token": sep,
+        "unk_token": special[3] if special == FAIRSEQ else "[UNK]",
+    }
     named |= {f"{kind}_token": next(t for t in special if kind in t.lower()) for kind in ("pad", "mask")}
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=LONGEST, **named)
     fast.save_pretrained(folder)

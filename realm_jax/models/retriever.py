@@ -110,6 +110,7 @@ class Encoder(nn.Module):
             ± norm_scale² × size.
         pooling: a key of POOLINGS.
         normalization: "layer" (LayerNorm), "l2" (length 1) or "none".
+        dimensions: first features of a vector that are kept, before it gets length 1; 0 for all.
     """
 
     config: BertConfig
@@ -118,6 +119,7 @@ class Encoder(nn.Module):
     norm_scale: float = 1.0
     pooling: str = "pooler"
     normalization: str = "layer"
+    dimensions: int = 0
 
     @nn.compact
     def __call__(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:
@@ -147,11 +149,15 @@ class Encoder(nn.Module):
         if self.projection:
             axes, init = ("embed", "projection"), nn.initializers.glorot_uniform()
             vector = dense(self.projection, axes, c, "projection", init, jnp.float32)(vector)  # [batch, projection]
+        if self.dimensions and self.normalization != "layer":
+            vector = vector[:, : self.dimensions]
         if self.normalization == "l2":
             return unit_vectors(vector)
         if self.normalization == "none":
             return vector
         vector = layer_norm("projection_norm", self.norm_epsilon, self.norm_scale)(vector)
+        if self.dimensions:
+            vector = vector[:, : self.dimensions]
         return Dropout(c.dropout)(vector, deterministic=deterministic)
 
 
@@ -176,11 +182,12 @@ class Retriever:
 
     Attributes:
         bert: sizes of both encoders.
-        projection: see `Encoder`, as for the next four.
+        projection: see `Encoder`, as for the next five.
         norm_epsilon: of the LayerNorm.
         norm_scale: of the LayerNorm.
         pooling: a key of POOLINGS.
         normalization: "layer", "l2" or "none".
+        dimensions: first features of a vector that are kept; 0 for all.
         temperature: scores are inner products of passage vectors with query vectors divided by it.
         query_template: text around queries; None for none.
         passage_template: text around passages; None to read title and body as two segments.
@@ -193,6 +200,7 @@ class Retriever:
     norm_scale: float = 1.0
     pooling: str = "pooler"
     normalization: str = "layer"
+    dimensions: int = 0
     temperature: float = 1.0
     query_template: Template | None = None
     passage_template: Template | None = None
@@ -201,11 +209,17 @@ class Retriever:
     @property
     def encoder(self) -> Encoder:
         """Return the network of an encoder, without parameters."""
-        return Encoder(self.bert, self.projection, self.norm_epsilon, self.norm_scale, self.pooling, self.normalization)
+        sizes = self.bert, self.projection, self.norm_epsilon, self.norm_scale
+        return Encoder(*sizes, self.pooling, self.normalization, self.dimensions)
 
     @property
     def vector_size(self) -> int:
         """Return the number of features of a retrieval vector."""
+        return self.dimensions or self.full_size
+
+    @property
+    def full_size(self) -> int:
+        """Return the number of features of a vector before it is cut."""
         return self.projection or self.bert.width
 
     @property

@@ -218,13 +218,18 @@ def sentence_model(folder: Path) -> SentenceModel | None:
     # they stay as they are, nearly of one length.
     path = folder / PROMPTS
     settings = read_settings(path)
-    if settings.get("truncate_dim"):
-        _refuse(path, "has truncate_dim, which cuts vectors; choose a model without it")
     similarity = settings.get("similarity_fn_name") or "cosine"
     if similarity not in ("cosine", "dot"):
         _refuse(path, f"compares vectors by {similarity}; choose a model that does by cosine or dot")
     if similarity == "cosine" and encoder["normalization"] == "none":
         encoder["normalization"] = "l2"
+
+    # The library cuts vectors last. Cosines do not depend on their length, so ours are cut first and then get length 1.
+    features = encoder["projection"] or bert_settings.get(architecture.settings["width"]) or 0
+    dimensions = _setting(path, settings, "truncate_dim", int) or 0
+    encoder["dimensions"] = dimensions if dimensions < features else 0
+    if encoder["dimensions"] and similarity == "dot" and encoder["normalization"] == "l2":
+        _refuse(path, "cuts vectors of length 1 and compares them by dot; choose a model that compares by cosine")
 
     # A model that the library has loaded has prompts "query" and "document", empty unless the folder says otherwise. So
     # `encode_query` and `encode_document` take these, and never "passage", "corpus" or that of `default_prompt_name`.
@@ -242,13 +247,15 @@ def sentence_model(folder: Path) -> SentenceModel | None:
     # An export of ours recorded its section, and its layers are in the encoder's file too, as they were before the
     # library's epsilon asked for another scale. A run that starts from them has the same bits. An edited folder counts.
     section = bert_settings.get(ENCODER_SECTION)
+    if isinstance(section, dict):
+        section = {"dimensions": 0} | section  # which earlier versions did not record
     if isinstance(section, dict) and {*encoder} <= {*section} and has_weights(transformer):
         with open_tensors(transformer / WEIGHTS) as files:
             names = {name.removeprefix(architecture.prefix) for name in files}
         has = {layer: f"{name}.weight" in names for layer, name in VECTOR_LAYERS.items()}
         wanted = {"pooler": POOLINGS[encoder["pooling"]].has_tanh_layer, "projection": bool(section["projection"])}
         wanted["projection_norm"] = section["normalization"] == "layer"
-        if has == wanted and all(section[key] == encoder[key] for key in ("pooling", "normalization")):
+        if has == wanted and all(section[key] == encoder[key] for key in ("pooling", "normalization", "dimensions")):
             encoder, modules = {key: section[key] for key in encoder}, {}
     return SentenceModel(folder, transformer, encoder, modules, longest, unused)
 
@@ -354,9 +361,11 @@ def write_modules(
     options = {"model_args": {"add_pooling_layer": False}} if ARCHITECTURES[model.bert.architecture].has_pooler else {}
     write_json(folder / INPUT, longest | options)
     prompts = {purpose: prompt for purpose in lengths if (prompt := _prompt(encoder, purpose))}
+    cut = {"truncate_dim": model.dimensions} if model.dimensions else {}
     write_json(
         folder / PROMPTS,
-        {
+        cut
+        | {
             "prompts": prompts,
             "default_prompt_name": next(iter(prompts)) if len(lengths) == len(prompts) == 1 else None,
             "similarity_fn_name": "cosine" if model.normalization == "l2" else "dot",
@@ -441,7 +450,7 @@ def write_sentence_transformer(folder: Path, encoders: Mapping[str, str]) -> Non
         prompts = {
             "prompts": texts,
             "default_prompt_name": PASSAGES if texts[PASSAGES] else None,
-            "similarity_fn_name": queries["similarity_fn_name"],
+            **{key: queries[key] for key in ("similarity_fn_name", "truncate_dim") if key in queries},
         }
     listed = [
         {"idx": number, "name": str(number), "path": path, "type": kind}

@@ -114,7 +114,7 @@ def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
     if model.projection:
         tensors += linear(("projection",), VECTOR_LAYERS["projection"], (width, model.projection))
     if model.normalization == "layer":
-        tensors += norm(("projection_norm",), VECTOR_LAYERS["projection_norm"], model.vector_size)
+        tensors += norm(("projection_norm",), VECTOR_LAYERS["projection_norm"], model.full_size)
         epsilon = {RETRIEVER_SETTINGS["norm_epsilon"]: ("config.encoder.norm_epsilon", model.norm_epsilon)}
     if tensors:
         encoder_parts.append(Part(PROJECTION if model.projection else VECTOR_NORM, tensors, epsilon))

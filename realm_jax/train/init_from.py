@@ -199,7 +199,7 @@ class WeightsSource(_NamedSource):
     def values(self, keys: Collection[str]) -> dict[str, Any]:
         """Return the source's values, by dotted key. See `RunSource.values`."""
         query, document = (_values_of(network_folder(self.folder, network) or self.folder) for network in TOWERS)
-        for key in ("pooling", "projection", "normalization", "norm_epsilon"):
+        for key in ("pooling", "projection", "dimensions", "normalization", "norm_epsilon"):
             if f"encoder.{key}" in keys and query[f"encoder.{key}"] != document[f"encoder.{key}"]:
                 raise UserError(
                     f"config.{self.key}={self.name}: its encoders differ in {key}; set config.encoder.{key}"

@@ -149,6 +149,28 @@ def test_a_vocabulary_of_250000_with_unused_rows_gives_the_vectors_of_the_librar
     )
 
 
+def test_vectors_are_cut_as_by_sentence_transformers_and_by_an_export(tmp_path):
+    theirs = sentence_encoder(tmp_path, "xlm-roberta", truncate_dim=12)
+    config, tokenizer = config_of(tmp_path / "model"), folder_tokenizer(tmp_path / "model")
+    model, params = load(config, tokenizer)
+    ours, expected = query_vectors(model, params, tokenizer, QUESTIONS), theirs.encode_query(QUESTIONS)
+    assert ours.shape == (len(QUESTIONS), model.vector_size) == (len(QUESTIONS), 12)
+    np.testing.assert_allclose(ours, theirs.encode_query(QUESTIONS, normalize_embeddings=True), atol=CLOSE)
+    np.testing.assert_allclose(ours @ ours.T, theirs.similarity(expected, expected), atol=CLOSE)
+    (tmp_path / "out").mkdir()
+    write_networks(tmp_path / "out", config, model, params, tokenizer)
+    exported = library.SentenceTransformer(str(tmp_path / "out" / "query_embedder"))
+    np.testing.assert_allclose(exported.encode_query(QUESTIONS, normalize_embeddings=True), ours, atol=CLOSE)
+    assert load(config_of(tmp_path / "out"), tokenizer)[0] == model
+
+
+def test_more_dimensions_than_a_vector_has_are_rejected(tmp_path):
+    sentence_encoder(tmp_path, "distilbert")
+    config = config_of(tmp_path / "model", **{"encoder.dimensions": 33})
+    with pytest.raises(UserError, match="config.encoder.dimensions: is 33, but vectors have 32 features; set at most"):
+        load(config, folder_tokenizer(tmp_path / "model"))
+
+
 @pytest.mark.parametrize("name", ["t5", "deberta-v2", "nomic_bert"])
 def test_an_unknown_model_type_is_rejected_by_name(name, tmp_path):
     save_encoder(tmp_path / "model", "roberta")

@@ -164,7 +164,11 @@ REFUSED: dict[str, tuple[tuple[str, ...], Files, str]] = {  # modules, files, an
     "a projection without weights": (("Dense",), {DENSE_2: DENSE}, "2_Dense: has no model"),
     "a layer after the normalization": (("Normalize", "LayerNorm"), {}, "modules.json: has LayerNorm after its norm"),
     "distances": ((), {PROMPTS: {"similarity_fn_name": "euclidean"}}, "compares vectors by euclidean"),
-    "cut vectors": ((), {PROMPTS: {"truncate_dim": 4}}, "has truncate_dim, which cuts vectors"),
+    "cut vectors by dot": (
+        ("Normalize",),
+        {PROMPTS: {"truncate_dim": 4, "similarity_fn_name": "dot"}},
+        "cuts vectors of length 1 and compares them by dot",
+    ),
     "a prompt that grows into the text": ((), {PROMPTS: {"prompts": {"query": "query"}}}, "grow together"),
     "prompts in a list": ((), {PROMPTS: {"prompts": ["a"]}}, r'has prompts=\["a"\], which is no table; fetch'),
     "a prompt that is a number": ((), {PROMPTS: {"prompts": {"query": 1}}}, "prompts that are no text; fetch"),

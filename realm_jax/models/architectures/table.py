@@ -11,11 +11,13 @@ from realm_jax.errors import UserError
 from realm_jax.models.architectures.base import Architecture, Settings
 from realm_jax.models.architectures.bert import BERT
 from realm_jax.models.architectures.distilbert import DISTILBERT
+from realm_jax.models.architectures.modernbert import MODERNBERT
+from realm_jax.models.architectures.mpnet import MPNET
 from realm_jax.models.architectures.roberta import ROBERTA, XLM_ROBERTA
 from realm_jax.models.layers import BertConfig, Rotary
 from realm_jax.storage import read_settings
 
-ARCHITECTURES = {entry.model_type: entry for entry in (BERT, ROBERTA, XLM_ROBERTA, DISTILBERT)}
+ARCHITECTURES = {entry.model_type: entry for entry in (BERT, ROBERTA, XLM_ROBERTA, DISTILBERT, MPNET, MODERNBERT)}
 HF_REALM = "realm"  # the type of model of transformers that has REALM's networks, which are BERTs
 SAME_ACTIVATION = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}  # theirs → ours: all with tanh
 
