@@ -1,9 +1,9 @@
 """A reader of Hugging Face's library that was trained on questions, such as one of SQuAD.
 
-It is any BERT with a question-answering head: a folder, `hf:NAME` or `py:NAME` with `config.json`, `model.safetensors`
-and a tokenizer. It has its own tokenizer, so it reads the text of passages, in float32: `[CLS] x [SEP] z [SEP]`. A long
-passage is read in overlapping windows. Its head gives every token a score as the start and one as the end of the
-answer, and [CLS] those of no answer, as SQuAD 2 trains it:
+It is any encoder with a question-answering head: a folder, `hf:NAME` or `py:NAME` with `config.json`,
+`model.safetensors` and a tokenizer. It has its own tokenizer, so it reads the text of passages, in float32:
+`[CLS] x [SEP] z [SEP]`. A long passage is read in overlapping windows. Its head gives every token a score as the start
+and one as the end of the answer, and [CLS] those of no answer, as SQuAD 2 trains it:
 
     p(i … j|z,x) ∝ exp(start_i + end_j)        p(no answer|z,x) ∝ exp(start_CLS + end_CLS)
 
@@ -29,10 +29,12 @@ from realm_jax.models.attention import select_attention
 from realm_jax.models.folders import resolve_model_path
 from realm_jax.models.layers import Params
 from realm_jax.models.token_classifier import digest_of, load_token_classifier
-from realm_jax.models.weights import question_head
+from realm_jax.models.weights import SETTINGS, question_head
+from realm_jax.storage import read_settings
 
 Array = jax.Array
 FLAG = "--reader"  # for messages
+PURPOSE = "ForQuestionAnswering"  # end of the names of classes of transformers with such a head
 LONGEST, OVERLAP = 384, 128  # tokens of a window, and common to two windows, as transformers reads and SQuAD trains
 QUESTION_SHARE = 4  # a question takes at most a fourth of a window
 WINDOWS = 16  # largest number of windows that a device reads at a time
@@ -95,7 +97,8 @@ def open_question_reader(name: str, mesh: Mesh) -> "QuestionReader":
         mesh: the devices that read.
 
     Raises:
-        UserError: there is no such model, it has no question-answering head or no tokenizer, or it is no BERT.
+        UserError: there is no such model, it has no question-answering head or no tokenizer, or its architecture cannot
+            be loaded.
     """
     folder = resolve_model_path(name, FLAG)
     if not folder.is_dir():
@@ -111,6 +114,12 @@ class QuestionReader:
 
     def __init__(self, folder: Path, mesh: Mesh) -> None:
         """Load a reader. See `open_question_reader`."""
+        classes = read_settings(folder / SETTINGS).get("architectures")
+        if isinstance(classes, list) and not any(str(name).endswith(PURPOSE) for name in classes):
+            raise UserError(
+                f"{folder / SETTINGS}: is of a {' and '.join(map(str, classes))}, which has no question-answering head "
+                "(qa_outputs); choose a model for question answering"
+            )
         model = load_token_classifier(folder, 2, question_head, "question answering")
         self._folder, self._mesh, self._tokenizer = folder, mesh, model.tokenizer
         self.longest = min(model.network.config.max_length, LONGEST)

@@ -16,17 +16,33 @@ from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.data.tokenizer_files import TokenizerFile, lower_case_of, tokenizer_file
 from realm_jax.errors import UserError
 from realm_jax.models.architectures.table import encoder_network
-from realm_jax.models.layers import BertConfig, Params
-from realm_jax.models.weights import SETTINGS, WEIGHTS, Part, encoder, encoder_config, find, read
+from realm_jax.models.layers import ACTIVATIONS, BertConfig, Params, layer_norm
+from realm_jax.models.weights import (
+    SETTINGS,
+    TRANSFORM_ACTIVATION,
+    WEIGHTS,
+    Part,
+    encoder,
+    encoder_config,
+    find,
+    read,
+)
 
 Array = jax.Array
 
 
 class TokenClassifier(nn.Module):
-    """An encoder with a linear layer that scores the labels of every token."""
+    """An encoder with a linear layer that scores the labels of every token.
+
+    Attributes:
+        config: sizes of the encoder.
+        labels: how many.
+        has_transform: a linear layer without bias, an activation and a LayerNorm come before, as in a ModernBERT.
+    """
 
     config: BertConfig
     labels: int
+    has_transform: bool = False
 
     @nn.compact
     def __call__(self, ids: Array, mask: Array, segments: Array | None = None) -> Array:
@@ -42,7 +58,12 @@ class TokenClassifier(nn.Module):
         """
         segments = jnp.zeros_like(ids) if segments is None else segments
         hidden = encoder_network(self.config, "bert")(ids, segments, mask)  # [batch, length, width]
-        return nn.Dense(self.labels, name="classifier")(hidden.astype(jnp.float32))
+        hidden = hidden.astype(jnp.float32)
+        if self.has_transform:
+            hidden = nn.Dense(self.config.width, use_bias=False, name="transform")(hidden)
+            transform_norm = layer_norm("transform_norm", self.config.norm_epsilon, has_bias=False)
+            hidden = transform_norm(ACTIVATIONS[TRANSFORM_ACTIVATION](hidden))
+        return nn.Dense(self.labels, name="classifier")(hidden)
 
 
 class LoadedClassifier(NamedTuple):
@@ -88,7 +109,8 @@ def load_token_classifier(
             f"{vocabulary}: has {tokenizer.size} tokens, but the model {config.vocabulary_size}; put the model's own "
             "tokenizer there"
         )
-    return LoadedClassifier(TokenClassifier(config, labels), read(files), tokenizer)
+    has_transform = any(tensor.path[0] == "transform" for tensor in head.tensors)
+    return LoadedClassifier(TokenClassifier(config, labels, has_transform), read(files), tokenizer)
 
 
 def digest_of(folder: Path, tokenizer: Tokenizer) -> str:

@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 from realm_jax.data.tokenizer_files import read_tokenizer, tokenizer_file
 from realm_jax.errors import UserError
 from realm_jax.models.architectures.base import Architecture, Settings, Tensor, linear, norm
+from realm_jax.models.architectures.modernbert import MODERNBERT
 from realm_jax.models.architectures.table import (
     ARCHITECTURES,
     HF_REALM,
@@ -49,6 +50,7 @@ SHARDS = f"{WEIGHTS}.index.json"  # in the place of WEIGHTS: name of a tensor â†
 HEADS = ("cls.", "qa_outputs.", "classifier.", "lm_head.", "vocab_", "head.", "decoder.")  # names without a prefix
 # Layers of an encoder after its BERT.
 VECTOR_LAYERS = {"pooler": "pooler.dense", "projection": "cls.dense", "projection_norm": "cls.LayerNorm"}
+TRANSFORM_ACTIVATION = "gelu"  # of the layer before a ModernBERT's classifier
 MLM_HEAD, SPAN_HEAD, PROJECTION, VECTOR_NORM = "MLM head", "span head", "projection", "vector norm"
 FLOATS = ("F32", "F16", "BF16", "F64")
 SIZES = "vocabulary_size", "width", "layers", "heads", "feed_forward", "max_length"  # whole numbers of BertConfig
@@ -149,8 +151,23 @@ def token_classifier(c: BertConfig, labels: int) -> Part:
 
 
 def question_head(c: BertConfig) -> Part:
-    """Return the head of `BertForQuestionAnswering`, which scores every token as the start and as the end."""
-    return Part("question-answering head (qa_outputs)", linear(("classifier",), "qa_outputs", (c.width, 2)))
+    """Return the head of `BertForQuestionAnswering`, which scores every token as the start and as the end.
+
+    That of ModernBERT has a layer more, without biases, and other names.
+    """
+    title, classifier = "question-answering head (qa_outputs)", ("classifier",)
+    if c.architecture != MODERNBERT.model_type:
+        return Part(title, linear(classifier, "qa_outputs", (c.width, 2)))
+    tensors = (
+        *linear(("transform",), "head.dense", (c.width, c.width), has_bias=False),
+        *norm(("transform_norm",), "head.norm", c.width, has_bias=False),
+        *linear(classifier, "classifier", (c.width, 2)),
+    )
+    fixed = {
+        "classifier_bias": ("the reader's", False),
+        "classifier_activation": ("the reader's", TRANSFORM_ACTIVATION),
+    }
+    return Part(title, tensors, fixed)
 
 
 # --- In ---------------------------------------------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """Readers with a question-answering head: the numbers of transformers, windows, spans in the text, and errors."""
 
+import json
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from made_encoders import BODIES, KINDS, QUESTIONS, TITLES, save_encoder
+from made_encoders import BODIES, KINDS, QUESTIONS, TITLES, edit_json, save_encoder
 from numpy_bert import gelu_erf, hidden_states, linear
 from question_readers import save_question_reader
 from safetensors.numpy import load_file, save_file
@@ -84,11 +85,13 @@ def test_scores_and_windows_are_those_of_transformers(kind, folder, tmp_path):
     else:
         folder = tmp_path / "model"
         network = save_encoder(folder, kind, "ForQuestionAnswering")
+        if kind in ("distilbert", "modernbert"):  # which join two texts as BERT does
+            processor = json.loads((folder / "tokenizer.json").read_text())["post_processor"]
+            processor["pair"] = [processor["pair"][place] for place in (0, 1, 2, 4, 5)]
+            edit_json(folder / "tokenizer.json", post_processor=processor)
         tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-        bodies = [*BODIES, " ".join(BODIES), "", "\n ".join(BODIES * 3)]
-        plain = [
-            ReaderText(QUESTIONS[0], title, body) for title, body in zip(["", *TITLES, "", ""], bodies, strict=True)
-        ]
+        titled = zip(["", *TITLES, ""], [*BODIES, " ".join(BODIES), "\n ".join(BODIES * 8)], strict=True)
+        plain = [ReaderText(QUESTIONS[0], title, body) for title, body in titled]
     reader = open_question_reader(str(folder), make_mesh(devices=jax.devices()[:1]))
     counts = []
     for part, windows in zip(plain, reader.windows(plain), strict=True):
@@ -209,6 +212,10 @@ def test_a_question_that_is_too_long_is_cut(reader):
     ("settings", "message"),
     [
         ({"model_type": "xlnet"}, "model_type is 'xlnet'"),
+        (
+            {"architectures": ["BertModel"]},
+            "is of a BertModel, which has no question-answering head .qa_outputs.; choose",
+        ),
         ({"hidden_size": None}, "hidden_size is None, which is no size"),
         ({"num_hidden_layers": 3}, "set config.model to the sizes"),
     ],
