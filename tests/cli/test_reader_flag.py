@@ -5,15 +5,17 @@ import shutil
 
 import pytest
 from question_readers import save_question_reader
-from tiny_run import go_back_to, question, write_lines
+from tiny_run import go_back_to, question, with_config, write_lines
 
 import realm_jax
 from realm_jax.cli import main as cli
+from realm_jax.config import with_values
 from realm_jax.data.questions import Question
 from realm_jax.errors import UserError
 from realm_jax.eval import prediction
 from realm_jax.eval.prediction_files import settings_file
 from realm_jax.serving.service import Service
+from realm_jax.train.trained_run import open_reader
 
 QUESTION = question(3)["question"]
 pytestmark = pytest.mark.usefixtures("one_device")
@@ -136,10 +138,16 @@ def test_a_reader_that_cannot_be_opened_is_named_before_anything_is_computed(unt
         realm_jax.Model(untrained, reader=tmp_path / "nowhere")
 
 
+def test_a_run_that_reads_no_passages_takes_no_reader(trained_run):
+    run = with_config(trained_run, with_values(trained_run.config, {"answering.reader": "model"}))
+    with pytest.raises(UserError, match=r"--reader=model: .* answers without passages \(closed_book\); leave it out"):
+        open_reader(run, "closed_book")
+
+
 def test_a_reader_does_not_go_with_a_generation_or_a_file(untrained, reader, tmp_path, capsys):
     assert run("ask", f"--workdir={untrained}", f"--reader={reader}", "--generation=newest", QUESTION) == 2
     assert "shows passages without an answer; leave one of them out" in last_line(capsys)
-    with pytest.raises(UserError, match="goes without task, search and reader"):
+    with pytest.raises(UserError, match="goes without task, search, rerank and reader"):
         realm_jax.Model(untrained, reader=reader, generation="newest")
     assert run("evaluate", tmp_path / "predictions.jsonl", f"--reader={reader}") == 2
     assert "--reader: goes with --workdir" in last_line(capsys)
