@@ -569,6 +569,15 @@ class Answering(Section):
         one_of("marginal", "max"),
         runtime=True,
     )
+    reader: str = key(
+        "",
+        "model with a question-answering head that reads the passages in place of the run's reader (`--reader`): a "
+        "folder, hf:NAME or py:NAME; '': the run's",
+        runtime=True,
+    )
+    answer_tokens: int = key(
+        30, "tokens of an answer at most, by answering.reader and its tokenizer", POSITIVE, runtime=True
+    )
 
 
 @dataclass(frozen=True)

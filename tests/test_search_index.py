@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from made_encoder import save_encoder, write_articles
+from question_readers import save_question_reader
 from tiny_run import write_lines
 
 import realm_jax
@@ -174,6 +175,19 @@ def test_evaluate_and_predict_take_an_index(indexed, questions, tmp_path, capsys
     assert cli.main(["predict", *flags]) == 0
     assert "no reader was trained: answers come from a span head" in capsys.readouterr().err
     assert len(predictions.read_text().splitlines()) == 12
+
+
+def test_an_index_answers_with_a_reader_that_was_trained_on_questions(indexed, documents, tmp_path, capsys):
+    reader = f"--reader={save_question_reader(tmp_path / 'reader', positions=128)}"
+    assert cli.main(["ask", "--json", f"--workdir={indexed}", reader, "What was Ada Moss?"]) == 0
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert answer["answer"] and 0 < answer["no_answer"] < 1 and "no reader" not in err
+    asked = [{"question": "What was Ada Moss?", "answers": ["Ada"]}]
+    questions = write_lines(tmp_path / "asked.jsonl", asked)
+    assert cli.main(["evaluate", "--json", f"--workdir={indexed}", f"--questions={questions}", reader]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["passages_read"] == 5 and {"exact_match", "reader_oracle"} <= report["measures"].keys()
 
 
 def test_networks_of_an_index_are_exported_with_a_card_that_says_so(indexed, tmp_path):

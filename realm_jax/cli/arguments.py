@@ -39,8 +39,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, required: bool = True) ->
 
 
 def config_changes(args: argparse.Namespace) -> dict[str, Any]:
-    """Return dotted key → value for the overrides of the run's config."""
-    return run_changes(args.overrides)
+    """Return dotted key → value for the overrides of the run's config, with that of `--reader`."""
+    reader = vars(args).get("reader")
+    return run_changes(args.overrides) | ({"answering.reader": reader} if reader else {})
 
 
 def check_passages(run: Run, args: argparse.Namespace) -> None:
@@ -75,6 +76,13 @@ def add_search_argument(parser: argparse._ActionsContainer) -> None:
         "config's qa.search)")  # fmt: skip
 
 
+def add_reader_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--reader`."""
+    parser.add_argument("--reader", type=nonempty, metavar="NAME", help="read the passages with this model, a folder, "
+        "hf:NAME or py:NAME with a question-answering head, in place of the run's reader (default: the config's "
+        "answering.reader)")  # fmt: skip
+
+
 def add_rerank_argument(parser: argparse.ArgumentParser) -> None:
     """Add `--rerank`."""
     parser.add_argument("--rerank", choices=RERANKERS, help="what puts the first passages into a new order before they "
@@ -83,10 +91,11 @@ def add_rerank_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_question_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--questions` (see `load_questions`), `--task`, `--search` and `--rerank`."""
+    """Add `--questions` (see `load_questions`), `--task`, `--search`, `--rerank` and `--reader`."""
     parser.add_argument("--questions", type=nonempty, metavar="SPLIT|FILE", help="questions of the prepared folder, by "
         "their split, or a file of questions (default: dev)")  # fmt: skip
     parser.add_argument("--task", type=nonempty, help="parameters at the end of this task (default: the last with an "
         "exported model)")  # fmt: skip
     add_search_argument(parser)
     add_rerank_argument(parser)
+    add_reader_argument(parser)

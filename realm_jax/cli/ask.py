@@ -17,7 +17,13 @@ from rich.console import Console
 from rich.text import Text
 
 from realm_jax.cli.argument_types import nonempty, positive
-from realm_jax.cli.arguments import add_rerank_argument, add_run_arguments, add_search_argument, config_changes
+from realm_jax.cli.arguments import (
+    add_reader_argument,
+    add_rerank_argument,
+    add_run_arguments,
+    add_search_argument,
+    config_changes,
+)
 from realm_jax.cli.output import print_json, stdout
 from realm_jax.config import INDEX
 from realm_jax.console import console as on_stderr
@@ -25,11 +31,11 @@ from realm_jax.console import printable
 from realm_jax.errors import UserError
 from realm_jax.inference.answers import NEAREST, Answer, Nearest, answers, nearest
 from realm_jax.train.trained_run import (
+    NAME_A_READER,
     check_question,
     check_reads_passages,
     open_generation,
     open_run_for_inference,
-    recorded_metrics,
     restore,
 )
 
@@ -41,6 +47,7 @@ EXAMPLES = """examples:
   realm ask --workdir=runs/wiki --json < questions.txt > answers.jsonl
   realm ask --workdir=runs/wiki --config.answering.read=50 "Who built the bridge?"
   realm ask --workdir=runs/wiki --search=hybrid --rerank=tokens "Who built the bridge?"
+  realm ask --workdir=runs/wiki --reader=hf:NAME "Who built the bridge?"
   realm ask --workdir=runs/wiki --generation=newest "the bridge over the river"
 """
 # Characters of a passage, of its title, and at least of its ranks, in the list of passages.
@@ -61,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "without an answer",
     )
     add_rerank_argument(parser)
+    add_reader_argument(parser)
     parser.add_argument("question", nargs="*", metavar="QUESTION", help="without one, questions are read from stdin")
     parser.add_argument("--json", action="store_true", help="print one JSON object a question")
     parser.add_argument(
@@ -78,17 +86,23 @@ def run(args: argparse.Namespace) -> int:
     if single is not None:
         check_question(opened, single)
     if args.generation:
+        if args.reader:
+            raise UserError(
+                f"--reader={args.reader}: --generation shows passages without an answer; leave one of them out"
+            )
         trained = open_generation(opened, args.generation)
     else:
         trained = restore(opened, search=args.search, rerank=args.rerank, warn=False)
         check_reads_passages(trained)
-        metrics = recorded_metrics(trained.run, trained.task)
+        metrics = trained.recorded
         if not trained.reads:
             after = "" if trained.task == INDEX else f" (task {trained.task})"
-            logger.warning("no reader was trained%s: showing the retrieved passages", after)
+            logger.warning("no reader was trained%s: showing the retrieved passages; %s", after, NAME_A_READER)
         elif trained.reads_blanks:
             logger.warning(
-                "the reader learned from blanks in your documents and never saw a question: check its answers"
+                "the reader learned from blanks in your documents and never saw a question: showing the passages "
+                "first, check its answer; %s",
+                NAME_A_READER,
             )
         if metrics is not None and metrics.is_low:
             logger.warning("%s", metrics.advice())
@@ -107,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print_json(answer)
         else:
-            show(answer, to)
+            show(answer, to, passages_first=trained.reads_blanks)
 
     # --- one question
     if single is not None:
@@ -144,22 +158,29 @@ def run(args: argparse.Namespace) -> int:
     return 2 if rejected else 0
 
 
-def show(answer: Mapping[str, Any], to: Console) -> None:
+def show(answer: Mapping[str, Any], to: Console, passages_first: bool = False) -> None:
     """Print an answer for people.
 
     Args:
         answer: an `Answer` or a `Nearest` of `inference/answers.py`.
         to: prints it.
+        passages_first: print the first passage, and the answer after the passages, because it may be a bad one.
     """
     candidates, passage = answer["candidates"], answer.get("passage")
     if not candidates:
         to.print("no passage shares a word with the question; ask with other words, or with --search=vectors")
         return
     # --- the answer in its passage
+    answer_line = None
     if passage is not None:
         text = Text(printable(answer["answer"]) or "no answer", style="bold green")
-        to.print(Text.assemble(text, f"  (probability {answer['probability']:.3g})"))
-        to.print()
+        no_answer = f", of no answer {answer['no_answer']:.3g}" if "no_answer" in answer else ""
+        answer_line = Text.assemble(text, f"  (probability {answer['probability']:.3g}{no_answer})")
+        if passages_first:
+            passage = None
+        else:
+            to.print(answer_line)
+            to.print()
     first = passage or candidates[0]  # printed in full
     to.print(Text(printable(f"{first['title'] or 'passage'} ({first['id']})"), style="bold"))
     to.print(highlight_span(first["text"], first.get("span", [0, 0]), to))
@@ -179,6 +200,9 @@ def show(answer: Mapping[str, Any], to: Console) -> None:
         cells = f"{candidate[number]:6.3f}  {set_cell_size(placed, ranks_width)}  {set_cell_size(title, width)}  "
         to.print(Text.assemble(cells, snippet))
     to.print()
+    if answer_line is not None and passages_first:
+        to.print(answer_line)
+        to.print()
 
 
 def highlight_span(text: str, span: list[int], to: Console, room: int | None = None) -> Text:

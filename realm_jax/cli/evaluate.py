@@ -41,6 +41,7 @@ _T = TypeVar("_T")
 EXAMPLES = f"""examples:
   realm evaluate --workdir=runs/wiki
   realm evaluate --workdir=runs/wiki --task=realm --json         before fine-tuning
+  realm evaluate --workdir=runs/docs --reader=hf:NAME             with another reader than the run's
   realm evaluate --workdir=runs/wiki --questions=test.jsonl --config.answering.retrieved=100 --trec=run.txt
   realm evaluate predictions.jsonl --qrels=qrels.txt             a file of `realm predict`; needs no device
   realm evaluate predictions.jsonl --unseen=data/wiki
@@ -129,7 +130,8 @@ def run(args: argparse.Namespace) -> None:
         if args.unseen:
             questions = _without_training_golds(questions, [question.gold for question in questions], args)
         exported = find_task(opened, args.task)
-        has_no_reader = exported.task == INDEX and not reader_is_trained(opened.workdir, INDEX)
+        has_reader = bool(opened.config.answering.reader) or reader_is_trained(opened.workdir, exported.task)
+        has_no_reader = exported.task == INDEX and not has_reader
         if "answering.read" not in changes and (has_no_reader or not answered(questions)):
             # Then only retrieval is measured, and reading takes minutes.
             opened = dataclasses.replace(opened, config=with_values(opened.config, {"answering.read": 1}))
@@ -152,7 +154,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("realm evaluate: name a run with --workdir, or one file of predictions, or two to compare")
     if args.files:
         reason = f"goes with --workdir; the content of {args.files[0]} is fixed"
-        for flag in ("questions", "task", "search", "rerank", "no_bm25"):
+        for flag in ("questions", "task", "search", "rerank", "reader", "no_bm25"):
             if vars(args)[flag]:
                 raise UserError(f"--{flag.replace('_', '-')}: {reason}")
         if args.overrides:
@@ -181,8 +183,8 @@ def _check_trec(args: argparse.Namespace, records: Sequence[Record], retrieves: 
 
 def _evaluate_seeds(args: argparse.Namespace) -> dict[str, Any]:
     """Return `over_seeds` of the files of --seeds. Raises UserError for other flags, or unequal numbers of files."""
-    others = [*("files", "workdir", "questions", "task", "search", "rerank"), *("unseen", "trec", "qrels", "no_bm25")]
-    others.append("overrides")
+    run_flags = ("workdir", "questions", "task", "search", "rerank", "reader", "overrides")
+    others = ("files", *run_flags, "unseen", "trec", "qrels", "no_bm25")
     if extra := [name for name in others if vars(args)[name]]:
         raise UserError(f"--seeds: goes only with --json; leave out {', '.join(extra)}")
     sizes = {len(group) for group in args.seeds}

@@ -32,6 +32,7 @@ from realm_jax.train.trained_run import (
     TrainedRun,
     find_task,
     load_questions,
+    open_reader,
     open_run_for_inference,
     restore,
 )
@@ -105,11 +106,13 @@ def prediction_settings(
         pipeline: how passages are found.
     """
     question_records = [question_record(question, number) for number, question in enumerate(questions, start=1)]
-    answering, rerank = run.config.answering, pipeline.rerank
+    answering, rerank, reader = run.config.answering, pipeline.rerank, open_reader(run, exported.task)
     reranked = {} if rerank is None else {"rerank": rerank.name, "reranked": rerank.passages}
+    read = {} if reader is None else {"reader": reader.identity, "answer_tokens": answering.answer_tokens}
     return (
-        describe(run, exported.task, exported.step, pipeline)
+        describe(run, exported.task, exported.step, pipeline, reader)
         | reranked
+        | read
         | {
             "checkpoint": exported.identity,
             "corpus": run.sources.passages.fingerprint,

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
+from tokenizers import processors
 
 from realm_jax.data.layouts import SpecialTokens
 from realm_jax.errors import UserError
@@ -216,6 +217,23 @@ class Tokenizer:
         if (tokens.ends[~of_text] > len(before)).any():
             return None
         return Tokens(tokens.ids[of_text], tokens.starts[of_text] - len(before), tokens.ends[of_text] - len(before))
+
+    def pair_tokenizer(self, longest: int, overlap: int) -> tokenizers.Tokenizer:
+        """Return the library's tokenizer for pairs of texts, joined with the special tokens of the model.
+
+        Args:
+            longest: tokens of a pair; a longer one is cut into windows of the second text, each with the whole first.
+            overlap: tokens that two adjacent windows have in common.
+        """
+        pairs = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        if not pairs.num_special_tokens_to_add(is_pair=True):  # files of word pieces do not say how texts are joined
+            cls, sep = self.pieces([self.cls_id, self.sep_id])
+            pairs.post_processor = processors.TemplateProcessing(
+                f"{cls} $A {sep}", f"{cls} $A {sep} $B:1 {sep}:1", [(cls, self.cls_id), (sep, self.sep_id)]
+            )
+        pairs.encode_special_tokens = True  # as the text that they are
+        pairs.enable_truncation(longest, stride=overlap, strategy="only_second")
+        return pairs
 
     def offsets_of(self, text: str, ids: NDArray[Any]) -> NDArray[np.int64] | None:
         """Find the characters of tokens of a text that was encoded within a longer one.

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from realm_jax.data.questions import Question
 from realm_jax.eval.prediction import Answer as PredictedAnswer
-from realm_jax.train.trained_run import NBEST, TrainedRun, float32_digits, recorded_metrics
+from realm_jax.train.trained_run import NBEST, TrainedRun, float32_digits
 
 NEAREST = 5  # default number of passages of a search
 
@@ -87,6 +87,7 @@ class Answer(TypedDict):
         question: without white space around it.
         answer: the most probable answer, or None.
         probability: p(y|x), or None.
+        no_answer: p(no answer|x), only with a reader of `answering.reader`.
         passage: of the answer, or None.
         nbest: the most probable answers.
         candidates: the passages that were read.
@@ -96,6 +97,7 @@ class Answer(TypedDict):
     question: str
     answer: str | None
     probability: float | None
+    no_answer: NotRequired[float]
     passage: AnswerPassage | None
     nbest: list[ScoredAnswer]
     candidates: list[Candidate]
@@ -142,7 +144,7 @@ def answers(trained: TrainedRun, questions: Sequence[str], top: int | None = Non
     evaluator = trained.evaluator([Question(question, []) for question in questions], batch_size)
     store, reads = trained.run.sources.passages, trained.reads
     measured = None
-    if (recorded := recorded_metrics(trained.run, trained.task)) is not None:
+    if (recorded := trained.recorded) is not None:
         measured = Measured({"exact_match": recorded.exact_match, "recall@5": recorded.recall, "on": recorded.on})
     answered = []
     for question, prediction in zip(questions, evaluator.predict(trained.params, trained.index), strict=True):
@@ -170,6 +172,8 @@ def answers(trained: TrainedRun, questions: Sequence[str], top: int | None = Non
                 passage = AnswerPassage(**passage, text=store.text(prediction.nbest[0].row))
             answer |= {"answer": nbest[0]["answer"], "probability": nbest[0]["probability"]}
             answer |= {"passage": passage, "nbest": nbest}
+            if trained.reader is not None:
+                answer["no_answer"] = float32_digits(prediction.no_answer)
         answered.append(answer)
     return answered
 

@@ -63,6 +63,7 @@ class Model:
         search: str | None = None,
         rerank: str | None = None,
         generation: str | None = None,
+        reader: str | Path | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
         """Open a run.
@@ -73,23 +74,27 @@ class Model:
             search: 'vectors', 'bm25' or 'hybrid' (default: the config's qa.search).
             rerank: 'tokens', 'cross-encoder' or 'none' (default: the config's answering.rerank).
             generation: name of an index version, or 'newest'; it searches but does not answer.
+            reader: model with a question-answering head that reads the passages in place of the run's reader: a folder,
+                'hf:NAME' or 'py:NAME' (default: the config's answering.reader).
             config: runtime and evaluation keys to change, such as {"answering.read": 50, "data.path": "moved/data"}.
 
         Raises:
-            UserError: there is no run, exported model, task, cross-encoder or generation of this name, or the prepared
-                folder is missing or another one.
+            UserError: there is no run, exported model, task, cross-encoder, reader or generation of this name, or the
+                prepared folder is missing or another one.
         """
         for name, value, choices in (("search", search, SEARCHES), ("rerank", rerank, RERANKERS)):
             if value not in (None, *choices):
                 raise UserError(f"{name}={value}: choose among {', '.join(choices)}")
-        if generation is not None and (task, search, rerank) != (None, None, None):
-            raise UserError(f"generation={generation}: goes without task, search and rerank; leave them out")
+        if generation is not None and (task, search, rerank, reader) != (None, None, None, None):
+            raise UserError(f"generation={generation}: goes without task, search, rerank and reader; leave them out")
         if is_remote(str(workdir)):
             raise UserError(f"workdir={workdir}: a model is opened from a folder; copy the run to a disk, or mount it")
         if not isinstance(config, Mapping | None):
             raise UserError(f"config={config!r}: takes the keys to change as a dict, such as {{'answering.read': 50}}")
         self.workdir = Path(workdir)
         self._changes = run_changes([f"--config.{key}={value}" for key, value in (config or {}).items()])
+        if reader is not None:
+            self._changes["answering.reader"] = str(reader)
         opened = open_run_for_inference(self.workdir, self._changes, questions=False)
         if generation is None:
             self.trained = restore(opened, task, search=search, rerank=rerank, warn=False)

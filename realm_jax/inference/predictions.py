@@ -17,6 +17,7 @@ from realm_jax.eval.question_metrics import summarize
 from realm_jax.eval.retrieval_metrics import answer_hits, is_retrieval_measure
 from realm_jax.forward import SearchPipeline
 from realm_jax.inference.answers import scored_answer
+from realm_jax.models.question_reader import QuestionReader
 from realm_jax.run import Run
 from realm_jax.tasks.answering import needs_vectors, reads_passages
 from realm_jax.tasks.closed_book import predict_closed_book
@@ -31,13 +32,16 @@ FIELDS = """  prediction, probability   the most probable answer, as its passage
                             score: of the retriever, plus that of the cross-encoder if there is one; ranks: from 1, in
                             each search that returned the passage and by the reranker that placed it, {"vectors": 3,
                             "bm25": 1, "tokens": 2}
+  no_answer                 p(no answer|x), only with --reader
   reader_oracle             true if the reader could have chosen a right answer in the passages that it read
 
 A reader without passages (task closed_book) writes only prediction and probability.
 """
 
 
-def describe(run: Run, task: str, step: int, pipeline: SearchPipeline) -> dict[str, Any]:
+def describe(
+    run: Run, task: str, step: int, pipeline: SearchPipeline, reader: QuestionReader | None = None
+) -> dict[str, Any]:
     """Return the facts reported with metrics: {"task", "step", "parameters", "passages", "passages_read"}.
 
     Args:
@@ -45,14 +49,16 @@ def describe(run: Run, task: str, step: int, pipeline: SearchPipeline) -> dict[s
         task: that trained the parameters.
         step: of the parameters.
         pipeline: how passages are found.
+        reader: reads in place of the run's own reader; None for the run's.
     """
     encoders = run.model.embedder_names if needs_vectors(task, run.config, pipeline.search) else ()
-    networks = {*encoders, "reader", *(pipeline.rerank.networks if pipeline.rerank else ())}
+    own_reader = ("reader",) if reader is None else ()
+    networks = {*encoders, *own_reader, *(pipeline.rerank.networks if pipeline.rerank else ())}
     used = [run.abstract_params[name] for name in networks]
     return {
         "task": task,
         "step": step,
-        "parameters": sum(x.size for x in jax.tree.leaves(used)),
+        "parameters": sum(x.size for x in jax.tree.leaves(used)) + (reader.parameters if reader else 0),
         "passages": run.context.rows,
         "passages_read": min(run.answering_qa.passages, run.context.rows) if reads_passages(task) else 0,
     }
@@ -104,6 +110,8 @@ def records(
                 "nbest": ranked,
                 "retrieved": retrieved,
             }
+            if trained.reader is not None:
+                record["no_answer"] = float32_digits(prediction.no_answer)
             if question.answers:
                 record["reader_oracle"] = evaluator.reader_oracle(question, prediction)
             batch.append(record)
@@ -126,7 +134,8 @@ def evaluate(
         trained reader has only metrics of retrieval.
     """
     scored = [record for batch in records(trained, questions) for record in batch]
-    report = describe(trained.run, trained.task, trained.step, trained.pipeline) | {"questions": len(scored)}
+    report = describe(trained.run, trained.task, trained.step, trained.pipeline, trained.reader)
+    report["questions"] = len(scored)
     report["measures"] = summarize(scored)
     if trained.task == INDEX and not trained.reads:
         report["measures"] = {name: value for name, value in report["measures"].items() if is_retrieval_measure(name)}

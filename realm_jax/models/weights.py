@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 from realm_jax.data.tokenizer_files import read_tokenizer, tokenizer_file
 from realm_jax.errors import UserError
 from realm_jax.models.architectures.base import Architecture, Settings, Tensor, linear, norm
+from realm_jax.models.architectures.modernbert import MODERNBERT
 from realm_jax.models.architectures.table import (
     ARCHITECTURES,
     HF_REALM,
@@ -30,7 +31,15 @@ from realm_jax.models.architectures.table import (
     model_values,
     read_architecture,
 )
-from realm_jax.models.layers import LAYER_NORM_EPSILON, BertConfig, Compute, Params, Rotary, initializer_stddev
+from realm_jax.models.layers import (
+    ACTIVATIONS,
+    LAYER_NORM_EPSILON,
+    BertConfig,
+    Compute,
+    Params,
+    Rotary,
+    initializer_stddev,
+)
 from realm_jax.models.networks import Realm
 from realm_jax.models.reader import SPAN_NORM_EPSILON
 from realm_jax.models.retriever import POOLINGS
@@ -41,8 +50,10 @@ SHARDS = f"{WEIGHTS}.index.json"  # in the place of WEIGHTS: name of a tensor â†
 HEADS = ("cls.", "qa_outputs.", "classifier.", "lm_head.", "vocab_", "head.", "decoder.")  # names without a prefix
 # Layers of an encoder after its BERT.
 VECTOR_LAYERS = {"pooler": "pooler.dense", "projection": "cls.dense", "projection_norm": "cls.LayerNorm"}
+TRANSFORM_ACTIVATION = "gelu"  # of the layer before a ModernBERT's classifier
 MLM_HEAD, SPAN_HEAD, PROJECTION, VECTOR_NORM = "MLM head", "span head", "projection", "vector norm"
 FLOATS = ("F32", "F16", "BF16", "F64")
+SIZES = "vocabulary_size", "width", "layers", "heads", "feed_forward", "max_length"  # whole numbers of BertConfig
 FREE_SETTINGS = (  # fields that tensors determine, or that files need not share
     *("vocabulary_size", "width", "layers", "feed_forward", "dropout", "max_length"),
 )
@@ -137,6 +148,26 @@ def token_classifier(c: BertConfig, labels: int) -> Part:
         labels: how many.
     """
     return Part("token classifier", linear(("classifier",), "classifier", (c.width, labels)))
+
+
+def question_head(c: BertConfig) -> Part:
+    """Return the head of `BertForQuestionAnswering`, which scores every token as the start and as the end.
+
+    That of ModernBERT has a layer more, without biases, and other names.
+    """
+    title, classifier = "question-answering head (qa_outputs)", ("classifier",)
+    if c.architecture != MODERNBERT.model_type:
+        return Part(title, linear(classifier, "qa_outputs", (c.width, 2)))
+    tensors = (
+        *linear(("transform",), "head.dense", (c.width, c.width), has_bias=False),
+        *norm(("transform_norm",), "head.norm", c.width, has_bias=False),
+        *linear(classifier, "classifier", (c.width, 2)),
+    )
+    fixed = {
+        "classifier_bias": ("the reader's", False),
+        "classifier_activation": ("the reader's", TRANSFORM_ACTIVATION),
+    }
+    return Part(title, tensors, fixed)
 
 
 # --- In ---------------------------------------------------------------------------------------------------------------
@@ -361,6 +392,32 @@ def _is_padded(folder: Path, config: BertConfig) -> bool:
     return path is not None and read_tokenizer(path, lower_case=True).size == config.vocabulary_size
 
 
+def encoder_config(folder: Path, max_length: int | None = None, compute: Compute | None = None) -> BertConfig:
+    """Return the sizes of the encoder of a folder, without dropout. Arguments: see `open_encoder`.
+
+    Raises:
+        UserError: for an architecture that cannot be loaded, and for a size that is missing or does not fit.
+    """
+    path = folder / SETTINGS
+    architecture, settings = read_architecture(path)
+    values = model_values(architecture, settings) | {"dropout": 0.0}
+    for name in SIZES:
+        if not (isinstance(values[name], int) and values[name] > 0):
+            key = architecture.settings[name]
+            raise UserError(f"{path}: {key} is {values[name]!r}, which is no size; fetch the model again")
+    if values["width"] % values["heads"]:
+        raise UserError(
+            f"{path}: {values['heads']} {architecture.settings['heads']} do not divide a width of {values['width']}"
+        )
+    if values["hidden_act"] not in ACTIVATIONS:
+        key = architecture.settings["hidden_act"]
+        raise UserError(f"{path}: {key} is {values['hidden_act']!r}; choose a model with {', '.join(ACTIVATIONS)}")
+    values["max_length"] = max_length or values["max_length"] - architecture.first_position
+    rotary = Rotary(**{name.removeprefix("rotary."): values.pop(name) for name in [*values] if "." in name})
+    options: dict[str, Any] = {"segment_types": architecture.segment_types, "rotary": rotary}
+    return BertConfig(**values, **options, compute=compute or Compute())
+
+
 def open_encoder(
     folder: Path, max_length: int | None = None, compute: Compute | None = None
 ) -> tuple[Any, Params]:  # fmt: skip
@@ -377,15 +434,7 @@ def open_encoder(
     Raises:
         UserError: like `find`, and if config.json lacks a size.
     """
-    path = folder / SETTINGS
-    architecture, settings = read_architecture(path)
-    values = model_values(architecture, settings) | {"dropout": 0.0}
-    if missing := next((name for name, value in values.items() if value is None), None):
-        raise UserError(f"{path}: has no {architecture.settings[missing]}; fetch it again")
-    values["max_length"] = max_length or values["max_length"] - architecture.first_position
-    rotary = Rotary(**{name.removeprefix("rotary."): values.pop(name) for name in [*values] if "." in name})
-    options: dict[str, Any] = {"segment_types": architecture.segment_types, "rotary": rotary}
-    config = BertConfig(**values, **options, compute=compute or Compute())
+    config = encoder_config(folder, max_length, compute)
     return encoder_network(config), read(find(folder, config, [encoder(config)]))["bert"]
 
 

@@ -46,6 +46,7 @@ from realm_jax.indexing.vector_cache import embed_with_cache
 from realm_jax.indexing.watcher import generation_index
 from realm_jax.mesh import replicated
 from realm_jax.models.layers import Params
+from realm_jax.models.question_reader import QuestionReader, open_question_reader
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, read_json
 from realm_jax.tasks.answering import (
@@ -65,6 +66,7 @@ logger = logging.getLogger(__name__)
 
 NBEST = 5  # default number of answers for a question
 MAX_QUESTION_CHARACTERS = 20_000
+NAME_A_READER = "name a model that was trained on questions with --reader=hf:NAME"
 LOW_EXACT_MATCH, LOW_RECALL = 0.2, 0.5  # below these we warn the user
 
 
@@ -80,6 +82,7 @@ class TrainedRun:
         index: the corpus, embedded with these parameters.
         pipeline: how passages of questions are found.
         model: has the other parameters; None for a published generation.
+        reader: reads passages in place of the run's own reader; None for the run's.
     """
 
     run: Run
@@ -89,6 +92,7 @@ class TrainedRun:
     index: Index
     pipeline: SearchPipeline = SearchPipeline()
     model: ExportedModel | None = None
+    reader: QuestionReader | None = None
 
     def evaluator(self, questions: Sequence[Question], batch_size: int | None = None) -> Evaluator:
         """Return an evaluator of questions.
@@ -97,17 +101,25 @@ class TrainedRun:
             questions: to answer.
             batch_size: questions at a time; None for `evaluation.batch_size`.
         """
-        return Evaluator(self.run, questions, self.pipeline, self.reads_blanks, batch_size)
+        return Evaluator(self.run, questions, self.pipeline, self.reads_blanks, batch_size, self.reader)
 
     @property
     def reads(self) -> bool:
         """Return True if its reader learned to answer from passages, with questions or masked sentences."""
-        return self.reads_blanks or reader_is_trained(self.run.workdir, self.task)
+        return self.reader is not None or self.reads_blanks or reader_is_trained(self.run.workdir, self.task)
 
     @property
     def reads_blanks(self) -> bool:
         """Return True if its reader learned to answer only with masked sentences (blanks), not with questions."""
-        return points_at_blanks(self.run, self.task)
+        return self.reader is None and points_at_blanks(self.run, self.task)
+
+    @property
+    def recorded(self) -> "RecordedMetrics | None":
+        """Return `recorded_metrics`; exact match is of the run's own reader and left out if another one reads."""
+        metrics = recorded_metrics(self.run, self.task)
+        if metrics is None or self.reader is None:
+            return metrics
+        return None if metrics.recall is None else dataclasses.replace(metrics, exact_match=None)
 
 
 def float32_digits(value: float) -> float:
@@ -238,8 +250,10 @@ def restore(
         warn: true to warn if the reader has not learned to answer.
 
     Raises:
-        UserError: the recipe has no such task or trained no such reranker, or its exported model is missing or damaged.
+        UserError: the recipe has no such task or trained no such reranker, its exported model is missing or damaged, or
+            `answering.reader` cannot be opened.
     """
+    reader = open_reader(run, find_task(run, task).task) if for_answers else None
     while True:
         exported = find_task(run, task)
         pipeline = search_pipeline(exported.task, run.config, search, rerank if for_answers else "none")
@@ -266,14 +280,33 @@ def restore(
         published = published_index(run, params) if is_edited(run) else None
         index = published or run.index(embed_with_cache(run, params, bar=True))
 
-    learned = exported.task in ANSWERING_TASKS or reader_is_trained(run.workdir, exported.task)
+    learned = reader is not None or exported.task in ANSWERING_TASKS or reader_is_trained(run.workdir, exported.task)
     if not learned and not points_at_blanks(run, exported.task) and for_answers and warn:
         reason = f"these are the parameters of task {exported.task}"
         reason = "no reader was trained" if exported.task == INDEX else reason
-        logger.warning("%s: answers come from a span head that was not fine-tuned", reason)
+        logger.warning("%s: answers come from a span head that was not fine-tuned; %s", reason, NAME_A_READER)
     if pipeline.search != "vectors" and for_answers:
         run.bm25()  # raises UserError if it cannot search
-    return TrainedRun(run, exported.task, exported.step, params, index, pipeline, exported)
+    return TrainedRun(run, exported.task, exported.step, params, index, pipeline, exported, reader)
+
+
+def open_reader(run: Run, task: str) -> QuestionReader | None:
+    """Open the model of `answering.reader`.
+
+    Args:
+        run: has the config and the mesh.
+        task: that trained the parameters.
+
+    Returns:
+        None if the run's own reader answers.
+
+    Raises:
+        UserError: the model cannot be opened, or the task answers without passages.
+    """
+    name = run.config.answering.reader
+    if name and not reads_passages(task):
+        raise UserError(f"--reader={name}: {run.workdir} answers without passages ({task}); leave it out")
+    return open_question_reader(name, run.mesh) if name else None
 
 
 def find_task(run: Run, task: str | None) -> ExportedModel:

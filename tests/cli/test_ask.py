@@ -296,6 +296,20 @@ def test_a_single_question_must_be_one(trained_run, quick, capsys, monkeypatch):
     assert "there is no question" in refused(capsys, workdir)
 
 
+def test_an_answer_that_may_be_bad_is_shown_after_the_passages(capsys):
+    passage = {"id": "p1", "part": 0, "title": "Ada", "span": [9, 13], "text": "Built in 1850 by Ada."}
+    candidate = passage | {"id": "p2", "title": "Eve", "ranks": {"vectors": 1}, "probability": 0.9}
+    answer = {"answer": "1850", "probability": 0.5, "passage": passage, "candidates": [candidate]}
+    lines: dict[bool, list[str]] = {}
+    for passages_first in (False, True):
+        to = Console(file=io.StringIO(), width=200, highlight=False)
+        job.show(answer, to, passages_first)
+        lines[passages_first] = [line for line in to.file.getvalue().splitlines() if line]
+    assert lines[False][:2] == ["1850  (probability 0.5)", "Ada (p1)"]
+    assert lines[True][0] == "Eve (p2)" and lines[True][-1] == "1850  (probability 0.5)"
+    assert sorted(lines[True][2:-1]) == sorted(lines[False][3:])
+
+
 # ---- marks
 
 
