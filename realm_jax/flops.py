@@ -9,7 +9,7 @@ is what devices compute. MFU (model FLOPs utilization) is these operations per s
 
 import dataclasses
 
-from realm_jax.config import Config, reader_section
+from realm_jax.config import Config, Model, reader_section
 from realm_jax.models.retriever import POOLINGS
 from realm_jax.run import Run
 
@@ -24,11 +24,13 @@ class BertSize:
         layers: number of layers.
         width: features of a hidden state.
         feed_forward: width of the feed-forward layers.
+        is_gated: true if these have a gate, which is a third product.
     """
 
     layers: int
     width: int
     feed_forward: int
+    is_gated: bool = False
 
     def forward(self, length: int, positions: int | None = None, packed_length: float = 0) -> float:
         """Return the operations of one sequence through all layers.
@@ -46,7 +48,7 @@ class BertSize:
     def _products(self, queries: float, keys: float) -> float:
         """Return the operations of a layer's linear layers."""
         projections = 2 * (2 * queries + 2 * keys) * self.width**2  # query and output; key and value
-        return projections + 2 * 2 * queries * self.width * self.feed_forward
+        return projections + 2 * (3 if self.is_gated else 2) * queries * self.width * self.feed_forward
 
     def _attention(self, queries: int, keys: int) -> float:
         """Return the operations of a layer's attention: scores, and weighted sums of values."""
@@ -55,8 +57,11 @@ class BertSize:
 
 def reader_size(config: Config) -> BertSize:
     """Return the size of the reader."""
-    reader = reader_section(config.model)
-    return BertSize(reader.layers, reader.width, reader.feed_forward)
+    return _bert_size(reader_section(config.model))
+
+
+def _bert_size(model: Model) -> BertSize:
+    return BertSize(model.layers, model.width, model.feed_forward, model.architecture == "modernbert")
 
 
 def embedding_flops(config: Config, length: int, packed_length: float = 0) -> float:
@@ -68,7 +73,7 @@ def embedding_flops(config: Config, length: int, packed_length: float = 0) -> fl
         packed_length: as in `BertSize.forward`.
     """
     width, encoder = config.model.width, config.encoder
-    bert = BertSize(config.model.layers, width, config.model.feed_forward)
+    bert = _bert_size(config.model)
     pooling = POOLINGS[encoder.pooling]
     head = 2 * width * ((width if pooling.has_tanh_layer else 0) + encoder.projection)
     positions = 1 if pooling.position else None

@@ -175,7 +175,11 @@ def delayed_signals() -> Iterator[None]:
             yield
     finally:
         for number in received:
-            signal.raise_signal(number)
+            handler = signal.getsignal(number)
+            if callable(handler):  # called here, because Python may run it in a callback that drops its exception
+                handler(number, None)
+            else:
+                signal.raise_signal(number)
 
 
 class Preempted(BaseException):

@@ -32,9 +32,10 @@ from realm_jax.mesh import (
     parameter_shardings,
     row_major,
 )
+from realm_jax.models.architectures.table import ARCHITECTURES
 from realm_jax.models.attention import select_attention
 from realm_jax.models.inputs import PassageBatch
-from realm_jax.models.layers import BertConfig, Compute, Params
+from realm_jax.models.layers import BertConfig, Compute, Params, Rotary
 from realm_jax.models.networks import Realm
 from realm_jax.retrieval.analyzers import available
 from realm_jax.retrieval.bm25 import Bm25, check_has_terms, load_or_build
@@ -370,7 +371,7 @@ def device_options(mesh: Mesh, dtype: Any) -> dict[str, Any]:
 
 
 def make_bert(model: Model, vocabulary_size: int, length: int, hidden: NamedSharding | None) -> BertConfig:
-    """Return the `BertConfig` of a config's section `model`.
+    """Return the sizes of an encoder, of a config's section `model`.
 
     Args:
         model: the section.
@@ -387,6 +388,10 @@ def make_bert(model: Model, vocabulary_size: int, length: int, hidden: NamedShar
         max_length=length,
         dropout=model.dropout,
         hidden_act=model.hidden_act,
+        architecture=model.architecture,
+        norm_epsilon=model.norm_epsilon,
+        segment_types=ARCHITECTURES[model.architecture].segment_types,
+        rotary=Rotary(**model.rotary.to_dict()),
         compute=Compute(
             dtype=jnp.dtype(model.dtype),
             remat=model.remat,

@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("NPROC", "16")
 
 
-COMPILING = ("cli", "index", "models", "serving", "tasks", "train")  # folders of tests that compile networks
+COMPILING = ("adaptation", "cli", "indexing", "launch", "models", "serving", "tasks", "train")  # folders that compile
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.adaptation.record import Change, ChangeTable, Decision, Measurement
-from realm_jax.config import task_names
+from realm_jax.config import INDEX, task_names
 from realm_jax.data.evidence import Evidence
 from realm_jax.data.held_out import HeldOutSentence, held_out_sentences, passages_without
 from realm_jax.data.questions import Question
@@ -28,6 +28,7 @@ from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.question_metrics import QueryMetrics
 from realm_jax.eval.retrieval_metrics import RANKED
 from realm_jax.eval.significance import clustered_interval, paired_interval
+from realm_jax.forward import SearchPipeline
 from realm_jax.indexing.vector_cache import embed_with_cache
 from realm_jax.models.layers import Params
 from realm_jax.retrieval.embed import CorpusRows
@@ -35,6 +36,7 @@ from realm_jax.run import Run
 from realm_jax.tasks.base import Task
 from realm_jax.tasks.evidence_contrast import number_names
 from realm_jax.train.checkpoints import SavedCheckpoint
+from realm_jax.train.exported_model import MODEL, find_exported_model
 from realm_jax.train.init_from import recorded_start
 from realm_jax.train.recipe import recipe_tasks
 from realm_jax.train.records import primary_metric
@@ -51,6 +53,7 @@ WEIGHTS = (1.0, 0.5)  # interpolation weights of the trained encoders, in the or
 TOP = 5  # k of recall@k
 DEPTH = RANKED + 1  # retrieved passages, one of which may be the sentence's
 MAX_EXAMPLES = 5  # sentences of each kind in the report
+VECTOR_SEARCH = SearchPipeline("vectors")  # decides whether encoders are promoted
 
 BASELINE = "start"  # row of the base encoder
 MASKED, EVIDENCE, SENTENCE = "masked_recall@5", "evidence_recall@5", "sentence_recall@5"
@@ -80,7 +83,7 @@ def measure(run: Run, sentences: Sequence[HeldOutSentence], merge: float | None)
     def evaluate_at(weight: float) -> EncoderResult:
         params = interpolate_encoders(run, trained, base, weight)
         vectors = passage_vectors(run, params, weight)
-        return EncoderResult(params, vectors, evaluator.metrics(params, vectors, "vectors"))
+        return EncoderResult(params, vectors, evaluator.metrics(params, vectors))
 
     # --- Decide by vector search
     baseline, documents = evaluate_at(0.0), evaluator.document_numbers
@@ -94,9 +97,9 @@ def measure(run: Run, sentences: Sequence[HeldOutSentence], merge: float | None)
     rows = {BASELINE: baseline.metrics, "adapted": adapted.metrics}
     if decision.weight != 1.0:
         rows["trained"] = evaluate_at(1.0).metrics
-    rows["bm25"] = evaluator.metrics(baseline.params, baseline.vectors, "bm25")
-    rows["start_hybrid"] = evaluator.metrics(baseline.params, baseline.vectors, "hybrid")
-    rows["hybrid"] = evaluator.metrics(adapted.params, adapted.vectors, "hybrid")
+    rows["bm25"] = evaluator.metrics(baseline.params, baseline.vectors, SearchPipeline("bm25"))
+    rows["start_hybrid"] = evaluator.metrics(baseline.params, baseline.vectors, SearchPipeline("hybrid"))
+    rows["hybrid"] = evaluator.metrics(adapted.params, adapted.vectors, SearchPipeline("hybrid"))
     examples = _changed_examples(run.sources.passages, sentences, baseline.metrics, adapted.metrics)
     return Measurement(decision, compare_with_baseline(rows, documents), examples)
 
@@ -234,52 +237,56 @@ class AdaptEvaluator:
         )
         return positions, CorpusRows(*columns)
 
-    def metrics(self, params: Params, vectors: NDArray[np.floating], search: str) -> QueryMetrics:
+    def metrics(
+        self, params: Params, vectors: NDArray[np.floating], pipeline: SearchPipeline = VECTOR_SEARCH
+    ) -> QueryMetrics:
         """Return the metrics of a search, an array per metric with a value for each query.
 
         Args:
-            params: parameters of the query encoder.
+            params: parameters of the encoders.
             vectors: of the passages, [rows, width].
-            search: one of `config.SEARCHES`.
+            pipeline: how passages are found.
 
         Returns:
             METRICS of the sentences, and recall metrics of the questions; NaN for queries without the metric.
         """
-        metrics = self.sentence_metrics(params, vectors, search)
+        metrics = self.sentence_metrics(params, vectors, pipeline)
 
         # Recall of passages without the sentence, only by vectors: BM25's index has no such passages.
         without = np.full(len(self.sentences), np.nan)  # [sentences]
         positions, passages = self.shortened_passages
-        if search == "vectors" and positions:
+        if pipeline == VECTOR_SEARCH and positions:
             rows = np.array([self.sentences[position].row for position in positions])  # [shortened]
             changed_vectors = vectors.copy()  # [rows, width]
             changed_vectors[rows] = self.run.embed(params, rows=passages)
             queries = [Question(self.sentences[position].text, []) for position in positions]
             index = self.run.index(changed_vectors)
-            retrieved = Evaluator(self.run, queries, search).retrieve(params, index, TOP)  # [shortened, TOP]
+            retrieved = Evaluator(self.run, queries, pipeline).retrieve(params, index, TOP)  # [shortened, TOP]
             without[positions] = (retrieved == rows[:, None]).any(axis=1)
         metrics[RECALL_WITHOUT_SENTENCE] = without
 
         if self.questions:
-            evaluator = Evaluator(self.run, self.questions, search)
+            evaluator = Evaluator(self.run, self.questions, pipeline)
             recalls = evaluator.recall_values(evaluator.retrieve(params, self.run.index(vectors)))
             metrics |= {f"{QUESTION_PREFIX}{name}": values for name, values in recalls.items()}
         return metrics
 
-    def sentence_metrics(self, params: Params, vectors: NDArray[np.floating], search: str) -> QueryMetrics:
+    def sentence_metrics(
+        self, params: Params, vectors: NDArray[np.floating], pipeline: SearchPipeline = VECTOR_SEARCH
+    ) -> QueryMetrics:
         """Return the metrics of the sentences over unchanged passages.
 
         Args:
-            params: parameters of the query encoder.
+            params: parameters of the encoders.
             vectors: of the passages, [rows, width].
-            search: one of `config.SEARCHES`.
+            pipeline: how passages are found.
         """
         index = self.run.index(vectors)
         masked_queries = [Question(sentence.masked or sentence.text, []) for sentence in self.sentences]
         unmasked_queries = [Question(sentence.text, []) for sentence in self.sentences]
         # Rows of passages, [sentences, DEPTH] each, −1 for none
-        masked = Evaluator(self.run, masked_queries, search).retrieve(params, index, DEPTH)
-        unmasked = Evaluator(self.run, unmasked_queries, search).retrieve(params, index, DEPTH)
+        masked = Evaluator(self.run, masked_queries, pipeline).retrieve(params, index, DEPTH)
+        unmasked = Evaluator(self.run, unmasked_queries, pipeline).retrieve(params, index, DEPTH)
         store = self.run.sources.passages
         values = np.empty((len(self.sentences), 4))  # [sentences, metrics]
         for number, sentence in enumerate(self.sentences):
@@ -343,11 +350,22 @@ def passage_vectors(run: Run, params: Params, weight: float) -> NDArray[np.float
         weight: of these parameters.
 
     Returns:
-        The vectors of the last checkpoint if they are the same; otherwise new ones, which the cache stores.
+        The vectors of the index or of the last checkpoint if they are the same; otherwise new ones, which the cache
+        stores.
     """
     trains_passages = any(trains_passage_encoder(task) for task in recipe_tasks(run))
-    vectors = saved_vectors(run, last_checkpoint(run)[1]) if weight == 1.0 or not trains_passages else None
+    vectors = indexed_vectors(run) if weight == 0.0 else None
+    if vectors is None and (weight == 1.0 or not trains_passages):
+        vectors = saved_vectors(run, last_checkpoint(run)[1])
     return embed_with_cache(run, params, bar=True) if vectors is None else vectors
+
+
+def indexed_vectors(run: Run) -> NDArray[np.float32] | None:
+    """Return the passages' vectors by the base encoder, [rows, width]; None if the run has no index of its corpus."""
+    exported = find_exported_model(run.workdir / MODEL)
+    if exported is None or exported.task != INDEX:
+        return None
+    return exported.vectors(run.sources.passages.fingerprint)
 
 
 def trains_passage_encoder(task: Task) -> bool:

@@ -25,9 +25,10 @@ from realm_jax.adaptation.evaluate import (
     WEIGHTS,
     AdaptEvaluator,
     find_sentences,
+    indexed_vectors,
     trains_passage_encoder,
 )
-from realm_jax.adaptation.record import DATA, OTHER, AdaptRequest, CorpusFacts, Estimate, Plan
+from realm_jax.adaptation.record import OTHER, AdaptRequest, CorpusFacts, Estimate, Plan
 from realm_jax.assemble import make_run
 from realm_jax.config import task_names
 from realm_jax.data.evidence import find_evidence
@@ -42,6 +43,7 @@ from realm_jax.indexing.vector_cache import share_to_embed
 from realm_jax.models.layers import Params
 from realm_jax.retrieval import bm25
 from realm_jax.run import Run, local_rows, make_global_batch
+from realm_jax.search_index import DATA
 from realm_jax.storage import read_json
 from realm_jax.tasks import make_task
 from realm_jax.tasks.evidence_contrast import GROUP
@@ -256,7 +258,7 @@ def measure_searches(
     sample = sentences[:: max(1, len(sentences) // 64)]
     evaluator = AdaptEvaluator(run, sample)
     zeros = np.zeros((num_passages, run.model.vector_size), np.float32)  # the values do not change the time
-    query_seconds = _seconds_of(lambda: evaluator.sentence_metrics(params, zeros, "vectors")) / (2 * len(sample))
+    query_seconds = _seconds_of(lambda: evaluator.sentence_metrics(params, zeros)) / (2 * len(sample))
     num_weights = 1 + len(WEIGHTS)  # with the base encoder
     num_searches = num_weights + 3  # by BM25, and hybrid with the base encoder and with the exported one
     num_questions = len(run.sources.questions.get(QUESTIONS_SPLIT, []))
@@ -269,7 +271,8 @@ def measure_searches(
     num_passage_tasks = sum(trains_passage_encoder(task) for task in recipe_tasks(run))
     # All passages: by the base encoder, by each task that trains the passage encoder, and at a second weight. Passages
     # without their sentence: by each measured encoder.
-    times_embedded = share_to_embed(run, params) + num_passage_tasks + float(num_passage_tasks > 0)
+    times_embedded = share_to_embed(run, params) if indexed_vectors(run) is None else 0.0
+    times_embedded += num_passage_tasks + float(num_passage_tasks > 0)
     times_embedded += num_weights * min(num_sentences / num_passages, 1.0)
     estimate = Estimate(
         passage=embed_seconds / num_passages,

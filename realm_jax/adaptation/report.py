@@ -34,6 +34,20 @@ def headline(decision: Decision) -> str:
     return f"Base encoder kept: the adapted encoder {reason} ({numbers})"
 
 
+def additions(decision: Decision, has_reader: bool) -> str:
+    """Return what an adaptation added to an index, in one line.
+
+    Args:
+        decision: about its encoders.
+        has_reader: true if a reader learned to point at answers.
+    """
+    encoders = "adapted encoders, and the vectors of all passages by them"
+    if not decision.promoted:
+        encoders = "no encoders: those of the index, and its vectors, stay"
+    reader = "a reader that learned from hidden names and never saw a question" if has_reader else "no reader"
+    return f"{encoders}; {reader}"
+
+
 def _change(change: Change) -> str:
     """Return before → after of a metric, with the change and its interval."""
     if not change.queries:

@@ -10,13 +10,12 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from realm_jax import search_index
 from realm_jax.adaptation.evaluate import (
     BASELINE,
     QUESTIONS_SPLIT,
@@ -29,21 +28,11 @@ from realm_jax.adaptation.evaluate import (
     passage_vectors,
 )
 from realm_jax.adaptation.plan import count_skipped, make_plan, open_other_corpus
-from realm_jax.adaptation.record import (
-    DATA,
-    OTHER,
-    RECORD,
-    REPORT,
-    AdaptRecord,
-    AdaptRequest,
-    Decision,
-    Forgetting,
-)
+from realm_jax.adaptation.record import OTHER, RECORD, REPORT, AdaptRecord, AdaptRequest, Decision, Forgetting
 from realm_jax.adaptation.report import model_card, render_report
 from realm_jax.cache import cache_programs
 from realm_jax.config import flatten, load_config
-from realm_jax.corpora.preparation import Options, PreparedOtherwise
-from realm_jax.corpora.summary import prepare_and_print
+from realm_jax.corpora.preparation import PreparedOtherwise, replace_questions
 from realm_jax.corpora.texts import open_texts
 from realm_jax.data.evidence import find_evidence
 from realm_jax.data.staging import PREPARED
@@ -52,36 +41,39 @@ from realm_jax.eval.format import duration
 from realm_jax.indexing.heartbeat import trainer_status
 from realm_jax.indexing.vector_cache import embed_with_cache
 from realm_jax.models.folders import resolve_model_path
-from realm_jax.models.sentence_transformers import (
-    README,
-    sentence_model,
-    transformer_folder,
-)
-from realm_jax.models.weights import read_bert_settings
+from realm_jax.models.sentence_transformers import README
 from realm_jax.retrieval.vector_files import FILES as VECTOR_FILES
 from realm_jax.retrieval.vector_files import VECTORS, write_vectors
+from realm_jax.search_index import (
+    CONFIG,
+    DATA,
+    check_decided,
+    check_model,
+    check_outside,
+    check_settings,
+    follow_corpus,
+    has_empty_recipe,
+    prepare_documents,
+    read_index,
+    write_index,
+)
 from realm_jax.storage import exclusive_lock, open_folder, read_json, write_atomic
+from realm_jax.tasks.answering import trains_cloze_reader
 from realm_jax.train.exported_model import MODEL, find_exported_model, write_exported_model
 from realm_jax.train.init_from import recorded_start
 from realm_jax.train.loop import train_task
 from realm_jax.train.recipe import open_run, preemptible, recipe_tasks, starting_params
 from realm_jax.train.restore import restore_params
+from realm_jax.train.workdir import INDEX_KEYS, has_checkpoint, recorded_config
 
 logger = logging.getLogger(__name__)
 
 _MEASURED_ONCE = "only the base encoder and the result are measured"
-_AS_BASE = "the adapted encoder has the vector format of --from, because both are compared"
-DECIDED = {  # key of the config that the request sets, or that has no effect → why
-    "data.path": "the folder is prepared from DOCUMENTS",
-    "init_from": "the encoder is that of --from",
+DECIDED = search_index.DECIDED | {  # key of the config that the request sets, or that has no effect → why
     "evaluation.held_out": "the share follows from the documents",
     "evaluation.every": _MEASURED_ONCE,
     "evaluation.keep_best": _MEASURED_ONCE,
     "refresh.mode": "this command has no index builder",
-    "model.shared_tower": "two encoders are exported",
-    "encoder.pooling": _AS_BASE,
-    "encoder.projection": _AS_BASE,
-    "encoder.normalization": _AS_BASE,
 }
 
 
@@ -93,15 +85,17 @@ class AdaptResult:
         decision: whether the base encoder was replaced, and why.
         model: folder of the exported model.
         report: path of the report.
+        has_reader: true if a reader learned to point at answers, without questions.
     """
 
     decision: Decision
     model: Path
     report: Path
+    has_reader: bool
 
 
 def adapt(request: AdaptRequest) -> AdaptResult:
-    """Adapt an encoder. Finished stages are skipped and interrupted ones resumed.
+    """Adapt an encoder. Finished stages, and those of `realm index`, are skipped; interrupted ones are resumed.
 
     Raises:
         UserError: before any training, if the request is invalid, or there are too few documents or minutes.
@@ -114,41 +108,63 @@ def adapt(request: AdaptRequest) -> AdaptResult:
         raise UserError(f"--minutes={request.minutes:g}: give a number above 0")
     if request.merge is not None and not 0 < request.merge <= 1:
         raise UserError(f"--merge={request.merge:g}: give a weight above 0 and at most 1")
-    if (workdir / RECORD).is_file():
-        recorded = read_json(workdir / RECORD)["settings"]
-        for name, value in request.settings().items():
-            if recorded.get(name) != value:
-                was = f"{name} {recorded.get(name)!r}, not {value!r}"
-                raise UserError(f"--output={workdir}: was started with {was}; use the same, or another --output")
+    indexed = read_index(workdir)
+    has_begun = (workdir / RECORD).is_file()
+    if has_begun:
+        check_settings(workdir, read_json(workdir / RECORD)["settings"], request.settings())
+    elif indexed is not None:
+        check_settings(workdir, indexed["settings"], {"documents": request.documents, "from": request.model})
     elif (workdir / "config.json").is_file():
+        if has_empty_recipe(workdir):
+            raise UserError(f"--output={workdir}: its index is not finished; run its `realm index` command again")
         raise UserError(f"--output={workdir}: is the directory of another run; choose another one")
     else:
         for name in (MODEL, REPORT, *VECTOR_FILES):
             if (workdir / name).exists():
                 raise UserError(f"--output={workdir}: has a {name} that is not of this run; choose another folder")
     check_model(request.model)
-    default_values = flatten(load_config("adapt").to_dict())
-    for key, value in flatten(request.config.to_dict()).items():
-        if key in DECIDED and value != default_values[key]:
-            raise UserError(f"config.{key}: {DECIDED[key]}; leave it out, or use `realm train --config=adapt`")
+    check_decided(request.config, DECIDED, "leave it out, or use `realm train --config=adapt`")
     for source in filter(None, (request.documents, request.forgetting)):
         check_outside(workdir, source, "whose files are documents")
     check_outside(workdir, str(resolve_model_path(request.model, "--from")), "which is the base encoder")
     if request.forgetting:
         open_texts(request.forgetting)  # reports its errors before the documents are read
 
-    # --- Prepare the documents ----------------------------------------------------------------------------------------
+    # --- Prepare the documents, or continue with the dataset directory and the config of the index --------------------
     config = ConfigDict(request.config.to_dict())
-    config.data.path, config.init_from = str(workdir / DATA), request.model
     questions = [f"{QUESTIONS_SPLIT}={request.questions}"] if request.questions else []
-    _prepare(request, request.documents, workdir / DATA, questions)
+    if indexed is None:
+        arguments = request.documents, request.model, workdir / DATA, config.data.document_length, questions
+        try:
+            prepare_documents(*arguments)
+        except PreparedOtherwise:  # until there is a plan you can add documents, because there may have been too few
+            if has_begun:
+                raise
+            shutil.rmtree(workdir / DATA)
+            prepare_documents(*arguments)
+    else:
+        values, default_values = (flatten(each.to_dict()) for each in (config, load_config(CONFIG)))
+        recorded_values = flatten(recorded_config(workdir).to_dict())
+        for key, value in values.items():
+            if key != "tasks" and value == default_values[key]:
+                config.update_from_flattened_dict({key: recorded_values[key]})
+            elif key.startswith(INDEX_KEYS) and value != recorded_values[key]:
+                raise UserError(
+                    f"config.{key} is {value!r}, but the index in {workdir} has {recorded_values[key]!r}; leave it "
+                    "out, or index the documents with it into another --output"
+                )
+        if not has_begun:
+            with exclusive_lock(workdir):
+                replace_questions(workdir / DATA, questions)
+                follow_corpus(workdir)  # `realm corpus` may have edited it
+    config.data.path, config.init_from = str(workdir / DATA), request.model
     prepared = read_json(workdir / DATA / PREPARED)
     if request.questions and not prepared["questions"].get(QUESTIONS_SPLIT):
         reasons = count_skipped(prepared["counts"]["questions"])
         skipped = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()) or "there is none"
         raise UserError(f"--questions={request.questions}: none can be judged ({skipped}); correct them")
     if request.forgetting:
-        _prepare(request, request.forgetting, workdir / OTHER / DATA)
+        prepare_documents(request.forgetting, request.model, workdir / OTHER / DATA, config.data.document_length)
 
     cache_programs()
     status_folder = open_folder(config.refresh.shared or workdir)
@@ -169,6 +185,11 @@ def adapt(request: AdaptRequest) -> AdaptResult:
         for name, steps in plan.steps.items():
             config[name].steps = steps
         run = open_run(config, workdir)
+
+        # --- Index: the run answers with the base encoder while it trains ---------------------------------------------
+        if record.training is None and not has_checkpoint(run.config, workdir):
+            with record.stage("index"):
+                write_index(run, starting_params(run))
 
         # --- Train: no evaluations on the way, because only base encoder and result are compared ----------------------
         if record.training is None:
@@ -209,8 +230,8 @@ def adapt(request: AdaptRequest) -> AdaptResult:
                     logger.info("measuring forgetting on %s", request.forgetting)
                     evaluator = AdaptEvaluator(other_run, sentences)
                     rows = {
-                        BASELINE: evaluator.metrics(base, embed_with_cache(other_run, base, bar=True), "vectors"),
-                        "adapted": evaluator.metrics(params, embed_with_cache(other_run, params, bar=True), "vectors"),
+                        BASELINE: evaluator.metrics(base, embed_with_cache(other_run, base, bar=True)),
+                        "adapted": evaluator.metrics(params, embed_with_cache(other_run, params, bar=True)),
                     }
                     table = compare_with_baseline(rows, evaluator.document_numbers)
                     store = other_run.sources.passages
@@ -226,63 +247,5 @@ def adapt(request: AdaptRequest) -> AdaptResult:
 
         # --- Report ---------------------------------------------------------------------------------------------------
         write_atomic(workdir / REPORT, render_report(record))
-    return AdaptResult(decision, workdir / MODEL, workdir / REPORT)
-
-
-# --- the request ------------------------------------------------------------------------------------------------------
-
-
-def check_model(name: str) -> None:
-    """Check that a name is a model of sentence-transformers that the encoders can start from. Raises UserError."""
-    folder = resolve_model_path(name, "--from")
-    if not folder.is_dir():
-        raise UserError(f"--from={name}: no such folder; write hf:NAME for a model of the hub, py:NAME for a package")
-    read_bert_settings(transformer_folder(folder))  # raises UserError if it is no BERT
-    if sentence_model(folder) is None:
-        raise UserError(
-            f"--from={name}: {folder} has no modules.json with a pooling, so it is no encoder of texts; name a model "
-            "of sentence-transformers"
-        )
-
-
-def check_outside(workdir: Path, source: str, description: str) -> None:
-    """Check that the files of a run directory are not among those of a source.
-
-    Args:
-        workdir: the run directory.
-        source: a folder, or a pattern of files.
-        description: relative clause about the source, for the message.
-
-    Raises:
-        UserError: the run directory is inside the source.
-    """
-    path, run_parts = Path(source).absolute(), workdir.resolve().parts
-    first_wildcard = next((number for number, part in enumerate(path.parts) if set("*?[") & {*part}), None)
-    if first_wildcard is None:
-        is_inside = path.is_dir() and workdir.resolve().is_relative_to(path.resolve())
-    else:
-        # The pattern has to match the folders down to the run directory, or down to its "**", and then go deeper.
-        parts = [*Path(*path.parts[:first_wildcard]).resolve().parts, *path.parts[first_wildcard:]]
-        is_deeper = "**" in parts or len(parts) > len(run_parts)
-        parts = parts[: parts.index("**")] if "**" in parts else parts[: len(run_parts)]
-        is_inside = is_deeper and len(parts) <= len(run_parts) and all(map(fnmatchcase, run_parts, parts))
-    if is_inside:
-        raise UserError(f"--output={workdir}: is inside {source}, {description}; name a folder outside")
-
-
-def _prepare(request: AdaptRequest, documents: str, folder: Path, questions: Sequence[str] = ()) -> None:
-    """Write a prepared folder of the run and print a summary.
-
-    Until there is a plan, a folder that was prepared from other documents is written again, so that you can add
-    documents if there were too few.
-    """
-    limit = request.config.data.document_length
-    # Unreadable documents are skipped, and the report has their number.
-    options = Options(documents, folder, questions=questions, vocab=request.model, limit=limit, skip_damage=True)
-    try:
-        prepare_and_print(options)
-    except PreparedOtherwise:
-        if (request.workdir / RECORD).is_file():
-            raise
-        shutil.rmtree(folder)
-        prepare_and_print(options)
+    has_reader = any(trains_cloze_reader(name, run.config) for name in plan.steps)
+    return AdaptResult(decision, workdir / MODEL, workdir / REPORT, has_reader)

@@ -1,8 +1,9 @@
-"""`realm corpus`: add, replace or remove documents of a prepared corpus; a trained run then answers from the new text.
+"""`realm corpus`: add, replace or remove documents of a prepared corpus; a run then answers from the new text.
 
 An edit makes a new version of the passages. Runs that train stay with the version they began with; `realm ask` and
 `realm evaluate` read the newest one. With --workdir the changed passages are embedded by the run's passage encoder and
-published as a generation that shares all other vectors, without training. The prepared folder changes last, by
+published as a generation that shares all other vectors, without training. An index (`realm index`) gets their vectors
+into its exported model instead. The prepared folder changes last, by
 renames, so a command that fails does not change it.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import jax
 
 from realm_jax.cli.output import print_json
+from realm_jax.config import INDEX
 from realm_jax.corpora.packer import build_store
 from realm_jax.corpora.texts import read_passages
 from realm_jax.data import spans
@@ -45,6 +47,7 @@ from realm_jax.mesh import replicated
 from realm_jax.models.layers import Params
 from realm_jax.retrieval.vector_files import VECTORS, write_vectors
 from realm_jax.run import Run
+from realm_jax.search_index import update_index
 from realm_jax.storage import Damaged, StorageError, exclusive_lock, is_held, make_folder, read_json
 from realm_jax.train.exported_model import exported_model
 from realm_jax.train.trained_run import open_run_for_inference
@@ -69,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("action", choices=("add", "replace", "remove"), help="what to do")
     parser.add_argument("subjects", nargs="+", metavar="FILE|ID", help="add, replace: one file; remove: document ids")
-    parser.add_argument("--workdir", metavar="DIR", help="a trained run over the corpus; publish a generation for it")
+    parser.add_argument("--workdir", metavar="DIR", help="a run over the corpus; embed the changed passages for it")
     parser.add_argument("--data", metavar="DIR", help="the prepared folder (default: the run's)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -95,8 +98,8 @@ def run(args: argparse.Namespace) -> None:
     open_sources(data, flag="--data=" if args.data else "config.data.path=")  # checks the folder
     with exclusive_lock(workdir) if workdir else nullcontext(), exclusive_lock(data, PREPARED):
         if workdir is not None:  # the encoders of the run, which count as those of REALM's last step
-            opened = open_run_for_inference(workdir, {"data.path": data_path})
-            host_params = exported_model(workdir).params(opened.model, opened.model.embedder_names)
+            opened, exported = open_run_for_inference(workdir, {"data.path": data_path}), exported_model(workdir)
+            host_params = exported.params(opened.model, opened.model.embedder_names)
             encoders = jax.device_put(host_params, replicated(opened.mesh))
         before = PassageStore.open(data / "passages")
         with _copy_to_edit(data) as copy:
@@ -104,12 +107,17 @@ def run(args: argparse.Namespace) -> None:
             record: dict[str, Any] = {"data": data_path, "passages_before": len(before), "passages": len(after)}
             record |= {"version": after.fingerprint}
             if workdir is not None:
-                opened = open_run_for_inference(workdir, {"data.path": str(copy)})
-                record |= publish(opened, opened.config.realm.steps, encoders)
+                edited = open_run_for_inference(workdir, {"data.path": str(copy)})
+                if exported.task == INDEX:  # no run was trained on the corpus as it was, so no version has to stay
+                    record["embedded"] = update_index(opened, edited, encoders)
+                else:
+                    record |= publish(edited, edited.config.realm.steps, encoders)
     if args.json:
         print_json(record)
         return
     print(f"{data_path}: {len(before):,} -> {len(after):,} passages, version {after.fingerprint[:12]}")
+    if "embedded" in record:
+        print(f"embedded {record['embedded']:,} of {len(after):,} passages")
     if "generation" in record:
         print(f"generation {record['generation']}: {record['stored_vectors']:,} stored vectors")
     if "written_anew" in record:

@@ -16,7 +16,7 @@ from rich.console import Console
 from realm_jax.cli.argument_types import nonempty
 from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, check_passages, config_changes
 from realm_jax.cli.output import checked_output, is_special, print_json, print_line, stdout, table, write_output
-from realm_jax.config import with_values
+from realm_jax.config import INDEX, with_values
 from realm_jax.data.questions import answered, gold_of
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
@@ -35,12 +35,13 @@ from realm_jax.eval.question_metrics import compare, describe_metric, over_seeds
 from realm_jax.eval.significance import METHODS
 from realm_jax.inference.predictions import evaluate
 from realm_jax.tasks.answering import reads_passages
-from realm_jax.train.trained_run import find_task, load_questions, open_run_for_inference, restore
+from realm_jax.train.trained_run import find_task, load_questions, open_run_for_inference, reader_is_trained, restore
 
 _T = TypeVar("_T")
 EXAMPLES = f"""examples:
   realm evaluate --workdir=runs/wiki
   realm evaluate --workdir=runs/wiki --task=realm --json         before fine-tuning
+  realm evaluate --workdir=runs/docs --reader=hf:NAME             with another reader than the run's
   realm evaluate --workdir=runs/wiki --questions=test.jsonl --config.answering.retrieved=100 --trec=run.txt
   realm evaluate predictions.jsonl --qrels=qrels.txt             a file of `realm predict`; needs no device
   realm evaluate predictions.jsonl --unseen=data/wiki
@@ -128,13 +129,16 @@ def run(args: argparse.Namespace) -> None:
         questions = load_questions(opened, args.questions, need_right=True)
         if args.unseen:
             questions = _without_training_golds(questions, [question.gold for question in questions], args)
-        if "answering.read" not in changes and not answered(questions):
-            # Without answers only retrieval is measured, and reading takes minutes.
+        exported = find_task(opened, args.task)
+        has_reader = bool(opened.config.answering.reader) or reader_is_trained(opened.workdir, exported.task)
+        has_no_reader = exported.task == INDEX and not has_reader
+        if "answering.read" not in changes and (has_no_reader or not answered(questions)):
+            # Then only retrieval is measured, and reading takes minutes.
             opened = dataclasses.replace(opened, config=with_values(opened.config, {"answering.read": 1}))
         check_passages(opened, args)
         records = [question_record(question, number) for number, question in enumerate(questions, start=1)]
-        _check_trec(args, records, reads_passages(find_task(opened, args.task).task))
-        trained = restore(opened, args.task, search=args.search)
+        _check_trec(args, records, reads_passages(exported.task))
+        trained = restore(opened, args.task, search=args.search, rerank=args.rerank, warn=not has_no_reader)
         measured, scored = evaluate(trained, questions, bm25=not args.no_bm25)
 
     report(measured, show)
@@ -150,7 +154,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("realm evaluate: name a run with --workdir, or one file of predictions, or two to compare")
     if args.files:
         reason = f"goes with --workdir; the content of {args.files[0]} is fixed"
-        for flag in ("questions", "task", "search", "no_bm25"):
+        for flag in ("questions", "task", "search", "rerank", "reader", "no_bm25"):
             if vars(args)[flag]:
                 raise UserError(f"--{flag.replace('_', '-')}: {reason}")
         if args.overrides:
@@ -179,7 +183,8 @@ def _check_trec(args: argparse.Namespace, records: Sequence[Record], retrieves: 
 
 def _evaluate_seeds(args: argparse.Namespace) -> dict[str, Any]:
     """Return `over_seeds` of the files of --seeds. Raises UserError for other flags, or unequal numbers of files."""
-    others = ("files", "workdir", "questions", "task", "search", "unseen", "trec", "qrels", "no_bm25", "overrides")
+    run_flags = ("workdir", "questions", "task", "search", "rerank", "reader", "overrides")
+    others = ("files", *run_flags, "unseen", "trec", "qrels", "no_bm25")
     if extra := [name for name in others if vars(args)[name]]:
         raise UserError(f"--seeds: goes only with --json; leave out {', '.join(extra)}")
     sizes = {len(group) for group in args.seeds}

@@ -38,6 +38,7 @@ BROKEN_PIPE = 141  # exit code: as shells report a program that SIGPIPE ended
 
 JOBS = {  # command → summary; its module has the same name
     "quickstart": "write a small encyclopedia and train all tasks on it",
+    "index": "make your documents searchable with a public encoder, in minutes and without training",
     "adapt": "adapt a public encoder to your documents, without questions or labels",
     "prepare": "turn your documents and questions into a prepared folder",
     "inspect": "show prepared data, or how a trained model predicts a text",
@@ -45,13 +46,13 @@ JOBS = {  # command → summary; its module has the same name
     "launch": "plan a run, start it here, on TPU VMs or on GKE; see it, stop it, remove it",
     "watch": "show a live view of a run: loss, recall, indexes and jobs",
     "build-index": "re-embed the corpus alongside a training run, and publish the index",
-    "corpus": "add, replace or remove documents; a trained run then answers from them",
+    "corpus": "add, replace or remove documents; an index or a trained run then answers from them",
     "storage": "list, verify and remove checkpoints and indexes of a run",
     "weights": "write a run's networks for Hugging Face's library, or convert released ones",
     "predict": "answer a file of questions with a trained run",
     "evaluate": "measure a trained run or a file of predictions, or test whether two files differ significantly",
     "ablate": "train variants that differ in one setting, with several seeds, and tabulate the results",
-    "ask": "ask a trained run a question",
+    "ask": "ask an index or a trained run a question",
     "serve": "answer questions over HTTP, with a page and an API",
     "doctor": "list versions, devices, memory, disk and missing packages",
     "completion": "print a script that completes commands, flags and files in a shell",

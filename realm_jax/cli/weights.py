@@ -29,11 +29,12 @@ from realm_jax.cli.arguments import add_run_arguments, config_changes
 from realm_jax.data.wordpiece import VOCABULARY_FILE, WordPiece
 from realm_jax.errors import UserError
 from realm_jax.models import tf_checkpoints
+from realm_jax.models.architectures.table import HF_REALM
 from realm_jax.models.folders import SHARED, TOWERS, open_hub, upload_model
 from realm_jax.models.layers import LAYER_NORM_EPSILON
 from realm_jax.models.networks import Realm
 from realm_jax.models.sentence_transformers import README
-from realm_jax.models.weights import HF_REALM, SETTINGS, WEIGHTS, bert_settings, write_json
+from realm_jax.models.weights import SETTINGS, WEIGHTS, bert_settings, write_json
 from realm_jax.storage import publish_folder
 from realm_jax.tasks import TASKS
 from realm_jax.train.exported_model import CONFIG, MANIFEST, MODEL, VECTORS, save_tokenizer, write_networks
@@ -162,6 +163,11 @@ def push(workdir: Path, repository: str, private: bool, changes: dict[str, Any])
 
 def _check_realm(model: Realm) -> None:
     """Raise UserError for encoders that RealmEmbedder cannot represent."""
+    if (architecture := model.bert.architecture) != "bert":
+        raise UserError(
+            f"--names=realm: RealmEmbedder is a BERT, but the run has config.model.architecture={architecture}; give "
+            "--names=bert"
+        )
     if model.norm_epsilon != LAYER_NORM_EPSILON:
         raise UserError(
             f"--names=realm: RealmEmbedder has LayerNorm's epsilon {LAYER_NORM_EPSILON:g} on its vectors, but the run "

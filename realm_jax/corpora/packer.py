@@ -175,7 +175,8 @@ class PassagePacker:
             first, _, rest = article.text.lstrip().partition("\n")
             repeats_title = rest.strip() and first.strip() == article.title.strip()
             texts.append(rest if repeats_title else article.text)
-        titles, bodies = self.tokenizer.tokens([article.title for article in articles]), self.tokenizer.tokens(texts)
+        tokenizer = self.tokenizer.placed(behind_space=True)  # as the passage encoder reads them
+        titles, bodies = tokenizer.tokens([article.title for article in articles]), tokenizer.tokens(texts)
         spans_of_texts = self._find.find_many(texts)
         passages: list[Passage] = []
         for article, text, title, tokens, spans_of_text in zip(

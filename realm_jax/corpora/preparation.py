@@ -42,7 +42,7 @@ from realm_jax.data.questions import has_judgments, queries_file, question_lines
 from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import MANIFEST as STORE
-from realm_jax.data.store import new_version
+from realm_jax.data.store import PassageStore, new_version
 from realm_jax.data.tokenizer_files import TokenizerFile, lower_case_of, tokenizer_file, tokenizer_of
 from realm_jax.data.wordpiece import WordPiece, check_size
 from realm_jax.errors import Resumable, UserError, full_disk
@@ -156,7 +156,7 @@ def prepare(options: Options) -> Prepared | None:
         settings |= {"vocabulary_size": None} | vocabulary.settings()
     if (finder_identity := finder.identity) is not None:
         settings["spans_identity"] = finder_identity
-    inputs["questions"] = [{"split": file.split} | _question_identity(file) for file in question_inputs]
+    inputs["questions"] = [*map(_question_identity, question_inputs)]
     inputs["settings"] = settings
     inputs = json.loads(json.dumps(inputs))  # to compare with inputs that were read from JSON
     output = os.fspath(options.output)
@@ -265,10 +265,7 @@ def prepare(options: Options) -> Prepared | None:
             for name, count in counts.items()
         }
         if question_inputs:
-            counted = questions.counts.to_json()
-            question_counts = {key: counted[key] for key in ("records", "dropped", "damaged", "samples")}
-            notes = questions.counts.common_notes()
-            manifest["counts"]["questions"] = question_counts | ({"notes": notes} if notes else {})
+            manifest["counts"]["questions"] = _question_counts(questions.counts)
         check_owner(root, claim)
         folder.write_json(PREPARED, manifest)
     return Prepared(manifest, counts, summaries, questions.counts, tokenizer.size)
@@ -280,13 +277,52 @@ def _articles(folder: str, shards: int) -> Iterator[Article]:
 
 
 def _question_identity(file: QuestionFile) -> dict[str, Any]:
-    """Return the identity of questions, including the file with the texts of judged queries."""
+    """Return split and identity of questions, including the file with the texts of judged queries."""
     if (questions := published_questions(file)) is not None:
         from realm_jax.data import open_qa  # here, because TFDS takes a second to import
 
-        return {"file": file.path, "sha256": open_qa.fingerprint(questions)}
+        return {"split": file.split, "file": file.path, "sha256": open_qa.fingerprint(questions)}
     texts = {"queries": identity(queries_file(file.path))["sha256"]} if has_judgments(file.path) else {}
-    return identity(file.path) | texts
+    return {"split": file.split} | identity(file.path) | texts
+
+
+def _question_counts(counts: Counts) -> dict[str, Any]:
+    """Return the counts of questions as PREPARED.json has them."""
+    counted, notes = counts.to_json(), counts.common_notes()
+    return {key: counted[key] for key in ("records", "dropped", "damaged", "samples")} | (
+        {"notes": notes} if notes else {}
+    )
+
+
+def replace_questions(data: Path, questions: Sequence[Path_]) -> None:
+    """Replace the questions of a prepared folder, whose passages stay.
+
+    Questions that cannot be read, or whose gold passage is not there, are skipped and counted.
+
+    Args:
+        data: the prepared folder.
+        questions: as of `Options`; empty to remove all.
+
+    Raises:
+        UserError: a file cannot be read, or no question is left.
+    """
+    folder = open_folder(data)
+    manifest = folder.read_json(PREPARED)
+    files = [file for argument in questions for file in question_files(argument)]
+    identities = json.loads(json.dumps([*map(_question_identity, files)]))  # to compare with what was read from JSON
+    if manifest["inputs"]["questions"] == identities:
+        return
+    selected = read_all(files, (), None, ignore_gold=False, skip_damage=True)
+    store = PassageStore.open(data / "passages")
+    selected.check_golds(map(store.document_id, range(len(store))), os.fspath(data), skip_damage=True)
+    splits = selected.with_stored_golds(())
+    for split, split_questions in splits.items():
+        folder.write(f"questions/{split}.jsonl", question_lines(split_questions))
+    manifest["questions"] = {split: len(split_questions) for split, split_questions in splits.items()}
+    manifest["inputs"]["questions"] = identities
+    manifest["counts"].pop("questions", None)
+    manifest["counts"] |= {"questions": _question_counts(selected.counts)} if files else {}
+    folder.write_json(PREPARED, manifest)
 
 
 def vocabulary_file(name: str) -> TokenizerFile:

@@ -9,6 +9,7 @@ No special token is ever made from text: "<mask>" in a passage is some tokens of
 Next to read: `layouts.py`, which puts the special tokens around ids.
 """
 
+import copy
 import hashlib
 import json
 import re
@@ -21,6 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
+from tokenizers import processors
 
 from realm_jax.data.layouts import SpecialTokens
 from realm_jax.errors import UserError
@@ -108,6 +110,9 @@ class Tokenizer:
 
     def _set_up(self, tokenizer: tokenizers.Tokenizer, special: SpecialTokens, unknown: int) -> None:
         tokenizer.encode_special_tokens = True  # as the text that they are
+        at_start, behind = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", " a"))
+        self.counts_space = len(at_start) == len(behind) and at_start != behind
+        self._is_behind_space = False
         self._tokenizer, self.special, self.unk_id = tokenizer, special, unknown
         self.pad_id, self.cls_id, self.sep_id, self.mask_id = special
         self.size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())  # special tokens included
@@ -118,6 +123,17 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(self), (self._content,))
+
+    def placed(self, behind_space: bool) -> "Tokenizer":
+        """Return the tokenizer for texts that follow a space, such as a prompt's, or that do not.
+
+        It is another one only if the first word of a line has other tokens there (`counts_space`), as with RoBERTa.
+        """
+        if not self.counts_space or behind_space == self._is_behind_space:
+            return self
+        other = copy.copy(self)
+        other._is_behind_space = behind_space
+        return other
 
     def files(self) -> dict[str, bytes]:
         """Return the files of the tokenizer in prepared data: name → content."""
@@ -160,11 +176,15 @@ class Tokenizer:
         """
         # --- Encode all lines of all texts at once
         lines = [text.split("\n") for text in texts]
-        encodings = self._tokenizer.encode_batch([*chain.from_iterable(lines)], add_special_tokens=False)
+        flat_lines = [*chain.from_iterable(lines)]
+        spaces = [int(self._is_behind_space and bool(line) and not line[0].isspace()) for line in flat_lines]
+        spaced = [" " * space + line for line, space in zip(flat_lines, spaces, strict=True)]
+        encodings = self._tokenizer.encode_batch(spaced, add_special_tokens=False)
         counts = np.array([len(encoding.ids) for encoding in encodings], np.int64)  # [lines]: tokens of each
         ids = np.fromiter(chain.from_iterable(encoding.ids for encoding in encodings), self.dtype, counts.sum())
         offsets = chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings))
         ranges = np.fromiter(offsets, np.int64, 2 * len(ids)).reshape(-1, 2)  # [tokens, 2], in characters of the line
+        ranges = np.maximum(ranges - np.repeat(np.array(spaces, np.int64), counts)[:, None], 0)
         # --- Ranges in characters of the texts: add where each line begins
         begins = np.fromiter(
             chain.from_iterable(accumulate((len(line) + 1 for line in part[:-1]), initial=0) for part in lines),
@@ -197,6 +217,23 @@ class Tokenizer:
         if (tokens.ends[~of_text] > len(before)).any():
             return None
         return Tokens(tokens.ids[of_text], tokens.starts[of_text] - len(before), tokens.ends[of_text] - len(before))
+
+    def pair_tokenizer(self, longest: int, overlap: int) -> tokenizers.Tokenizer:
+        """Return the library's tokenizer for pairs of texts, joined with the special tokens of the model.
+
+        Args:
+            longest: tokens of a pair; a longer one is cut into windows of the second text, each with the whole first.
+            overlap: tokens that two adjacent windows have in common.
+        """
+        pairs = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        if not pairs.num_special_tokens_to_add(is_pair=True):  # files of word pieces do not say how texts are joined
+            cls, sep = self.pieces([self.cls_id, self.sep_id])
+            pairs.post_processor = processors.TemplateProcessing(
+                f"{cls} $A {sep}", f"{cls} $A {sep} $B:1 {sep}:1", [(cls, self.cls_id), (sep, self.sep_id)]
+            )
+        pairs.encode_special_tokens = True  # as the text that they are
+        pairs.enable_truncation(longest, stride=overlap, strategy="only_second")
+        return pairs
 
     def offsets_of(self, text: str, ids: NDArray[Any]) -> NDArray[np.int64] | None:
         """Find the characters of tokens of a text that was encoded within a longer one.

@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 
 from realm_jax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE, Tokenizer, lowers
 from realm_jax.data.wordpiece import (
+    CLS,
     CONTINUATION,
     NORMALIZER,
+    SEP,
     SETTINGS_FILE,
     SPECIAL_PIECES,
     UNK,
@@ -48,7 +50,12 @@ BERT_CLASSES = frozenset(
 )
 # Classes that use tokenizer.json as it is.
 PLAIN_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
-MODEL_CLASSES = {"bert": "BertTokenizer", "realm": "RealmTokenizer"}  # if no file names a class
+MODEL_CLASSES = {  # if no file names a class
+    "bert": "BertTokenizer",
+    "realm": "RealmTokenizer",
+    "distilbert": "DistilBertTokenizer",
+    "mpnet": "MPNetTokenizer",
+}
 SPLITTER = {"type": "BertPreTokenizer"}
 MODEL = {
     "type": "WordPiece",
@@ -165,6 +172,7 @@ def read_tokenizer(path: Path, lower_case: bool) -> Tokenizer:
     model, added = as_read["model"], as_read.get("added_tokens") or []
     is_plain = (  # a `WordPiece` gives the same ids
         {*SPECIAL_PIECES} <= {*pieces}
+        and _frame(settings) <= {CLS, SEP}  # MPNet has all pieces of BERT, and puts <s> and </s> around a text
         and {key: model.get(key) for key in MODEL} == MODEL
         and as_read["pre_tokenizer"] == SPLITTER
         and _is_default(as_read["normalizer"])
@@ -226,6 +234,13 @@ def _stated_normalizer(folder: Path, settings: dict[str, Any]) -> dict[str, Any]
 def _has_pre_tokenizer(settings: dict[str, Any]) -> bool:
     """Return True for a tokenizer.json of word pieces that says how text is normalized and split."""
     return _table(settings.get("model")).get("type") == "WordPiece" and "pre_tokenizer" in settings
+
+
+def _frame(settings: dict[str, Any]) -> set[str]:
+    """Return the tokens that a tokenizer.json puts around a text."""
+    processor = _table(settings.get("post_processor"))
+    ends = [processor.get("cls"), processor.get("sep")]  # each with its id
+    return {*_table(processor.get("special_tokens")), *(end[0] for end in ends if isinstance(end, list) and end)}
 
 
 def _is_default(normalizer: Any) -> bool:

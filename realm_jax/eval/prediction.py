@@ -25,7 +25,7 @@ from realm_jax.data.examples import (
     with_reader_query,
 )
 from realm_jax.data.questions import Question
-from realm_jax.eval.answer_matching import contains_pattern, exact_match, normalize
+from realm_jax.eval.answer_matching import contains_pattern, exact_match, find_answer, normalize
 from realm_jax.eval.retrieval_metrics import (
     answer_hits,
     documents_of,
@@ -34,9 +34,10 @@ from realm_jax.eval.retrieval_metrics import (
     mean_by_group,
     rank_measures,
 )
-from realm_jax.forward import Index, Rerank, StaticContext, read_question, retrieve_and_rerank
+from realm_jax.forward import Index, SearchPipeline, StaticContext, read_question, retrieve_and_rerank
 from realm_jax.mesh import to_host
 from realm_jax.models.layers import Params
+from realm_jax.models.question_reader import PassageReading, QuestionReader, ReaderText
 from realm_jax.retrieval.fusion import FusedRanking
 from realm_jax.run import Run, put_batch
 
@@ -83,7 +84,9 @@ class Prediction(NamedTuple):
         retrieved: rows of the best passages, [answering.retrieved] int32, those that were read first; -1 if BM25
             returned fewer.
         scores: of these passages, [answering.retrieved] float32.
-        ranks: their ranks by vectors and by BM25, [answering.retrieved, 2] int32, see `retrieval.fusion.FusedRanking`.
+        ranks: their ranks by vectors, by BM25 and, if there is one, by the reranker, [answering.retrieved, 2 or 3]
+            int32, see `SearchPipeline.ranks_by_stage`.
+        no_answer: p(no answer|x), by a reader that gives one.
     """
 
     nbest: list[Answer]
@@ -91,6 +94,7 @@ class Prediction(NamedTuple):
     retrieved: NDArray[np.int32]
     scores: NDArray[np.float32]
     ranks: NDArray[np.int32]
+    no_answer: float = 0.0
 
     @property
     def answer(self) -> str:
@@ -103,10 +107,13 @@ class Prediction(NamedTuple):
         return self.nbest[0].probability
 
 
-def merge(occurrences: Iterable[Answer], aggregate: str) -> list[Answer]:
-    """Merge the occurrences of each answer, which are equal after `normalize`.
+def answer_key(text: str) -> str:
+    """Return a text that occurrences of one answer have in common: normalized, or as it is if nothing is left."""
+    return normalize(text) or text
 
-    Texts that are empty after `normalize` are merged only if they are equal as they are.
+
+def merge(occurrences: Iterable[Answer], aggregate: str) -> list[Answer]:
+    """Merge the occurrences of each answer, which have the same `answer_key`.
 
     Args:
         occurrences: spans of the passages.
@@ -117,7 +124,7 @@ def merge(occurrences: Iterable[Answer], aggregate: str) -> list[Answer]:
     """
     same: dict[str, list[Answer]] = {}
     for occurrence in occurrences:
-        same.setdefault(normalize(occurrence.text) or occurrence.text, []).append(occurrence)
+        same.setdefault(answer_key(occurrence.text), []).append(occurrence)
     best = [max(group, key=lambda answer: answer.probability) for group in same.values()]
     if aggregate == "marginal":
         totals = [sum(answer.probability for answer in group) for group in same.values()]
@@ -127,10 +134,10 @@ def merge(occurrences: Iterable[Answer], aggregate: str) -> list[Answer]:
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _find(
-    qa: QaConfig, context: StaticContext, rerank: Rerank | None, depth: int, params: Params, batch: Any, index: Index
+    qa: QaConfig, context: StaticContext, pipeline: SearchPipeline, depth: int, params: Params, batch: Any, index: Index
 ) -> FusedRanking:
     """Return the `depth` best passages, [batch, depth]. One compiled program serves all question sets of a run."""
-    return retrieve_and_rerank(qa, context, params, batch, index, None, depth, rerank)[0]
+    return retrieve_and_rerank(qa, context, params, batch, index, None, depth, pipeline)[0]
 
 
 class _Read(NamedTuple):
@@ -139,7 +146,7 @@ class _Read(NamedTuple):
     Attributes:
         retrieved: rows, [batch, depth].
         scores: [batch, depth].
-        ranks: [batch, depth, 2], see `FusedRanking`.
+        ranks: [batch, depth, 2 or 3], see `FusedRanking`.
         prior: p(z|x), [batch, passages].
         starts: first token of each span in the passage's body, the most probable span first, [batch, passages, spans].
         widths: tokens of each span after the first, [batch, passages, spans].
@@ -157,16 +164,17 @@ class _Read(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _read(
-    qa: QaConfig, context: StaticContext, rerank: Rerank | None, depth: int, spans: int, params: Params, batch: Any,
+    qa: QaConfig, context: StaticContext, pipeline: SearchPipeline, depth: int, spans: int, params: Params, batch: Any,
     index: Index,
 ) -> _Read:  # fmt: skip
     """Retrieve `depth` passages, read the first, and take the most probable spans of each."""
     width = context.model.reader.span_width
-    read = read_question(qa, context, params, batch, index, None, max(depth, qa.passages), rerank)
+    read = read_question(qa, context, params, batch, index, None, max(depth, qa.passages), pipeline)
     flat = read.spans.reshape(*read.prior.shape, -1)  # [batch, passages, length · width]
     log_p, positions = jax.lax.top_k(flat, min(spans, flat.shape[-1]))  # [batch, passages, spans]
     starts = positions // width - read.reader_input.body_start[..., None]
-    return _Read(*read.beam, jnp.exp(read.prior), starts, positions % width, log_p)
+    beam = read.beam
+    return _Read(beam.rows, beam.scores, beam.ranks, jnp.exp(read.prior), starts, positions % width, log_p)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,18 +184,18 @@ class Evaluator:
     Attributes:
         run: with corpus, networks and mesh.
         questions: in the order of all results.
-        search: one of `config.SEARCHES`.
-        rerank: reorders the passages that are read; None for none.
+        pipeline: how passages are found.
         cloze: the reader gets questions as sentences with a blank (`cloze_pieces`).
         at_a_time: questions of a batch; None for `evaluation.batch_size`.
+        reader: reads the passages in place of the run's own; None for the run's.
     """
 
     run: Run
     questions: Sequence[Question]
-    search: str = "vectors"
-    rerank: Rerank | None = None
+    pipeline: SearchPipeline = SearchPipeline()
     cloze: bool = False
     at_a_time: int | None = None
+    reader: QuestionReader | None = None
 
     @property
     def batch_size(self) -> int:
@@ -205,7 +213,7 @@ class Evaluator:
         if self.cloze:  # only the reader's query has a blank
             blanks = (query_arrays(cloze_pieces(text, tokenizer), length, tokenizer) for text in texts)
             rows = [row | with_reader_query(blank) for row, blank in zip(rows, blanks, strict=True)]
-        if self.search != "vectors":
+        if self.pipeline.search != "vectors":
             rows = [row | self._bm25_hits.arrays(number) for number, row in enumerate(rows)]
         return rows
 
@@ -242,7 +250,7 @@ class Evaluator:
             Rows [questions, depth] int64.
         """
         depth = min(depth, self.run.context.rows) or self.depth
-        if self.search == "bm25" and self.rerank is None:
+        if self.pipeline == SearchPipeline("bm25"):
             hits = self._bm25_hits if depth <= self._bm25_hits.rows.shape[1] else self._search_bm25(depth)
             return hits.rows[:, :depth].astype(np.int64)
         rows: NDArray[np.int64] = self.ranking(params, index, depth).rows.astype(np.int64)
@@ -257,11 +265,11 @@ class Evaluator:
             depth: passages for each question.
 
         Returns:
-            Rows, scores and ranks, [questions, depth or all rows, …].
+            Arrays [questions, depth or all rows, …].
         """
-        run, qa = self.run, dataclasses.replace(self.run.config.qa, search=self.search)
+        run, qa = self.run, self.run.config.qa
         batches = (put_batch(run.mesh, batch) for batch in self._batches)
-        parts = [_find(qa, run.context, self.rerank, depth, params, batch, index) for batch in batches]
+        parts = [_find(qa, run.context, self.pipeline, depth, params, batch, index) for batch in batches]
         columns = [np.concatenate([*map(to_host, column)]) for column in zip(*parts, strict=True)]
         return FusedRanking(*(column[: len(self.questions)] for column in columns))
 
@@ -317,12 +325,18 @@ class Evaluator:
     def predict_batches(self, params: Params, index: Index) -> Iterator[list[Prediction]]:
         """Answer `batch_size` questions at a time. Arguments: see `predict`."""
         run, remaining = self.run, len(self.questions)
-        qa = dataclasses.replace(run.answering_qa, search=self.search)
         for batch in self._batches:
             placed = put_batch(run.mesh, batch)
-            outputs = _read(qa, run.context, self.rerank, self.depth, SPANS, params, placed, index)
-            parts = zip(*map(to_host, outputs), strict=True)
-            yield [self._assemble(_Read(*question)) for question in [*parts][:remaining]]
+            if self.reader is None:
+                outputs = _read(run.answering_qa, run.context, self.pipeline, self.depth, SPANS, params, placed, index)
+                parts = zip(*map(to_host, outputs), strict=True)
+                yield [self._assemble(_Read(*question)) for question in [*parts][:remaining]]
+            else:
+                depth = max(self.depth, run.answering_qa.passages)
+                ranking = _find(run.config.qa, run.context, self.pipeline, depth, params, placed, index)
+                rankings = zip(*map(to_host, ranking), strict=True)
+                questions = self.questions[-remaining:]
+                yield self._read_texts(self.reader, questions, [FusedRanking(*ranks) for ranks in rankings])
             remaining -= len(batch["query"])
 
     def exact_match(self, predictions: Sequence[Prediction]) -> float | None:
@@ -343,8 +357,14 @@ class Evaluator:
             question: with answers.
             prediction: with the passages that were read.
         """
-        store, lengths = self.run.sources.passages, self.run.lengths
+        store, lengths, reader = self.run.sources.passages, self.run.lengths, self.reader
         rows = [candidate.row for candidate in prediction.candidates]
+        if reader is not None:  # it reads all of the text
+            if question.is_regex:
+                return any(contains_pattern(store.text(row), question.answers) for row in rows)
+            longest = self.run.config.answering.answer_tokens
+            pointable_texts = [answer for answer in question.answers if 0 < reader.token_count(answer) <= longest]
+            return any(find_answer(store.text(row), pointable_texts) for row in rows)
         if question.is_regex:
             for row in rows:  # only the text that is read, after truncation
                 ends = self._offsets(row)[: len(truncated_body(store, row, lengths)), 1]
@@ -358,14 +378,13 @@ class Evaluator:
         return any(row_has_answer(store, row, pointable, lengths) for row in rows)
 
     def _assemble(self, read: _Read) -> Prediction:
-        """Return a question's passages and its answers with p(y|x), summed over the spans that were read."""
-        candidates: list[ReadPassage] = []
-        occurrences: list[Answer] = []
+        """Return a question's passages and its answers, from the spans of the run's own reader."""
+        passages: list[tuple[int, float, PassageReading]] = []
         within, prior = np.exp(read.log_p).tolist(), read.prior.tolist()
         for rank, row in enumerate(read.retrieved.tolist()[: len(prior)]):
             if row < 0:
                 continue
-            text, offsets = self.run.sources.passages.text(row), self._offsets(row)
+            offsets = self._offsets(row)
             spans = []
             for first, more in zip(read.starts[rank].tolist(), read.widths[rank].tolist(), strict=True):
                 if not len(offsets) or first < 0:
@@ -373,12 +392,51 @@ class Evaluator:
                     continue
                 last = min(first + more, len(offsets) - 1)
                 spans.append((int(offsets[min(first, last), 0]), int(offsets[last, 1])))
-            candidates.append(ReadPassage(row, prior[rank], spans[0]))
-            scored = zip(spans, within[rank], strict=True)
-            occurrences += [Answer(text[slice(*span)], prior[rank] * p, row, span) for span, p in scored if p > 0]
+            passages.append((row, prior[rank], PassageReading(spans, within[rank])))
+        return self._prediction(read.retrieved, read.scores, read.ranks, passages)
+
+    def _read_texts(
+        self, reader: QuestionReader, questions: Sequence[Question], rankings: Sequence[FusedRanking]
+    ) -> list[Prediction]:
+        """Return the predictions of a reader of texts, for as many questions as have a ranking."""
+        store, answering, count = self.run.sources.passages, self.run.config.answering, self.run.answering_qa.passages
+        found: list[tuple[FusedRanking, list[tuple[int, float]]]] = []  # ranking, and rows with p(z|x)
+        inputs: list[ReaderText] = []
+        for question, ranking in zip(questions, rankings, strict=False):  # a padded batch has more rankings
+            scores = ranking.scores[:count].astype(np.float64)
+            prior = np.exp(scores - np.logaddexp.reduce(scores)).tolist()
+            rows = [(row, p) for row, p in zip(ranking.rows[:count].tolist(), prior, strict=True) if row >= 0]
+            inputs += [ReaderText(question.question, store.title(row), store.text(row)) for row, _ in rows]
+            found.append((ranking, rows))
+        readings = iter(reader.read(inputs, answering.answer_tokens, SPANS))
+        predictions = []
+        for ranking, rows in found:
+            passages = [(row, prior, next(readings)) for row, prior in rows]
+            predictions.append(self._prediction(ranking.rows, ranking.scores, ranking.ranks, passages))
+        return predictions
+
+    def _prediction(
+        self, retrieved: NDArray[np.int32], scores: NDArray[np.float32], ranks: NDArray[np.int32],
+        passages: list[tuple[int, float, PassageReading]],
+    ) -> Prediction:  # fmt: skip
+        """Return a prediction, p(y|x) summed over the spans that were read.
+
+        Args:
+            retrieved: see `Prediction`.
+            scores: see `Prediction`.
+            ranks: see `Prediction`.
+            passages: row, p(z|x) and spans of the passages that were read.
+        """
+        candidates = [ReadPassage(row, prior, (*spans, (0, 0))[0]) for row, prior, (spans, _, _) in passages]
+        occurrences: list[Answer] = []
+        for row, prior, (spans, within, _) in passages:
+            text = self.run.sources.passages.text(row)
+            scored = zip(spans, within, strict=True)
+            occurrences += [Answer(text[slice(*span)], prior * p, row, span) for span, p in scored if p > 0]
         nbest = merge(occurrences, self.run.config.answering.aggregate)
-        no_answer = Answer("", 0.0, candidates[0].row if candidates else -1, (0, 0))
-        return Prediction(nbest or [no_answer], candidates, read.retrieved, read.scores, read.ranks)
+        empty = Answer("", 0.0, candidates[0].row if candidates else -1, (0, 0))
+        no_answer = sum(prior * reading.no_answer for _, prior, reading in passages)
+        return Prediction(nbest or [empty], candidates, retrieved, scores, ranks, no_answer)
 
     @cached_property
     def _offsets(self) -> Callable[[int], NDArray[np.int64]]:

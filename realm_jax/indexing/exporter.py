@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
+from realm_jax.config import Model
 from realm_jax.data.examples import SAMPLE, dataset
 from realm_jax.indexing.files import (
     Arrays,
@@ -173,8 +174,14 @@ def encoder_settings(run: Run) -> dict[str, Any]:
     """Return the config keys that the vectors of an encoder depend on, in addition to its parameters."""
     model, encoder = run.config.model.to_dict(), run.config.encoder.to_dict()
     names = ("layers", "width", "heads", "feed_forward", "hidden_act", "dtype", "shared_tower")
+    # New keys count only if they are set, so that vectors of earlier versions stay valid.
+    defaults = Model().to_dict()
+    added = ("architecture", "norm_epsilon", "rotary")
+    changed = {name: model[name] for name in added if model[name] != defaults[name]}
+    if not encoder["dimensions"]:
+        del encoder["dimensions"]
     document_length = {"document_length": run.config.data.document_length}
-    return {name: model[name] for name in names} | {"encoder": encoder} | document_length
+    return {name: model[name] for name in names} | changed | {"encoder": encoder} | document_length
 
 
 def to_arrays(encoders: Params) -> Arrays:

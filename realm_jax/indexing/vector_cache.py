@@ -31,7 +31,7 @@ from realm_jax.storage import Damaged, sha256_hex
 
 logger = logging.getLogger(__name__)
 
-PIECE = 1 << 14  # passages whose vectors are stored at a time: a run that is stopped loses no more
+PIECE = 1 << 12  # passages whose vectors are stored at a time, two minutes of two cores: a stop loses no more
 BITS = ("realm_jax", "jax", "jaxlib", "platform", "device", "cores", "XLA_FLAGS")  # of `environment`
 COMPILER = ("disable_most_optimizations", "default_matmul_precision")  # of JAX's config
 EVERY_SECONDS = 60.0  # between two lines of progress

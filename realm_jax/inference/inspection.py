@@ -5,7 +5,6 @@ posterior p(z|x,y), which tells how far a passage explains y. Posterior minus pr
 score in the gradient of log p(y|x) (Guu et al. 2020, section 3.3). `realm_jax/cli/inspect.py` shows it.
 """
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -22,9 +21,10 @@ from realm_jax.data.examples import Example, query_arrays, question_arrays, with
 from realm_jax.data.questions import Question
 from realm_jax.data.tokenizer import MARK
 from realm_jax.errors import UserError
+from realm_jax.eval.prediction import Evaluator, answer_key
 from realm_jax.forward import (
     Index,
-    Rerank,
+    SearchPipeline,
     StaticContext,
     embed_searching_queries,
     gather_passages,
@@ -40,9 +40,11 @@ from realm_jax.inference.answers import PassageSource, passage_source
 from realm_jax.mesh import to_host
 from realm_jax.models.layers import Params
 from realm_jax.models.losses import NEG_INF, log_prior, log_sum_selected
+from realm_jax.models.question_reader import QuestionReader, ReaderText
 from realm_jax.run import Run, put_batch
 from realm_jax.train.trained_run import TrainedRun
 
+ALL_SPANS = 1_000_000  # more than a passage has
 GUESSING = 8  # candidates that propose answers, as in the paper; each answer is read with all candidates
 _BLANK = re.compile(r"_{2,}|\[([^\[\]]+)\]")
 
@@ -356,6 +358,8 @@ def inspect_question(trained: TrainedRun, question: str, answer: str | None = No
         UserError: the answer is empty, or longer than a span.
     """
     run, evaluator = trained.run, trained.evaluator([Question(question, [])], 1)
+    if trained.reader is not None:
+        return _inspect_with_reader(trained, evaluator, trained.reader, question, answer)
     if answer is None:
         answer = evaluator.predict(trained.params, trained.index)[0].answer
     target = question_arrays([], [answer], run.sources.tokenizer, run.lengths)
@@ -367,23 +371,49 @@ def inspect_question(trained: TrainedRun, question: str, answer: str | None = No
             )
         raise UserError(f"the answer {answer!r} has no tokens; give a word that a passage may hold")
     example = evaluator.queries[0] | {name: target[name] for name in ("answers", "answer_lengths")}
-    qa, batch = dataclasses.replace(run.answering_qa, search=trained.search), _put(run, [example])
-    outputs = _inspect_question_batch(qa, run.context, trained.rerank, trained.params, batch, trained.index)
+    qa, batch = run.answering_qa, _put(run, [example])
+    outputs = _inspect_question_batch(qa, run.context, trained.pipeline, trained.params, batch, trained.index)
     return _inspection(trained, question, answer, *(to_host(part)[0] for part in outputs))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _inspect_question_batch(
-    qa: QaConfig, context: StaticContext, rerank: Rerank | None, params: Params, batch: Any, index: Index
+    qa: QaConfig, context: StaticContext, pipeline: SearchPipeline, params: Params, batch: Any, index: Index
 ) -> tuple[jax.Array, ...]:
     """Return rows, log p(z|x) and log p(y|z,x), [batch, k]; and `Inspection.held`, [batch]."""
-    read = read_question(qa, context, params, batch, index, None, qa.passages, rerank)
+    read = read_question(qa, context, params, batch, index, None, qa.passages, pipeline)
     likelihood = log_sum_selected(read.spans, read.correct, (2, 3))
-    rows, scores = read.rows, read.scores
-    if rerank is not None:  # the scores of all other passages come from the retriever only
-        scores = stored_scores(embed_searching_queries(context, params, batch, index.query_encoder), index, rows)
-    held = jnp.exp(jax.nn.logsumexp(scores, axis=1) - _log_total(context, params, batch, index))
-    return rows, read.prior, likelihood, held
+    # A reranker changes the scores of these passages only, so we take those of the retriever.
+    return read.rows, read.prior, likelihood, _held_share(context, params, batch, index, read.rows)
+
+
+def _inspect_with_reader(
+    trained: TrainedRun, evaluator: Evaluator, reader: QuestionReader, question: str, answer: str | None
+) -> Inspection:
+    """Inspect the answer of a reader of texts. Other arguments: see `inspect_question`."""
+    run, store = trained.run, trained.run.sources.passages
+    (prediction,) = evaluator.predict(trained.params, trained.index)
+    if not prediction.candidates:
+        raise UserError("no passage shares a word with the question; ask with other words, or with --search=vectors")
+    answer = prediction.answer if answer is None else answer
+    rows = np.array([passage.row for passage in prediction.candidates], np.int32)  # [k]
+    texts = [ReaderText(question, store.title(row), store.text(row)) for row in rows.tolist()]
+    likelihood = []
+    for text, reading in zip(texts, reader.read(texts, run.config.answering.answer_tokens, ALL_SPANS), strict=True):
+        scored = zip(reading.spans, reading.probabilities, strict=True)
+        likelihood.append(sum(p for span, p in scored if answer_key(text.text[slice(*span)]) == answer_key(answer)))
+    batch = _put(run, [evaluator.queries[0]])
+    held = to_host(_held_share(run.context, trained.params, batch, trained.index, np.tile(rows, (run.mesh.size, 1))))
+    with np.errstate(divide="ignore"):
+        log_p, prior = np.log(likelihood), np.log([passage.probability for passage in prediction.candidates])
+    return _inspection(trained, question, answer, rows, prior, np.maximum(log_p, NEG_INF), held[0])
+
+
+@partial(jax.jit, static_argnums=0)
+def _held_share(context: StaticContext, params: Params, batch: Any, index: Index, rows: Any) -> jax.Array:
+    """Return `Inspection.held` of rows [batch, k], [batch]."""
+    scores = stored_scores(embed_searching_queries(context, params, batch, index.query_encoder), index, rows)
+    return jnp.exp(jax.nn.logsumexp(scores, axis=1) - _log_total(context, params, batch, index))
 
 
 # --- both -------------------------------------------------------------------------------------------------------------

@@ -372,7 +372,7 @@ def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
     trainer = next((job for job in jobs if job.name == TRAINER), None)
     if trainer is not None:
         state, stage = STATES[trainer.state], trainer.status.stage
-    elif results or "export" in adaptation:
+    elif results or "export" in adaptation or ("index.json" in files and not adaptation):
         state, stage = DONE, ""
     else:
         state, stage = UNKNOWN if names else NOT_BEGUN, ""

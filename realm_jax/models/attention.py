@@ -55,9 +55,9 @@ def dropout_seeds(key: Array, batch: int, heads: int) -> Array:
 
 def attend(
     compute: Compute, query: Array, key: Array, value: Array, layout: Padded | Packing, heads: int,
-    dropout: AttentionDropout | None = None,
+    dropout: AttentionDropout | None = None, bias: Array | None = None,
 ) -> Array:  # fmt: skip
-    """Attend within each sequence.
+    """Attend within each sequence. With a bias this is plain JAX, because no kernel takes one.
 
     Args:
         compute: selects the implementation and the mesh.
@@ -67,12 +67,15 @@ def attend(
         layout: of the sequences in keys and values.
         heads: attention heads.
         dropout: of the weights; None for none.
+        bias: added to scores, broadcasts to [batch, heads, positions, length]; None for none.
 
     Returns:
         An array like `query`.
     """
-    is_tpu, is_self_attention = compute.attention == "tpu", query.shape == key.shape
+    is_tpu, is_self_attention = compute.attention == "tpu" and bias is None, query.shape == key.shape
     method = partial(tpu_attention, mesh=compute.mesh) if is_tpu else ATTENTION[compute.attention]
+    if bias is not None:
+        method = partial(dot_product_attention, bias=bias)
     if isinstance(layout, Packing) and is_self_attention:
         if is_tpu:
             return method(query, key, value, layout, heads, dropout)
@@ -102,13 +105,15 @@ def select_attention(mesh: Mesh, dtype: Any) -> str:
 
 
 def dot_product_attention(
-    query: Array, key: Array, value: Array, mask: Array, heads: int, dropout: AttentionDropout | None = None
-) -> Array:
-    """Attend in plain JAX. Arguments and result: see the docstring of this module."""
+    query: Array, key: Array, value: Array, mask: Array, heads: int, dropout: AttentionDropout | None = None,
+    bias: Array | None = None,
+) -> Array:  # fmt: skip
+    """Attend in plain JAX. Arguments and result: see the docstring of this module; for the bias see `attend`."""
     q, k, v = (_split_heads(x, heads) for x in (query, key, value))  # [batch, positions or length, heads, size]
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)
-    bias = jnp.where(mask[:, None, None, :], 0.0, MASKED_BIAS).astype(jnp.float32)  # [batch, 1, 1, length]
-    weights = jax.nn.softmax(scores * q.shape[-1] ** -0.5 + bias, axis=-1)  # [batch, heads, positions, length]
+    padding = jnp.where(mask[:, None, None, :], 0.0, MASKED_BIAS).astype(jnp.float32)  # [batch, 1, 1, length]
+    scores = scores * q.shape[-1] ** -0.5 + padding  # [batch, heads, positions, length]
+    weights = jax.nn.softmax(scores if bias is None else scores + bias, axis=-1)
     if dropout:
         keep = keep_mask(dropout.seeds[:, :, None, None], weights.shape, dropout.rate)
         weights = jnp.where(keep, weights / (1 - dropout.rate), 0.0)

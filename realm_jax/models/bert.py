@@ -18,7 +18,17 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from realm_jax.models.attention import AttentionDropout, attend, dropout_seeds
-from realm_jax.models.layers import ACTIVATIONS, PRODUCT, BertConfig, Dropout, Params, dense, embedding, layer_norm
+from realm_jax.models.layers import (
+    ACTIVATIONS,
+    PRODUCT,
+    BertConfig,
+    Compute,
+    Dropout,
+    Params,
+    dense,
+    embedding,
+    layer_norm,
+)
 from realm_jax.models.packing import TILE, BalancedPermutation, Packing, Padded, packing
 
 Array = jax.Array
@@ -28,6 +38,17 @@ REMAT = {  # values of a layer that are stored for the backward pass with its in
     "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT, ATTENDED),  # products with parameters, attention
     "layer": jax.checkpoint_policies.nothing_saveable,
 }
+
+
+def constrained(x: Array, compute: Compute) -> Array:
+    """Constrain the sharding of hidden states, if there are several devices and they divide the batch.
+
+    Args:
+        x: [batch, length, width] or [parts, slots, width].
+        compute: has the sharding.
+    """
+    spread = compute.mesh is not None and compute.mesh.size > 1 and x.shape[0] % compute.parts == 0
+    return jax.lax.with_sharding_constraint(x, compute.hidden_sharding) if spread else x
 
 
 class Layer(nn.Module):
@@ -41,7 +62,9 @@ class Layer(nn.Module):
     config: BertConfig
 
     @nn.compact
-    def __call__(self, queries: Array, keys: Array, layout: Padded | Packing, deterministic: bool) -> Array:
+    def __call__(
+        self, queries: Array, keys: Array, layout: Padded | Packing, deterministic: bool, bias: Array | None = None
+    ) -> Array:
         """Compute hidden states of the queries.
 
         Args:
@@ -49,6 +72,7 @@ class Layer(nn.Module):
             keys: [batch, length, width], or packed, [parts, slots, width].
             layout: of the sequences in `keys`.
             deterministic: without dropout.
+            bias: of attention, see `attend`.
 
         Returns:
             Hidden states like `queries`.
@@ -66,17 +90,17 @@ class Layer(nn.Module):
         if c.dropout and not deterministic:
             seeds = dropout_seeds(self.make_rng("dropout"), len(layout.mask), c.heads)  # [batch, heads]
             dropout = AttentionDropout(c.dropout, seeds)
-        attended = checkpoint_name(attend(c.compute, query, key, value, layout, c.heads, dropout), ATTENDED)
+        attended = checkpoint_name(attend(c.compute, query, key, value, layout, c.heads, dropout, bias), ATTENDED)
         attended = dense(c.width, ("heads", "embed"), c, "attention_output", inverse_value)(attended)
         packed = layout if isinstance(layout, Packing) and queries.shape == keys.shape else None
         attended = Dropout(c.dropout)(attended, deterministic, packed)
-        x = layer_norm("attention_norm")(queries + attended).astype(c.state_dtype)
+        x = layer_norm("attention_norm", c.norm_epsilon)(queries + attended).astype(c.state_dtype)
 
         # Feed-forward, with a residual branch.
         hidden = dense(c.feed_forward, ("embed", "mlp"), c, "intermediate")(x)
         hidden = dense(c.width, ("mlp", "embed"), c, "output")(ACTIVATIONS[c.hidden_act](hidden))
         hidden = Dropout(c.dropout)(hidden, deterministic, packed)
-        return layer_norm("output_norm")(x + hidden).astype(c.state_dtype)
+        return layer_norm("output_norm", c.norm_epsilon)(x + hidden).astype(c.state_dtype)
 
 
 class Bert(nn.Module):
@@ -88,8 +112,9 @@ class Bert(nn.Module):
         c = self.config
         self.words = embedding(c.vocabulary_size, c.width, "vocab", "words")
         self.positions = embedding(c.max_length, c.width, None, "positions")
-        self.segments = embedding(2, c.width, None, "segments")
-        self.norm = layer_norm("embedding_norm")
+        if c.segment_types:
+            self.segments = embedding(c.segment_types, c.width, None, "segments")
+        self.norm = layer_norm("embedding_norm", c.norm_epsilon)
         self.dropout = Dropout(c.dropout)
         remat = c.compute.remat
         layer = Layer if remat == "none" else nn.remat(Layer, static_argnums=(4,), policy=REMAT[remat])
@@ -102,7 +127,7 @@ class Bert(nn.Module):
 
         Args:
             ids: tokens, [batch, length] int.
-            segments: 0 or 1 for each token, [batch, length] int.
+            segments: 0 or 1 for each token, [batch, length] int; all count as 0 if there are not two of them.
             mask: [batch, length] bool, true on real tokens; they come first in a sequence if it is packed.
             positions: [batch, m] int, the only ones for which the last layer is computed; None for all.
             deterministic: without dropout.
@@ -111,7 +136,10 @@ class Bert(nn.Module):
             [batch, length or m, width] in the dtype of states; 0 for tokens that packing had no slot for.
         """
         c, compute, length = self.config, self.config.compute, ids.shape[1]
-        x = self.words(ids) + self.segments(segments) + self.positions(jnp.arange(length))[None]
+        x = self.words(ids)  # [batch, length, width]
+        if c.segment_types:
+            x = x + self.segments(segments if c.segment_types > 1 else jnp.zeros_like(segments))
+        x = x + self.positions(jnp.arange(length))[None]
         x = self.dropout(self.norm(x), deterministic=deterministic).astype(c.state_dtype)  # [batch, length, width]
         if compute.attention == "tpu" and length % TILE:
             # The kernel takes whole tiles. The compiler would arrange other lengths in another way, and copy them at
@@ -120,24 +148,31 @@ class Bert(nn.Module):
         layout: Padded | Packing = Padded(mask)
         if compute.packed_length:
             layout = packing(mask, compute.parts, compute.packed_length, compute.alignment)
-        x = self._constrain(layout.pack(x))  # [batch, length, width] or [parts, slots, width]
+        x = constrained(layout.pack(x), compute)  # [batch, length, width] or [parts, slots, width]
+        bias = self.attention_bias(mask.shape[1])
         if compute.scan and len(self.blocks) > 2 and not self.is_initializing():
-            x = self._scan(x, layout, deterministic)
+            x = self._scan(x, layout, deterministic, bias)
         else:
             for block in self.blocks[:-1]:
-                x = self._constrain(block(x, x, layout, deterministic))
+                x = constrained(block(x, x, layout, deterministic, bias), compute)
         if positions is None:
-            return layout.unpack(self.blocks[-1](x, x, layout, deterministic))[:, :length]
+            return layout.unpack(self.blocks[-1](x, x, layout, deterministic, bias))[:, :length]
         queries = layout.take(x, positions)  # [batch, m, width]
-        return self.blocks[-1](queries, x, layout, deterministic)
+        return self.blocks[-1](queries, x, layout, deterministic, self.attention_bias(mask.shape[1], positions))
 
-    def _constrain(self, x: Array) -> Array:
-        """Constrain the sharding of hidden states, if there are several devices and they divide the batch."""
-        compute = self.config.compute
-        spread = compute.mesh is not None and compute.mesh.size > 1 and x.shape[0] % compute.parts == 0
-        return jax.lax.with_sharding_constraint(x, compute.hidden_sharding) if spread else x
+    def attention_bias(self, length: int, positions: Array | None = None) -> Array | None:
+        """Return what is added to the scores of attention, nothing in a BERT.
 
-    def _scan(self, x: Array, layout: Padded | Packing, deterministic: bool) -> Array:
+        Args:
+            length: of the sequences, in tokens.
+            positions: of the queries, [batch, m] int; None for all.
+
+        Returns:
+            An array that broadcasts to [batch, heads, length or m, length]; None for nothing.
+        """
+        return None
+
+    def _scan(self, x: Array, layout: Padded | Packing, deterministic: bool, bias: Array | None) -> Array:
         """Run all layers but the last in a loop: compiled once, whatever their number, unless it is unrolled.
 
         Matrices are stacked in the dtype of products, to which a layer would round them anyway.
@@ -150,8 +185,8 @@ class Bert(nn.Module):
         def layer(x: Array, params_and_key: tuple[Any, Array | None]) -> tuple[Array, None]:
             params, key = params_and_key
             rngs = {} if key is None else {"dropout": key}
-            x = Layer(c, parent=None).apply({"params": params}, x, x, layout, deterministic, rngs=rngs)  # type: ignore[assignment]
-            return self._constrain(x), None
+            x = Layer(c, parent=None).apply({"params": params}, x, x, layout, deterministic, bias, rngs=rngs)  # type: ignore[assignment]
+            return constrained(x, compute), None
 
         if compute.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT[compute.remat], prevent_cse=False)

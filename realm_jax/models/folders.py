@@ -22,6 +22,7 @@ from realm_jax.models.sentence_transformers import (
     INPUT,
     MODULES,
     PROMPTS,
+    ROUTER,
     is_sentence_model,
     transformer_folder,
 )
@@ -31,7 +32,11 @@ from realm_jax.version import __version__
 HUB, PACKAGE, IN_PACKAGE = "hf:", "py:", "model"
 SHARED, TOWERS, READER = "embedder", ("query_embedder", "document_embedder"), "reader"
 FILES = WEIGHTS, SHARDS, "model-*-of-*.safetensors", SETTINGS, VOCABULARY_FILE, TOKENIZER_CONFIG, TOKENIZER_FILE, INPUT
-OF_A_NETWORK = MODULES, PROMPTS, *FILES, *(f"[0-9]*_*/{name}" for name in FILES)
+OF_MODULES = "[0-9]*_*", "*_[0-9]*_*", "0_Router/*_[0-9]*_*"  # folders of modules, and of those in a Router
+OF_A_NETWORK = (
+    *(MODULES, PROMPTS, ROUTER, f"0_Router/{ROUTER}", *FILES),
+    *(f"{folder}/{name}" for folder in OF_MODULES for name in FILES),
+)
 FETCHED = *OF_A_NETWORK, *(f"{network}/{name}" for network in (SHARED, *TOWERS, READER) for name in OF_A_NETWORK)
 
 

@@ -74,8 +74,25 @@ class Compute:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rotary:
+    """Rotary position embeddings and local attention of a ModernBERT.
+
+    Attributes:
+        global_theta: base of the angles in layers that attend to all tokens.
+        local_theta: base of the angles in the other layers.
+        global_every: one layer of so many attends to all tokens, beginning with the first.
+        window: tokens that the other layers attend to, half of them on each side.
+    """
+
+    global_theta: float = 160_000.0
+    local_theta: float = 10_000.0
+    global_every: int = 3
+    window: int = 128
+
+
+@dataclasses.dataclass(frozen=True)
 class BertConfig:
-    """Sizes of one BERT.
+    """Sizes of one BERT, or of an encoder of another architecture.
 
     Attributes:
         vocabulary_size: tokens.
@@ -86,6 +103,10 @@ class BertConfig:
         max_length: longest sequence with a position embedding.
         dropout: probability, on embeddings, attention weights and both residual branches.
         hidden_act: the activation of the feed-forward layers, a key of ACTIVATIONS.
+        architecture: a key of `architectures.table.ARCHITECTURES`.
+        norm_epsilon: of every LayerNorm.
+        segment_types: rows of the table of segments; with one all tokens have the first, 0 for no table.
+        rotary: of a ModernBERT.
         compute: how all this is computed.
     """
 
@@ -97,6 +118,10 @@ class BertConfig:
     max_length: int = 512
     dropout: float = 0.1
     hidden_act: str = "gelu_new"
+    architecture: str = "bert"
+    norm_epsilon: float = LAYER_NORM_EPSILON
+    segment_types: int = 2
+    rotary: Rotary = Rotary()
     compute: Compute = Compute()
 
     def with_compute(self, **changes: Any) -> "BertConfig":
@@ -179,6 +204,7 @@ def dense(
     name: str,
     kernel_init: nn.initializers.Initializer | None = None,
     dtype: Any = None,
+    has_bias: bool = True,
 ) -> nn.Dense:
     """Make a linear layer.
 
@@ -189,6 +215,7 @@ def dense(
         name: of its parameters.
         kernel_init: None for BERT's initializer.
         dtype: of the product and its result; None for those of the config.
+        has_bias: add a bias.
     """
 
     def product(x: Array, kernel: Array, *_: Any, **__: Any) -> Array:
@@ -197,6 +224,7 @@ def dense(
 
     return nn.Dense(
         features,
+        use_bias=has_bias,
         dtype=dtype or config.state_dtype,
         dot_general=product,
         kernel_init=nn.with_logical_partitioning(kernel_init or initializer(config.width), axes),
@@ -216,16 +244,20 @@ class LayerNorm(nn.LayerNorm):
         return super().__call__(x[0])[None] if is_single_row else super().__call__(x, mask=mask)
 
 
-def layer_norm(name: str, epsilon: float = LAYER_NORM_EPSILON, scale: float = 1.0) -> nn.LayerNorm:
+def layer_norm(
+    name: str, epsilon: float = LAYER_NORM_EPSILON, scale: float = 1.0, has_bias: bool = True
+) -> nn.LayerNorm:
     """Make a LayerNorm in float32, for states of any dtype.
 
     Args:
         name: of its parameters.
         epsilon: added to the variance.
         scale: initial value of its scale.
+        has_bias: add a bias.
     """
     return LayerNorm(
         epsilon=epsilon,
+        use_bias=has_bias,
         dtype=jnp.float32,
         scale_init=nn.with_logical_partitioning(nn.initializers.constant(scale), ("norm",)),
         bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), ("norm",)),

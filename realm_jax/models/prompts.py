@@ -108,11 +108,20 @@ def compiled(template: str, key: str, titles: bool, encode: Encode) -> Template:
         UserError: like `parse`, and if a text has other tokens behind a literal.
     """
     before, between, titled = parse(template, key, titles)
-    tokens = Template(tuple(encode(before.rstrip())), tuple(encode(between.strip())), titled)
-    text = encode(SAMPLE)
+
+    def behind_space(text: str) -> list[int]:
+        """Return the tokens that texts of passages and of prompted queries have (`Tokenizer.placed`)."""
+        spaced, plain = encode(f" {text}"), encode(text)
+        return spaced if len(spaced) == len(plain) else plain
+
+    literal = behind_space(between.strip()) if between[:1].isspace() else encode(between.strip())
+    tokens = Template(tuple(encode(before.rstrip())), tuple(literal), titled)
+    text = behind_space(SAMPLE) if titles or before else encode(SAMPLE)
     expected = [*tokens.before, *text, *([*tokens.between, *text] if titled else [])]
     if encode(before + SAMPLE + (between + SAMPLE if titled else "")) != expected:
-        _refuse(key, template, "cannot be laid around texts with this tokenizer, which has other tokens behind it")
+        advice = "cannot be laid around texts with this tokenizer, which has other tokens behind it"
+        has_space = before[-1:].isspace() or encode(SAMPLE) == text
+        _refuse(key, template, advice if has_space else f"{advice}; put a space before its first slot")
     return tokens
 
 

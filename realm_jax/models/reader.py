@@ -13,7 +13,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from realm_jax.models.bert import Bert, apply
+from realm_jax.models.architectures.table import encoder_network
+from realm_jax.models.bert import apply
 from realm_jax.models.inputs import ReaderInput
 from realm_jax.models.layers import ACTIVATIONS, BertConfig, Params, dense, layer_norm
 from realm_jax.models.losses import target_log_probabilities
@@ -45,9 +46,9 @@ class ReaderNetwork(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        self.bert = Bert(c, name="bert")
+        self.bert = encoder_network(c, "bert")
         self.mlm_transform = dense(c.width, ("embed", "embed_out"), c, "mlm_transform")
-        self.mlm_norm = layer_norm("mlm_norm")
+        self.mlm_norm = layer_norm("mlm_norm", c.norm_epsilon)
         zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("vocab",))
         self.mlm_bias: Array = self.param("mlm_bias", zeros, (c.vocabulary_size,))  # type: ignore[assignment]
         self.span_projection = dense(2 * self.span_hidden, ("embed", "mlp"), c, "span_projection")

@@ -15,8 +15,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from realm_jax.models.bert import Bert, apply
-from realm_jax.models.inputs import EncoderInput, PassageBatch, document_sequences, query_sequences
+from realm_jax.models.architectures.table import encoder_network
+from realm_jax.models.bert import apply
+from realm_jax.models.inputs import (
+    EncoderInput,
+    PassageBatch,
+    document_sequences,
+    document_text_mask,
+    query_sequences,
+    query_text_mask,
+)
 from realm_jax.models.layers import BertConfig, Dropout, Params, dense, layer_norm
 from realm_jax.models.packing import fitting_mask
 from realm_jax.models.prompts import Template, query_lengths
@@ -82,6 +90,12 @@ POOLINGS = {  # values of config.encoder.pooling; exports, imports and FLOPs rea
 }
 
 
+def unit_vectors(vectors: Array) -> Array:
+    """Divide vectors [..., size] by their lengths."""
+    squares = jnp.square(vectors).sum(axis=-1, keepdims=True)  # [..., 1]
+    return vectors * jax.lax.rsqrt(jnp.maximum(squares, MIN_NORM**2))
+
+
 # --- The network ------------------------------------------------------------------------------------------------------
 
 
@@ -96,6 +110,7 @@ class Encoder(nn.Module):
             ± norm_scale² × size.
         pooling: a key of POOLINGS.
         normalization: "layer" (LayerNorm), "l2" (length 1) or "none".
+        dimensions: first features of a vector that are kept, before it gets length 1; 0 for all.
     """
 
     config: BertConfig
@@ -104,6 +119,7 @@ class Encoder(nn.Module):
     norm_scale: float = 1.0
     pooling: str = "pooler"
     normalization: str = "layer"
+    dimensions: int = 0
 
     @nn.compact
     def __call__(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:
@@ -125,7 +141,7 @@ class Encoder(nn.Module):
         if compute.packed_length:  # a sequence that loses its last tokens is pooled as if it had ended there
             mask = fitting_mask(mask, compute.parts, compute.packed_length, compute.alignment)
         position = pooling.position(mask) if pooling.position else None
-        hidden = Bert(c, name="bert")(ids, segments, mask, position, deterministic)  # [batch, length or 1, width]
+        hidden = encoder_network(c, "bert")(ids, segments, mask, position, deterministic)  # [batch, length or 1, width]
         vector = pooling.pool(hidden, mask)  # [batch, width]
         if pooling.has_tanh_layer:
             vector = jnp.tanh(dense(c.width, ("embed", "embed_out"), c, "pooler")(vector))
@@ -133,16 +149,31 @@ class Encoder(nn.Module):
         if self.projection:
             axes, init = ("embed", "projection"), nn.initializers.glorot_uniform()
             vector = dense(self.projection, axes, c, "projection", init, jnp.float32)(vector)  # [batch, projection]
+        if self.dimensions and self.normalization != "layer":
+            vector = vector[:, : self.dimensions]
         if self.normalization == "l2":
-            squares = jnp.square(vector).sum(axis=-1, keepdims=True)  # [batch, 1]
-            return vector * jax.lax.rsqrt(jnp.maximum(squares, MIN_NORM**2))
+            return unit_vectors(vector)
         if self.normalization == "none":
             return vector
         vector = layer_norm("projection_norm", self.norm_epsilon, self.norm_scale)(vector)
+        if self.dimensions:
+            vector = vector[:, : self.dimensions]
         return Dropout(c.dropout)(vector, deterministic=deterministic)
 
 
 # --- Both encoders ----------------------------------------------------------------------------------------------------
+
+
+class TokenVectors(NamedTuple):
+    """The token vectors of texts.
+
+    Attributes:
+        vectors: hidden states of the last layer, each divided by its length, [batch, length, width] float32.
+        mask: True on tokens of the text and special tokens, false on padding and on a template, [batch, length] bool.
+    """
+
+    vectors: Array
+    mask: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,11 +182,12 @@ class Retriever:
 
     Attributes:
         bert: sizes of both encoders.
-        projection: see `Encoder`, as for the next four.
+        projection: see `Encoder`, as for the next five.
         norm_epsilon: of the LayerNorm.
         norm_scale: of the LayerNorm.
         pooling: a key of POOLINGS.
         normalization: "layer", "l2" or "none".
+        dimensions: first features of a vector that are kept; 0 for all.
         temperature: scores are inner products of passage vectors with query vectors divided by it.
         query_template: text around queries; None for none.
         passage_template: text around passages; None to read title and body as two segments.
@@ -168,6 +200,7 @@ class Retriever:
     norm_scale: float = 1.0
     pooling: str = "pooler"
     normalization: str = "layer"
+    dimensions: int = 0
     temperature: float = 1.0
     query_template: Template | None = None
     passage_template: Template | None = None
@@ -176,11 +209,17 @@ class Retriever:
     @property
     def encoder(self) -> Encoder:
         """Return the network of an encoder, without parameters."""
-        return Encoder(self.bert, self.projection, self.norm_epsilon, self.norm_scale, self.pooling, self.normalization)
+        sizes = self.bert, self.projection, self.norm_epsilon, self.norm_scale
+        return Encoder(*sizes, self.pooling, self.normalization, self.dimensions)
 
     @property
     def vector_size(self) -> int:
         """Return the number of features of a retrieval vector."""
+        return self.dimensions or self.full_size
+
+    @property
+    def full_size(self) -> int:
+        """Return the number of features of a vector before it is cut."""
         return self.projection or self.bert.width
 
     @property
@@ -239,6 +278,41 @@ class Retriever:
         """
         texts = document_sequences(passages, self.passage_template)
         return self._embed(params[self.embedder_names[-1]], texts, key, packed_length)
+
+    def query_tokens(self, params: Params, query: Array, lengths: Array) -> TokenVectors:
+        """Return the token vectors of queries, without dropout.
+
+        The tokens of the template are read, but masked out: they are the same in all queries.
+
+        Args:
+            params: all parameters.
+            query: tokens of `[CLS] text [SEP]`, [batch, q] int.
+            lengths: of the queries, [batch].
+
+        Returns:
+            Arrays [batch, q + the template's tokens, …].
+        """
+        texts = query_sequences(query, lengths, self.query_template)
+        vectors = self._token_vectors(params[self.embedder_names[0]], texts)
+        return TokenVectors(vectors, query_text_mask(texts, self.query_template))
+
+    def document_tokens(self, params: Params, passages: PassageBatch) -> TokenVectors:
+        """Return the token vectors of passages, without dropout; see `query_tokens`.
+
+        Args:
+            params: all parameters.
+            passages: ids [batch, d].
+
+        Returns:
+            Arrays [batch, length, …], in the layout of `document_sequences`.
+        """
+        texts = document_sequences(passages, self.passage_template)
+        vectors = self._token_vectors(params[self.embedder_names[-1]], texts)
+        return TokenVectors(vectors, document_text_mask(passages, texts, self.passage_template))
+
+    def _token_vectors(self, encoder_params: Params, texts: EncoderInput) -> Array:
+        hidden = apply(encoder_network(self.bert), encoder_params["bert"], texts, "__call__", None).astype(jnp.float32)
+        return unit_vectors(hidden)  # [batch, length, width]
 
     def _embed(self, encoder_params: Params, texts: EncoderInput, key: Array | None, packed_length: int) -> Array:
         vectors: Array = apply(self.encoder, encoder_params, texts, "__call__", key, packed_length)

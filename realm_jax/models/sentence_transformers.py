@@ -18,7 +18,8 @@ Both encoders can be one folder, with the library's Router:
     query_embedder/, document_embedder/       the modules of each route: query_embedder/1_Pooling …
 
 `encode_query` and `encode_document` take the routes of these names; plain `encode` takes that of documents, because it
-mostly embeds a corpus. Read next: `weights.py`, for the BERT inside.
+mostly embeds a corpus. A Router of others is read the same way; modules after it belong to both routes. Read next:
+`weights.py`, for the BERT inside.
 """
 
 import json
@@ -30,6 +31,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from realm_jax.errors import UserError
+from realm_jax.models.architectures.table import ARCHITECTURES, read_architecture
 from realm_jax.models.layers import BertConfig, Params
 from realm_jax.models.networks import Realm
 from realm_jax.models.prompts import from_prompt, parse
@@ -46,7 +48,6 @@ from realm_jax.models.weights import (
     find,
     has_weights,
     open_tensors,
-    read_bert_settings,
     write_json,
 )
 from realm_jax.storage import read_fetched_json, read_settings
@@ -130,14 +131,23 @@ def is_sentence_model(folder: Path) -> bool:
     return path.is_file() and not any(entry.get("type") == NOT_AN_ENCODER for entry in _entries(path))
 
 
-def transformer_folder(folder: Path) -> Path:
+def transformer_folder(folder: Path, route: str = "document") -> Path:
     """Return the folder of the BERT and its tokenizer: a folder itself, or the first module of sentence-transformers.
+
+    Args:
+        folder: of the model.
+        route: QUERIES or PASSAGES, for a Router.
 
     Raises:
         UserError: for a damaged list of modules.
     """
-    entries = _entries(folder / MODULES) if is_sentence_model(folder) else []
+    entries = _chain(folder, route) if is_sentence_model(folder) else []
     return folder / entries[0]["path"] if entries else folder
+
+
+def has_two_encoders(folder: Path) -> bool:
+    """Return True for a Router with other modules for queries than for passages. Raises UserError if it is damaged."""
+    return is_sentence_model(folder) and _chain(folder, QUERIES) != _chain(folder, PASSAGES)
 
 
 def default_temperature(normalization: str) -> float:
@@ -145,11 +155,15 @@ def default_temperature(normalization: str) -> float:
     return 0.05 if normalization == "l2" else 1.0
 
 
-def sentence_model(folder: Path) -> SentenceModel | None:
+def sentence_model(folder: Path, route: str = "document") -> SentenceModel | None:
     """Read the description of a folder of sentence-transformers, without its weights; None for a plain BERT.
 
     Vectors are those of the library's `encode_query` and `encode_document`, and their inner products those of its
     `similarity`.
+
+    Args:
+        folder: of the model.
+        route: QUERIES or PASSAGES, for a Router.
 
     Raises:
         UserError: for a file that cannot be read, for an unknown module, for a pooling, an activation or an order of
@@ -159,7 +173,7 @@ def sentence_model(folder: Path) -> SentenceModel | None:
         return None
 
     # --- The list of modules, which begins with the BERT and its pooling
-    entries = _entries(folder / MODULES)
+    entries = _chain(folder, route)
     kinds = []
     for entry in entries:
         module = str(entry.get("type"))
@@ -169,7 +183,7 @@ def sentence_model(folder: Path) -> SentenceModel | None:
     if kinds[:2] != ["Transformer", "Pooling"]:
         _refuse(folder / MODULES, f"begins with {', '.join(kinds[:2])}; choose a model of a Transformer and a Pooling")
     transformer = folder / entries[0]["path"]
-    bert_settings = read_bert_settings(transformer)
+    architecture, bert_settings = read_architecture(transformer / SETTINGS)
 
     # --- The pooling
     path = folder / entries[1]["path"] / SETTINGS
@@ -218,13 +232,18 @@ def sentence_model(folder: Path) -> SentenceModel | None:
     # they stay as they are, nearly of one length.
     path = folder / PROMPTS
     settings = read_settings(path)
-    if settings.get("truncate_dim"):
-        _refuse(path, "has truncate_dim, which cuts vectors; choose a model without it")
     similarity = settings.get("similarity_fn_name") or "cosine"
     if similarity not in ("cosine", "dot"):
         _refuse(path, f"compares vectors by {similarity}; choose a model that does by cosine or dot")
     if similarity == "cosine" and encoder["normalization"] == "none":
         encoder["normalization"] = "l2"
+
+    # The library cuts vectors last. Cosines do not depend on their length, so ours are cut first and then get length 1.
+    features = encoder["projection"] or bert_settings.get(architecture.settings["width"]) or 0
+    dimensions = _setting(path, settings, "truncate_dim", int) or 0
+    encoder["dimensions"] = dimensions if dimensions < features else 0
+    if encoder["dimensions"] and similarity == "dot" and encoder["normalization"] == "l2":
+        _refuse(path, "cuts vectors of length 1 and compares them by dot; choose a model that compares by cosine")
 
     # A model that the library has loaded has prompts "query" and "document", empty unless the folder says otherwise. So
     # `encode_query` and `encode_document` take these, and never "passage", "corpus" or that of `default_prompt_name`.
@@ -242,15 +261,34 @@ def sentence_model(folder: Path) -> SentenceModel | None:
     # An export of ours recorded its section, and its layers are in the encoder's file too, as they were before the
     # library's epsilon asked for another scale. A run that starts from them has the same bits. An edited folder counts.
     section = bert_settings.get(ENCODER_SECTION)
+    if isinstance(section, dict):
+        section = {"dimensions": 0} | section  # which earlier versions did not record
     if isinstance(section, dict) and {*encoder} <= {*section} and has_weights(transformer):
         with open_tensors(transformer / WEIGHTS) as files:
-            names = {name.removeprefix("bert.") for name in files}
+            names = {name.removeprefix(architecture.prefix) for name in files}
         has = {layer: f"{name}.weight" in names for layer, name in VECTOR_LAYERS.items()}
         wanted = {"pooler": POOLINGS[encoder["pooling"]].has_tanh_layer, "projection": bool(section["projection"])}
         wanted["projection_norm"] = section["normalization"] == "layer"
-        if has == wanted and all(section[key] == encoder[key] for key in ("pooling", "normalization")):
+        if has == wanted and all(section[key] == encoder[key] for key in ("pooling", "normalization", "dimensions")):
             encoder, modules = {key: section[key] for key in encoder}, {}
     return SentenceModel(folder, transformer, encoder, modules, longest, unused)
+
+
+def _chain(folder: Path, route: str) -> list[dict[str, Any]]:
+    """Return the list of modules of a route: all of them without a Router, else its own and those after the Router."""
+    entries = _entries(folder / MODULES)
+    if not entries or str(entries[0].get("type")).rpartition(".")[2] != "Router":
+        return entries
+    router = Path(entries[0]["path"])
+    path = folder / router / ROUTER
+    settings = read_settings(path, needed=True)
+    types, structure = (_setting(path, settings, key, dict) or {} for key in ("types", "structure"))
+    names = structure.get(route)
+    if not isinstance(names, list) or not names or not {*map(str, names)} <= {*types}:
+        _refuse(
+            path, f"has no modules for the route {route!r}; choose a model with the routes {QUERIES} and {PASSAGES}"
+        )
+    return [*({"path": str(router / name), "type": types[name]} for name in names), *entries[1:]]
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
@@ -351,11 +389,14 @@ def write_modules(
     ]
     write_json(folder / MODULES, entries)
     longest = {"max_seq_length": max(lengths.values()), "do_lower_case": False}
-    write_json(folder / INPUT, longest | {"model_args": {"add_pooling_layer": False}})
+    options = {"model_args": {"add_pooling_layer": False}} if ARCHITECTURES[model.bert.architecture].has_pooler else {}
+    write_json(folder / INPUT, longest | options)
     prompts = {purpose: prompt for purpose in lengths if (prompt := _prompt(encoder, purpose))}
+    cut = {"truncate_dim": model.dimensions} if model.dimensions else {}
     write_json(
         folder / PROMPTS,
-        {
+        cut
+        | {
             "prompts": prompts,
             "default_prompt_name": next(iter(prompts)) if len(lengths) == len(prompts) == 1 else None,
             "similarity_fn_name": "cosine" if model.normalization == "l2" else "dot",
@@ -440,7 +481,7 @@ def write_sentence_transformer(folder: Path, encoders: Mapping[str, str]) -> Non
         prompts = {
             "prompts": texts,
             "default_prompt_name": PASSAGES if texts[PASSAGES] else None,
-            "similarity_fn_name": queries["similarity_fn_name"],
+            **{key: queries[key] for key in ("similarity_fn_name", "truncate_dim") if key in queries},
         }
     listed = [
         {"idx": number, "name": str(number), "path": path, "type": kind}

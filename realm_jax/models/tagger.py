@@ -5,16 +5,14 @@ REALM's names came from a BERT that was fine-tuned on CoNLL-2003 (Guu et al. 202
 names the labels), `model.safetensors` and a tokenizer. The network is ours, on all devices of this process.
 """
 
-import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,21 +24,12 @@ from realm_jax.data import sentences
 from realm_jax.data.passage_packing import sentence_parts
 from realm_jax.data.spans import Span, find_dates, with_dates, without_overlaps
 from realm_jax.data.tokenizer import Tokenizer, Tokens
-from realm_jax.data.tokenizer_files import TokenizerFile, lower_case_of, tokenizer_file
 from realm_jax.errors import UserError
-from realm_jax.models.bert import Bert
+from realm_jax.models.architectures.bert import BERT
 from realm_jax.models.folders import HUB, resolve_model_path
-from realm_jax.models.layers import ACTIVATIONS, BertConfig, Params
-from realm_jax.models.weights import (
-    BERT_SETTINGS,
-    SETTINGS,
-    WEIGHTS,
-    encoder,
-    find,
-    our_activation,
-    read,
-    token_classifier,
-)
+from realm_jax.models.layers import Params
+from realm_jax.models.token_classifier import TokenClassifier, digest_of, load_token_classifier
+from realm_jax.models.weights import SETTINGS, token_classifier
 from realm_jax.storage import read_settings
 
 Array = jax.Array
@@ -54,70 +43,36 @@ OUTSIDE, BEGINS, ENDS = "O", "BSU", "ESLU"
 # --- The network ------------------------------------------------------------------------------------------------------
 
 
-class TokenClassifier(nn.Module):
-    """BERT with a linear layer that scores the labels of every token."""
-
-    config: BertConfig
-    labels: int
-
-    @nn.compact
-    def __call__(self, ids: Array, mask: Array) -> Array:
-        """Return logits [batch, length, labels] float32 of ids [batch, length] int; mask [batch, length] bool."""
-        hidden = Bert(self.config, name="bert")(ids, jnp.zeros_like(ids), mask)  # [batch, length, width]
-        return nn.Dense(self.labels, name="classifier")(hidden.astype(jnp.float32))
-
-
 class LoadedTagger(NamedTuple):
     """A network with its parameters.
 
     Attributes:
         network: without parameters.
         params: of the network.
-        labels: the name of each label.
         tokenizer: of the model.
+        labels: the name of each label.
     """
 
     network: TokenClassifier
     params: Params
-    labels: tuple[str, ...]
     tokenizer: Tokenizer
+    labels: tuple[str, ...]
 
 
 def load_tagger(folder: Path) -> LoadedTagger:
     """Load a BERT for token classification. Raises UserError, naming the file, for what is missing or does not fit."""
     path = folder / SETTINGS
     settings = read_settings(path)
+    if (kind := settings.get("model_type", BERT.model_type)) != BERT.model_type:
+        raise UserError(f"{path}: model_type is {kind!r}, not {BERT.model_type!r}; choose a plain BERT")
     names = settings.get("id2label")
     if not (isinstance(names, dict) and names and {*names} == {str(number) for number in range(len(names))}):
         raise UserError(f"{path}: has no `id2label` that names its labels; choose a model for token classification")
     labels = tuple(str(names[str(number)]) for number in range(len(names)))
     if all(NAMELESS.fullmatch(label) for label in labels):
         raise UserError(f"{path}: `id2label` has no names but {labels[0]}; write there what each label means")
-    sizes: dict[str, Any] = {field: settings.get(key) for field, key in BERT_SETTINGS.items()} | {"dropout": 0.0}
-    sizes["hidden_act"] = our_activation(sizes["hidden_act"])
-    for field, key in BERT_SETTINGS.items():
-        if field not in ("hidden_act", "dropout") and not (isinstance(sizes[field], int) and sizes[field] > 0):
-            raise UserError(f"{path}: {key} is {sizes[field]!r}, which is no size; choose a plain BERT")
-    if sizes["width"] % sizes["heads"]:
-        raise UserError(f"{path}: {sizes['heads']} num_attention_heads do not divide a width of {sizes['width']}")
-    if sizes["hidden_act"] not in ACTIVATIONS:
-        raise UserError(f"{path}: hidden_act is {sizes['hidden_act']!r}; choose a BERT with {', '.join(ACTIVATIONS)}")
-    config = BertConfig(**sizes)
-    head = token_classifier(config, len(labels))
-    files = find(folder, config, (encoder(config), head))
-    if head.title in files.missing:
-        raise UserError(f"{folder / WEIGHTS}: has no {head.title}; choose a model for token classification")
-    vocabulary = tokenizer_file(folder)
-    if vocabulary is None:
-        raise UserError(f"{folder}: has no vocab.txt and no tokenizer.json; put the model's tokenizer there")
-    lower_case = lower_case_of(folder)
-    tokenizer = TokenizerFile(vocabulary, lower_case is None or lower_case.value).read()
-    if tokenizer.size > config.vocabulary_size:  # JAX would read the last row in place of one that is not there
-        raise UserError(
-            f"{vocabulary}: has {tokenizer.size} tokens, but the model {config.vocabulary_size}; put the model's own "
-            "tokenizer there"
-        )
-    return LoadedTagger(TokenClassifier(config, len(labels)), read(files), labels, tokenizer)
+    head_of = partial(token_classifier, labels=len(labels))
+    return LoadedTagger(*load_token_classifier(folder, len(labels), head_of, "token classification"), labels)
 
 
 # --- The finder -------------------------------------------------------------------------------------------------------
@@ -131,13 +86,8 @@ def hugging_face(name: str) -> "NetworkFinder":
     """
     folder = Path(name) if Path(name).is_dir() else resolve_model_path(f"{HUB}{name}", "--spans")
     cache_programs()
-    digest = hashlib.sha256()
     tagger = load_tagger(folder)
-    shards = sorted(path.name for path in folder.glob("model-*.safetensors"))  # if there is no single file
-    for file in (*((WEIGHTS,) if (folder / WEIGHTS).is_file() else shards), SETTINGS):
-        with open(folder / file, "rb") as stream:
-            digest.update(hashlib.file_digest(stream, "sha256").digest())
-    return NetworkFinder(tagger, f"{digest.hexdigest()[:16]}-{tagger.tokenizer.fingerprint}")
+    return NetworkFinder(tagger, digest_of(folder, tagger.tokenizer))
 
 
 class NetworkFinder:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +20,26 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from realm_jax.data.tokenizer_files import read_tokenizer, tokenizer_file
 from realm_jax.errors import UserError
-from realm_jax.models.layers import LAYER_NORM_EPSILON, BertConfig, Params, initializer_stddev
+from realm_jax.models.architectures.base import Architecture, Settings, Tensor, linear, norm
+from realm_jax.models.architectures.modernbert import MODERNBERT
+from realm_jax.models.architectures.table import (
+    ARCHITECTURES,
+    HF_REALM,
+    encoder_network,
+    model_values,
+    read_architecture,
+)
+from realm_jax.models.layers import (
+    ACTIVATIONS,
+    LAYER_NORM_EPSILON,
+    BertConfig,
+    Compute,
+    Params,
+    Rotary,
+    initializer_stddev,
+)
 from realm_jax.models.networks import Realm
 from realm_jax.models.reader import SPAN_NORM_EPSILON
 from realm_jax.models.retriever import POOLINGS
@@ -28,68 +47,24 @@ from realm_jax.storage import read_settings
 
 WEIGHTS, SETTINGS = "model.safetensors", "config.json"  # of a network, and of a module of sentence-transformers
 SHARDS = f"{WEIGHTS}.index.json"  # in the place of WEIGHTS: name of a tensor → the file that it is in
-PREFIXES = ("", "bert.", "realm.")  # of a bare encoder, of one with a head, and of REALM's networks in transformers
-HEADS = ("cls.", "qa_outputs.", "classifier.")  # their tensors' names have no prefix
-
-LAYER = {  # ours → theirs
-    "query": "attention.self.query",
-    "key": "attention.self.key",
-    "value": "attention.self.value",
-    "attention_output": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
-    "intermediate": "intermediate.dense",
-    "output": "output.dense",
-    "output_norm": "output.LayerNorm",
-}
+HEADS = ("cls.", "qa_outputs.", "classifier.", "lm_head.", "vocab_", "head.", "decoder.")  # names without a prefix
 # Layers of an encoder after its BERT.
 VECTOR_LAYERS = {"pooler": "pooler.dense", "projection": "cls.dense", "projection_norm": "cls.LayerNorm"}
-WORDS, POSITIONS = "embeddings.word_embeddings.weight", "embeddings.position_embeddings.weight"
+TRANSFORM_ACTIVATION = "gelu"  # of the layer before a ModernBERT's classifier
 MLM_HEAD, SPAN_HEAD, PROJECTION, VECTOR_NORM = "MLM head", "span head", "projection", "vector norm"
-TIED = "cls.predictions.decoder.weight"  # the word embeddings once more, in some files
-HF_REALM = "realm"  # the type of model of transformers that has REALM's networks
 FLOATS = ("F32", "F16", "BF16", "F64")
-SAME_ACTIVATION = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}  # theirs → ours: all with tanh
-REQUIRED_SETTINGS = {  # in their settings
-    "model_type": ("bert", HF_REALM),
-    "position_embedding_type": ("absolute",),
-    "is_decoder": (False,),
-}
-BERT_SETTINGS = {  # field of BertConfig, most of them of config.model as well → key of config.json
-    "vocabulary_size": "vocab_size",
-    "width": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "feed_forward": "intermediate_size",
-    "hidden_act": "hidden_act",
-    "dropout": "hidden_dropout_prob",
-    "max_length": "max_position_embeddings",
-}
+SIZES = "vocabulary_size", "width", "layers", "heads", "feed_forward", "max_length"  # whole numbers of BertConfig
+FREE_SETTINGS = (  # fields that tensors determine, or that files need not share
+    *("vocabulary_size", "width", "layers", "feed_forward", "dropout", "max_length"),
+)
 RETRIEVER_SETTINGS = {"projection": "retriever_proj_size", "norm_epsilon": "projection_layer_norm_eps"}  # of Retriever
 READER_SETTINGS = {"span_hidden": "span_hidden_size", "span_width": "max_span_width"}  # of Reader
 NAME_ALIASES = {  # the end of a name → what files of older releases, and some of newer ones, have in its place
     "LayerNorm.weight": "LayerNorm.gamma",
     "LayerNorm.bias": "LayerNorm.beta",
     "cls.predictions.bias": "cls.predictions.decoder.bias",
+    "lm_head.bias": "lm_head.decoder.bias",
 }
-
-
-class Tensor(NamedTuple):
-    """A parameter.
-
-    Attributes:
-        path: in the network's tree.
-        name: Hugging Face's, without the prefix.
-        shape: here.
-    """
-
-    path: tuple[str, ...]
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def is_transposed(self) -> bool:
-        """Return True for a kernel [input, output], which their files store as [output, input]."""
-        return self.path[-1] == "kernel"
 
 
 class Part(NamedTuple):
@@ -110,24 +85,14 @@ class Part(NamedTuple):
 
 
 def encoder(c: BertConfig) -> Part:
-    """Return the part of a `Bert`, at `bert` in the tree of its network."""
-    tensors = [
-        Tensor(("bert", "words", "embedding"), WORDS, (c.vocabulary_size, c.width)),
-        Tensor(("bert", "positions", "embedding"), POSITIONS, (c.max_length, c.width)),
-        Tensor(("bert", "segments", "embedding"), "embeddings.token_type_embeddings.weight", (2, c.width)),
-        *_norm(("bert", "embedding_norm"), "embeddings.LayerNorm", c.width),
-    ]
-    sizes = {"intermediate": (c.width, c.feed_forward), "output": (c.feed_forward, c.width)}
-    for number in range(c.layers):
-        for part, name in LAYER.items():
-            path, theirs = ("bert", f"layer_{number}", part), f"encoder.layer.{number}.{name}"
-            if part.endswith("_norm"):
-                tensors += _norm(path, theirs, c.width)
-            else:
-                tensors += _linear(path, theirs, sizes.get(part, (c.width, c.width)))
-    settings = {BERT_SETTINGS[name]: (f"config.model.{name}", getattr(c, name)) for name in ("heads", "hidden_act")}
-    fixed = {"layer_norm_eps": ("the epsilon of LayerNorm, which is fixed,", LAYER_NORM_EPSILON)}
-    return Part("encoder", tuple(tensors), settings | fixed)
+    """Return the part of an encoder without its pooling, at `bert` in the tree of its network."""
+    architecture = ARCHITECTURES[c.architecture]
+    settings = {
+        key: (f"config.model.{name}", attrgetter(name)(c))
+        for name, key in architecture.settings.items()
+        if name not in FREE_SETTINGS
+    }
+    return Part("encoder", architecture.tensors(c), settings)
 
 
 def bert_of(model: Realm, network: str) -> BertConfig:
@@ -145,27 +110,30 @@ def networks(model: Realm) -> dict[str, tuple[Part, ...]]:
     width = model.bert.width
     encoder_parts = [encoder(model.bert)]
     if POOLINGS[model.pooling].has_tanh_layer:
-        encoder_parts.append(Part("pooler", _linear(("pooler",), VECTOR_LAYERS["pooler"], (width, width))))
+        encoder_parts.append(Part("pooler", linear(("pooler",), VECTOR_LAYERS["pooler"], (width, width))))
     tensors: tuple[Tensor, ...] = ()
     epsilon: dict[str, tuple[str, Any]] = {}
     if model.projection:
-        tensors += _linear(("projection",), VECTOR_LAYERS["projection"], (width, model.projection))
+        tensors += linear(("projection",), VECTOR_LAYERS["projection"], (width, model.projection))
     if model.normalization == "layer":
-        tensors += _norm(("projection_norm",), VECTOR_LAYERS["projection_norm"], model.vector_size)
+        tensors += norm(("projection_norm",), VECTOR_LAYERS["projection_norm"], model.full_size)
         epsilon = {RETRIEVER_SETTINGS["norm_epsilon"]: ("config.encoder.norm_epsilon", model.norm_epsilon)}
     if tensors:
         encoder_parts.append(Part(PROJECTION if model.projection else VECTOR_NORM, tensors, epsilon))
 
     c, hidden = model.reader.bert, model.reader.span_hidden
+    head = ARCHITECTURES[c.architecture].head
     words = (
-        *_linear(("mlm_transform",), "cls.predictions.transform.dense", (c.width, c.width)),
-        *_norm(("mlm_norm",), "cls.predictions.transform.LayerNorm", c.width),
-        Tensor(("mlm_bias",), "cls.predictions.bias", (c.vocabulary_size,)),
+        *linear(("mlm_transform",), head.transform, (c.width, c.width)),
+        *norm(("mlm_norm",), head.norm, c.width),
+        Tensor(("mlm_bias",), head.bias, (c.vocabulary_size,), is_table=True),
     )
+    if not head.has_biases:
+        words = tuple(tensor._replace(is_optional=tensor.path[-1] == "bias") for tensor in words)
     spans = (
-        *_linear(("span_projection",), "qa_outputs.dense_intermediate", (c.width, 2 * hidden)),
-        *_norm(("span_norm",), "qa_outputs.layer_normalization", hidden),
-        *_linear(("span_score",), "qa_outputs.dense_output", (hidden, 1)),
+        *linear(("span_projection",), "qa_outputs.dense_intermediate", (c.width, 2 * hidden)),
+        *norm(("span_norm",), "qa_outputs.layer_normalization", hidden),
+        *linear(("span_score",), "qa_outputs.dense_output", (hidden, 1)),
     )
     fixed = {"reader_layer_norm_eps": ("the epsilon of the span head, which is fixed,", SPAN_NORM_EPSILON)}
     reader = encoder(c), Part(MLM_HEAD, words), Part(SPAN_HEAD, spans, fixed)
@@ -179,15 +147,27 @@ def token_classifier(c: BertConfig, labels: int) -> Part:
         c: sizes of its BERT.
         labels: how many.
     """
-    return Part("token classifier", _linear(("classifier",), "classifier", (c.width, labels)))
+    return Part("token classifier", linear(("classifier",), "classifier", (c.width, labels)))
 
 
-def _linear(path: tuple[str, ...], name: str, shape: tuple[int, int]) -> tuple[Tensor, ...]:
-    return Tensor((*path, "kernel"), f"{name}.weight", shape), Tensor((*path, "bias"), f"{name}.bias", shape[1:])
+def question_head(c: BertConfig) -> Part:
+    """Return the head of `BertForQuestionAnswering`, which scores every token as the start and as the end.
 
-
-def _norm(path: tuple[str, ...], name: str, width: int) -> tuple[Tensor, ...]:
-    return Tensor((*path, "scale"), f"{name}.weight", (width,)), Tensor((*path, "bias"), f"{name}.bias", (width,))
+    That of ModernBERT has a layer more, without biases, and other names.
+    """
+    title, classifier = "question-answering head (qa_outputs)", ("classifier",)
+    if c.architecture != MODERNBERT.model_type:
+        return Part(title, linear(classifier, "qa_outputs", (c.width, 2)))
+    tensors = (
+        *linear(("transform",), "head.dense", (c.width, c.width), has_bias=False),
+        *norm(("transform_norm",), "head.norm", c.width, has_bias=False),
+        *linear(classifier, "classifier", (c.width, 2)),
+    )
+    fixed = {
+        "classifier_bias": ("the reader's", False),
+        "classifier_activation": ("the reader's", TRANSFORM_ACTIVATION),
+    }
+    return Part(title, tensors, fixed)
 
 
 # --- In ---------------------------------------------------------------------------------------------------------------
@@ -278,26 +258,36 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
 
     Raises:
         UserError: for a folder without safe weights, for a file that cannot be read, for a tensor that is missing or of
-            another shape, for numbers that are not floats, for settings that differ, and for tensors that a BERT does
-            not have.
+            another shape, for numbers that are not floats, for another architecture, for settings that differ, and for
+            tensors that the network does not have.
     """
-    settings, path = read_bert_settings(folder), folder / WEIGHTS
+    (architecture, settings), path = read_architecture(folder / SETTINGS), folder / WEIGHTS
+    if architecture.model_type != config.architecture:
+        raise UserError(
+            f"{folder / SETTINGS}: model_type is {architecture.model_type!r}, but config.model.architecture is "
+            f"{config.architecture!r}; they must be the same"
+        )
     with open_tensors(path) as files:
-        prefix = next((prefix for prefix in PREFIXES if prefix + WORDS in files), None)
+        prefixes = "", architecture.prefix, f"{HF_REALM}."
+        prefix = next((prefix for prefix in prefixes if prefix + architecture.words in files), None)
         if prefix is None:
-            raise UserError(f"{path}: has no {WORDS}; it is not the file of a BERT")
-        _check_extent(files, prefix, path, config)
-        present = [part for part in parts if part == parts[0] or _has(files, prefix, part)]
+            raise UserError(f"{path}: has no {architecture.words}; it is no {architecture.classes[1]}")
+        _check_extent(files, prefix, path, config, settings)
+        present = [part for part in parts if part == parts[0] or _has(files, prefix, part, architecture)]
         stored = []
         for tensor in (tensor for part in present for tensor in part.tensors):
             name = _stored_name(tensor.name, prefix)
             aliases = [name.removesuffix(end) + alias for end, alias in NAME_ALIASES.items() if name.endswith(end)]
             stored_name = next((stored_name for stored_name in (name, *aliases) if stored_name in files), None)
-            if stored_name is None:
+            if stored_name is None and tensor.is_optional:
+                stored_name = NO_BIAS
+            elif stored_name is None:
                 raise UserError(f"{path}: has no {name}; set config.model to the sizes of the file's BERT")
-            check_tensor(files, stored_name, tensor, path)
+            else:
+                check_tensor(files, stored_name, tensor, path)
             stored.append(StoredTensor(tensor, path, stored_name))
-        unknown = {name for name in files if name.startswith((f"{prefix}embeddings.", f"{prefix}encoder."))}
+        inside = f"{prefix}embeddings.", f"{prefix}{architecture.layers.partition('.')[0]}."
+        unknown = {name for name in files if name.startswith(inside)}
     unknown -= {name for _, _, name in stored} | {f"{prefix}embeddings.position_ids"}  # 0, 1, 2, …, in older files
     if unknown:
         raise UserError(f"{path}: has {min(unknown)}, which this BERT has no place for; choose a plain BERT")
@@ -305,8 +295,6 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
     # Shapes do not determine heads, activation and the epsilons of LayerNorm. Without settings we cannot compare them.
     if settings.get("model_type") == HF_REALM:  # transformers has one epsilon for an encoder
         settings.setdefault("projection_layer_norm_eps", settings.get("layer_norm_eps", LAYER_NORM_EPSILON))
-    if "hidden_act" in settings:
-        settings["hidden_act"] = our_activation(settings["hidden_act"])
     required = {name: value for part in present for name, value in part.settings.items()}
     for name, (key, ours) in required.items():
         if settings.get(name, ours) != ours:
@@ -320,7 +308,7 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
 def read(files: NetworkFiles) -> Params:
     """Read the parameters of a network, as a tree of float32 arrays on the host.
 
-    Positions beyond those of the network are skipped.
+    Rows of tables beyond those of the network are skipped.
 
     Raises:
         UserError: if a number is not finite.
@@ -331,18 +319,19 @@ def read(files: NetworkFiles) -> Params:
             for tensor, _, name in stored:
                 array = np.zeros(tensor.shape, np.float32) if name == NO_BIAS else opened[name].get_tensor(name)
                 array = array.T if tensor.is_transposed else array
-                if tensor.name == POSITIONS:
-                    array = array[: tensor.shape[0]]
+                if tensor.is_table and name != NO_BIAS:
+                    array = array[tensor.first_row : tensor.first_row + tensor.shape[0]]
                 params[tensor.path] = np.asarray(array, np.float32, order="C")
                 if not np.isfinite(params[tensor.path]).all():
                     raise UserError(f"{path}: {name} holds numbers that are not finite; fetch it again")
     return dict(unflatten_dict(params))
 
 
-def _has(files: Tensors, prefix: str, part: Part) -> bool:
+def _has(files: Tensors, prefix: str, part: Part, architecture: Architecture) -> bool:
     """Return True if a file has a part; an MLM head with an output layer that is not tied does not count."""
-    if part.title == MLM_HEAD and TIED in files:
-        return np.array_equal(files[TIED].get_tensor(TIED), files[prefix + WORDS].get_tensor(prefix + WORDS))
+    tied, words = architecture.head.tied, prefix + architecture.words
+    if part.title == MLM_HEAD and tied in files:
+        return np.array_equal(files[tied].get_tensor(tied), files[words].get_tensor(words))
     return any(_stored_name(tensor.name, prefix) in files for tensor in part.tensors)
 
 
@@ -367,19 +356,23 @@ def check_tensor(files: Tensors, name: str, tensor: Tensor, path: Path) -> None:
         raise UserError(f"{path}: {name} is {stored.get_dtype()}; fetch the model in float32, float16 or bfloat16")
     shape = tuple(stored.get_shape())
     shape = shape[::-1] if tensor.is_transposed else shape
-    if tensor.name == POSITIONS:
-        shape = (min(shape[0], tensor.shape[0]), *shape[1:])
+    if tensor.is_table and shape:
+        shape = (min(shape[0] - tensor.first_row, tensor.shape[0]), *shape[1:])
     if shape != tensor.shape:
         raise UserError(f"{path}: {name} is {shape}, but the model needs {tensor.shape}; set config.model")
 
 
-def _check_extent(files: Tensors, prefix: str, path: Path, config: BertConfig) -> None:
+def _check_extent(files: Tensors, prefix: str, path: Path, config: BertConfig, settings: Settings) -> None:
     """Raise UserError for common mistakes: another vocabulary, too few positions, too many layers."""
+    architecture = ARCHITECTURES[config.architecture]
     words, positions = (
         next(iter(files[name].get_slice(name).get_shape()), 0) if name in files else 0
-        for name in (prefix + WORDS, prefix + POSITIONS)
+        for name in (prefix + architecture.words, prefix + architecture.positions)
     )
-    if words != config.vocabulary_size:
+    positions -= architecture.first_position
+    if not architecture.positions:
+        positions = settings.get(architecture.settings["max_length"], config.max_length)
+    if words < config.vocabulary_size or (words > config.vocabulary_size and not _is_padded(path.parent, config)):
         raise UserError(
             f"{path}: has {words} word pieces, but the vocabulary has {config.vocabulary_size}; the vocabulary file "
             "and the weights do not match"
@@ -389,27 +382,60 @@ def _check_extent(files: Tensors, prefix: str, path: Path, config: BertConfig) -
             f"{path}: has {positions} positions, but the model {config.max_length}; set the lengths of config.data "
             f"to at most {positions}"
         )
-    if any(name.startswith(f"{prefix}encoder.layer.{config.layers}.") for name in files):
+    if any(name.startswith(f"{prefix}{architecture.layers}{config.layers}.") for name in files):
         raise UserError(f"{path}: has more than the model's {config.layers} layers; set config.model.layers")
 
 
-def read_bert_settings(folder: Path) -> dict[str, Any]:
-    """Read the config.json of a BERT, {} if there is none.
+def _is_padded(folder: Path, config: BertConfig) -> bool:
+    """Return True if the tokenizer in a folder has the tokens of the vocabulary, and the weights have unused rows."""
+    path = tokenizer_file(folder)
+    return path is not None and read_tokenizer(path, lower_case=True).size == config.vocabulary_size
+
+
+def encoder_config(folder: Path, max_length: int | None = None, compute: Compute | None = None) -> BertConfig:
+    """Return the sizes of the encoder of a folder, without dropout. Arguments: see `open_encoder`.
 
     Raises:
-        UserError: for another network.
+        UserError: for an architecture that cannot be loaded, and for a size that is missing or does not fit.
     """
-    settings = read_settings(folder / SETTINGS)
-    for name, values in REQUIRED_SETTINGS.items():
-        if settings.get(name, values[0]) not in values:
-            supported = " or ".join(map(repr, values))
-            raise UserError(f"{folder / SETTINGS}: {name} is {settings[name]!r}, not {supported}; choose a plain BERT")
-    return settings
+    path = folder / SETTINGS
+    architecture, settings = read_architecture(path)
+    values = model_values(architecture, settings) | {"dropout": 0.0}
+    for name in SIZES:
+        if not (isinstance(values[name], int) and values[name] > 0):
+            key = architecture.settings[name]
+            raise UserError(f"{path}: {key} is {values[name]!r}, which is no size; fetch the model again")
+    if values["width"] % values["heads"]:
+        raise UserError(
+            f"{path}: {values['heads']} {architecture.settings['heads']} do not divide a width of {values['width']}"
+        )
+    if values["hidden_act"] not in ACTIVATIONS:
+        key = architecture.settings["hidden_act"]
+        raise UserError(f"{path}: {key} is {values['hidden_act']!r}; choose a model with {', '.join(ACTIVATIONS)}")
+    values["max_length"] = max_length or values["max_length"] - architecture.first_position
+    rotary = Rotary(**{name.removeprefix("rotary."): values.pop(name) for name in [*values] if "." in name})
+    options: dict[str, Any] = {"segment_types": architecture.segment_types, "rotary": rotary}
+    return BertConfig(**values, **options, compute=compute or Compute())
 
 
-def our_activation(name: Any) -> Any:
-    """Return our name for an activation of config.json; unknown ones are returned unchanged."""
-    return SAME_ACTIVATION.get(str(name), name)
+def open_encoder(
+    folder: Path, max_length: int | None = None, compute: Compute | None = None
+) -> tuple[Any, Params]:  # fmt: skip
+    """Open the encoder of a folder, of any architecture, without pooling and heads.
+
+    Args:
+        folder: with model.safetensors and config.json.
+        max_length: longest sequence; None for the longest that the model has positions for.
+        compute: how it is computed; None for float32 in plain JAX.
+
+    Returns:
+        A module with the fields and methods of `models.bert.Bert`, and its parameters, float32 on the host.
+
+    Raises:
+        UserError: like `find`, and if config.json lacks a size.
+    """
+    config = encoder_config(folder, max_length, compute)
+    return encoder_network(config), read(find(folder, config, [encoder(config)]))["bert"]
 
 
 # --- Out --------------------------------------------------------------------------------------------------------------
@@ -422,16 +448,17 @@ def save(folder: Path, params: Params, parts: Sequence[Part], kind: str, setting
         folder: that is created.
         params: of the network.
         parts: that are written.
-        kind: 'bert' or 'realm', the prefix of the encoder's names.
+        kind: 'bert' or 'realm': whose names tensors have, those of the architecture or of REALM's networks.
         settings: its config.json.
     """
     folder.mkdir()
+    prefix = f"{HF_REALM}." if kind == HF_REALM else ARCHITECTURES[settings["model_type"]].prefix
     arrays, tensors = flatten_dict(params), {}
     for tensor in (tensor for part in parts for tensor in part.tensors):
         array = np.asarray(arrays[tensor.path], np.float32)
-        tensors[_stored_name(tensor.name, f"{kind}.")] = np.asarray(
-            array.T if tensor.is_transposed else array, order="C"
-        )
+        if tensor.first_row:
+            array = np.pad(array, [(tensor.first_row, 0), (0, 0)])
+        tensors[_stored_name(tensor.name, prefix)] = np.asarray(array.T if tensor.is_transposed else array, order="C")
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})  # transformers needs the metadata
     write_json(folder / SETTINGS, settings)
 
@@ -447,14 +474,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def bert_settings(c: BertConfig) -> dict[str, Any]:
-    """Return the settings of a BERT for a config.json."""
-    return {key: getattr(c, name) for name, key in BERT_SETTINGS.items()} | {
-        "attention_probs_dropout_prob": c.dropout,
-        "type_vocab_size": 2,
-        "initializer_range": initializer_stddev(c.width),
-        "layer_norm_eps": LAYER_NORM_EPSILON,
-        "torch_dtype": "float32",
-    }
+    """Return the settings of an encoder for a config.json."""
+    architecture = ARCHITECTURES[c.architecture]
+    settings = {key: attrgetter(name)(c) for name, key in architecture.settings.items()}
+    settings[architecture.settings["max_length"]] += architecture.first_position
+    settings |= architecture.extra(c)
+    return settings | {"initializer_range": initializer_stddev(c.width), "torch_dtype": "float32"}
 
 
 def settings_of(model: Realm, network: str, kind: str) -> dict[str, Any]:
@@ -463,11 +488,14 @@ def settings_of(model: Realm, network: str, kind: str) -> dict[str, Any]:
     Args:
         model: all networks.
         network: its name.
-        kind: 'bert' or 'realm', the library's model that it is for. BERT's architectures lack the parts that are
-            REALM's own; their tensors are in the file all the same.
+        kind: 'bert' or 'realm', the library's model that it is for. Classes of the architecture lack the parts that
+            are REALM's own; their tensors are in the file all the same.
     """
-    classes = {"bert": ("BertForMaskedLM", "BertModel"), "realm": ("RealmReader", "RealmEmbedder")}
-    settings = {"architectures": [classes[kind][network != "reader"]], "model_type": kind}
+    architecture = ARCHITECTURES[bert_of(model, network).architecture]
+    classes, name = architecture.classes, architecture.model_type
+    if kind == HF_REALM:
+        classes, name = ("RealmReader", "RealmEmbedder"), kind
+    settings = {"architectures": [classes[network != "reader"]], "model_type": name}
     settings |= bert_settings(bert_of(model, network))
     settings |= {key: getattr(model, name) for name, key in RETRIEVER_SETTINGS.items()}
     settings |= {key: getattr(model.reader, name) for name, key in READER_SETTINGS.items()}

@@ -19,17 +19,20 @@ from realm_jax.data.examples import Examples
 from realm_jax.forward import (
     Batch,
     Index,
+    Rescored,
     StaticContext,
     bm25_list_length,
     falling_scores,
     read_question,
     reader_query,
 )
-from realm_jax.models.bert import Bert, apply
+from realm_jax.models.architectures.table import encoder_network
+from realm_jax.models.bert import apply
 from realm_jax.models.inputs import PassageBatch, ReaderInput, flatten_passages, reader_inputs
 from realm_jax.models.layers import BertConfig, Dropout, Params, dense
 from realm_jax.models.losses import WeightedSum, log_sum_selected
 from realm_jax.models.networks import Network
+from realm_jax.retrieval.fusion import FusedRanking
 from realm_jax.run import Run
 from realm_jax.tasks.base import EmbedCorpus, ExampleSpec, Metrics, Task, batch_mean, question_spec
 from realm_jax.tasks.qa_examples import retrieved_examples, training_questions
@@ -127,7 +130,7 @@ class CrossEncoderNetwork(nn.Module):
         """
         c = self.config
         cls = jnp.zeros((ids.shape[0], 1), jnp.int32)
-        hidden = Bert(c, name="bert")(ids, segments, mask, positions=cls, deterministic=deterministic)[:, 0]
+        hidden = encoder_network(c, "bert")(ids, segments, mask, positions=cls, deterministic=deterministic)[:, 0]
         pooled = jnp.tanh(dense(c.width, ("embed", "embed_out"), c, "pooler")(hidden))  # [batch, width]
         pooled = Dropout(c.dropout)(pooled, deterministic=deterministic)
         return dense(1, ("embed", None), c, "score", nn.initializers.zeros_init(), jnp.float32)(pooled)[..., 0]
@@ -171,8 +174,27 @@ def scores_of(context: StaticContext, params: Params, joint: ReaderInput, key: A
     return network.scores(params, flatten_passages(joint), key).reshape(joint.ids.shape[:2])
 
 
+def rescore(
+    qa: QaConfig, context: StaticContext, params: Params, batch: Batch, documents: PassageBatch, ranking: FusedRanking
+) -> Rescored:
+    """Add the scores of the cross-encoder to those of passages.
+
+    The sorted scores represent the order of the search, which stays the same if nothing is added.
+
+    Args:
+        qa: settings of fine-tuning.
+        context: has the networks.
+        params: all parameters.
+        batch: arrays of questions, [batch, …].
+        documents: the passages, arrays [batch, k, …].
+        ranking: of the passages, [batch, k].
+    """
+    added_scores = added(qa, context, params, batch, documents)  # [batch, k]
+    return Rescored(falling_scores(ranking.scores) + added_scores, ranking.scores + added_scores)
+
+
 def added(qa: QaConfig, context: StaticContext, params: Params, batch: Batch, documents: PassageBatch) -> Array:
-    """Return the scores that `Rerank` adds to those of passages, float32 [batch, k].
+    """Return the scores that the cross-encoder adds to those of passages, float32 [batch, k].
 
     The passages of one rank are read at a time, so memory does not depend on k.
 

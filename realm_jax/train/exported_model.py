@@ -91,6 +91,10 @@ class ExportedModel:
         """Return the number of steps of the task."""
         return int(self.manifest["step"])
 
+    def has(self, params: Params) -> bool:
+        """Return True if its networks of these names have these parameters."""
+        return not mismatched(self.manifest["arrays"], checksums(params))
+
     @property
     def identity(self) -> str:
         """Return a digest of parameters and vectors."""
@@ -310,6 +314,28 @@ def write_exported_model(
         }
         write_json_atomic(staged / MANIFEST, manifest)
     logger.info("%s: exported %s at step %d", folder, task, step)
+
+
+def replace_vectors(folder: Path, run: Run, vectors: NDArray) -> None:
+    """Replace the vectors of an exported model by those of the run's corpus. The networks stay as they are.
+
+    Args:
+        folder: of the exported model.
+        run: has the corpus.
+        vectors: of all its passages by the model's encoders, [passages, width].
+
+    Raises:
+        UserError: the directory cannot be written.
+    """
+    manifest = read_json(folder / MANIFEST)
+    stored = {VECTORS: np.ascontiguousarray(vectors, np.float32)}
+    with _StagedFolder(folder) as staged:
+        shutil.copytree(folder, staged, copy_function=_link_or_copy, dirs_exist_ok=True)
+        (staged / VECTORS).unlink(missing_ok=True)  # else we would write through its link
+        np.save(staged / VECTORS, stored[VECTORS], allow_pickle=False)
+        manifest |= {"corpus": run.sources.passages.fingerprint, "vectors": checksums(stored)[VECTORS]}
+        manifest["identity"] = arrays_digest(stored, manifest["identity"].encode())
+        write_json_atomic(staged / MANIFEST, manifest)
 
 
 def write_networks(

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from realm_jax.assemble import longest_inputs, make_model, prompt_encoder
 from realm_jax.checksums import checksums
 from realm_jax.config import (
+    INDEX,
     Config,
     Encoder,
     ReaderSizes,
@@ -27,28 +28,33 @@ from realm_jax.config import (
     check,
     flatten,
     inherited_keys,
+    last_task,
     reader_section,
     task_names,
     with_defaults,
     with_values,
 )
-from realm_jax.data.tokenizer import Tokenizer
+from realm_jax.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from realm_jax.data.tokenizer_files import lower_case_of, read_tokenizer, tokenizer_file
 from realm_jax.errors import UserError
 from realm_jax.mesh import put_with_sharding
-from realm_jax.models.folders import READER, TOWERS, model_folders, network_folder, resolve_model_path
+from realm_jax.models.architectures.table import model_values, read_architecture
+from realm_jax.models.folders import READER, SHARED, TOWERS, model_folders, network_folder, resolve_model_path
 from realm_jax.models.layers import Params
 from realm_jax.models.networks import Realm
 from realm_jax.models.sentence_transformers import (
     INPUT,
+    PASSAGES,
+    QUERIES,
+    TITLED,
     TRAINED_READER,
     default_temperature,
     find_encoder,
+    has_two_encoders,
     sentence_model,
     transformer_folder,
 )
 from realm_jax.models.weights import (
-    BERT_SETTINGS,
     RETRIEVER_SETTINGS,
     SETTINGS,
     SPAN_HEAD,
@@ -56,9 +62,7 @@ from realm_jax.models.weights import (
     bert_of,
     find,
     networks,
-    our_activation,
     read,
-    read_bert_settings,
 )
 from realm_jax.processes import run_on_process_0
 from realm_jax.run import Run, abstract_params
@@ -183,8 +187,8 @@ class RunSource(_NamedSource):
 
     def _exported(self) -> ExportedModel:
         """Return the model that its last task exported. Raises UserError if the run is not finished."""
-        exported, last = exported_model(self.folder), task_names(self.config)[-1]
-        if exported.task != last or exported.step < self.config[last].steps:
+        exported, last = exported_model(self.folder), last_task(self.config)
+        if exported.task != last or (last != INDEX and exported.step < self.config[last].steps):
             raise UserError(
                 f"config.{self.key}: {self.folder} has exported {exported.task} at step {exported.step}, and trains "
                 f"{last} for {self.config[last].steps} steps; let it finish first"
@@ -197,8 +201,10 @@ class WeightsSource(_NamedSource):
 
     def values(self, keys: Collection[str]) -> dict[str, Any]:
         """Return the source's values, by dotted key. See `RunSource.values`."""
-        query, document = (_values_of(network_folder(self.folder, network) or self.folder) for network in TOWERS)
-        for key in ("pooling", "projection", "normalization", "norm_epsilon"):
+        query, document = (
+            _values_of(network_folder(self.folder, network) or self.folder, _route(network)) for network in TOWERS
+        )
+        for key in ("pooling", "projection", "dimensions", "normalization", "norm_epsilon"):
             if f"encoder.{key}" in keys and query[f"encoder.{key}"] != document[f"encoder.{key}"]:
                 raise UserError(
                     f"config.{self.key}={self.name}: its encoders differ in {key}; set config.encoder.{key}"
@@ -232,7 +238,7 @@ class WeightsSource(_NamedSource):
         for network in self.networks_for(model):
             if folder := network_folder(self.folder, network):
                 files[network] = _find_network(folder, model, network)
-                _check_vocabulary(transformer_folder(folder), tokenizer)
+                _check_vocabulary(transformer_folder(folder, _route(network)), tokenizer)
         return files
 
     def check(self, config: Config, model: Realm, tokenizer: Tokenizer) -> None:
@@ -250,7 +256,7 @@ class WeightsSource(_NamedSource):
         lengths = longest_inputs(config, model.query_template, model.passage_template)
         for network, length, key in zip(TOWERS, lengths, ("query_length", "document_length"), strict=True):
             folder = network_folder(self.folder, network)
-            sentence = sentence_model(folder) if folder else None
+            sentence = sentence_model(folder, _route(network)) if folder else None
             max_length = sentence.max_seq_length if sentence else None
             if max_length and length > max_length:
                 logger.warning(
@@ -343,31 +349,48 @@ def check_sources(config: Config, workdir: Path, tokenizer: Tokenizer) -> None:
         source.check(config, model, tokenizer)
 
 
-def _values_of(folder: Path) -> dict[str, Any]:
+def _route(network: str) -> str:
+    """Return the route of a network in a Router of sentence-transformers."""
+    return QUERIES if network == TOWERS[0] else PASSAGES
+
+
+def _values_of(folder: Path, route: str) -> dict[str, Any]:
     """Return the values of an encoder's folder, by dotted key."""
-    sentence = sentence_model(folder)
+    sentence = sentence_model(folder, route)
     transformer = sentence.transformer if sentence else folder
-    values, settings = _bert_values(transformer), read_bert_settings(transformer)
+    architecture, settings = read_architecture(transformer / SETTINGS)
     recorded = {name: settings[key] for name, key in RETRIEVER_SETTINGS.items() if settings.get(key)}
     encoder = dataclasses.asdict(Encoder()) | recorded  # a BERT without settings of vectors gets the paper's
+    if architecture.segment_types < 2:
+        encoder["passage_prompt"] = TITLED
     if sentence is not None:
         encoder = sentence.encoder
         if sentence.unused:
             names = ", ".join(sentence.unused)
             logger.warning("%s: prompts that neither queries nor passages take: %s", sentence.folder, names)
-    return values | {f"encoder.{key}": value for key, value in encoder.items()}
+    if encoder["passage_prompt"] == TITLED and _counts_space(transformer):
+        encoder = encoder | {"passage_prompt": f" {TITLED}"}
+    return _bert_values(transformer) | {f"encoder.{key}": value for key, value in encoder.items()}
+
+
+def _counts_space(transformer: Path) -> bool:
+    """Return True if words of a folder's tokenizer have other tokens behind a space, which all passages' words have."""
+    path = transformer / TOKENIZER_FILE
+    is_of_bytes = '"ByteLevel"' in json.dumps(read_settings(path).get("pre_tokenizer"))
+    return is_of_bytes and read_tokenizer(path, lower_case=False).counts_space
 
 
 def _bert_values(transformer: Path) -> dict[str, Any]:
-    """Return the values of the config.json of a BERT, by key of `config.model`."""
-    settings = read_bert_settings(transformer)
-    values = {f"model.{name}": settings.get(key) for name, key in BERT_SETTINGS.items()}
-    return values | {"model.hidden_act": our_activation(values["model.hidden_act"])}
+    """Return the values of the config.json of an encoder, by key of `config.model`."""
+    values = model_values(*read_architecture(transformer / SETTINGS))
+    return {f"model.{name}": value for name, value in values.items()}
 
 
 def _find_network(folder: Path, model: Realm, network: str) -> NetworkFiles:
     """Find the files of a network in a folder; of an encoder also the modules of sentence-transformers."""
-    sentence, parts = sentence_model(folder), networks(model)[network]
+    sentence, parts = sentence_model(folder, _route(network)), networks(model)[network]
+    if network == SHARED and has_two_encoders(folder):
+        raise UserError(f"config.init_from: {folder} has two encoders; set config.model.shared_tower=False")
     if sentence is None or network == READER:
         return find(transformer_folder(folder), bert_of(model, network), parts)
     width = sentence.encoder["projection"]
@@ -428,7 +451,9 @@ def fill_from_pretrained(config: Config | ConfigDict, workdir: Path | None = Non
         if "encoder.temperature" in keys and normalization != values["encoder.normalization"]:
             config = with_values(config, {"encoder.temperature": default_temperature(normalization)})
         if not recorded:
-            inherited = ", ".join(f"{key}={values[key]!r}" for key in keys)
+            has_rotary = config.model.architecture == "modernbert"
+            named = (key for key in keys if has_rotary or not key.startswith("model.rotary."))
+            inherited = ", ".join(f"{key}={values[key]!r}" for key in named)
             logger.info("config.init_from=%s sets %s", config.init_from, inherited)
 
     if not with_reader or config.model.reader.changes or not (has_begun or config.reader_from):
@@ -507,7 +532,8 @@ def record_start(run: Run, params: Params) -> None:
     def record() -> None:
         make_folder(run.workdir, "--workdir")
         if path.is_file() and read_json(path).get("params") != start_digest:
-            shutil.rmtree(run.workdir / task_names(run.config)[0], ignore_errors=True)
+            for task in task_names(run.config)[:1]:
+                shutil.rmtree(run.workdir / task, ignore_errors=True)
         trained = bool(sources) and sources[-1].gives_reader and sources[-1].has_trained_reader(run.model)
         write_json_atomic(path, {"reader": trained, "params": start_digest})
 

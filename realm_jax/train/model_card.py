@@ -2,9 +2,9 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
-from realm_jax.config import Config, task_names
+from realm_jax.config import INDEX, Config, task_names
+from realm_jax.models.architectures.table import HF_REALM
 from realm_jax.models.folders import HUB, PACKAGE, READER
-from realm_jax.models.weights import HF_REALM
 from realm_jax.run import Run
 from realm_jax.train.trained_run import recorded_metrics
 from realm_jax.train.workdir import recorded_config
@@ -32,12 +32,17 @@ def run_card(run: Run, task: str, step: int, networks: Collection[str], names: s
     """
     config = recorded_config(run.workdir)  # as it was trained, not as it is opened here
     tasks, base, passages = task_names(config), config.init_from, run.sources.passages
-    steps = {name: config[name].steps for name in tasks[: tasks.index(task)]} | {task: step}
+    steps: dict[str, int] = {}
+    title, origin = "# The encoder of an index", f"Exported by realm_jax {__version__}, which trained nothing."
+    if task != INDEX:
+        steps = {name: config[name].steps for name in tasks[: tasks.index(task)]} | {task: step}
+        title = "# A retriever and a reader of REALM"
+        origin = f"Trained with realm_jax {__version__}: the parameters of step {step:,} of `{task}`."
     lines = [
         *([] if names == HF_REALM else [front_matter(base)]),
-        "# A retriever and a reader of REALM",
+        title,
         "",
-        f"Trained with realm_jax {__version__}: the parameters of step {step:,} of `{task}`.",
+        origin,
         *(["", f"Base model: `{base}`."] if base.startswith((HUB, PACKAGE)) else []),
         "",
         "## Networks",

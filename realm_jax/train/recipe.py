@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realm_jax.assemble import make_run
-from realm_jax.config import Config, check, task_names, validate, with_values
+from realm_jax.config import INDEX, Config, check, task_names, validate, with_values
 from realm_jax.console import console, printable
 from realm_jax.data.held_out import held_out_share, trained_rows
 from realm_jax.data.questions import Question, answered
@@ -39,7 +39,7 @@ from realm_jax.tasks.base import Task
 from realm_jax.tasks.closed_book import check_closed_book
 from realm_jax.tasks.evidence_contrast import GROUP
 from realm_jax.train.checkpoints import SavedCheckpoint
-from realm_jax.train.exported_model import export_task
+from realm_jax.train.exported_model import MODEL, export_task, find_exported_model
 from realm_jax.train.init_from import (
     check_sources,
     fill_from_pretrained,
@@ -296,10 +296,20 @@ def starting_params(run: Run) -> Params:
     """Return the parameters that a run starts from: those of its sources, else fresh ones.
 
     If the run has a checkpoint, these are only abstract arrays.
+
+    Raises:
+        UserError: the run continues from an index that other encoders embedded.
     """
     if has_checkpoint(run.config, run.workdir):
         return run.abstract_params
     params = init_from_sources(run, run.initial_params())
+    exported = find_exported_model(run.workdir / MODEL)
+    if exported is not None and exported.task == INDEX:
+        if not exported.has({name: params[name] for name in run.model.embedder_names}):
+            raise UserError(
+                f"config.init_from={run.config.init_from}: has other weights than when {run.workdir} was indexed; "
+                "restore them, or start in another folder"
+            )
     record_start(run, params)
     return params
 

@@ -16,12 +16,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.cache import cache_programs
-from realm_jax.config import TASK_SECTIONS, default, flatten, task_names, training_keys, with_overrides
+from realm_jax.config import (
+    INDEX,
+    TASK_SECTIONS,
+    default,
+    flatten,
+    last_task,
+    task_names,
+    training_keys,
+    with_overrides,
+)
 from realm_jax.data.questions import Question, read_questions
 from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.forward import Index, Rerank
+from realm_jax.forward import Index, SearchPipeline
 from realm_jax.indexing.exporter import to_arrays, to_params
 from realm_jax.indexing.files import (
     Manifest,
@@ -37,6 +46,7 @@ from realm_jax.indexing.vector_cache import embed_with_cache
 from realm_jax.indexing.watcher import generation_index
 from realm_jax.mesh import replicated
 from realm_jax.models.layers import Params
+from realm_jax.models.question_reader import QuestionReader, open_question_reader
 from realm_jax.run import Run
 from realm_jax.storage import Damaged, read_json
 from realm_jax.tasks.answering import (
@@ -44,7 +54,7 @@ from realm_jax.tasks.answering import (
     needs_vectors,
     question_search,
     reads_passages,
-    reranker,
+    search_pipeline,
     trains_cloze_reader,
     trains_qa_reader,
 )
@@ -56,6 +66,7 @@ logger = logging.getLogger(__name__)
 
 NBEST = 5  # default number of answers for a question
 MAX_QUESTION_CHARACTERS = 20_000
+NAME_A_READER = "name a model that was trained on questions with --reader=hf:NAME"
 LOW_EXACT_MATCH, LOW_RECALL = 0.2, 0.5  # below these we warn the user
 
 
@@ -69,9 +80,9 @@ class TrainedRun:
         step: number of steps of the task.
         params: those that answers need, on the devices.
         index: the corpus, embedded with these parameters.
-        search: how to retrieve passages for questions, one of `config.SEARCHES`.
-        rerank: the reranker; None for none.
+        pipeline: how passages of questions are found.
         model: has the other parameters; None for a published generation.
+        reader: reads passages in place of the run's own reader; None for the run's.
     """
 
     run: Run
@@ -79,9 +90,9 @@ class TrainedRun:
     step: int
     params: Params
     index: Index
-    search: str = "vectors"
-    rerank: Rerank | None = None
+    pipeline: SearchPipeline = SearchPipeline()
     model: ExportedModel | None = None
+    reader: QuestionReader | None = None
 
     def evaluator(self, questions: Sequence[Question], batch_size: int | None = None) -> Evaluator:
         """Return an evaluator of questions.
@@ -90,17 +101,25 @@ class TrainedRun:
             questions: to answer.
             batch_size: questions at a time; None for `evaluation.batch_size`.
         """
-        return Evaluator(self.run, questions, self.search, self.rerank, self.reads_blanks, batch_size)
+        return Evaluator(self.run, questions, self.pipeline, self.reads_blanks, batch_size, self.reader)
 
     @property
     def reads(self) -> bool:
         """Return True if its reader learned to answer from passages, with questions or masked sentences."""
-        return self.reads_blanks or reader_is_trained(self.run.workdir, self.task)
+        return self.reader is not None or self.reads_blanks or reader_is_trained(self.run.workdir, self.task)
 
     @property
     def reads_blanks(self) -> bool:
         """Return True if its reader learned to answer only with masked sentences (blanks), not with questions."""
-        return points_at_blanks(self.run, self.task)
+        return self.reader is None and points_at_blanks(self.run, self.task)
+
+    @property
+    def recorded(self) -> "RecordedMetrics | None":
+        """Return `recorded_metrics`; exact match is of the run's own reader and left out if another one reads."""
+        metrics = recorded_metrics(self.run, self.task)
+        if metrics is None or self.reader is None:
+            return metrics
+        return None if metrics.recall is None else dataclasses.replace(metrics, exact_match=None)
 
 
 def float32_digits(value: float) -> float:
@@ -215,8 +234,9 @@ def check_reads_passages(trained: TrainedRun) -> None:
 
 
 def restore(
-    run: Run, task: str | None = None, for_answers: bool = True, search: str | None = None, warn: bool = True
-) -> TrainedRun:
+    run: Run, task: str | None = None, for_answers: bool = True, search: str | None = None, rerank: str | None = None,
+    warn: bool = True,
+) -> TrainedRun:  # fmt: skip
     """Read a run's exported model, and put it on the devices with the corpus.
 
     The corpus is embedded if the model has no vectors of these passages.
@@ -226,23 +246,26 @@ def restore(
         task: name of the task that trained the parameters; None for the last finished task.
         for_answers: false to read encoders for vectors only.
         search: one of `config.SEARCHES`; None for the task's.
+        rerank: one of `config.RERANKERS`; None for `answering.rerank`.
         warn: true to warn if the reader has not learned to answer.
 
     Raises:
-        UserError: the recipe has no such task, or its exported model is missing or damaged.
+        UserError: the recipe has no such task or trained no such reranker, its exported model is missing or damaged, or
+            `answering.reader` cannot be opened.
     """
+    reader = open_reader(run, find_task(run, task).task) if for_answers else None
     while True:
         exported = find_task(run, task)
-        method, rerank = search or question_search(exported.task, run.config), reranker(exported.task, run.config)
-        takes_vectors = needs_vectors(exported.task, run.config, method)
+        pipeline = search_pipeline(exported.task, run.config, search, rerank if for_answers else "none")
+        takes_vectors = needs_vectors(exported.task, run.config, pipeline.search)
         try:
             vectors = exported.vectors(run.sources.passages.fingerprint) if takes_vectors else None  # [passages, width]
             # The passage encoder is needed only to embed passages, which vectors make unnecessary.
             query_name, *passage_names = run.model.embedder_names  # one name if both share a network
             embeds = (takes_vectors and vectors is None) or not for_answers or run.config.qa.trains_passages
             names = [query_name, "reader", *(passage_names if embeds else ())]
-            names += [] if rerank is None else [rerank.network]
-            params = jax.device_put(exported.params(run.model, names), replicated(run.mesh))
+            names += pipeline.rerank.networks if pipeline.rerank else ()
+            params = jax.device_put(exported.params(run.model, {*names}), replicated(run.mesh))
             break
         except UserError:
             if find_task(run, task).identity == exported.identity:
@@ -257,14 +280,33 @@ def restore(
         published = published_index(run, params) if is_edited(run) else None
         index = published or run.index(embed_with_cache(run, params, bar=True))
 
-    learned = exported.task in ANSWERING_TASKS or reader_is_trained(run.workdir, exported.task)
+    learned = reader is not None or exported.task in ANSWERING_TASKS or reader_is_trained(run.workdir, exported.task)
     if not learned and not points_at_blanks(run, exported.task) and for_answers and warn:
-        logger.warning(
-            "these are the parameters of task %s: answers come from a span head that was not fine-tuned", exported.task
-        )
-    if method != "vectors" and for_answers:
+        reason = f"these are the parameters of task {exported.task}"
+        reason = "no reader was trained" if exported.task == INDEX else reason
+        logger.warning("%s: answers come from a span head that was not fine-tuned; %s", reason, NAME_A_READER)
+    if pipeline.search != "vectors" and for_answers:
         run.bm25()  # raises UserError if it cannot search
-    return TrainedRun(run, exported.task, exported.step, params, index, method, rerank, exported)
+    return TrainedRun(run, exported.task, exported.step, params, index, pipeline, exported, reader)
+
+
+def open_reader(run: Run, task: str) -> QuestionReader | None:
+    """Open the model of `answering.reader`.
+
+    Args:
+        run: has the config and the mesh.
+        task: that trained the parameters.
+
+    Returns:
+        None if the run's own reader answers.
+
+    Raises:
+        UserError: the model cannot be opened, or the task answers without passages.
+    """
+    name = run.config.answering.reader
+    if name and not reads_passages(task):
+        raise UserError(f"--reader={name}: {run.workdir} answers without passages ({task}); leave it out")
+    return open_question_reader(name, run.mesh) if name else None
 
 
 def find_task(run: Run, task: str | None) -> ExportedModel:
@@ -277,7 +319,7 @@ def find_task(run: Run, task: str | None) -> ExportedModel:
     Raises:
         UserError: the recipe has no such task, or it has exported no model.
     """
-    names = task_names(run.config)
+    names = task_names(run.config) or [INDEX]
     if task is not None and task not in names:
         raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
     return exported_model(run.workdir, task)
@@ -339,7 +381,7 @@ def recorded_metrics(run: Run, task: str) -> RecordedMetrics | None:
     methods = (question_search(task, run.config), task)
     method = next((method for method in methods if any(method in results.get(name, {}) for name in RECALLS)), task)
     measures = {name: values[method] for name in RECALLS if method in (values := results.get(name, {}))}
-    last = task == task_names(run.config)[-1]  # exact match there is of the last parameters of the run
+    last = task == last_task(run.config)  # exact match there is of the last parameters of the run
     exact = results.get("exact_match", {}).get("retrieval") if last else None
     if not measures and exact is None:
         lines = [line for line in read_lines(run.workdir / task / "evaluations.jsonl") if primary_metric(line)]
@@ -416,7 +458,7 @@ def open_generation(run: Run, name: str) -> TrainedRun:
             f"{folder.path('exports')}: the export of generation {manifest.generation} is gone; name another"
         )
     index = generation_index(run, folder, manifest)
-    return TrainedRun(run, task_names(run.config)[-1], manifest.step, to_params(encoders), index)
+    return TrainedRun(run, last_task(run.config), manifest.step, to_params(encoders), index)
 
 
 def _generations(run: Run) -> Iterator[Manifest]:
@@ -463,8 +505,3 @@ def check_question(run: Run, question: str, search: str = "vectors") -> str:
     if num_tokens > max_tokens:
         raise UserError(f"the question has {num_tokens:,} tokens, but this run reads at most {max_tokens}; shorten it")
     return question
-
-
-def ranks_by_search(ranks: Sequence[int]) -> dict[str, int]:
-    """Return the ranks of a passage, from 1, by the searches that retrieved it: {"vectors": 3, "bm25": 1}."""
-    return {search: rank for search, rank in zip(("vectors", "bm25"), ranks, strict=True) if rank}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from realm_jax.assemble import make_run
-from realm_jax.config import Config, task_names, training_keys, validate, with_defaults, with_values
+from realm_jax.config import Config, task_names, training_keys, with_defaults, with_values
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.processes import is_process_0
@@ -17,6 +17,11 @@ from realm_jax.train.checkpoints import SavedCheckpoint
 
 START = "start.json"  # facts about the starting parameters
 PATH_KEYS = ("data.path", "init_from", "reader_from", "refresh.shared")  # may name a file or a folder
+# What the vectors and words of an index follow from: keys, and sections with a dot.
+INDEX_KEYS = (
+    *("data.query_length", "data.document_length", "encoder.", "retrieval."),
+    *(f"model.{name}" for name in ("layers", "width", "heads", "feed_forward", "hidden_act", "dtype", "shared_tower")),
+)
 _SCHEME = re.compile(r"[a-z0-9]+:")  # begins a value that is no path: gs://, hf:, py:, tfds:
 
 
@@ -24,10 +29,11 @@ def has_checkpoint(config: Config, workdir: Path) -> bool:
     """Return True if the first task of a run has a checkpoint.
 
     Args:
-        config: has the recipe.
+        config: has the recipe, which may be empty.
         workdir: the run directory.
     """
-    return SavedCheckpoint.newest(workdir / task_names(config)[0] / "checkpoints") is not None
+    first = task_names(config)[:1]
+    return any(SavedCheckpoint.newest(workdir / task / "checkpoints") is not None for task in first)
 
 
 def begins_with_reader(workdir: Path) -> bool:
@@ -68,9 +74,14 @@ def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_training_keys(run: Run, path: Path) -> None:
-    """Raise UserError if a training key differs from the config that `path` records."""
-    recorded = training_keys(with_defaults(read_json(path)))
-    current = training_keys(run.config)
+    """Raise UserError if a training key differs from the config that `path` records.
+
+    An index has trained nothing yet, so any recipe may follow that keeps what its vectors and words follow from.
+    """
+    recorded_config = with_defaults(read_json(path))
+    recorded, current = training_keys(recorded_config), training_keys(run.config)
+    if not task_names(recorded_config):
+        current = {key: value for key, value in current.items() if key.startswith(INDEX_KEYS)}
     for key in sorted(current):  # other recorded keys belong to a task or backend that a differing key names
         if recorded.get(key) != current.get(key):
             raise UserError(
@@ -121,7 +132,8 @@ def recorded_config(workdir: Path, name: str = "--workdir") -> Config:
         UserError: there is no run, or its config.json is malformed.
     """
     if not (workdir / "config.json").is_file():
-        raise UserError(f"{name}={workdir}: no run there (no config.json); train one with `realm train`")
+        advice = "make one with `realm index` or `realm train`"
+        raise UserError(f"{name}={workdir}: no run there (no config.json); {advice}")
     config: Any = read_json(workdir / "config.json")
     if not isinstance(config, dict) or not {"tasks", "data", "model"} <= {*config}:
         raise UserError(f"{name}={workdir}: config.json there is not the config of a run of `realm train`")
@@ -139,7 +151,7 @@ def load_run(workdir: Path, overrides: dict[str, Any] | None = None, questions: 
     Raises:
         UserError: there is no run, or its prepared folder is missing or damaged.
     """
-    config = validate(with_values(recorded_config(workdir), overrides or {}))
+    config = with_values(recorded_config(workdir), overrides or {})
     sources = open_sources(config.data.path, questions=questions)
     return make_run(config, workdir, sources)
 
@@ -152,5 +164,4 @@ def recorded_corpus(workdir: Path) -> str | None:
 
 def recorded_folder(workdir: Path) -> Folder:
     """Open the shared folder (`refresh.shared`) of a recorded run."""
-    config = validate(recorded_config(workdir))
-    return open_folder(config.refresh.shared or workdir)
+    return open_folder(recorded_config(workdir).refresh.shared or workdir)

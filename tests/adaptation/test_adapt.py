@@ -10,19 +10,18 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from articles import NAMES, WORDS
+from articles import WORDS
+from made_encoder import save_encoder, write_articles
 from ml_collections import ConfigDict
 from runs import largest_change
-from tiny import loud_params
-from tiny_run import tiny_config, write_lines
-from weight_folders import edit_settings, save_network
+from tiny_run import write_lines
 
 from realm_jax.adaptation import evaluate, plan
 from realm_jax.adaptation import run as adaptation
 from realm_jax.adaptation.evaluate import AdaptEvaluator, choose_weight, passes_promotion_test
 from realm_jax.adaptation.record import AdaptRecord, AdaptRequest, Change, Decision, Estimate, Measurement, Plan
 from realm_jax.adaptation.report import headline
-from realm_jax.assemble import make_model, make_run
+from realm_jax.assemble import make_run
 from realm_jax.cli import main as cli
 from realm_jax.cli.prepare import prepare
 from realm_jax.data.evidence import find_evidence
@@ -31,6 +30,7 @@ from realm_jax.data.questions import Question
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval import prediction
+from realm_jax.forward import SearchPipeline
 from realm_jax.indexing.heartbeat import StatusWriter
 from realm_jax.inference.model import Model
 from realm_jax.launch.status import Heartbeats, run_status
@@ -45,22 +45,11 @@ from realm_jax.train.init_from import init_from_sources
 from realm_jax.train.restore import restore_params
 from realm_jax.train.trained_run import open_run_for_inference, restore
 
-LIBRARY = "sentence_transformers.models."
 SIZES = """
 data.query_length=32 data.document_length=64 model.dtype=float32 ict.steps=3 ict.batch_size=8
 evidence_contrast.steps=3 evidence_contrast.batch_size=8 evidence_contrast.learning_rate=2e-5
 realm.steps=3 realm.batch_size=4 qa.beam=8 log.every=1
 """.split()
-
-
-def article(number: int, rng: np.random.Generator) -> dict[str, str]:
-    """Two sentences of words drawn at random, and what is told of a name in two articles in most of the same words."""
-    words = [rng.choice(WORDS, size=7, replace=False) for _ in range(2)]
-    sentences = [f"The {first} of {rng.choice(NAMES)} was {' '.join(others)}." for first, *others in words]
-    name = number % len(NAMES)
-    fact = rng.permutation(WORDS[8 * name : 8 * name + 8])[: rng.integers(4, 8)]
-    text = " ".join([*sentences, f"Once {NAMES[name]} had {' '.join(fact)}."])
-    return {"id": f"a{number}", "title": f"Life {number}", "text": text}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,29 +69,12 @@ def no_measuring(monkeypatch):
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory) -> Path:
-    rng = np.random.default_rng(0)
-    path = tmp_path_factory.mktemp("documents") / "articles.jsonl"
-    return write_lines(path, [article(number, rng) for number in range(60)])
+    return write_articles(tmp_path_factory.mktemp("documents") / "articles.jsonl")
 
 
 @pytest.fixture(scope="module")
 def encoder(documents) -> Path:
-    """A folder of sentence-transformers without anything that was trained."""
-    prepare(documents, documents.parent / "vocabulary", vocabulary_size=600, limit=64, workers=1)
-    tokenizer = open_sources(documents.parent / "vocabulary").tokenizer
-    config = tiny_config(documents.parent / "vocabulary")
-    config.data.update(query_length=33, document_length=64)
-    model = make_model(config, tokenizer.size)
-    folder = save_network(documents.parent / "encoder", model, "reader", loud_params(model, 0), parts=1)
-    tokenizer.save(folder)
-    edit_settings(folder, retriever_proj_size=None, projection_layer_norm_eps=None)
-    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-    modules = [{"path": path, "type": LIBRARY + kind} for kind, path in kinds.items()]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir()
-    pooling = {"word_embedding_dimension": 16, "pooling_mode_mean_tokens": True}
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    return folder
+    return save_encoder(documents)
 
 
 def adapt(documents: Path, encoder: Path, output: Path, *arguments: str) -> int:
@@ -306,9 +278,9 @@ def test_a_passage_without_its_sentence_is_searched_in_its_place(done):
         body, title = store.body_tokens(sentence.row).tolist(), store.title_tokens(sentence.row).tolist()
         assert ids[1 : length - 1].tolist() == [*title, run.sources.tokenizer.sep_id, *body[:start], *body[end:]]
     params, vectors = restore(run, warn=False, for_answers=False).params, np.load(done / "vectors.npy")
-    found = evaluator.metrics(params, vectors, "vectors")[evaluate.RECALL_WITHOUT_SENTENCE]
+    found = evaluator.metrics(params, vectors)[evaluate.RECALL_WITHOUT_SENTENCE]
     assert np.flatnonzero(~np.isnan(found)).tolist() == sorted(numbers) and {*found[sorted(numbers)]} <= {0.0, 1.0}
-    assert np.isnan(evaluator.metrics(params, vectors, "bm25")[evaluate.RECALL_WITHOUT_SENTENCE]).all()
+    assert np.isnan(evaluator.metrics(params, vectors, SearchPipeline("bm25"))[evaluate.RECALL_WITHOUT_SENTENCE]).all()
 
 
 def test_steps_fit_the_time_and_keep_their_proportion():

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -247,6 +248,21 @@ def test_passages_are_found_by_words_and_vectors_where_a_question_asks_for_both(
     assert {"vectors", "bm25"} == set().union(*ranks)
 
 
+def test_a_reranker_puts_passages_into_its_order_and_says_so(trained_run, capsys):
+    found = []
+    for rerank in ("none", "tokens"):
+        assert ask(trained_run, "--json", f"--rerank={rerank}", QUESTION) == 0
+        found.append([one["ranks"] for one in json.loads(capsys.readouterr().out)["candidates"]])
+    assert all([*ranks] == ["vectors"] for ranks in found[0])
+    assert sorted(ranks["tokens"] for ranks in found[1]) == [1, 2, 3], "it placed all that are read"
+    assert ask(trained_run, "--rerank=tokens", QUESTION) == 0
+    assert re.search(r" v\d+ t[123] ", capsys.readouterr().out)
+    line = refused(capsys, f"--workdir={trained_run.workdir}", "--rerank=cross-encoder", QUESTION)
+    assert "--rerank=cross-encoder: no cross-encoder was trained by the end of task qa" in line
+    line = refused(capsys, f"--workdir={trained_run.workdir}", "--rerank=tokens", "--generation=newest", QUESTION)
+    assert "--rerank=tokens: goes without --generation" in line
+
+
 def test_words_alone_need_a_word(trained_run, capsys):
     line = refused(capsys, f"--workdir={trained_run.workdir}", "--search=bm25", "is it of the")
     assert "no word but stop words" in line
@@ -278,6 +294,20 @@ def test_a_single_question_must_be_one(trained_run, quick, capsys, monkeypatch):
     assert "tokens, but this run reads at most 14; shorten it" in refused(capsys, workdir, "why " * 30)
     monkeypatch.setattr(sys, "stdin", pipe(b""))
     assert "there is no question" in refused(capsys, workdir)
+
+
+def test_an_answer_that_may_be_bad_is_shown_after_the_passages(capsys):
+    passage = {"id": "p1", "part": 0, "title": "Ada", "span": [9, 13], "text": "Built in 1850 by Ada."}
+    candidate = passage | {"id": "p2", "title": "Eve", "ranks": {"vectors": 1}, "probability": 0.9}
+    answer = {"answer": "1850", "probability": 0.5, "passage": passage, "candidates": [candidate]}
+    lines: dict[bool, list[str]] = {}
+    for passages_first in (False, True):
+        to = Console(file=io.StringIO(), width=200, highlight=False)
+        job.show(answer, to, passages_first)
+        lines[passages_first] = [line for line in to.file.getvalue().splitlines() if line]
+    assert lines[False][:2] == ["1850  (probability 0.5)", "Ada (p1)"]
+    assert lines[True][0] == "Eve (p2)" and lines[True][-1] == "1850  (probability 0.5)"
+    assert sorted(lines[True][2:-1]) == sorted(lines[False][3:])
 
 
 # ---- marks

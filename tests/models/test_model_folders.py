@@ -18,7 +18,13 @@ from realm_jax.cli.prepare import prepare
 from realm_jax.config import INHERITED, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.models.inputs import PassageBatch, document_sequences, query_sequences
+from realm_jax.models.inputs import (
+    PassageBatch,
+    document_sequences,
+    document_text_mask,
+    query_sequences,
+    query_text_mask,
+)
 from realm_jax.models.prompts import Template, compiled, parse
 from realm_jax.train.init_from import fill_from_pretrained, find_source
 from realm_jax.train.recipe import open_run
@@ -158,7 +164,11 @@ REFUSED: dict[str, tuple[tuple[str, ...], Files, str]] = {  # modules, files, an
     "a projection without weights": (("Dense",), {DENSE_2: DENSE}, "2_Dense: has no model"),
     "a layer after the normalization": (("Normalize", "LayerNorm"), {}, "modules.json: has LayerNorm after its norm"),
     "distances": ((), {PROMPTS: {"similarity_fn_name": "euclidean"}}, "compares vectors by euclidean"),
-    "cut vectors": ((), {PROMPTS: {"truncate_dim": 4}}, "has truncate_dim, which cuts vectors"),
+    "cut vectors by dot": (
+        ("Normalize",),
+        {PROMPTS: {"truncate_dim": 4, "similarity_fn_name": "dot"}},
+        "cuts vectors of length 1 and compares them by dot",
+    ),
     "a prompt that grows into the text": ((), {PROMPTS: {"prompts": {"query": "query"}}}, "grow together"),
     "prompts in a list": ((), {PROMPTS: {"prompts": ["a"]}}, r'has prompts=\["a"\], which is no table; fetch'),
     "a prompt that is a number": ((), {PROMPTS: {"prompts": {"query": 1}}}, "prompts that are no text; fetch"),
@@ -217,9 +227,9 @@ def test_data_that_are_prepared_with_a_cased_model_fit_it(people, tmp_path):
 @pytest.mark.parametrize("make", [bert_folder, sentence_folder])
 def test_the_kind_of_a_model_that_is_no_bert_is_named_first(people, tmp_path, make):
     folder = make(people, tmp_path / "model")
-    (folder / "config.json").write_text(json.dumps({"model_type": "distilbert", "dim": 16, "n_layers": 1}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "t5", "d_model": 16}))
     (folder / "vocab.txt").write_text("of another kind")
-    says = f"^{folder}/config.json: model_type is 'distilbert', not 'bert' or 'realm'; choose a plain BERT"
+    says = f"^{folder}/config.json: model_type is 't5'; choose a model of one of the types 'bert',"
     config = tiny_config(people)
     config.init_from = str(folder)
     with pytest.raises(UserError, match=says):
@@ -309,9 +319,13 @@ def test_a_passage_is_laid_out_as_one_text(title, body, before, between, titled)
     assert found.ids[0, : len(wanted)].tolist() == wanted and not found.ids[0, len(wanted) :].any()
     assert found.mask[0].tolist() == [True] * len(wanted) + [False] * (found.mask.shape[1] - len(wanted))
     assert not found.segments.any()
+    passages = PassageBatch(*document_rows([(title, body)]))
+    text_ids = found.ids[0][np.asarray(document_text_mask(passages, found, template))[0]]
+    assert text_ids.tolist() == [SPECIAL.cls, *(title if titled else []), *body, SPECIAL.sep]
 
 
 def test_a_query_gets_its_prompt_behind_cls():
     query = np.array([[SPECIAL.cls, 7, SPECIAL.sep, 0]])
     found = query_sequences(query, np.array([3]), Template((8, 9)))
     assert found.ids.tolist() == [[SPECIAL.cls, 8, 9, 7, SPECIAL.sep, 0]] and found.mask.sum() == 5
+    assert query_text_mask(found, Template((8, 9))).tolist() == [[True, False, False, True, True, False]]

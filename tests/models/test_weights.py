@@ -115,14 +115,14 @@ def test_one_activation_has_several_names(tmp_path, theirs):
 @pytest.mark.parametrize(
     "name, value",
     [
-        *(("model_type", kind) for kind in ("megatron-bert", "distilbert", "modernbert", "xlm-roberta", "electra")),
+        *(("model_type", kind) for kind in ("megatron-bert", "t5", "deberta-v2", "electra")),
         ("position_embedding_type", "relative_key"),
         ("is_decoder", True),
     ],
 )
 def test_a_network_that_is_no_plain_bert_is_refused_by_its_settings_whatever_its_tensors_are(tmp_path, name, value):
     tensors = {"distilbert.embeddings.word_embeddings.weight": np.zeros((WORDS, WIDTH), np.float32)}
-    with pytest.raises(UserError, match=f"config.json: {name} is {value!r}, not .*; choose a plain BERT"):
+    with pytest.raises(UserError, match=f"config.json: {name} is {value!r}[,;] .*choose a"):
         load_bert(save_tensors(tmp_path, tensors, SETTINGS | {name: value}), config())
 
 
@@ -186,7 +186,7 @@ def test_other_files_are_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(UserError, match="model.safetensors: cannot be read"):
         load_bert(tmp_path, config())
-    with pytest.raises(UserError, match="it is not the file of a BERT"):
+    with pytest.raises(UserError, match="it is no BertModel"):
         load_bert(save_tensors(tmp_path / "other", {"lstm.weight": np.zeros((2, 2), np.float32)}), config())
     folder = save_tensors(tmp_path / "settings", random_weights())
     (folder / "config.json").write_text("[1]")

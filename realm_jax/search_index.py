@@ -1,0 +1,347 @@
+"""Make documents searchable with a public sentence encoder, without training: `realm index`.
+
+    RUN/data/          the dataset directory
+    RUN/model/         exported model: the encoders as they are, and the vectors of all passages
+    RUN/words/         BM25's index
+    RUN/index.json     written last: {"settings", "command", "passages", "documents", "skipped", "seconds"}
+
+Read `index` from top to bottom. `write_index` also serves `realm adapt`, and `update_index` serves `realm corpus`. The
+result is a run without tasks, whose exported model names the task `config.INDEX`. Read next: `adaptation/run.py`.
+"""
+
+import json
+import logging
+import shutil
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from realm_jax.assemble import make_run
+from realm_jax.cache import cache_programs
+from realm_jax.config import INDEX, flatten, load_config
+from realm_jax.corpora.preparation import Options, PreparedOtherwise
+from realm_jax.corpora.summary import prepare_and_print
+from realm_jax.corpora.texts import open_texts
+from realm_jax.data.sources import Sources, open_sources
+from realm_jax.data.staging import PREPARED
+from realm_jax.errors import UserError
+from realm_jax.host import Stop
+from realm_jax.indexing.vector_cache import embed_unknown, embed_with_cache, row_keys
+from realm_jax.models.architectures.table import read_architecture
+from realm_jax.models.folders import resolve_model_path
+from realm_jax.models.layers import Params
+from realm_jax.models.sentence_transformers import sentence_model, transformer_folder
+from realm_jax.models.weights import SETTINGS
+from realm_jax.run import Run
+from realm_jax.storage import exclusive_lock, make_folder, read_json, write_json_atomic
+from realm_jax.train.exported_model import MODEL, find_exported_model, replace_vectors, write_exported_model
+from realm_jax.train.init_from import check_sources, fill_from_pretrained
+from realm_jax.train.recipe import starting_params
+from realm_jax.train.results import save_bm25_index
+from realm_jax.train.workdir import START, begins_with_reader, check_workdir
+
+logger = logging.getLogger(__name__)
+
+RECORD, DATA = "index.json", "data"  # in the run directory
+CONFIG = "adapt"  # its keys are those of `realm adapt`, which may continue from the index
+_COUNTS = ("passages", "documents", "skipped")  # fields of the result that index.json has
+_AS_BASE = "the vectors are those of --from"
+DECIDED = {  # key of the config that the request sets → why
+    "data.path": "the folder is prepared from DOCUMENTS",
+    "init_from": "the encoder is that of --from",
+    "model.shared_tower": "two encoders are exported",
+    "encoder.pooling": _AS_BASE,
+    "encoder.projection": _AS_BASE,
+    "encoder.normalization": _AS_BASE,
+}
+
+
+@dataclass(frozen=True)
+class IndexRequest:
+    """A request to make documents searchable.
+
+    Attributes:
+        documents: file, pattern or folder of the documents.
+        model: encoder, a model of sentence-transformers: a folder, hf:NAME or py:NAME.
+        workdir: run directory, created or resumed.
+        config: from `load_config(CONFIG)`; tasks, `data.path` and `init_from` are set later.
+        config_arguments: arguments that made the config; others are rejected later.
+        command: command line of the request.
+    """
+
+    documents: str
+    model: str
+    workdir: Path
+    config: ConfigDict
+    config_arguments: tuple[str, ...] = ()
+    command: str = ""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that may not change, as index.json has them."""
+        return {"documents": self.documents, "from": self.model, "config": [*self.config_arguments]}
+
+
+@dataclass(frozen=True)
+class IndexResult:
+    """A finished index.
+
+    Attributes:
+        passages: number of passages.
+        documents: number of documents.
+        skipped: reason → number of documents that were left out.
+        seconds: duration of the command that finished it.
+        is_new: false if it was finished before.
+    """
+
+    passages: int
+    documents: int
+    skipped: Mapping[str, int]
+    seconds: float
+    is_new: bool
+
+
+def index(request: IndexRequest) -> IndexResult:
+    """Prepare the documents, embed their passages, and export encoders and vectors. Finished stages are skipped.
+
+    Raises:
+        UserError: before anything is written, if the request is invalid; or no document can be read.
+        Preempted: after SIGTERM.
+    """
+    began, workdir = time.monotonic(), request.workdir
+
+    # --- Check the request, before anything is read or written --------------------------------------------------------
+    finished = read_index(workdir)
+    has_config, is_done = (workdir / "config.json").is_file(), finished is not None and (workdir / MODEL).is_dir()
+    if finished is not None:
+        check_settings(workdir, finished["settings"], request.settings())
+    if has_config and not is_done and not has_empty_recipe(workdir):
+        raise UserError(f"--output={workdir}: is the directory of another run; choose another one")
+    if not has_config and (workdir / MODEL).exists():
+        raise UserError(f"--output={workdir}: has a {MODEL} that is not of this run; choose another folder")
+    check_model(request.model)
+    check_decided(request.config, DECIDED | {"tasks": "an index trains nothing"}, "leave it out")
+    check_outside(workdir, request.documents, "whose files are documents")
+    check_outside(workdir, str(resolve_model_path(request.model, "--from")), "which is the encoder")
+    if finished is not None and is_done:
+        _check_unchanged(request, read_json(workdir / DATA / PREPARED))
+        return IndexResult(is_new=False, **{key: finished[key] for key in (*_COUNTS, "seconds")})
+
+    # --- Prepare the documents ----------------------------------------------------------------------------------------
+    limit = request.config.data.document_length
+    try:
+        prepare_documents(request.documents, request.model, workdir / DATA, limit)
+    except PreparedOtherwise:  # until the index is finished you can add documents
+        if finished is not None:
+            raise
+        for name in ("config.json", "data.json", START):
+            (workdir / name).unlink(missing_ok=True)
+        shutil.rmtree(workdir / DATA)
+        shutil.rmtree(workdir / MODEL, ignore_errors=True)
+        prepare_documents(request.documents, request.model, workdir / DATA, limit)
+
+    # --- Open the run: the config of `realm adapt`, with an empty recipe ----------------------------------------------
+    cache_programs()
+    make_folder(workdir, "--output")
+    with exclusive_lock(workdir), Stop("finished stages and most vectors are saved"):
+        config = ConfigDict(request.config.to_dict())
+        config.tasks, config.data.path, config.init_from = "", str(workdir / DATA), request.model
+        sources = follow_corpus(workdir)
+        store = sources.passages
+        config.qa.passages = min(config.qa.passages, len(store))
+        resolved = fill_from_pretrained(config, workdir)
+        check_sources(resolved, workdir, sources.tokenizer)
+        run = make_run(resolved, workdir, sources)
+        check_workdir(run)
+
+        # --- Embed, and export ----------------------------------------------------------------------------------------
+        write_index(run, starting_params(run))
+
+        # --- Record ---------------------------------------------------------------------------------------------------
+        counts = read_json(workdir / DATA / PREPARED)["counts"]["passages"]
+        skipped = dict(Counter(counts["dropped"]) + Counter(counts["damaged"]))
+        result = IndexResult(len(store), store.documents, skipped, round(time.monotonic() - began, 3), is_new=True)
+        record = {"settings": request.settings(), "command": request.command, "seconds": result.seconds}
+        record |= {name: getattr(result, name) for name in _COUNTS}
+        write_json_atomic(workdir / RECORD, record)
+    return result
+
+
+# --- The request ------------------------------------------------------------------------------------------------------
+
+
+def read_index(workdir: Path) -> dict[str, Any] | None:
+    """Return the content of index.json; None if the folder has no finished index."""
+    record = read_json(workdir / RECORD) if (workdir / RECORD).is_file() and (workdir / "config.json").is_file() else {}
+    return record if isinstance(record, dict) and "settings" in record else None
+
+
+def has_empty_recipe(workdir: Path) -> bool:
+    """Return True if `realm index` recorded the config of a run directory, and nothing was trained there since."""
+    config = read_json(workdir / "config.json")
+    return isinstance(config, dict) and config.get("tasks") == ""
+
+
+def check_settings(workdir: Path, recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Compare the settings of a command with those of the command that began the run.
+
+    Args:
+        workdir: the run directory.
+        recorded: settings of the first command, by name.
+        settings: settings of this command.
+
+    Raises:
+        UserError: a setting differs.
+    """
+    for name, value in settings.items():
+        if recorded.get(name) != value:
+            was = f"{name} {recorded.get(name)!r}, not {value!r}"
+            raise UserError(f"--output={workdir}: was started with {was}; use the same, or another --output")
+
+
+def check_model(name: str) -> None:
+    """Check that a name is a model of sentence-transformers that the encoders can start from. Raises UserError."""
+    folder = resolve_model_path(name, "--from")
+    if not folder.is_dir():
+        raise UserError(f"--from={name}: no such folder; write hf:NAME for a model of the hub, py:NAME for a package")
+    read_architecture(transformer_folder(folder) / SETTINGS)  # raises UserError for a network that cannot be loaded
+    if sentence_model(folder) is None:
+        raise UserError(
+            f"--from={name}: {folder} has no modules.json with a pooling, so it is no encoder of texts; name a model "
+            "of sentence-transformers"
+        )
+
+
+def check_decided(config: ConfigDict, decided: Mapping[str, str], advice: str) -> None:
+    """Check that a config does not change keys that the command sets.
+
+    Args:
+        config: of the request.
+        decided: key → the reason why the command sets it.
+        advice: what to do instead, for the message.
+
+    Raises:
+        UserError: a key is changed.
+    """
+    default_values = flatten(load_config(CONFIG).to_dict())
+    for key, value in flatten(config.to_dict()).items():
+        if key in decided and value != default_values[key]:
+            raise UserError(f"config.{key}: {decided[key]}; {advice}")
+
+
+def check_outside(workdir: Path, source: str, description: str) -> None:
+    """Check that the files of a run directory are not among those of a source.
+
+    Args:
+        workdir: the run directory.
+        source: a folder, or a pattern of files.
+        description: relative clause about the source, for the message.
+
+    Raises:
+        UserError: the run directory is inside the source.
+    """
+    path, run_parts = Path(source).absolute(), workdir.resolve().parts
+    first_wildcard = next((number for number, part in enumerate(path.parts) if set("*?[") & {*part}), None)
+    if first_wildcard is None:
+        is_inside = path.is_dir() and workdir.resolve().is_relative_to(path.resolve())
+    else:
+        # The pattern has to match the folders down to the run directory, or down to its "**", and then go deeper.
+        parts = [*Path(*path.parts[:first_wildcard]).resolve().parts, *path.parts[first_wildcard:]]
+        is_deeper = "**" in parts or len(parts) > len(run_parts)
+        parts = parts[: parts.index("**")] if "**" in parts else parts[: len(run_parts)]
+        is_inside = is_deeper and len(parts) <= len(run_parts) and all(map(fnmatchcase, run_parts, parts))
+    if is_inside:
+        raise UserError(f"--output={workdir}: is inside {source}, {description}; name a folder outside")
+
+
+def _check_unchanged(request: IndexRequest, prepared: Mapping[str, Any]) -> None:
+    """Raise UserError if the documents are no longer those that PREPARED.json records."""
+    current = json.loads(json.dumps(open_texts(request.documents).identity))  # to compare with what was read from JSON
+    if current != prepared["inputs"]["passages"]:
+        raise UserError(
+            f"{request.documents}: has changed since it was indexed; add, replace or remove documents with "
+            f"`realm corpus`, or index it into another --output"
+        )
+
+
+# --- Stages that other commands share ---------------------------------------------------------------------------------
+
+
+def prepare_documents(documents: str, model: str, folder: Path, limit: int, questions: Sequence[str] = ()) -> None:
+    """Write a dataset directory with the tokenizer of an encoder, and print a summary.
+
+    Unreadable documents are skipped and counted.
+
+    Args:
+        documents: file, pattern or folder.
+        model: the encoder.
+        folder: the dataset directory.
+        limit: tokens of a passage at most.
+        questions: files of evaluation questions, SPLIT=FILE each.
+
+    Raises:
+        PreparedOtherwise: the folder has other documents or questions.
+        UserError: nothing can be read.
+    """
+    prepare_and_print(Options(documents, folder, questions=questions, vocab=model, limit=limit, skip_damage=True))
+
+
+def follow_corpus(workdir: Path) -> Sources:
+    """Open the newest version of a run's corpus, and record it as the run's. Only for a run that has trained nothing.
+
+    Args:
+        workdir: the run directory, with its dataset directory.
+    """
+    sources = open_sources(workdir / DATA)
+    write_json_atomic(workdir / "data.json", sources.fingerprints())
+    return sources
+
+
+def write_index(run: Run, params: Params) -> None:
+    """Write the index of a run's corpus: BM25's words, and an exported model with the vectors of all passages.
+
+    Nothing is done again if the run directory has it.
+
+    Args:
+        run: the run.
+        params: parameters of the encoders that embed.
+    """
+    save_bm25_index(run)
+    exported = find_exported_model(run.workdir / MODEL)
+    if exported is None or exported.vectors(run.sources.passages.fingerprint) is None:
+        vectors = embed_with_cache(run, params, bar=True)  # [passages, width]
+        has_reader = begins_with_reader(run.workdir)
+        write_exported_model(run.workdir / MODEL, run, INDEX, 0, params, vectors, trained_reader=has_reader)
+
+
+def update_index(before: Run, after: Run, params: Params) -> int:
+    """Write the vectors and words of an edited corpus, embedding only passages without a vector.
+
+    Args:
+        before: the run over the corpus as it was.
+        after: the run over the edited corpus.
+        params: parameters of the encoders.
+
+    Returns:
+        The number of passages that were embedded.
+    """
+    exported = find_exported_model(after.workdir / MODEL)
+    assert exported is not None, "the run is an index"
+    known = exported.vectors(before.sources.passages.fingerprint)  # [passages before, width]
+    if known is None:  # the dataset directory was edited without the run
+        known = embed_with_cache(before, params, bar=True)
+    row_before = {key.tobytes(): row for row, key in enumerate(row_keys(before.corpus))}
+    source = np.array([row_before.get(key.tobytes(), -1) for key in row_keys(after.corpus)])  # [passages], -1 if new
+    new_rows = np.flatnonzero(source < 0)
+    vectors = known[np.maximum(source, 0)]  # [passages, width]
+    if len(new_rows):
+        vectors[new_rows] = embed_unknown(after, params)(after.corpus.take(new_rows))
+    save_bm25_index(after)
+    replace_vectors(after.workdir / MODEL, after, vectors)
+    return len(new_rows)
