@@ -361,6 +361,9 @@ def write_networks(
             continue
         path, arrays = folder / network, jax.tree.map(np.asarray, params[network])
         settings = settings_of(model, network, names) | {"pad_token_id": tokenizer.pad_id}
+        if model.bert.architecture != "bert":  # BERT's config.json names none of them
+            ends = {"cls": tokenizer.cls_id, "bos": tokenizer.cls_id, "sep": tokenizer.sep_id, "eos": tokenizer.sep_id}
+            settings |= {f"{name}_token_id": number for name, number in ends.items()}
         settings |= {TRAINED_READER: trained_reader} if network == READER else {ENCODER_SECTION: encoder}
         save(path, arrays, parts, names, settings)
         save_tokenizer(path, tokenizer, bert_of(model, network).max_length)

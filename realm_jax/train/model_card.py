@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 
 from realm_jax.config import INDEX, Config, task_names
-from realm_jax.models.architectures.table import HF_REALM
+from realm_jax.models.architectures.table import ARCHITECTURES, HF_REALM
 from realm_jax.models.folders import HUB, PACKAGE, READER
 from realm_jax.run import Run
 from realm_jax.train.trained_run import recorded_metrics
@@ -13,7 +13,7 @@ from realm_jax.version import __version__
 USES = {  # names of `realm weights export` → how to open an encoder, and the reader
     "bert": (
         "`SentenceTransformer`; its README.md says what text to encode",
-        "`BertForMaskedLM`; its span head is in the same file",
+        "`{reader}`; its span head is in the same file",
     ),
     HF_REALM: ("`RealmEmbedder` of transformers 4", "`RealmReader` of transformers 4"),
 }
@@ -38,6 +38,7 @@ def run_card(run: Run, task: str, step: int, networks: Collection[str], names: s
         steps = {name: config[name].steps for name in tasks[: tasks.index(task)]} | {task: step}
         title = "# A retriever and a reader of REALM"
         origin = f"Trained with realm_jax {__version__}: the parameters of step {step:,} of `{task}`."
+    reader, _ = ARCHITECTURES[run.model.reader.bert.architecture].classes
     lines = [
         *([] if names == HF_REALM else [front_matter(base)]),
         title,
@@ -47,7 +48,7 @@ def run_card(run: Run, task: str, step: int, networks: Collection[str], names: s
         "",
         "## Networks",
         "",
-        *(f"* `{name}/` opens with {USES[names][name == READER]}" for name in networks),
+        *(f"* `{name}/` opens with {USES[names][name == READER].format(reader=reader)}" for name in networks),
         "",
         f"Each is a folder. `realm train --config.init_from={HUB}NAME` starts another run from all of them.",
         "",

@@ -22,13 +22,18 @@ from made_encoders import (
     save_encoder,
     sentence_encoder,
 )
+from tiny_run import open_config, tiny_config
 
+from realm_jax import Model
+from realm_jax.cli.prepare import prepare
 from realm_jax.cli.weights import write_networks
-from realm_jax.config import KEYS
+from realm_jax.config import INHERITED, KEYS
 from realm_jax.errors import UserError
 from realm_jax.models.architectures.table import ARCHITECTURES
 from realm_jax.models.layers import Compute
 from realm_jax.models.weights import open_encoder
+from realm_jax.train.init_from import fill_from_pretrained
+from realm_jax.train.recipe import train
 
 torch = pytest.importorskip("torch")
 library = pytest.importorskip("sentence_transformers")
@@ -203,6 +208,24 @@ def test_a_router_whose_routes_we_cannot_represent_is_rejected(tmp_path):
     router(tmp_path / "routes", document="mean", title="mean")
     with pytest.raises(UserError, match="router_config.json: has no modules for the route 'query'; choose a model"):
         config_of(tmp_path / "routes" / "model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tasks", ["ict", "realm"])
+def test_a_run_trains_a_task_of_an_adaptation_and_exports_its_model(kind, tasks, people, tmp_path):
+    sentence_encoder(tmp_path, kind, **PROMPTS, sizes={"num_hidden_layers": 2})
+    passages = people.parent / "passages.jsonl"
+    prepare(passages, tmp_path / "data", vocab=tmp_path / "model", workers=1)
+    config = tiny_config(tmp_path / "data")
+    config.update_from_flattened_dict(INHERITED | {"init_from": str(tmp_path / "model"), "tasks": tasks})
+    config.data.update(query_length=24, document_length=80)
+    config.realm.update(steps=2, batch_size=4, marginal="span", candidates=4)
+    train(open_config(fill_from_pretrained(config), tmp_path / "run"))
+    ours, theirs = Model(tmp_path / "run"), library.SentenceTransformer(str(tmp_path / "run" / "model"), device="cpu")
+    texts = ["When was he born?", "The house in it."]
+    np.testing.assert_allclose(ours.encode(texts), theirs.encode_query(texts), atol=CLOSE)
+    np.testing.assert_allclose(ours.encode(texts, "document"), theirs.encode_document(texts), atol=CLOSE)
 
 
 @pytest.mark.parametrize("name", ["t5", "deberta-v2", "nomic_bert"])
