@@ -34,6 +34,7 @@ from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.retrieval_metrics import documents_of, gold_hits, rank_measures
 from realm_jax.eval.significance import clustered_interval
+from realm_jax.forward import SearchPipeline
 from realm_jax.indexing.vector_cache import embed_with_cache
 from realm_jax.run import Run
 from realm_jax.storage import read_json, write_json_atomic
@@ -76,7 +77,7 @@ def measure(run: Run, params: Any, vectors: NDArray, questions: list[Question]) 
     golds = [question.gold for question in questions]
     values: Values = {}
     for search in SEARCHES:
-        rows = Evaluator(run, questions, search).retrieve(params, index, DEPTH)  # [questions, DEPTH]
+        rows = Evaluator(run, questions, SearchPipeline(search)).retrieve(params, index, DEPTH)  # [questions, DEPTH]
         hits = gold_hits(store, rows, golds)
         values[search] = {f"recall@{k}": hits[:, :k].any(axis=1).astype(np.float64) for k in (1, 5)}
         values[search] |= rank_measures(documents_of(store, rows), golds)
@@ -98,6 +99,8 @@ def result_of(model: str, args: argparse.Namespace, folder: Path, identity: str)
     config.tasks, config.init_from, config.data.path = "ict", model, str(data)
     config.data.update(query_length=QUERY_LENGTH, document_length=args.limit)
     config.encoder.update(STARTS.get(model, {}))
+    config.model.update(architecture=None, norm_epsilon=None)  # of the model, like the sizes
+    config.model.rotary.update(dict.fromkeys(config.model.rotary))
     config.evaluation.update(held_out=0.0)
     run = timed("open", lambda: open_run(config, folder / "run"))
     params = timed("weights", lambda: init_from_sources(run, run.initial_params()))

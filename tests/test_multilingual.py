@@ -1,7 +1,6 @@
 """Search in several languages at once: one tokenizer of XLM-R's kind, a tiny encoder with it, vectors and words.
 
-The multilingual encoders of MiniLM's size (multilingual-e5-small, paraphrase-multilingual-MiniLM-L12-v2) are BERTs with
-the tokenizer of XLM-R, as here.
+Multilingual encoders are XLM-Rs, such as bge-m3, or BERTs with its tokenizer, such as multilingual-e5-small.
 """
 
 import json
@@ -15,6 +14,7 @@ from tiny_run import write_lines
 from realm_jax.cli.prepare import prepare
 from realm_jax.data.sources import open_sources
 from realm_jax.eval.prediction import Evaluator
+from realm_jax.forward import SearchPipeline
 
 # A passage in each language, with the words of a question in another form.
 PASSAGES = {
@@ -64,8 +64,10 @@ def test_no_token_is_unknown_and_every_language_has_its_sentences(data):
         assert sources.tokenizer.decode(store.body_tokens(row)).strip() == store.text(row)
 
 
-def test_words_vectors_and_hybrid_search_all_languages_with_one_index(data, tmp_path):
-    run = open_inline(data, tmp_path, tasks="qa")
+@pytest.mark.parametrize("architecture", ["bert", "xlm-roberta"])
+def test_words_vectors_and_hybrid_search_all_languages_with_one_index(data, tmp_path, architecture):
+    changes = {"model__architecture": architecture, "encoder__passage_prompt": "{title} {text}"}
+    run = open_inline(data, tmp_path, tasks="qa", **changes)
     assert run.bm25_language == "bigrams"
     store, questions = run.sources.passages, run.sources.questions["dev"]
     rows = run.bm25_search([question.question for question in questions], 1).rows[:, 0]
@@ -78,7 +80,7 @@ def test_words_vectors_and_hybrid_search_all_languages_with_one_index(data, tmp_
     vectors = np.asarray(run.embed(params))
     assert vectors.shape[0] == len(PASSAGES) and np.isfinite(vectors).all()
     assert len({tuple(vector) for vector in vectors.round(4).tolist()}) == len(PASSAGES)
-    rows = Evaluator(run, questions, "hybrid").retrieve(params, run.index(vectors))  # [questions, passages]
+    rows = Evaluator(run, questions, SearchPipeline("hybrid")).retrieve(params, run.index(vectors))
     assert (np.sort(rows, axis=1) == np.arange(len(PASSAGES))).all()  # vectors find the languages whose words differ
     first = {code: store.document_id(int(row)) for code, row in zip(PASSAGES, rows[:, 0], strict=True)}
     assert {code for code, found_code in first.items() if code == found_code} >= {"zh", "ja", "ko", "th"}
