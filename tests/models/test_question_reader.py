@@ -199,6 +199,13 @@ def test_no_span_is_empty_and_readings_do_not_depend_on_the_batch(reader):
     assert readings[2] == PassageReading([], [], 1.0)
 
 
+def test_several_devices_read_the_same(folder, reader):
+    (windows,) = reader.windows([ReaderText(QUESTION, "", TEXTS[3])])
+    several = open_question_reader(str(folder), make_mesh())
+    for one, other in zip(reader.scores(windows), several.scores(windows), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
 def test_a_question_that_is_too_long_is_cut(reader):
     (windows,) = reader.windows([ReaderText("who " * 100, "", TEXTS[3])])
     assert all(len(window.encoding.ids) <= 64 for window in windows)
