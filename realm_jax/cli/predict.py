@@ -107,26 +107,22 @@ def prediction_settings(
     """
     question_records = [question_record(question, number) for number, question in enumerate(questions, start=1)]
     answering, rerank, reader = run.config.answering, pipeline.rerank, open_reader(run, exported.task)
-    reranked = {} if rerank is None else {"rerank": rerank.name, "reranked": rerank.passages}
-    read = {} if reader is None else {"reader": reader.identity, "answer_tokens": answering.answer_tokens}
-    return (
-        describe(run, exported.task, exported.step, pipeline, reader)
-        | reranked
-        | read
-        | {
-            "checkpoint": exported.identity,
-            "corpus": run.sources.passages.fingerprint,
-            "questions": sha256_hex(json.dumps(question_records).encode()),
-            "lines": len(questions),
-            "search": pipeline.search,
-            "retrieved": max(answering.retrieved, run.answering_qa.passages),
-            "spans": SPANS,
-            "aggregate": answering.aggregate,
-            "nbest": nbest,
-            "batch_size": Evaluator(run, questions).batch_size,
-            "devices": f"{run.mesh.size} × {run.mesh.devices.flat[0].device_kind}",
-        }
-    )
+    settings = describe(run, exported.task, exported.step, pipeline, reader)
+    settings |= {} if rerank is None else {"rerank": rerank.name, "reranked": rerank.passages}
+    settings |= {} if reader is None else {"reader": reader.identity, "answer_tokens": answering.answer_tokens}
+    return settings | {
+        "checkpoint": exported.identity,
+        "corpus": run.sources.passages.fingerprint,
+        "questions": sha256_hex(json.dumps(question_records).encode()),
+        "lines": len(questions),
+        "search": pipeline.search,
+        "retrieved": max(answering.retrieved, run.answering_qa.passages),
+        "spans": SPANS,
+        "aggregate": answering.aggregate,
+        "nbest": nbest,
+        "batch_size": Evaluator(run, questions).batch_size,
+        "devices": f"{run.mesh.size} × {run.mesh.devices.flat[0].device_kind}",
+    }
 
 
 def _append(
