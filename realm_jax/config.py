@@ -121,6 +121,8 @@ def tracker_names(value: str) -> list[str]:
 
 
 SEARCHES = ("vectors", "bm25", "hybrid")  # what finds passages
+AUTO = "auto"
+RERANKERS = ("tokens", "cross-encoder", "none")  # what puts the first passages of a search into a new order
 SEED = Limit("from 0 to 2**32 - 1 (JAX drops the bits beyond)", lambda value: 0 <= value < 2**32)
 HELD_OUT = Limit(
     "0 for none, or from 0.001 to 1 (documents are held out in thousandths)",
@@ -516,6 +518,21 @@ class Answering(Section):
 
     read: int = key(0, "passages read for a question; 0: as in training", NOT_NEGATIVE, runtime=True)
     retrieved: int = key(20, "passages retrieved for recall", POSITIVE, runtime=True)
+    rerank: str = key(
+        AUTO,
+        "what puts the first passages of a search into a new order: 'tokens': the encoders' token vectors, without "
+        "training; 'cross-encoder': the network that the task rerank trained; 'none'; 'auto': the cross-encoder if it "
+        "was trained",
+        one_of(AUTO, *RERANKERS),
+        runtime=True,
+    )
+    rerank_depth: int = key(
+        10,
+        "passages that rerank='tokens' puts into a new order; each one more takes as long as embedding it (the "
+        "cross-encoder has rerank.passages)",
+        Limit("from 10 to 50", lambda value: 10 <= value <= 50),
+        runtime=True,
+    )
     aggregate: str = key(
         "marginal",
         "probability of an answer that occurs several times: 'marginal': the sum over passages and occurrences; 'max': "
@@ -598,6 +615,9 @@ class Config(Section):
         if "rerank" in names:
             taught = "qa" in names[: names.index("rerank")] or self.init_from or self.reader_from
             check(bool(taught), "tasks", "rerank learns from a trained reader; put qa before it, or set init_from")
+        else:
+            untrained = "no task trains the cross-encoder; add rerank to tasks, or choose 'tokens' or 'none'"
+            check(self.answering.rerank != "cross-encoder", "answering.rerank", untrained)
 
         # The inverse cloze task.
         if "ict" in names and self.ict.negatives == "index":

@@ -9,7 +9,7 @@ Symbols in shapes: k candidates or passages of an example, d tokens of a passage
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ from realm_jax.models.packing import packed_lengths
 from realm_jax.retrieval.exact import search
 from realm_jax.retrieval.fusion import FUSION_DEPTH, FusedRanking, fuse, ranks_of
 from realm_jax.retrieval.scann import Searcher
+from realm_jax.retrieval.token_rerank import combined_values, max_sims
 
 Array = jax.Array
 Batch = dict[str, Array]
@@ -132,19 +133,59 @@ class StaticContext:
         return packing if packing is not None and fits else PackingSpec(examples)
 
 
+class Rescored(NamedTuple):
+    """The first k passages of a search, rescored by a reranker.
+
+    Attributes:
+        values: by which they are ordered, the largest first, [batch, k].
+        scores: new scores, whose softmax is p(z|x), [batch, k].
+    """
+
+    values: Array
+    scores: Array
+
+
 class Rerank(NamedTuple):
     """A reranker, which reorders the first passages of a search before they are read.
 
     Attributes:
+        name: one of `config.RERANKERS`.
         passages: how many are reordered.
-        network: the key of its parameters.
-        added_scores: (qa, context, params, batch, passages [batch, k, d]) → [batch, k] float32, added to the scores of
-            the search.
+        networks: the keys of its parameters.
+        rescore: (qa, context, params, batch, passages [batch, k, d], their ranking [batch, k]) → `Rescored`.
     """
 
+    name: str
     passages: int
-    network: str
-    added_scores: Callable[[QaConfig, StaticContext, Params, Batch, PassageBatch], Array]
+    networks: tuple[str, ...]
+    rescore: Callable[[QaConfig, StaticContext, Params, Batch, PassageBatch, FusedRanking], Rescored]
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchPipeline:
+    """How passages of a question are found: search, then rerank. `tasks.answering.search_pipeline` makes it for a run.
+
+    Attributes:
+        search: one of `config.SEARCHES`.
+        rerank: reorders the first passages; None for the order of the search.
+    """
+
+    search: str = "vectors"
+    rerank: Rerank | None = None
+
+    @property
+    def reranker(self) -> str:
+        """Return the name of the reranker, one of `config.RERANKERS`."""
+        return "none" if self.rerank is None else self.rerank.name
+
+    def ranks_by_stage(self, ranks: Sequence[int]) -> dict[str, int]:
+        """Return the ranks of a passage from 1, by the stages that ranked it: {"vectors": 3, "bm25": 1, "tokens": 2}.
+
+        Args:
+            ranks: of `FusedRanking`, 0 for a stage that did not rank the passage.
+        """
+        stages = ["vectors", "bm25"] + ([] if self.rerank is None else [self.rerank.name])
+        return {stage: rank for stage, rank in zip(stages, ranks, strict=True) if rank}
 
 
 def reader_query(batch: Batch) -> tuple[Array, Array]:
@@ -285,50 +326,88 @@ def embed_searching_queries(
 
 def retrieve_and_rerank(
     qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None, beam: int,
-    rerank: Rerank | None = None,
+    pipeline: SearchPipeline | None = None,
 ) -> tuple[FusedRanking, Array | None]:  # fmt: skip
     """Return the best passages of each question.
 
     Args:
-        qa: search method.
+        qa: settings of fine-tuning.
         context: of the run.
         params: all parameters.
         batch: questions, with BM25's list as `bm25_rows` and `bm25_scores` if it takes part.
         index: that is searched; without vectors, the scores are BM25's.
         key: of dropout; None for none.
         beam: passages of each question.
-        rerank: reorders the first of them.
+        pipeline: search and reranker; None for `qa.search` without reranker, as in fine-tuning.
 
     Returns:
-        Rows, scores and ranks [batch, beam]; and the query vectors [batch, projection], None without vectors. Scores
+        The ranking, arrays [batch, beam, …]; and the query vectors [batch, projection], None without vectors. Scores
         are inner products with the stored vectors, and gradient reaches only the query encoder.
     """
+    pipeline = pipeline or SearchPipeline(qa.search)
+    rerank = pipeline.rerank
     if rerank is None:
-        return retrieve_for_questions(qa, context, params, batch, index, key, beam)
-    ranking, queries = retrieve_for_questions(qa, context, params, batch, index, key, max(beam, rerank.passages))
-    # The sorted scores represent the order of the search, which stays the same if nothing is added.
-    rows, scores, ranks = (part[:, : rerank.passages] for part in ranking)
-    added = rerank.added_scores(qa, context, params, batch, gather_passages(index, rows))  # [batch, k]
-    order = jnp.argsort(-(falling_scores(scores) + added), axis=1, stable=True)
-    first = rows, scores + added, ranks
-    picked = (jnp.take_along_axis(part, order.reshape(order.shape + (1,) * (part.ndim - 2)), axis=1) for part in first)
+        return retrieve_for_questions(pipeline.search, context, params, batch, index, key, beam)
+    depth = max(beam, rerank.passages)
+    ranking, queries = retrieve_for_questions(pipeline.search, context, params, batch, index, key, depth)
+    first = FusedRanking(*(part[:, : rerank.passages] for part in ranking))  # [batch, k, …]
+    rescored = rerank.rescore(qa, context, params, batch, gather_passages(index, first.rows), first)
+    order = jnp.argsort(-rescored.values, axis=1, stable=True)  # [batch, k]
+
+    def reorder(part: Array) -> Array:
+        return jnp.take_along_axis(part, order.reshape(order.shape + (1,) * (part.ndim - 2)), axis=1)
+
+    reordered = [reorder(part) for part in first._replace(scores=rescored.scores)]
     rest = (part[:, rerank.passages :] for part in ranking)
-    joined = (jnp.concatenate(parts, axis=1) for parts in zip(picked, rest, strict=True))
+    joined = FusedRanking(*(jnp.concatenate(parts, axis=1) for parts in zip(reordered, rest, strict=True)))
+    positions = jnp.arange(1, joined.rows.shape[1] + 1)
+    reranked = jnp.where((joined.rows >= 0) & (positions <= rerank.passages), positions, 0).astype(jnp.int32)
+    joined = joined._replace(ranks=jnp.concatenate([joined.ranks, reranked[..., None]], axis=2))  # [batch, depth, 3]
     return FusedRanking(*(part[:, :beam] for part in joined)), queries
 
 
+def rescore_by_tokens(
+    qa: QaConfig, context: StaticContext, params: Params, batch: Batch, passages: PassageBatch, ranking: FusedRanking
+) -> Rescored:
+    """Rescore passages by z(value of the search) + WEIGHT · z(MaxSim), see `retrieval/token_rerank.py`.
+
+    Args:
+        qa: settings of fine-tuning.
+        context: has the encoders.
+        params: all parameters.
+        batch: questions.
+        passages: ids [batch, k, d].
+        ranking: of these passages, [batch, k].
+
+    Returns:
+        With the scores of the ranking.
+    """
+    similarities = max_sims(context.model, params, batch["query"], batch["query_length"], passages)  # [batch, k]
+    return Rescored(combined_values(ranking.values, similarities, ranking.rows >= 0), ranking.scores)
+
+
 def retrieve_for_questions(
-    qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None, beam: int
+    method: str, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None, beam: int
 ) -> tuple[FusedRanking, Array | None]:
-    """Return the best passages of each question without reranking. Arguments and result: see `retrieve_and_rerank`."""
+    """Return the best passages of each question by a search, without reranking.
+
+    Args:
+        method: one of `config.SEARCHES`.
+        context: as in `retrieve_and_rerank`, like all other arguments and the result.
+        params: all parameters.
+        batch: questions.
+        index: that is searched.
+        key: of dropout; None for none.
+        beam: passages of each question.
+    """
     depth = min(beam, context.rows)
     if index.vectors is None:
         rows = batch["bm25_rows"][:, :depth]
         scores = jnp.where(rows >= 0, batch["bm25_scores"][:, :depth], NEG_INF)
-        return FusedRanking(rows, scores, ranks_of("bm25", jnp, rows)), None
+        return FusedRanking(rows, scores, ranks_of("bm25", jnp, rows), scores), None
     packing = context.packing_for(len(batch["query"]))
     queries = context.model.embed_queries(params, batch["query"], batch["query_length"], key, packing.queries)
-    return search_passages(context, qa.search, queries, batch, index, depth), queries
+    return search_passages(context, method, queries, batch, index, depth), queries
 
 
 def falling_scores(scores: Array) -> Array:
@@ -360,17 +439,17 @@ def search_passages(
             would dominate the normalization.
 
     Returns:
-        Rows, scores and ranks [batch, depth]. If BM25 returns fewer, rows are −1 and scores NEG_INF. Only the queries
-        get a gradient from the scores.
+        Arrays [batch, depth, …]. If BM25 returns fewer, rows are −1 and scores NEG_INF. Only the queries get a
+        gradient from the scores.
     """
     if method == "bm25":
-        rows = batch["bm25_rows"][:, :depth]
-        return FusedRanking(rows, stored_scores(queries, index, rows), ranks_of(method, jnp, rows))
+        rows, values = batch["bm25_rows"][:, :depth], batch["bm25_scores"][:, :depth]
+        return FusedRanking(rows, stored_scores(queries, index, rows), ranks_of(method, jnp, rows), values)
     listed = depth if method == "vectors" else min(max(depth, FUSION_DEPTH + (own_row is not None)), context.rows)
     rows = search(context.mesh, queries, index.vectors, context.rows, listed).rows  # [batch, listed]
     scores = stored_scores(queries, index, rows)
     if method == "vectors":
-        return FusedRanking(rows, scores, ranks_of(method, jnp, rows))
+        return FusedRanking(rows, scores, ranks_of(method, jnp, rows), jax.lax.stop_gradient(scores))
     if own_row is not None:
         rows = jnp.where(rows == own_row[:, None], -1, rows)
     bm25 = batch["bm25_rows"], batch["bm25_scores"]
@@ -709,7 +788,7 @@ class QuestionReading(NamedTuple):
 
 def read_question(
     qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, key: Array | None, beam: int,
-    rerank: Rerank | None = None,
+    pipeline: SearchPipeline | None = None,
 ) -> QuestionReading:  # fmt: skip
     """Retrieve a beam for questions with the stored vectors and read its first `qa.passages`.
 
@@ -724,14 +803,14 @@ def read_question(
         index: that is searched.
         key: of dropout; None for none.
         beam: passages that are retrieved.
-        rerank: reorders them before they are read.
+        pipeline: search and reranker, see `retrieve_and_rerank`.
     """
     keys = dropout_keys(key, 3 if qa.trains_passages else 2)
-    ranking, queries = retrieve_and_rerank(qa, context, params, batch, index, keys[0], beam, rerank)
+    ranking, queries = retrieve_and_rerank(qa, context, params, batch, index, keys[0], beam, pipeline)
     scores, rows = ranking.scores, ranking.rows[:, : qa.passages]  # [batch, beam], [batch, k]
     passages = gather_passages(index, rows)  # ids [batch, k, d]
     packing = context.packing_for(len(rows))
-    if qa.trains_passages and rerank is None:
+    if qa.trains_passages and (pipeline is None or pipeline.rerank is None):
         vectors = embed_candidates(context, params, passages, keys[2], packing.passages)
         fresh = jnp.where(rows >= 0, jnp.einsum("bd,bkd->bk", queries, vectors), NEG_INF)  # [batch, k]
         scores = jnp.concatenate([fresh, scores[:, qa.passages :]], axis=1)

@@ -145,6 +145,8 @@ def test_a_run_is_measured_on_a_split_and_on_records(model):
         (lambda model: model.evaluate([{"question": "who?"}]), "question 0: the question has no answers"),
         (lambda model: model.evaluate("test"), "no such questions"),
         (lambda model: realm_jax.Model(model.workdir, search="words"), "choose among vectors, bm25, hybrid"),
+        (lambda model: realm_jax.Model(model.workdir, rerank="token"), "choose among tokens, cross-encoder, none"),
+        (lambda model: realm_jax.Model(model.workdir, rerank="cross-encoder"), "no cross-encoder was trained"),
         (lambda model: realm_jax.Model(model.workdir, task="realm"), "has no such task"),
         (lambda model: realm_jax.Model(model.workdir, config={"model.width": 8}), "fixed by the run"),
         (lambda model: realm_jax.Model(model.workdir, config={"answering.reed": 8}), "no such key"),

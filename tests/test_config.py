@@ -151,6 +151,8 @@ TOGETHER = [
     ("tasks=realm refresh.every=0 refresh.mode=async", "refresh.every", "refresh.mode=inline"),
     ("tasks=realm refresh.every=0 retrieval.backend=scann", "refresh.every", "retrieval.backend=device"),
     ("tasks=realm refresh.every=0 model.shared_tower=True", "refresh.every", "model.shared_tower=False"),
+    ("answering.rerank=cross-encoder", ".*no task trains the cross-encoder", "answering.rerank=tokens"),
+    ("answering.rerank_depth=51", ".*from 10 to 50", "answering.rerank_depth=50"),
     ("tasks=ict,rerank", ".*learns from a trained reader", "tasks=ict,qa,rerank"),
     ("tasks=ict,closed_book", "tasks: closed_book is a recipe of its own", "tasks=mlm,closed_book"),
     ("tasks=closed_book,mlm", "tasks: closed_book is a recipe of its own", "tasks=mlm,closed_book"),

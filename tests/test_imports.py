@@ -11,7 +11,7 @@ LAYERS = (
     *("version", "errors", "storage", "processes", "mesh", "console", "checksums", "cache", "host", "environment"),
     *("data", "models", "config", "corpora", "retrieval", "forward", "run", "flops"),
     *("eval", "tasks", "assemble"),
-    *("index", "train", "adaptation", "inference", "serving", "launch", "cli"),
+    *("indexing", "train", "adaptation", "inference", "serving", "launch", "cli"),
     *("api", "__main__"),
 )
 

@@ -28,6 +28,7 @@ from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.question_metrics import QueryMetrics
 from realm_jax.eval.retrieval_metrics import RANKED
 from realm_jax.eval.significance import clustered_interval, paired_interval
+from realm_jax.forward import SearchPipeline
 from realm_jax.indexing.vector_cache import embed_with_cache
 from realm_jax.models.layers import Params
 from realm_jax.retrieval.embed import CorpusRows
@@ -51,6 +52,7 @@ WEIGHTS = (1.0, 0.5)  # interpolation weights of the trained encoders, in the or
 TOP = 5  # k of recall@k
 DEPTH = RANKED + 1  # retrieved passages, one of which may be the sentence's
 MAX_EXAMPLES = 5  # sentences of each kind in the report
+VECTOR_SEARCH = SearchPipeline("vectors")  # decides whether encoders are promoted
 
 BASELINE = "start"  # row of the base encoder
 MASKED, EVIDENCE, SENTENCE = "masked_recall@5", "evidence_recall@5", "sentence_recall@5"
@@ -80,7 +82,7 @@ def measure(run: Run, sentences: Sequence[HeldOutSentence], merge: float | None)
     def evaluate_at(weight: float) -> EncoderResult:
         params = interpolate_encoders(run, trained, base, weight)
         vectors = passage_vectors(run, params, weight)
-        return EncoderResult(params, vectors, evaluator.metrics(params, vectors, "vectors"))
+        return EncoderResult(params, vectors, evaluator.metrics(params, vectors))
 
     # --- Decide by vector search
     baseline, documents = evaluate_at(0.0), evaluator.document_numbers
@@ -94,9 +96,9 @@ def measure(run: Run, sentences: Sequence[HeldOutSentence], merge: float | None)
     rows = {BASELINE: baseline.metrics, "adapted": adapted.metrics}
     if decision.weight != 1.0:
         rows["trained"] = evaluate_at(1.0).metrics
-    rows["bm25"] = evaluator.metrics(baseline.params, baseline.vectors, "bm25")
-    rows["start_hybrid"] = evaluator.metrics(baseline.params, baseline.vectors, "hybrid")
-    rows["hybrid"] = evaluator.metrics(adapted.params, adapted.vectors, "hybrid")
+    rows["bm25"] = evaluator.metrics(baseline.params, baseline.vectors, SearchPipeline("bm25"))
+    rows["start_hybrid"] = evaluator.metrics(baseline.params, baseline.vectors, SearchPipeline("hybrid"))
+    rows["hybrid"] = evaluator.metrics(adapted.params, adapted.vectors, SearchPipeline("hybrid"))
     examples = _changed_examples(run.sources.passages, sentences, baseline.metrics, adapted.metrics)
     return Measurement(decision, compare_with_baseline(rows, documents), examples)
 
@@ -234,52 +236,56 @@ class AdaptEvaluator:
         )
         return positions, CorpusRows(*columns)
 
-    def metrics(self, params: Params, vectors: NDArray[np.floating], search: str) -> QueryMetrics:
+    def metrics(
+        self, params: Params, vectors: NDArray[np.floating], pipeline: SearchPipeline = VECTOR_SEARCH
+    ) -> QueryMetrics:
         """Return the metrics of a search, an array per metric with a value for each query.
 
         Args:
-            params: parameters of the query encoder.
+            params: parameters of the encoders.
             vectors: of the passages, [rows, width].
-            search: one of `config.SEARCHES`.
+            pipeline: how passages are found.
 
         Returns:
             METRICS of the sentences, and recall metrics of the questions; NaN for queries without the metric.
         """
-        metrics = self.sentence_metrics(params, vectors, search)
+        metrics = self.sentence_metrics(params, vectors, pipeline)
 
         # Recall of passages without the sentence, only by vectors: BM25's index has no such passages.
         without = np.full(len(self.sentences), np.nan)  # [sentences]
         positions, passages = self.shortened_passages
-        if search == "vectors" and positions:
+        if pipeline == VECTOR_SEARCH and positions:
             rows = np.array([self.sentences[position].row for position in positions])  # [shortened]
             changed_vectors = vectors.copy()  # [rows, width]
             changed_vectors[rows] = self.run.embed(params, rows=passages)
             queries = [Question(self.sentences[position].text, []) for position in positions]
             index = self.run.index(changed_vectors)
-            retrieved = Evaluator(self.run, queries, search).retrieve(params, index, TOP)  # [shortened, TOP]
+            retrieved = Evaluator(self.run, queries, pipeline).retrieve(params, index, TOP)  # [shortened, TOP]
             without[positions] = (retrieved == rows[:, None]).any(axis=1)
         metrics[RECALL_WITHOUT_SENTENCE] = without
 
         if self.questions:
-            evaluator = Evaluator(self.run, self.questions, search)
+            evaluator = Evaluator(self.run, self.questions, pipeline)
             recalls = evaluator.recall_values(evaluator.retrieve(params, self.run.index(vectors)))
             metrics |= {f"{QUESTION_PREFIX}{name}": values for name, values in recalls.items()}
         return metrics
 
-    def sentence_metrics(self, params: Params, vectors: NDArray[np.floating], search: str) -> QueryMetrics:
+    def sentence_metrics(
+        self, params: Params, vectors: NDArray[np.floating], pipeline: SearchPipeline = VECTOR_SEARCH
+    ) -> QueryMetrics:
         """Return the metrics of the sentences over unchanged passages.
 
         Args:
-            params: parameters of the query encoder.
+            params: parameters of the encoders.
             vectors: of the passages, [rows, width].
-            search: one of `config.SEARCHES`.
+            pipeline: how passages are found.
         """
         index = self.run.index(vectors)
         masked_queries = [Question(sentence.masked or sentence.text, []) for sentence in self.sentences]
         unmasked_queries = [Question(sentence.text, []) for sentence in self.sentences]
         # Rows of passages, [sentences, DEPTH] each, −1 for none
-        masked = Evaluator(self.run, masked_queries, search).retrieve(params, index, DEPTH)
-        unmasked = Evaluator(self.run, unmasked_queries, search).retrieve(params, index, DEPTH)
+        masked = Evaluator(self.run, masked_queries, pipeline).retrieve(params, index, DEPTH)
+        unmasked = Evaluator(self.run, unmasked_queries, pipeline).retrieve(params, index, DEPTH)
         store = self.run.sources.passages
         values = np.empty((len(self.sentences), 4))  # [sentences, metrics]
         for number, sentence in enumerate(self.sentences):

@@ -256,7 +256,7 @@ def measure_searches(
     sample = sentences[:: max(1, len(sentences) // 64)]
     evaluator = AdaptEvaluator(run, sample)
     zeros = np.zeros((num_passages, run.model.vector_size), np.float32)  # the values do not change the time
-    query_seconds = _seconds_of(lambda: evaluator.sentence_metrics(params, zeros, "vectors")) / (2 * len(sample))
+    query_seconds = _seconds_of(lambda: evaluator.sentence_metrics(params, zeros)) / (2 * len(sample))
     num_weights = 1 + len(WEIGHTS)  # with the base encoder
     num_searches = num_weights + 3  # by BM25, and hybrid with the base encoder and with the exported one
     num_questions = len(run.sources.questions.get(QUESTIONS_SPLIT, []))

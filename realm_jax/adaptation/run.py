@@ -209,8 +209,8 @@ def adapt(request: AdaptRequest) -> AdaptResult:
                     logger.info("measuring forgetting on %s", request.forgetting)
                     evaluator = AdaptEvaluator(other_run, sentences)
                     rows = {
-                        BASELINE: evaluator.metrics(base, embed_with_cache(other_run, base, bar=True), "vectors"),
-                        "adapted": evaluator.metrics(params, embed_with_cache(other_run, params, bar=True), "vectors"),
+                        BASELINE: evaluator.metrics(base, embed_with_cache(other_run, base, bar=True)),
+                        "adapted": evaluator.metrics(params, embed_with_cache(other_run, params, bar=True)),
                     }
                     table = compare_with_baseline(rows, evaluator.document_numbers)
                     store = other_run.sources.passages

@@ -7,13 +7,16 @@ import argparse
 from typing import Any
 
 from realm_jax.cli.argument_types import nonempty
-from realm_jax.config import SEARCHES
+from realm_jax.config import RERANKERS, SEARCHES
 from realm_jax.errors import UserError
 from realm_jax.run import Run
 from realm_jax.tasks.answering import reads_passages
 from realm_jax.train.trained_run import find_task, run_changes
 
-PASSAGE_FLAGS = ("answering.retrieved", "answering.read", "answering.aggregate")
+PASSAGE_FLAGS = (
+    *("answering.retrieved", "answering.read", "answering.aggregate"),
+    *("answering.rerank", "answering.rerank_depth"),
+)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -53,7 +56,7 @@ def check_passages(run: Run, args: argparse.Namespace) -> None:
     changes = config_changes(args)
     task = find_task(run, args.task).task
     if not reads_passages(task):
-        flags = [f"--{flag}" for flag in ("nbest", "search") if vars(args).get(flag) is not None]
+        flags = [f"--{flag}" for flag in ("nbest", "search", "rerank") if vars(args).get(flag) is not None]
         flags += [f"--config.{key}" for key in changes if key in PASSAGE_FLAGS]
         if flags:
             raise UserError(f"{flags[0]}: {run.workdir} answers without passages ({task}); leave it out")
@@ -72,10 +75,18 @@ def add_search_argument(parser: argparse._ActionsContainer) -> None:
         "config's qa.search)")  # fmt: skip
 
 
+def add_rerank_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--rerank`."""
+    parser.add_argument("--rerank", choices=RERANKERS, help="what puts the first passages into a new order before they "
+        "are read: the encoders' token vectors, a trained cross-encoder, or none (default: the config's "
+        "answering.rerank)")  # fmt: skip
+
+
 def add_question_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--questions` (see `load_questions`), `--task` and `--search`."""
+    """Add `--questions` (see `load_questions`), `--task`, `--search` and `--rerank`."""
     parser.add_argument("--questions", type=nonempty, metavar="SPLIT|FILE", help="questions of the prepared folder, by "
         "their split, or a file of questions (default: dev)")  # fmt: skip
     parser.add_argument("--task", type=nonempty, help="parameters at the end of this task (default: the last with an "
         "exported model)")  # fmt: skip
     add_search_argument(parser)
+    add_rerank_argument(parser)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from realm_jax.cli.argument_types import nonempty, positive
-from realm_jax.cli.arguments import add_run_arguments, add_search_argument, config_changes
+from realm_jax.cli.arguments import add_rerank_argument, add_run_arguments, add_search_argument, config_changes
 from realm_jax.cli.output import print_json, stdout
 from realm_jax.console import console as on_stderr
 from realm_jax.console import printable
@@ -39,9 +39,11 @@ EXAMPLES = """examples:
   realm ask --workdir=runs/wiki                                  one question per line, until an empty one
   realm ask --workdir=runs/wiki --json < questions.txt > answers.jsonl
   realm ask --workdir=runs/wiki --config.answering.read=50 "Who built the bridge?"
+  realm ask --workdir=runs/wiki --search=hybrid --rerank=tokens "Who built the bridge?"
   realm ask --workdir=runs/wiki --generation=newest "the bridge over the river"
 """
-SNIPPET, TITLE, RANKS = 60, 30, 9  # characters of a passage, its title and its ranks, in the list of passages
+# Characters of a passage, of its title, and at least of its ranks, in the list of passages.
+SNIPPET, TITLE, RANKS = 60, 30, 9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show the nearest passages by this generation of the index (see `realm storage ls`), or by the 'newest', "
         "without an answer",
     )
+    add_rerank_argument(parser)
     parser.add_argument("question", nargs="*", metavar="QUESTION", help="without one, questions are read from stdin")
     parser.add_argument("--json", action="store_true", help="print one JSON object a question")
     parser.add_argument(
@@ -66,6 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Answer questions; return 2 if a line from a pipe was no valid question."""
+    if args.generation and args.rerank:
+        raise UserError(f"--rerank={args.rerank}: goes without --generation; leave one of them out")
     # --- the run, and one warning if its answers cannot be trusted
     opened = open_run_for_inference(Path(args.workdir), config_changes(args), questions=False)
     single = " ".join(args.question) if args.question else None
@@ -74,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.generation:
         trained = open_generation(opened, args.generation)
     else:
-        trained = restore(opened, search=args.search, warn=False)
+        trained = restore(opened, search=args.search, rerank=args.rerank, warn=False)
         check_reads_passages(trained)
         metrics = recorded_metrics(trained.run, trained.task)
         if not trained.reads:
@@ -91,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     to.soft_wrap = not to.is_terminal  # wrap words for people, but no lines for programs
 
     def reply(text: str) -> None:
-        question = check_question(trained.run, text, trained.search)
+        question = check_question(trained.run, text, trained.pipeline.search)
         answer: Answer | Nearest
         if args.generation:
             (answer,) = nearest(trained, [question], args.top or NEAREST)
@@ -157,17 +162,19 @@ def show(answer: Mapping[str, Any], to: Console) -> None:
     to.print(Text(printable(f"{first['title'] or 'passage'} ({first['id']})"), style="bold"))
     to.print(highlight_span(first["text"], first.get("span", [0, 0]), to))
     to.print()
-    # --- a line for each passage: p(z|x) or score, ranks by search such as v3 b1, title, text around the best answer
+    # --- a line for each passage: p(z|x) or score, ranks by stage such as v3 b1 t2, title, text around the best answer
     titles = [printable(candidate["title"]) for candidate in candidates]
     width = min(TITLE, max(map(cell_len, ["title", *titles])))
-    room = max(SNIPPET // 2, to.width - width - RANKS - 14) if to.is_terminal else SNIPPET
+    ranks = [" ".join(f"{stage[0]}{rank}" for stage, rank in candidate["ranks"].items()) for candidate in candidates]
+    ranks_width = max(RANKS, *map(len, ranks))
+    room = max(SNIPPET // 2, to.width - width - ranks_width - 14) if to.is_terminal else SNIPPET
     marks = ", its best answer marked" if all("span" in candidate for candidate in candidates) else ""
     number, head = ("score", " score") if "score" in candidates[0] else ("probability", "p(z|x)")
-    to.print(Text(f"{head}  found by   {set_cell_size('title', width)}  passage{marks}", style="bold"))
-    for candidate, title in zip(candidates, titles, strict=True):
+    found_by, title_head = set_cell_size("found by", ranks_width), set_cell_size("title", width)
+    to.print(Text(f"{head}  {found_by}  {title_head}  passage{marks}", style="bold"))
+    for candidate, title, placed in zip(candidates, titles, ranks, strict=True):
         snippet = highlight_span(candidate["text"], candidate.get("span", [0, 0]), to, room)
-        ranks = " ".join(f"{search[0]}{rank}" for search, rank in candidate["ranks"].items())
-        cells = f"{candidate[number]:6.3f}  {set_cell_size(ranks, RANKS)}  {set_cell_size(title, width)}  "
+        cells = f"{candidate[number]:6.3f}  {set_cell_size(placed, ranks_width)}  {set_cell_size(title, width)}  "
         to.print(Text.assemble(cells, snippet))
     to.print()
 

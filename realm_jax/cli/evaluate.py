@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> None:
         check_passages(opened, args)
         records = [question_record(question, number) for number, question in enumerate(questions, start=1)]
         _check_trec(args, records, reads_passages(find_task(opened, args.task).task))
-        trained = restore(opened, args.task, search=args.search)
+        trained = restore(opened, args.task, search=args.search, rerank=args.rerank)
         measured, scored = evaluate(trained, questions, bm25=not args.no_bm25)
 
     report(measured, show)
@@ -150,7 +150,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError("realm evaluate: name a run with --workdir, or one file of predictions, or two to compare")
     if args.files:
         reason = f"goes with --workdir; the content of {args.files[0]} is fixed"
-        for flag in ("questions", "task", "search", "no_bm25"):
+        for flag in ("questions", "task", "search", "rerank", "no_bm25"):
             if vars(args)[flag]:
                 raise UserError(f"--{flag.replace('_', '-')}: {reason}")
         if args.overrides:
@@ -179,7 +179,8 @@ def _check_trec(args: argparse.Namespace, records: Sequence[Record], retrieves: 
 
 def _evaluate_seeds(args: argparse.Namespace) -> dict[str, Any]:
     """Return `over_seeds` of the files of --seeds. Raises UserError for other flags, or unequal numbers of files."""
-    others = ("files", "workdir", "questions", "task", "search", "unseen", "trec", "qrels", "no_bm25", "overrides")
+    others = [*("files", "workdir", "questions", "task", "search", "rerank"), *("unseen", "trec", "qrels", "no_bm25")]
+    others.append("overrides")
     if extra := [name for name in others if vars(args)[name]]:
         raise UserError(f"--seeds: goes only with --json; leave out {', '.join(extra)}")
     sizes = {len(group) for group in args.seeds}

@@ -20,11 +20,12 @@ from realm_jax.data.questions import Question
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import SPANS, Evaluator
 from realm_jax.eval.prediction_files import question_record, resume, write_record
+from realm_jax.forward import SearchPipeline
 from realm_jax.host import Stop
 from realm_jax.inference.predictions import FIELDS, describe, records
 from realm_jax.run import Run
 from realm_jax.storage import exclusive_lock, flush_to_disk, sha256_hex
-from realm_jax.tasks.answering import question_search, reranker
+from realm_jax.tasks.answering import search_pipeline
 from realm_jax.train.exported_model import ExportedModel
 from realm_jax.train.trained_run import (
     NBEST,
@@ -71,17 +72,17 @@ def run(args: argparse.Namespace) -> None:
     questions = load_questions(run, args.questions, need_right=False)
     with Stop() as stop:
         if is_special(output):
-            trained = restore(run, args.task, search=args.search)
+            trained = restore(run, args.task, search=args.search, rerank=args.rerank)
             with open(output, "wb") as stream:
                 _append(stream, trained, questions, nbest, 0, stop)
             return
         exported = find_task(run, args.task)
-        search = args.search or question_search(exported.task, run.config)
-        settings = prediction_settings(run, exported, questions, nbest, search)
+        pipeline = search_pipeline(exported.task, run.config, args.search, args.rerank)
+        settings = prediction_settings(run, exported, questions, nbest, pipeline)
         with exclusive_lock(output.parent, output.name):
             done = resume(output, settings, len(questions))
             if done < len(questions):
-                trained = restore(run, args.task, search=args.search)
+                trained = restore(run, args.task, search=args.search, rerank=args.rerank)
                 if trained.model is None or trained.model.identity != exported.identity:
                     raise UserError(
                         f"{run.workdir}: training continued in the meantime; run the command again when the run is done"
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def prediction_settings(
-    run: Run, exported: ExportedModel, questions: Sequence[Question], nbest: int, search: str
+    run: Run, exported: ExportedModel, questions: Sequence[Question], nbest: int, pipeline: SearchPipeline
 ) -> dict[str, Any]:
     """Return everything that determines the bytes of a predictions file, and facts for its readers.
 
@@ -101,17 +102,18 @@ def prediction_settings(
         exported: the exported model that answers.
         questions: the questions.
         nbest: answers per question.
-        search: one of `config.SEARCHES`.
+        pipeline: how passages are found.
     """
     question_records = [question_record(question, number) for number, question in enumerate(questions, start=1)]
-    answering, rerank = run.config.answering, reranker(exported.task, run.config)
-    settings = describe(run, exported.task, exported.step, search) | ({"reranked": rerank.passages} if rerank else {})
+    answering, rerank = run.config.answering, pipeline.rerank
+    settings = describe(run, exported.task, exported.step, pipeline)
+    settings |= {} if rerank is None else {"rerank": rerank.name, "reranked": rerank.passages}
     return settings | {
         "checkpoint": exported.identity,
         "corpus": run.sources.passages.fingerprint,
         "questions": sha256_hex(json.dumps(question_records).encode()),
         "lines": len(questions),
-        "search": search,
+        "search": pipeline.search,
         "retrieved": max(answering.retrieved, run.answering_qa.passages),
         "spans": SPANS,
         "aggregate": answering.aggregate,

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from realm_jax.cli.argument_types import nonempty, positive
-from realm_jax.cli.arguments import add_run_arguments, add_search_argument, config_changes
+from realm_jax.cli.arguments import add_rerank_argument, add_run_arguments, add_search_argument, config_changes
 from realm_jax.errors import UserError
 from realm_jax.host import signal_handler
 
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_search_argument(how)
     how.add_argument("--generation", type=nonempty, metavar="NAME", help="search this generation of the index, or the "
         "'newest', and give no answers")  # fmt: skip
+    add_rerank_argument(parser)
     add("--batch", type=positive, default=8, metavar="N", help="maximum texts per batch (default: 8)")
     add("--waiting", type=positive, default=256, metavar="N", help="maximum texts in the queue; further requests get "
         "429 (default: 256)")  # fmt: skip
@@ -96,7 +97,8 @@ def run(args: argparse.Namespace) -> None:
             raise UserError(
                 f"--host={host} --port={args.port}: cannot listen there ({error.strerror}); choose another"
             ) from None
-        options = {"search": args.search, "generation": args.generation, "config": config_changes(args)}
+        options = {name: vars(args)[name] for name in ("search", "rerank", "generation")}
+        options["config"] = config_changes(args)
         service = Service(Path(args.workdir), options, args.batch)
         limits = Limits(args.batch, args.waiting, args.timeout, args.refresh)
         # A page of another site must not reach a service on this machine by another host name (DNS rebinding).

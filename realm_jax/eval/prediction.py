@@ -34,7 +34,7 @@ from realm_jax.eval.retrieval_metrics import (
     mean_by_group,
     rank_measures,
 )
-from realm_jax.forward import Index, Rerank, StaticContext, read_question, retrieve_and_rerank
+from realm_jax.forward import Index, SearchPipeline, StaticContext, read_question, retrieve_and_rerank
 from realm_jax.mesh import to_host
 from realm_jax.models.layers import Params
 from realm_jax.retrieval.fusion import FusedRanking
@@ -83,7 +83,8 @@ class Prediction(NamedTuple):
         retrieved: rows of the best passages, [answering.retrieved] int32, those that were read first; -1 if BM25
             returned fewer.
         scores: of these passages, [answering.retrieved] float32.
-        ranks: their ranks by vectors and by BM25, [answering.retrieved, 2] int32, see `retrieval.fusion.FusedRanking`.
+        ranks: their ranks by vectors, by BM25 and, if there is one, by the reranker, [answering.retrieved, 2 or 3]
+            int32, see `SearchPipeline.ranks_by_stage`.
     """
 
     nbest: list[Answer]
@@ -127,10 +128,10 @@ def merge(occurrences: Iterable[Answer], aggregate: str) -> list[Answer]:
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _find(
-    qa: QaConfig, context: StaticContext, rerank: Rerank | None, depth: int, params: Params, batch: Any, index: Index
+    qa: QaConfig, context: StaticContext, pipeline: SearchPipeline, depth: int, params: Params, batch: Any, index: Index
 ) -> FusedRanking:
     """Return the `depth` best passages, [batch, depth]. One compiled program serves all question sets of a run."""
-    return retrieve_and_rerank(qa, context, params, batch, index, None, depth, rerank)[0]
+    return retrieve_and_rerank(qa, context, params, batch, index, None, depth, pipeline)[0]
 
 
 class _Read(NamedTuple):
@@ -139,7 +140,7 @@ class _Read(NamedTuple):
     Attributes:
         retrieved: rows, [batch, depth].
         scores: [batch, depth].
-        ranks: [batch, depth, 2], see `FusedRanking`.
+        ranks: [batch, depth, 2 or 3], see `FusedRanking`.
         prior: p(z|x), [batch, passages].
         starts: first token of each span in the passage's body, the most probable span first, [batch, passages, spans].
         widths: tokens of each span after the first, [batch, passages, spans].
@@ -157,16 +158,17 @@ class _Read(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _read(
-    qa: QaConfig, context: StaticContext, rerank: Rerank | None, depth: int, spans: int, params: Params, batch: Any,
+    qa: QaConfig, context: StaticContext, pipeline: SearchPipeline, depth: int, spans: int, params: Params, batch: Any,
     index: Index,
 ) -> _Read:  # fmt: skip
     """Retrieve `depth` passages, read the first, and take the most probable spans of each."""
     width = context.model.reader.span_width
-    read = read_question(qa, context, params, batch, index, None, max(depth, qa.passages), rerank)
+    read = read_question(qa, context, params, batch, index, None, max(depth, qa.passages), pipeline)
     flat = read.spans.reshape(*read.prior.shape, -1)  # [batch, passages, length · width]
     log_p, positions = jax.lax.top_k(flat, min(spans, flat.shape[-1]))  # [batch, passages, spans]
     starts = positions // width - read.reader_input.body_start[..., None]
-    return _Read(*read.beam, jnp.exp(read.prior), starts, positions % width, log_p)
+    beam = read.beam
+    return _Read(beam.rows, beam.scores, beam.ranks, jnp.exp(read.prior), starts, positions % width, log_p)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,16 +178,14 @@ class Evaluator:
     Attributes:
         run: with corpus, networks and mesh.
         questions: in the order of all results.
-        search: one of `config.SEARCHES`.
-        rerank: reorders the passages that are read; None for none.
+        pipeline: how passages are found.
         cloze: the reader gets questions as sentences with a blank (`cloze_pieces`).
         at_a_time: questions of a batch; None for `evaluation.batch_size`.
     """
 
     run: Run
     questions: Sequence[Question]
-    search: str = "vectors"
-    rerank: Rerank | None = None
+    pipeline: SearchPipeline = SearchPipeline()
     cloze: bool = False
     at_a_time: int | None = None
 
@@ -205,7 +205,7 @@ class Evaluator:
         if self.cloze:  # only the reader's query has a blank
             blanks = (query_arrays(cloze_pieces(text, tokenizer), length, tokenizer) for text in texts)
             rows = [row | with_reader_query(blank) for row, blank in zip(rows, blanks, strict=True)]
-        if self.search != "vectors":
+        if self.pipeline.search != "vectors":
             rows = [row | self._bm25_hits.arrays(number) for number, row in enumerate(rows)]
         return rows
 
@@ -242,7 +242,7 @@ class Evaluator:
             Rows [questions, depth] int64.
         """
         depth = min(depth, self.run.context.rows) or self.depth
-        if self.search == "bm25" and self.rerank is None:
+        if self.pipeline == SearchPipeline("bm25"):
             hits = self._bm25_hits if depth <= self._bm25_hits.rows.shape[1] else self._search_bm25(depth)
             return hits.rows[:, :depth].astype(np.int64)
         rows: NDArray[np.int64] = self.ranking(params, index, depth).rows.astype(np.int64)
@@ -257,11 +257,11 @@ class Evaluator:
             depth: passages for each question.
 
         Returns:
-            Rows, scores and ranks, [questions, depth or all rows, …].
+            Arrays [questions, depth or all rows, …].
         """
-        run, qa = self.run, dataclasses.replace(self.run.config.qa, search=self.search)
+        run, qa = self.run, self.run.config.qa
         batches = (put_batch(run.mesh, batch) for batch in self._batches)
-        parts = [_find(qa, run.context, self.rerank, depth, params, batch, index) for batch in batches]
+        parts = [_find(qa, run.context, self.pipeline, depth, params, batch, index) for batch in batches]
         columns = [np.concatenate([*map(to_host, column)]) for column in zip(*parts, strict=True)]
         return FusedRanking(*(column[: len(self.questions)] for column in columns))
 
@@ -317,10 +317,9 @@ class Evaluator:
     def predict_batches(self, params: Params, index: Index) -> Iterator[list[Prediction]]:
         """Answer `batch_size` questions at a time. Arguments: see `predict`."""
         run, remaining = self.run, len(self.questions)
-        qa = dataclasses.replace(run.answering_qa, search=self.search)
         for batch in self._batches:
             placed = put_batch(run.mesh, batch)
-            outputs = _read(qa, run.context, self.rerank, self.depth, SPANS, params, placed, index)
+            outputs = _read(run.answering_qa, run.context, self.pipeline, self.depth, SPANS, params, placed, index)
             parts = zip(*map(to_host, outputs), strict=True)
             yield [self._assemble(_Read(*question)) for question in [*parts][:remaining]]
             remaining -= len(batch["query"])

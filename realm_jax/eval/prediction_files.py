@@ -224,7 +224,8 @@ def resume(output: Path, settings: dict[str, Any], questions: int) -> int:
     if not file.is_file():
         raise UserError(f"--output={output}: is not a file of `realm predict` (there is no {file.name}); name another")
     existing = read_json(file)
-    changed = [key for key, value in settings.items() if not isinstance(existing, dict) or existing.get(key) != value]
+    recorded = existing if isinstance(existing, dict) else {}
+    changed = [key for key in settings | recorded if recorded.get(key) != settings.get(key)]  # "rerank" may be missing
     if changed:
         raise UserError(
             f"--output={output}: was made with other {' and '.join(changed)} ({file.name} has them); "

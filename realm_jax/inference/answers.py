@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from realm_jax.data.questions import Question
 from realm_jax.eval.prediction import Answer as PredictedAnswer
-from realm_jax.train.trained_run import NBEST, TrainedRun, float32_digits, ranks_by_search, recorded_metrics
+from realm_jax.train.trained_run import NBEST, TrainedRun, float32_digits, recorded_metrics
 
 NEAREST = 5  # default number of passages of a search
 
@@ -59,7 +59,8 @@ class Candidate(PassageSource):
     """A passage that was read.
 
     Attributes:
-        ranks: its rank from 1 in each search that returned it, {"vectors": 3, "bm25": 1}.
+        ranks: its rank from 1 in each stage that ranked it, {"vectors": 3, "bm25": 1, "tokens": 2}: a search that
+            returned it, and the reranker ("tokens" or "cross-encoder") if it placed this passage.
         probability: p(z|x) among the passages that were read.
         answer: the best answer in it, if a reader was trained.
         span: [start, end) of this answer in characters.
@@ -145,9 +146,10 @@ def answers(trained: TrainedRun, questions: Sequence[str], top: int | None = Non
         measured = Measured({"exact_match": recorded.exact_match, "recall@5": recorded.recall, "on": recorded.on})
     answered = []
     for question, prediction in zip(questions, evaluator.predict(trained.params, trained.index), strict=True):
-        ranks = dict(zip(prediction.retrieved.tolist(), map(ranks_by_search, prediction.ranks.tolist()), strict=True))
+        by_stage = map(trained.pipeline.ranks_by_stage, prediction.ranks.tolist())
+        ranks = dict(zip(prediction.retrieved.tolist(), by_stage, strict=True))
         passages = prediction.candidates
-        # Without a reader, or with one that has seen no question, the candidates stay in the order of the search.
+        # Without a reader, or with one that has seen no question, candidates stay in the order of the pipeline.
         if reads and not trained.reads_blanks:
             passages = sorted(passages, key=lambda passage: -passage.probability)
         candidates = []
@@ -184,11 +186,12 @@ def nearest(trained: TrainedRun, questions: Sequence[str], top: int = NEAREST, b
     evaluator = trained.evaluator([Question(question, []) for question in questions], batch_size)
     ranking = evaluator.ranking(trained.params, trained.index, top)  # [questions, top, …]
     replies = []
-    for question, *columns in zip(questions, *(column.tolist() for column in ranking), strict=True):
+    columns_of_all = (ranking.rows.tolist(), ranking.scores.tolist(), ranking.ranks.tolist())
+    for question, *columns in zip(questions, *columns_of_all, strict=True):
         candidates = [
             NearPassage(
                 **passage_source(trained, row),
-                ranks=ranks_by_search(ranks),
+                ranks=trained.pipeline.ranks_by_stage(ranks),
                 score=score,
                 text=trained.run.sources.passages.text(row),
             )

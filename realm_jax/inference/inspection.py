@@ -5,7 +5,6 @@ posterior p(z|x,y), which tells how far a passage explains y. Posterior minus pr
 score in the gradient of log p(y|x) (Guu et al. 2020, section 3.3). `realm_jax/cli/inspect.py` shows it.
 """
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -24,7 +23,7 @@ from realm_jax.data.tokenizer import MARK
 from realm_jax.errors import UserError
 from realm_jax.forward import (
     Index,
-    Rerank,
+    SearchPipeline,
     StaticContext,
     embed_searching_queries,
     gather_passages,
@@ -367,20 +366,20 @@ def inspect_question(trained: TrainedRun, question: str, answer: str | None = No
             )
         raise UserError(f"the answer {answer!r} has no tokens; give a word that a passage may hold")
     example = evaluator.queries[0] | {name: target[name] for name in ("answers", "answer_lengths")}
-    qa, batch = dataclasses.replace(run.answering_qa, search=trained.search), _put(run, [example])
-    outputs = _inspect_question_batch(qa, run.context, trained.rerank, trained.params, batch, trained.index)
+    qa, batch = run.answering_qa, _put(run, [example])
+    outputs = _inspect_question_batch(qa, run.context, trained.pipeline, trained.params, batch, trained.index)
     return _inspection(trained, question, answer, *(to_host(part)[0] for part in outputs))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _inspect_question_batch(
-    qa: QaConfig, context: StaticContext, rerank: Rerank | None, params: Params, batch: Any, index: Index
+    qa: QaConfig, context: StaticContext, pipeline: SearchPipeline, params: Params, batch: Any, index: Index
 ) -> tuple[jax.Array, ...]:
     """Return rows, log p(z|x) and log p(y|z,x), [batch, k]; and `Inspection.held`, [batch]."""
-    read = read_question(qa, context, params, batch, index, None, qa.passages, rerank)
+    read = read_question(qa, context, params, batch, index, None, qa.passages, pipeline)
     likelihood = log_sum_selected(read.spans, read.correct, (2, 3))
     rows, scores = read.rows, read.scores
-    if rerank is not None:  # the scores of all other passages come from the retriever only
+    if pipeline.rerank is not None:  # the scores of all other passages come from the retriever only
         scores = stored_scores(embed_searching_queries(context, params, batch, index.query_encoder), index, rows)
     held = jnp.exp(jax.nn.logsumexp(scores, axis=1) - _log_total(context, params, batch, index))
     return rows, read.prior, likelihood, held

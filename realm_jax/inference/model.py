@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.config import SEARCHES
+from realm_jax.config import RERANKERS, SEARCHES
 from realm_jax.data.examples import document_arrays, query_arrays
 from realm_jax.data.questions import checked_questions
 from realm_jax.data.staging import is_remote
@@ -61,6 +61,7 @@ class Model:
         *,
         task: str | None = None,
         search: str | None = None,
+        rerank: str | None = None,
         generation: str | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
@@ -70,17 +71,19 @@ class Model:
             workdir: the run directory.
             task: that trained the parameters (default: the last finished task; for blanks, pre-training).
             search: 'vectors', 'bm25' or 'hybrid' (default: the config's qa.search).
+            rerank: 'tokens', 'cross-encoder' or 'none' (default: the config's answering.rerank).
             generation: name of an index version, or 'newest'; it searches but does not answer.
             config: runtime and evaluation keys to change, such as {"answering.read": 50, "data.path": "moved/data"}.
 
         Raises:
-            UserError: there is no run, exported model, task or generation of this name, or the prepared folder is
-                missing or another one.
+            UserError: there is no run, exported model, task, cross-encoder or generation of this name, or the prepared
+                folder is missing or another one.
         """
-        if search not in (None, *SEARCHES):
-            raise UserError(f"search={search}: choose among {', '.join(SEARCHES)}")
-        if generation is not None and (task, search) != (None, None):
-            raise UserError(f"generation={generation}: goes without task and search; leave them out")
+        for name, value, choices in (("search", search, SEARCHES), ("rerank", rerank, RERANKERS)):
+            if value not in (None, *choices):
+                raise UserError(f"{name}={value}: choose among {', '.join(choices)}")
+        if generation is not None and (task, search, rerank) != (None, None, None):
+            raise UserError(f"generation={generation}: goes without task, search and rerank; leave them out")
         if is_remote(str(workdir)):
             raise UserError(f"workdir={workdir}: a model is opened from a folder; copy the run to a disk, or mount it")
         if not isinstance(config, Mapping | None):
@@ -89,7 +92,7 @@ class Model:
         self._changes = run_changes([f"--config.{key}={value}" for key, value in (config or {}).items()])
         opened = open_run_for_inference(self.workdir, self._changes, questions=False)
         if generation is None:
-            self.trained = restore(opened, task, search=search, warn=False)
+            self.trained = restore(opened, task, search=search, rerank=rerank, warn=False)
         else:
             self.trained = open_generation(opened, generation)
         self.generation, self._named = generation, task
@@ -178,7 +181,7 @@ class Model:
     ) -> Reply | list[Reply]:
         """Check questions and return the reply to each; the reply itself for a single question."""
         questions = [question] if isinstance(question, str) else _checked_texts(question, "questions")
-        checked = [check_question(self.run, text, self.trained.search) for text in questions]
+        checked = [check_question(self.run, text, self.trained.pipeline.search) for text in questions]
         # Padded to a power of two, so that a few programs serve any number of questions.
         size = min(_checked_positive(batch_size, "batch_size"), 1 << (max(len(checked), 1) - 1).bit_length())
         replies = reply_to(checked, size) if checked else []

@@ -14,38 +14,40 @@ from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import Record, question_record
 from realm_jax.eval.question_metrics import summarize
 from realm_jax.eval.retrieval_metrics import answer_hits
+from realm_jax.forward import SearchPipeline
 from realm_jax.inference.answers import scored_answer
 from realm_jax.run import Run
-from realm_jax.tasks.answering import needs_vectors, reads_passages, reranker
+from realm_jax.tasks.answering import needs_vectors, reads_passages
 from realm_jax.tasks.closed_book import predict_closed_book
 from realm_jax.train.results import bm25_question_rows
-from realm_jax.train.trained_run import NBEST, TrainedRun, float32_digits, ranks_by_search
+from realm_jax.train.trained_run import NBEST, TrainedRun, float32_digits
 
 FIELDS = """  prediction, probability   the most probable answer, as its passage spells it
   passage                   {"id", "part", "title", "span"}; part: number of the passage in its document, from 0;
                             span: characters of the passage's text; null if no passage was retrieved
   nbest                     the most probable answers, each with probability and passage
   retrieved                 {"id", "score", "ranks", "has_answer"}: the best passages, of which the first are read;
-                            score: of the retriever, plus that of the reranker if there is one; ranks: from 1, in each
-                            search that returned the passage, {"vectors": 3, "bm25": 1}
+                            score: of the retriever, plus that of the cross-encoder if there is one; ranks: from 1, in
+                            each search that returned the passage and by the reranker that placed it, {"vectors": 3,
+                            "bm25": 1, "tokens": 2}
   reader_oracle             true if the reader could have chosen a right answer in the passages that it read
 
 A reader without passages (task closed_book) writes only prediction and probability.
 """
 
 
-def describe(run: Run, task: str, step: int, search: str) -> dict[str, Any]:
+def describe(run: Run, task: str, step: int, pipeline: SearchPipeline) -> dict[str, Any]:
     """Return the facts reported with metrics: {"task", "step", "parameters", "passages", "passages_read"}.
 
     Args:
         run: its fixed parts.
         task: that trained the parameters.
         step: of the parameters.
-        search: one of `config.SEARCHES`.
+        pipeline: how passages are found.
     """
-    rerank, shapes = reranker(task, run.config), run.abstract_params
-    encoders = run.model.embedder_names if needs_vectors(task, run.config, search) else ()
-    used = [shapes[name] for name in (*encoders, "reader", *([rerank.network] if rerank else []))]
+    encoders = run.model.embedder_names if needs_vectors(task, run.config, pipeline.search) else ()
+    networks = {*encoders, "reader", *(pipeline.rerank.networks if pipeline.rerank else ())}
+    used = [run.abstract_params[name] for name in networks]
     return {
         "task": task,
         "step": step,
@@ -92,7 +94,7 @@ def records(
             ):  # fmt: skip
                 if row >= 0:
                     passage = {"id": store.document_id(row), "score": float32_digits(score)}
-                    passage["ranks"] = ranks_by_search(ranks)
+                    passage["ranks"] = trained.pipeline.ranks_by_stage(ranks)
                     retrieved.append(passage | ({"has_answer": hit} if question.answers else {}))
             record = question_record(question, first) | {
                 "prediction": ranked[0]["answer"],
@@ -122,7 +124,7 @@ def evaluate(
         "low", "high", "questions"}, …}, "bm25": {"recall@1", …}}; and the records of all questions.
     """
     scored = [record for batch in records(trained, questions) for record in batch]
-    report = describe(trained.run, trained.task, trained.step, trained.search) | {"questions": len(scored)}
+    report = describe(trained.run, trained.task, trained.step, trained.pipeline) | {"questions": len(scored)}
     report["measures"] = summarize(scored)
     if bm25 and reads_passages(trained.task):
         evaluator = Evaluator(trained.run, questions)

@@ -143,6 +143,42 @@ def query_sequences(query: Array, lengths: Array, template: Template | None = No
     return EncoderInput(ids, jnp.zeros_like(ids), token_mask(lengths, ids.shape[1]))
 
 
+def document_text_mask(passages: PassageBatch, texts: EncoderInput, template: Template | None = None) -> Array:
+    """Return True on the tokens of passages, special tokens included, without those of a template.
+
+    Args:
+        passages: ids [batch, d].
+        texts: the same passages laid out by `document_sequences`, arrays [batch, length].
+        template: with which they were laid out.
+
+    Returns:
+        [batch, length] bool.
+    """
+    if template is None:
+        return texts.mask
+    front, gap = len(template.before), len(template.between)
+    shown = passages.title_lengths.astype(jnp.int32)[:, None] if template.titled else 0  # [batch, 1]
+    body = 1 + front + shown + gap  # index of each body's first token
+    position = jnp.arange(texts.ids.shape[-1])
+    is_literal = ((position >= 1) & (position < 1 + front)) | ((position >= body - gap) & (position < body))
+    return texts.mask & ~is_literal
+
+
+def query_text_mask(texts: EncoderInput, template: Template | None = None) -> Array:
+    """Return True on the tokens of queries, special tokens included, without those of a template.
+
+    Args:
+        texts: queries laid out by `query_sequences`, arrays [batch, length].
+        template: with which they were laid out.
+
+    Returns:
+        [batch, length] bool.
+    """
+    position = jnp.arange(texts.ids.shape[-1])
+    front = 0 if template is None else len(template.before)
+    return texts.mask & ~((position >= 1) & (position < 1 + front))
+
+
 def null_passages(batch: int, special: tuple[int, int]) -> PassageBatch:
     """Return the null document `[CLS] [SEP] [SEP]` for each example.
 

@@ -16,7 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from realm_jax.models.bert import Bert, apply
-from realm_jax.models.inputs import EncoderInput, PassageBatch, document_sequences, query_sequences
+from realm_jax.models.inputs import (
+    EncoderInput,
+    PassageBatch,
+    document_sequences,
+    document_text_mask,
+    query_sequences,
+    query_text_mask,
+)
 from realm_jax.models.layers import BertConfig, Dropout, Params, dense, layer_norm
 from realm_jax.models.packing import fitting_mask
 from realm_jax.models.prompts import Template, query_lengths
@@ -82,6 +89,12 @@ POOLINGS = {  # values of config.encoder.pooling; exports, imports and FLOPs rea
 }
 
 
+def unit_vectors(vectors: Array) -> Array:
+    """Divide vectors [..., size] by their lengths."""
+    squares = jnp.square(vectors).sum(axis=-1, keepdims=True)  # [..., 1]
+    return vectors * jax.lax.rsqrt(jnp.maximum(squares, MIN_NORM**2))
+
+
 # --- The network ------------------------------------------------------------------------------------------------------
 
 
@@ -134,8 +147,7 @@ class Encoder(nn.Module):
             axes, init = ("embed", "projection"), nn.initializers.glorot_uniform()
             vector = dense(self.projection, axes, c, "projection", init, jnp.float32)(vector)  # [batch, projection]
         if self.normalization == "l2":
-            squares = jnp.square(vector).sum(axis=-1, keepdims=True)  # [batch, 1]
-            return vector * jax.lax.rsqrt(jnp.maximum(squares, MIN_NORM**2))
+            return unit_vectors(vector)
         if self.normalization == "none":
             return vector
         vector = layer_norm("projection_norm", self.norm_epsilon, self.norm_scale)(vector)
@@ -143,6 +155,18 @@ class Encoder(nn.Module):
 
 
 # --- Both encoders ----------------------------------------------------------------------------------------------------
+
+
+class TokenVectors(NamedTuple):
+    """The token vectors of texts.
+
+    Attributes:
+        vectors: hidden states of the last layer, each divided by its length, [batch, length, width] float32.
+        mask: True on tokens of the text and special tokens, false on padding and on a template, [batch, length] bool.
+    """
+
+    vectors: Array
+    mask: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,6 +263,41 @@ class Retriever:
         """
         texts = document_sequences(passages, self.passage_template)
         return self._embed(params[self.embedder_names[-1]], texts, key, packed_length)
+
+    def query_tokens(self, params: Params, query: Array, lengths: Array) -> TokenVectors:
+        """Return the token vectors of queries, without dropout.
+
+        The tokens of the template are read, but masked out: they are the same in all queries.
+
+        Args:
+            params: all parameters.
+            query: tokens of `[CLS] text [SEP]`, [batch, q] int.
+            lengths: of the queries, [batch].
+
+        Returns:
+            Arrays [batch, q + the template's tokens, …].
+        """
+        texts = query_sequences(query, lengths, self.query_template)
+        vectors = self._token_vectors(params[self.embedder_names[0]], texts)
+        return TokenVectors(vectors, query_text_mask(texts, self.query_template))
+
+    def document_tokens(self, params: Params, passages: PassageBatch) -> TokenVectors:
+        """Return the token vectors of passages, without dropout; see `query_tokens`.
+
+        Args:
+            params: all parameters.
+            passages: ids [batch, d].
+
+        Returns:
+            Arrays [batch, length, …], in the layout of `document_sequences`.
+        """
+        texts = document_sequences(passages, self.passage_template)
+        vectors = self._token_vectors(params[self.embedder_names[-1]], texts)
+        return TokenVectors(vectors, document_text_mask(passages, texts, self.passage_template))
+
+    def _token_vectors(self, encoder_params: Params, texts: EncoderInput) -> Array:
+        hidden = apply(Bert(self.bert), encoder_params["bert"], texts, "__call__", None).astype(jnp.float32)
+        return unit_vectors(hidden)  # [batch, length, width]
 
     def _embed(self, encoder_params: Params, texts: EncoderInput, key: Array | None, packed_length: int) -> Array:
         vectors: Array = apply(self.encoder, encoder_params, texts, "__call__", key, packed_length)

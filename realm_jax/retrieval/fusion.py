@@ -20,12 +20,14 @@ class FusedRanking(NamedTuple):
         rows: int32 [queries, depth], the best first; −1 is not a candidate.
         scores: float32 [queries, depth].
         ranks: rank of each passage in the list of vectors and in that of BM25, from 1; 0 if it is not in it; int32
-            [queries, depth, 2].
+            [queries, depth, 2]. A reranker adds a third column, its own ranks.
+        values: by which the search ordered the passages, float32 [queries, depth]; without meaning for a row of −1.
     """
 
     rows: Any
     scores: Any
     ranks: Any
+    values: Any
 
 
 def fuse(
@@ -73,11 +75,13 @@ def fuse(
     bm25_ranks = xp.where(same, xp.arange(1, same.shape[2] + 1)[None, None], 0).sum(axis=2)  # [queries, a]
     both_ranks = xp.stack([vector_ranks, bm25_ranks], axis=-1)
     ranks = xp.concat([both_ranks, ranks_of("bm25", xp, bm25_rows)], axis=1)  # [queries, a + b, 2]
-    is_candidate = xp.take_along_axis(fused, best, axis=1) >= 0
+    values = xp.take_along_axis(fused, best, axis=1)  # [queries, depth]
+    is_candidate = values >= 0
     return FusedRanking(
         xp.where(is_candidate, xp.take_along_axis(rows, best, axis=1), -1).astype("int32"),
         xp.take_along_axis(scores, best, axis=1),
         xp.where(is_candidate[:, :, None], xp.take_along_axis(ranks, best[:, :, None], axis=1), 0).astype("int32"),
+        values,
     )
 
 

@@ -39,6 +39,7 @@ class ModelFacts(TypedDict):
         task: that trained the parameters.
         step: of the parameters.
         search: one of `config.SEARCHES`.
+        rerank: one of `config.RERANKERS`.
         passages: number of passages in the corpus.
         vector_size: features of a vector.
         answers: True if `/ask` replies, False if only `/search` does.
@@ -50,6 +51,7 @@ class ModelFacts(TypedDict):
     task: str
     step: int
     search: str
+    rerank: str
     passages: int
     vector_size: int
     answers: bool
@@ -98,7 +100,8 @@ class Service:
             run=model.workdir.absolute().name,
             task=model.task,
             step=model.step,
-            search=model.trained.search,
+            search=model.trained.pipeline.search,
+            rerank=model.trained.pipeline.reranker,
             passages=model.passages,
             vector_size=model.vector_size,
             answers=answers,
@@ -178,7 +181,7 @@ class Service:
             error = None
             try:
                 if kind in ("ask", "search"):
-                    check_question(model.run, payload, model.trained.search)
+                    check_question(model.run, payload, model.trained.pipeline.search)
                 elif kind != "inspect":  # `Model.inspect` checks its text itself
                     payload.encode("utf-8")
             except UserError as invalid:

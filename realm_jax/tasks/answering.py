@@ -1,11 +1,13 @@
 """How questions are answered with the parameters of a task, by the task's name, because few tasks differ.
 
-Evaluation, inference and the index call these functions to choose search, reader and reranker.
+Evaluation, inference and the index call these functions to choose search, reranker and reader.
 """
 
-from realm_jax.config import Config, task_names
-from realm_jax.forward import Rerank
-from realm_jax.tasks.rerank import NAME, added
+from realm_jax.config import AUTO, Config, task_names
+from realm_jax.errors import UserError
+from realm_jax.forward import Rerank, SearchPipeline, rescore_by_tokens
+from realm_jax.models.folders import SHARED, TOWERS
+from realm_jax.tasks.rerank import NAME, rescore
 
 # Tasks that learn from questions with answers, and end with answers to them.
 ANSWERING_TASKS = ("qa", "closed_book", "rerank")
@@ -67,8 +69,8 @@ def needs_vectors(task: str, config: Config, search: str | None = None) -> bool:
     return not (search == "bm25" and trains_qa_reader(task) and config.qa.uses_bm25_only)
 
 
-def reranker(task: str, config: Config) -> Rerank | None:
-    """Return the reranker that orders passages before they are read; None if the recipe has trained none by then.
+def trained_reranker(task: str, config: Config) -> Rerank | None:
+    """Return the cross-encoder; None if the recipe has trained none by the end of a task.
 
     Args:
         task: name of the last trained task.
@@ -77,4 +79,41 @@ def reranker(task: str, config: Config) -> Rerank | None:
     names = task_names(config)
     if task not in names or "rerank" not in names[: names.index(task) + 1]:
         return None
-    return Rerank(config.rerank.passages, NAME, added)
+    return Rerank("cross-encoder", config.rerank.passages, (NAME,), rescore)
+
+
+def search_pipeline(task: str, config: Config, search: str | None = None, rerank: str | None = None) -> SearchPipeline:
+    """Return how passages of questions are found with the parameters of a task.
+
+    Args:
+        task: its name.
+        config: of the run.
+        search: one of `config.SEARCHES`; None for that of `question_search`.
+        rerank: one of `config.RERANKERS`; None for `answering.rerank`.
+
+    Raises:
+        UserError: the cross-encoder was not trained by the end of the task.
+    """
+    search, rerank = search or question_search(task, config), rerank or config.answering.rerank
+    if not reads_passages(task) or rerank == "none":
+        return SearchPipeline(search)
+    if rerank == "tokens":
+        encoders = (SHARED,) if config.model.shared_tower else TOWERS
+        return SearchPipeline(search, Rerank(rerank, config.answering.rerank_depth, encoders, rescore_by_tokens))
+    trained = trained_reranker(task, config)
+    if trained is None and rerank != AUTO:
+        raise UserError(
+            f"--rerank={rerank}: no cross-encoder was trained by the end of task {task}; train one (--config=rerank), "
+            "or choose tokens or none"
+        )
+    return SearchPipeline(search, trained)
+
+
+def evaluation_pipeline(task: str, config: Config) -> SearchPipeline:
+    """Return how passages are found when a task is measured in training, with the cross-encoder if it was trained.
+
+    Args:
+        task: its name.
+        config: of the run.
+    """
+    return SearchPipeline(evaluation_search(task, config), trained_reranker(task, config))

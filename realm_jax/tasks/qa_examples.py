@@ -35,6 +35,7 @@ from realm_jax.data.store import PassageStore
 from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
+from realm_jax.forward import SearchPipeline
 from realm_jax.models.inputs import DOCUMENT_SPECIALS
 from realm_jax.models.layers import Params
 from realm_jax.run import Run
@@ -145,7 +146,7 @@ def retrieved_at_start(
     """
     run, qa = task.run, task.run.config.qa
     index = run.index_without_vectors if qa.uses_bm25_only else run.index(embed())
-    return Evaluator(run, questions, qa.search).retrieve(params, index, min(depth, run.context.rows))
+    return Evaluator(run, questions, SearchPipeline(qa.search)).retrieve(params, index, min(depth, run.context.rows))
 
 
 # --- Patterns for answers ---------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from realm_jax.data.examples import Examples
 from realm_jax.forward import (
     Batch,
     Index,
+    Rescored,
     StaticContext,
     bm25_list_length,
     falling_scores,
@@ -30,6 +31,7 @@ from realm_jax.models.inputs import PassageBatch, ReaderInput, flatten_passages,
 from realm_jax.models.layers import BertConfig, Dropout, Params, dense
 from realm_jax.models.losses import WeightedSum, log_sum_selected
 from realm_jax.models.networks import Network
+from realm_jax.retrieval.fusion import FusedRanking
 from realm_jax.run import Run
 from realm_jax.tasks.base import EmbedCorpus, ExampleSpec, Metrics, Task, batch_mean, question_spec
 from realm_jax.tasks.qa_examples import retrieved_examples, training_questions
@@ -171,8 +173,27 @@ def scores_of(context: StaticContext, params: Params, joint: ReaderInput, key: A
     return network.scores(params, flatten_passages(joint), key).reshape(joint.ids.shape[:2])
 
 
+def rescore(
+    qa: QaConfig, context: StaticContext, params: Params, batch: Batch, documents: PassageBatch, ranking: FusedRanking
+) -> Rescored:
+    """Add the scores of the cross-encoder to those of passages.
+
+    The sorted scores represent the order of the search, which stays the same if nothing is added.
+
+    Args:
+        qa: settings of fine-tuning.
+        context: has the networks.
+        params: all parameters.
+        batch: arrays of questions, [batch, …].
+        documents: the passages, arrays [batch, k, …].
+        ranking: of the passages, [batch, k].
+    """
+    added_scores = added(qa, context, params, batch, documents)  # [batch, k]
+    return Rescored(falling_scores(ranking.scores) + added_scores, ranking.scores + added_scores)
+
+
 def added(qa: QaConfig, context: StaticContext, params: Params, batch: Batch, documents: PassageBatch) -> Array:
-    """Return the scores that `Rerank` adds to those of passages, float32 [batch, k].
+    """Return the scores that the cross-encoder adds to those of passages, float32 [batch, k].
 
     The passages of one rank are read at a time, so memory does not depend on k.
 

@@ -11,7 +11,7 @@ from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import Index
 from realm_jax.models.layers import Params
 from realm_jax.run import Run
-from realm_jax.tasks.answering import evaluation_search, reads_passages, reranker, trains_qa_reader
+from realm_jax.tasks.answering import evaluation_pipeline, reads_passages, trains_qa_reader
 from realm_jax.tasks.base import Task
 from realm_jax.tasks.closed_book import predict_closed_book
 
@@ -43,7 +43,7 @@ def make_measure(task: Task) -> Measure | None:
         return measure_closed_book if with_answers else None
     if not questions:
         return None
-    evaluator = Evaluator(run, questions, evaluation_search(name, run.config), reranker(name, run.config))
+    evaluator = Evaluator(run, questions, evaluation_pipeline(name, run.config))
 
     def measure(params: Params, index: Index | None, final: bool) -> dict[str, Any]:
         if index is None:

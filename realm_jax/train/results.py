@@ -31,10 +31,10 @@ from realm_jax.run import Run
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.tasks.answering import (
     ANSWERING_TASKS,
-    evaluation_search,
+    evaluation_pipeline,
     needs_vectors,
     question_search,
-    reranker,
+    search_pipeline,
     trains_qa_reader,
 )
 from realm_jax.train.best import keeps_best, selection_metric
@@ -169,7 +169,7 @@ def write_results(run: Run, params: Params, questions: Sequence[Question], comma
     """
     # --- Metrics that the last task did not evaluate: recall of hybrid search, exact match of a reader of `init_from`
     names, last = task_names(run.config), task_names(run.config)[-1]
-    search, rerank = question_search(last, run.config), reranker(last, run.config)
+    pipeline = search_pipeline(last, run.config)
     if needs_vectors(last, run.config):
         vectors = exported_vectors(run, last)
         index = run.index(run.embed(params) if vectors is None else vectors)
@@ -177,15 +177,15 @@ def write_results(run: Run, params: Params, questions: Sequence[Question], comma
         index = run.index_without_vectors
     started_with_reader = broadcast_from_process_0(begins_with_reader(run.workdir))
     measured = dict[str, Any]()
-    if search != evaluation_search(last, run.config):
-        measured |= Evaluator(run, questions, search, rerank).recall(params, index)
+    if pipeline != evaluation_pipeline(last, run.config):
+        measured |= Evaluator(run, questions, pipeline).recall(params, index)
     if started_with_reader and last not in ANSWERING_TASKS and (with_answers := answered(questions)):
-        evaluator = Evaluator(run, with_answers, search, rerank)
+        evaluator = Evaluator(run, with_answers, pipeline)
         measured["exact_match"] = evaluator.exact_match(evaluator.predict(params, index))
 
     # --- Examples; only process 0 goes on after the predictions
     example_questions = evenly_spaced(questions, NUM_EXAMPLES)
-    predictions = Evaluator(run, example_questions, search, rerank).predict(params, index)
+    predictions = Evaluator(run, example_questions, pipeline).predict(params, index)
     if not is_process_0():
         return {}
     store = run.sources.passages

@@ -21,7 +21,7 @@ from realm_jax.data.questions import Question, read_questions
 from realm_jax.data.staging import PREPARED, is_remote
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
-from realm_jax.forward import Index, Rerank
+from realm_jax.forward import Index, SearchPipeline
 from realm_jax.indexing.exporter import to_arrays, to_params
 from realm_jax.indexing.files import (
     Manifest,
@@ -44,7 +44,7 @@ from realm_jax.tasks.answering import (
     needs_vectors,
     question_search,
     reads_passages,
-    reranker,
+    search_pipeline,
     trains_cloze_reader,
     trains_qa_reader,
 )
@@ -69,8 +69,7 @@ class TrainedRun:
         step: number of steps of the task.
         params: those that answers need, on the devices.
         index: the corpus, embedded with these parameters.
-        search: how to retrieve passages for questions, one of `config.SEARCHES`.
-        rerank: the reranker; None for none.
+        pipeline: how passages of questions are found.
         model: has the other parameters; None for a published generation.
     """
 
@@ -79,8 +78,7 @@ class TrainedRun:
     step: int
     params: Params
     index: Index
-    search: str = "vectors"
-    rerank: Rerank | None = None
+    pipeline: SearchPipeline = SearchPipeline()
     model: ExportedModel | None = None
 
     def evaluator(self, questions: Sequence[Question], batch_size: int | None = None) -> Evaluator:
@@ -90,7 +88,7 @@ class TrainedRun:
             questions: to answer.
             batch_size: questions at a time; None for `evaluation.batch_size`.
         """
-        return Evaluator(self.run, questions, self.search, self.rerank, self.reads_blanks, batch_size)
+        return Evaluator(self.run, questions, self.pipeline, self.reads_blanks, batch_size)
 
     @property
     def reads(self) -> bool:
@@ -215,8 +213,9 @@ def check_reads_passages(trained: TrainedRun) -> None:
 
 
 def restore(
-    run: Run, task: str | None = None, for_answers: bool = True, search: str | None = None, warn: bool = True
-) -> TrainedRun:
+    run: Run, task: str | None = None, for_answers: bool = True, search: str | None = None, rerank: str | None = None,
+    warn: bool = True,
+) -> TrainedRun:  # fmt: skip
     """Read a run's exported model, and put it on the devices with the corpus.
 
     The corpus is embedded if the model has no vectors of these passages.
@@ -226,23 +225,24 @@ def restore(
         task: name of the task that trained the parameters; None for the last finished task.
         for_answers: false to read encoders for vectors only.
         search: one of `config.SEARCHES`; None for the task's.
+        rerank: one of `config.RERANKERS`; None for `answering.rerank`.
         warn: true to warn if the reader has not learned to answer.
 
     Raises:
-        UserError: the recipe has no such task, or its exported model is missing or damaged.
+        UserError: the recipe has no such task or trained no such reranker, or its exported model is missing or damaged.
     """
     while True:
         exported = find_task(run, task)
-        method, rerank = search or question_search(exported.task, run.config), reranker(exported.task, run.config)
-        takes_vectors = needs_vectors(exported.task, run.config, method)
+        pipeline = search_pipeline(exported.task, run.config, search, rerank if for_answers else "none")
+        takes_vectors = needs_vectors(exported.task, run.config, pipeline.search)
         try:
             vectors = exported.vectors(run.sources.passages.fingerprint) if takes_vectors else None  # [passages, width]
             # The passage encoder is needed only to embed passages, which vectors make unnecessary.
             query_name, *passage_names = run.model.embedder_names  # one name if both share a network
             embeds = (takes_vectors and vectors is None) or not for_answers or run.config.qa.trains_passages
             names = [query_name, "reader", *(passage_names if embeds else ())]
-            names += [] if rerank is None else [rerank.network]
-            params = jax.device_put(exported.params(run.model, names), replicated(run.mesh))
+            names += pipeline.rerank.networks if pipeline.rerank else ()
+            params = jax.device_put(exported.params(run.model, {*names}), replicated(run.mesh))
             break
         except UserError:
             if find_task(run, task).identity == exported.identity:
@@ -262,9 +262,9 @@ def restore(
         logger.warning(
             "these are the parameters of task %s: answers come from a span head that was not fine-tuned", exported.task
         )
-    if method != "vectors" and for_answers:
+    if pipeline.search != "vectors" and for_answers:
         run.bm25()  # raises UserError if it cannot search
-    return TrainedRun(run, exported.task, exported.step, params, index, method, rerank, exported)
+    return TrainedRun(run, exported.task, exported.step, params, index, pipeline, exported)
 
 
 def find_task(run: Run, task: str | None) -> ExportedModel:
@@ -463,8 +463,3 @@ def check_question(run: Run, question: str, search: str = "vectors") -> str:
     if num_tokens > max_tokens:
         raise UserError(f"the question has {num_tokens:,} tokens, but this run reads at most {max_tokens}; shorten it")
     return question
-
-
-def ranks_by_search(ranks: Sequence[int]) -> dict[str, int]:
-    """Return the ranks of a passage, from 1, by the searches that retrieved it: {"vectors": 3, "bm25": 1}."""
-    return {search: rank for search, rank in zip(("vectors", "bm25"), ranks, strict=True) if rank}

@@ -31,6 +31,7 @@ from realm_jax.data.questions import Question
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval import prediction
+from realm_jax.forward import SearchPipeline
 from realm_jax.indexing.heartbeat import StatusWriter
 from realm_jax.inference.model import Model
 from realm_jax.launch.status import Heartbeats, run_status
@@ -306,9 +307,9 @@ def test_a_passage_without_its_sentence_is_searched_in_its_place(done):
         body, title = store.body_tokens(sentence.row).tolist(), store.title_tokens(sentence.row).tolist()
         assert ids[1 : length - 1].tolist() == [*title, run.sources.tokenizer.sep_id, *body[:start], *body[end:]]
     params, vectors = restore(run, warn=False, for_answers=False).params, np.load(done / "vectors.npy")
-    found = evaluator.metrics(params, vectors, "vectors")[evaluate.RECALL_WITHOUT_SENTENCE]
+    found = evaluator.metrics(params, vectors)[evaluate.RECALL_WITHOUT_SENTENCE]
     assert np.flatnonzero(~np.isnan(found)).tolist() == sorted(numbers) and {*found[sorted(numbers)]} <= {0.0, 1.0}
-    assert np.isnan(evaluator.metrics(params, vectors, "bm25")[evaluate.RECALL_WITHOUT_SENTENCE]).all()
+    assert np.isnan(evaluator.metrics(params, vectors, SearchPipeline("bm25"))[evaluate.RECALL_WITHOUT_SENTENCE]).all()
 
 
 def test_steps_fit_the_time_and_keep_their_proportion():

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -245,6 +246,21 @@ def test_passages_are_found_by_words_and_vectors_where_a_question_asks_for_both(
     assert ask(trained_run, "--json", "--search=hybrid", QUESTION) == 0
     ranks = [one["ranks"] for one in json.loads(capsys.readouterr().out)["candidates"]]
     assert {"vectors", "bm25"} == set().union(*ranks)
+
+
+def test_a_reranker_puts_passages_into_its_order_and_says_so(trained_run, capsys):
+    found = []
+    for rerank in ("none", "tokens"):
+        assert ask(trained_run, "--json", f"--rerank={rerank}", QUESTION) == 0
+        found.append([one["ranks"] for one in json.loads(capsys.readouterr().out)["candidates"]])
+    assert all([*ranks] == ["vectors"] for ranks in found[0])
+    assert sorted(ranks["tokens"] for ranks in found[1]) == [1, 2, 3], "it placed all that are read"
+    assert ask(trained_run, "--rerank=tokens", QUESTION) == 0
+    assert re.search(r" v\d+ t[123] ", capsys.readouterr().out)
+    line = refused(capsys, f"--workdir={trained_run.workdir}", "--rerank=cross-encoder", QUESTION)
+    assert "--rerank=cross-encoder: no cross-encoder was trained by the end of task qa" in line
+    line = refused(capsys, f"--workdir={trained_run.workdir}", "--rerank=tokens", "--generation=newest", QUESTION)
+    assert "--rerank=tokens: goes without --generation" in line
 
 
 def test_words_alone_need_a_word(trained_run, capsys):

@@ -153,6 +153,20 @@ def test_the_keys_of_a_line_and_of_its_settings_stay_in_their_order(predicted):
     assert [*made] == [*facts, "checkpoint", "corpus", "questions", "lines", *made_with]
 
 
+def test_a_reranker_is_recorded_in_settings_and_ranks(predict_to, predicted, tmp_path, capsys):
+    output = tmp_path / "reranked.jsonl"
+    assert predict_to(output, "--rerank=tokens") == 0
+    made = json.loads(settings_file(output).read_text())
+    assert (made["rerank"], made["reranked"]) == ("tokens", 10)
+    for line, plain in zip(records(output), records(predicted), strict=True):
+        ids = [[passage["id"] for passage in one["retrieved"]] for one in (line, plain)]
+        assert sorted(ids[0][:10]) == sorted(ids[1][:10]) and ids[0][10:] == ids[1][10:]
+        assert [passage["ranks"].get("tokens") for passage in line["retrieved"]] == [*range(1, 11), *[None] * 6]
+    capsys.readouterr()
+    assert predict_to(output, "--rerank=none") == 2
+    assert "rerank" in last_line(capsys)
+
+
 @pytest.mark.parametrize("cut", [0, 10, -1, 9_000])
 def test_a_file_that_was_cut_off_ends_with_the_same_bytes(predict_to, predicted, quick, tmp_path, cut):
     output = copied(predicted, tmp_path, predicted.read_bytes()[:cut])

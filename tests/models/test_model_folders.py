@@ -18,7 +18,13 @@ from realm_jax.cli.prepare import prepare
 from realm_jax.config import INHERITED, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
-from realm_jax.models.inputs import PassageBatch, document_sequences, query_sequences
+from realm_jax.models.inputs import (
+    PassageBatch,
+    document_sequences,
+    document_text_mask,
+    query_sequences,
+    query_text_mask,
+)
 from realm_jax.models.prompts import Template, compiled, parse
 from realm_jax.train.init_from import fill_from_pretrained, find_source
 from realm_jax.train.recipe import open_run
@@ -309,9 +315,13 @@ def test_a_passage_is_laid_out_as_one_text(title, body, before, between, titled)
     assert found.ids[0, : len(wanted)].tolist() == wanted and not found.ids[0, len(wanted) :].any()
     assert found.mask[0].tolist() == [True] * len(wanted) + [False] * (found.mask.shape[1] - len(wanted))
     assert not found.segments.any()
+    passages = PassageBatch(*document_rows([(title, body)]))
+    text_ids = found.ids[0][np.asarray(document_text_mask(passages, found, template))[0]]
+    assert text_ids.tolist() == [SPECIAL.cls, *(title if titled else []), *body, SPECIAL.sep]
 
 
 def test_a_query_gets_its_prompt_behind_cls():
     query = np.array([[SPECIAL.cls, 7, SPECIAL.sep, 0]])
     found = query_sequences(query, np.array([3]), Template((8, 9)))
     assert found.ids.tolist() == [[SPECIAL.cls, 8, 9, 7, SPECIAL.sep, 0]] and found.mask.sum() == 5
+    assert query_text_mask(found, Template((8, 9))).tolist() == [[True, False, False, True, True, False]]

@@ -24,6 +24,7 @@ WAYS = dot_product_attention, cpu_attention
 MODEL = tiny_realm()
 embed_queries = jax.jit(MODEL.embed_queries)
 embed_documents = jax.jit(MODEL.embed_documents)
+query_tokens, document_tokens = jax.jit(MODEL.query_tokens), jax.jit(MODEL.document_tokens)
 read_words = jax.jit(MODEL.reader.read_words)
 read_spans = jax.jit(MODEL.reader.read_spans)
 init = jax.jit(MODEL.init)
@@ -102,6 +103,19 @@ def test_the_document_tower_is_the_same_network_with_segments():
     for row, length in enumerate(texts.lengths):
         wanted = numpy_embedder(w, texts.ids[row, :length], segments[row, :length])
         np.testing.assert_allclose(found[row], wanted, atol=2e-5)
+
+
+def test_token_vectors_are_the_hidden_states_at_unit_length():
+    query, texts = queries(), documents()
+    segments = np.asarray(document_segments(texts))
+    found = query_tokens(parameters(), query["query"], query["query_length"]), document_tokens(parameters(), texts)
+    rows = (query["query"], np.zeros_like(query["query"]), query["query_length"]), (texts.ids, segments, texts.lengths)
+    for tokens, network, (ids, kinds, lengths) in zip(found, MODEL.embedder_names, rows, strict=True):
+        np.testing.assert_array_equal(tokens.mask, np.arange(ids.shape[1]) < lengths[:, None])
+        for row, length in enumerate(lengths):
+            hidden = hidden_states(by_names(network), ids[row, :length], kinds[row, :length])
+            wanted = hidden / np.linalg.norm(hidden, axis=1, keepdims=True)
+            np.testing.assert_allclose(tokens.vectors[row, :length], wanted, atol=2e-5)
 
 
 def test_words_are_predicted_by_a_gelu_layer_and_the_word_embeddings():

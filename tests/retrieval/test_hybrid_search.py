@@ -11,6 +11,7 @@ from realm_jax.data.examples import dataset
 from realm_jax.data.questions import Question
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
+from realm_jax.forward import SearchPipeline
 from realm_jax.inference.answers import answers
 from realm_jax.inference.predictions import records
 from realm_jax.retrieval.fusion import fuse
@@ -19,7 +20,7 @@ from realm_jax.tasks.realm import unmasked_text
 from realm_jax.train.recipe import train
 from realm_jax.train.records import read_lines
 from realm_jax.train.results import bm25_question_rows
-from realm_jax.train.trained_run import TrainedRun, ranks_by_search
+from realm_jax.train.trained_run import TrainedRun
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
 
@@ -44,11 +45,12 @@ def test_fine_tuning_on_hybrid_candidates_trains_the_query_tower(fine):
 
 
 def test_questions_retrieve_the_fused_list_and_record_where_it_is_from(fine):
-    assert ranks_by_search([3, 1]) == {"vectors": 3, "bm25": 1} and ranks_by_search([0, 2]) == {"bm25": 2}
+    hybrid = SearchPipeline("hybrid")
+    assert hybrid.ranks_by_stage([3, 1]) == {"vectors": 3, "bm25": 1} and hybrid.ranks_by_stage([0, 2]) == {"bm25": 2}
     run, _, params = fine
     questions = run.sources.questions["dev"]
     vectors = run.embed(params)
-    evaluator = Evaluator(run, questions, "hybrid")
+    evaluator = Evaluator(run, questions, hybrid)
     predictions = evaluator.predict(params, run.index(vectors))
     np.testing.assert_array_equal(
         [one.retrieved for one in predictions], evaluator.retrieve(params, run.index(vectors))
@@ -70,11 +72,11 @@ def test_words_find_no_more_passages_than_share_one(fine):
     """No row is read, ranked or counted in the place of one that was not found."""
     run, _, params = fine
     nothing = Question("zzyzx qqqx", ["Ada"])
-    evaluator = Evaluator(run, [nothing, *run.sources.questions["dev"][:2]], "bm25")
+    evaluator = Evaluator(run, [nothing, *run.sources.questions["dev"][:2]], SearchPipeline("bm25"))
     np.testing.assert_array_equal(
         evaluator.retrieve(params, run.index_without_vectors), bm25_question_rows(run, evaluator)
     )
-    trained = TrainedRun(run, "qa", 4, params, run.index(run.embed(params)), "bm25")
+    trained = TrainedRun(run, "qa", 4, params, run.index(run.embed(params)), SearchPipeline("bm25"))
     first, *others = evaluator.predict(params, trained.index)
     assert not first.candidates and (first.answer, first.nbest[0].row) == ("", -1) and (first.retrieved == -1).all()
     for prediction in others:

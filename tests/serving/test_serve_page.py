@@ -267,7 +267,8 @@ def test_the_likeliest_rows_are_shown_first_and_the_empty_passage_always(page):
     expect(shown).to_have_count(6)
 
 
-FACTS = {"run": "r", "task": "qa", "step": 1, "search": "vectors", "passages": 1, "vector_size": 8, "ready": True}
+FACTS = {"run": "r", "task": "qa", "step": 1, "search": "vectors", "rerank": "none",
+         "passages": 1, "vector_size": 8, "ready": True}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -297,6 +298,11 @@ def test_without_a_reader_the_passages_are_shown_alone(page):
     told = page.get_by_role("region", name="No answer")
     expect(told).to_contain_text("No reader was trained (task qa): showing the retrieved passages.")
     expect(page.locator("#passages li")).to_contain_text("found by vectors (2nd) and words (13th)")
+    placed = candidate(span=None, ranks={"vectors": 2, "bm25": 13, "tokens": 1})
+    gives(page, "/ask", {"question": "q", "measured": None, "candidates": [placed]} | nothing)
+    ask(page)
+    found_by = "found by vectors (2nd) and words (13th); placed 1st by token vectors"
+    expect(page.locator("#passages li")).to_contain_text(found_by)
     expect(page.get_by_role("button", name="Why this answer?")).to_be_hidden()
     gives(page, "/ask", {"question": "q", "measured": None, "candidates": []} | nothing)
     ask(page)

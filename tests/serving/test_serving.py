@@ -457,6 +457,21 @@ def test_the_command_serves_what_its_flags_say(copied_run, monkeypatch):
     assert found and all([*one["ranks"]] == ["bm25"] for one in found)
 
 
+@pytest.mark.slow
+def test_questions_are_reranked_in_batches_as_in_python(trained_run):
+    service = Service(trained_run.workdir, {"rerank": "tokens"}, most=2)
+    service.warm_up(STAY)
+    python = realm_jax.Model(trained_run.workdir, rerank="tokens")
+    with TestClient(make_app(service, Limits(most=2, every=0))) as client:
+        assert client.get("/model").json()["rerank"] == "tokens"
+        asked = [question(n)["question"] for n in range(3)]
+        replies = client.post("/search", json={"question": asked, "top": 16}).json()
+    for reply, wanted in zip(replies, python.search(asked, top=16), strict=True):
+        ranks = [one["ranks"] for one in reply["candidates"]]
+        assert ranks == [one["ranks"] for one in wanted["candidates"]]
+        assert [one.get("tokens") for one in ranks] == [*range(1, 11), *[None] * 6]
+
+
 # ---- anything at all
 
 

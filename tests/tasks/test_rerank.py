@@ -14,11 +14,11 @@ from realm_jax.cli import main as cli
 from realm_jax.data.examples import dataset
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import read_settings
-from realm_jax.forward import read_question
+from realm_jax.forward import SearchPipeline, read_question
 from realm_jax.indexing.vector_cache import embed_with_cache
 from realm_jax.run import put_batch
 from realm_jax.tasks import make_task
-from realm_jax.tasks.answering import reranker
+from realm_jax.tasks.answering import search_pipeline
 from realm_jax.tasks.rerank import CANDIDATES, NAME, added
 from realm_jax.train.recipe import train
 from realm_jax.train.restore import restore_params
@@ -61,8 +61,8 @@ def test_its_start_is_the_order_of_the_search(people, tmp_path, search):
     run = opened(people, tmp_path / "run", search)
     task, params = make_task("rerank", run), run.initial_params()
     index, questions = run.index(embed_with_cache(run, params)), run.sources.questions["dev"]
-    plain = Evaluator(run, questions, search).predict(params, index)
-    start = Evaluator(run, questions, search, reranker("rerank", run.config)).predict(task.start(params), index)
+    plain = Evaluator(run, questions, SearchPipeline(search)).predict(params, index)
+    start = Evaluator(run, questions, search_pipeline("rerank", run.config)).predict(task.start(params), index)
     for before, after in zip(plain, start, strict=True):
         assert before.nbest == after.nbest and before.retrieved.tolist() == after.retrieved.tolist()
 
@@ -94,13 +94,15 @@ def test_questions_are_answered_in_its_order(trained, tmp_path):
         assert cli.main(["predict", f"--workdir={run.workdir}", f"--task={task}", f"--output={file}"]) == 0
     before, after = ([json.loads(line) for line in file.read_text().splitlines()] for file in files.values())
     plain, anew = (read_settings(str(file)) for file in files.values())
-    assert "reranked" not in plain and anew["reranked"] == PASSAGES
+    assert "reranked" not in plain and (anew["rerank"], anew["reranked"]) == ("cross-encoder", PASSAGES)
     assert anew["parameters"] > plain["parameters"]
     rows = [[[one["id"] for one in line["retrieved"]] for line in lines] for lines in (before, after)]
     assert rows[0] != rows[1]
     for searched, reranked in zip(*rows, strict=True):
         assert sorted(searched[:PASSAGES]) == sorted(reranked[:PASSAGES])
         assert searched[PASSAGES:] == reranked[PASSAGES:]
+    placed = [one["ranks"].get("cross-encoder") for one in after[0]["retrieved"]]
+    assert placed == [*range(1, PASSAGES + 1), *[None] * (len(placed) - PASSAGES)]
 
 
 def test_parameters_after_a_kill_are_the_same(trained, people, tmp_path, monkeypatch, caplog):

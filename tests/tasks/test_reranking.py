@@ -19,7 +19,7 @@ from tiny import (  # fmt: skip
 )
 
 from realm_jax.config import QaConfig
-from realm_jax.forward import Rerank, falling_scores, retrieve_and_rerank
+from realm_jax.forward import Rerank, Rescored, SearchPipeline, falling_scores, retrieve_and_rerank
 from realm_jax.models.networks import Network
 
 ROWS, BEAM, FIRST = 12, 6, 4
@@ -35,10 +35,11 @@ class Bias(Network):
         return {"value": jax.random.normal(key, (1,))}
 
 
-def last_piece(qa, context, params, batch, documents):
+def last_piece(qa, context, params, batch, documents, ranking):
     """Adds to each passage its last piece times a parameter: what no search knows."""
     last = jnp.take_along_axis(documents.ids, documents.lengths[..., None].astype(jnp.int32) - 2, axis=-1)[..., 0]
-    return params["bias"]["value"] * last.astype(jnp.float32)
+    scores = ranking.scores + params["bias"]["value"] * last.astype(jnp.float32)
+    return Rescored(scores, scores)
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +51,15 @@ def found():
     params, batch = loud_params(model, 0), query_rows([random_words(rng, 5) for _ in range(3)])
     index = embed_corpus(model, params, corpus, 1)
     context = tiny_context(one_device_mesh(), ROWS, model)
-    changed = Rerank(FIRST, "bias", last_piece)
+    changed = Rerank("cross-encoder", FIRST, ("bias",), last_piece)
 
     def beam(rerank, value, depth=BEAM):
         own = params | {"bias": {"value": jnp.float32([value])}}
         return jax.tree.map(
-            np.asarray, retrieve_and_rerank(QaConfig(), context, own, batch, index, None, depth, rerank)[0]
+            np.asarray,
+            retrieve_and_rerank(QaConfig(), context, own, batch, index, None, depth, SearchPipeline("vectors", rerank))[
+                0
+            ],
         )
 
     return corpus, beam(None, 0.0), {value: beam(changed, value) for value in (0.0, 1.0)}, beam(changed, 1.0, 2)
@@ -63,13 +67,14 @@ def found():
 
 def test_nothing_added_leaves_rows_scores_and_ranks_as_they_were(found):
     _, plain, changed, _ = found
-    for before, after in zip(plain, changed[0.0], strict=True):
+    np.testing.assert_array_equal(changed[0.0].ranks[..., 2], [[1, 2, 3, 4, 0, 0]] * len(plain.rows))
+    for before, after in zip(plain, changed[0.0]._replace(ranks=changed[0.0].ranks[..., :2]), strict=True):
         np.testing.assert_array_equal(before, after)
 
 
 def test_the_first_passages_are_ordered_by_the_sum_and_the_others_stay(found):
     corpus, plain, changed, _ = found
-    rows, scores, ranks = changed[1.0]
+    rows, scores, ranks, _ = changed[1.0]
     for example in range(len(rows)):
         first = plain.rows[example, :FIRST]
         added = np.float32([corpus[row][1][-1] for row in first])

@@ -12,6 +12,7 @@ from realm_jax.config import with_values
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
+from realm_jax.forward import SearchPipeline
 from realm_jax.retrieval.bm25 import Bm25
 from realm_jax.storage import read_json, write_json_atomic
 from realm_jax.tasks import make_task
@@ -127,7 +128,7 @@ def test_a_reader_learns_from_what_bm25_finds(people, tmp_path, objective):
         assert_same(jax.tree.map(np.asarray, last[name]), first[name])
     assert largest_change(last["reader"], first["reader"]) > 1e-3
     questions, index = run.sources.questions["dev"], run.index_without_vectors
-    evaluator = Evaluator(run, questions, search="bm25")
+    evaluator = Evaluator(run, questions, SearchPipeline("bm25"))
     rows, scores = run.bm25().scored([question.question for question in questions], len(PEOPLE))
     np.testing.assert_array_equal(evaluator.retrieve(last, index), rows)
     for found, wanted, score in zip(evaluator.predict(last, index), rows, scores, strict=True):

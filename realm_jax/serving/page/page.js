@@ -8,6 +8,7 @@ const FEW = 5; // passages of the table and other answers that are shown at firs
 const POLL = 2000; // milliseconds between two checks if the model is ready
 const BLANK = /_{2,}|\[[^[\]]+\]/; // as the service finds it
 const SEARCHES = { vectors: "vectors", bm25: "words", hybrid: "vectors and words" };
+const RERANKERS = { tokens: "token vectors", "cross-encoder": "cross-encoder", none: "no reranker" };
 const ADVICE = {
   429: "Ask again in a moment.",
   500: "Ask again; if it stays so, tell whoever runs the service.",
@@ -272,6 +273,7 @@ async function learnFacts(signal) {
     ["Task", `${facts.task}, step ${count(facts.step)}`],
     ["Passages", count(facts.passages)],
     ["Found by", SEARCHES[facts.search] ?? facts.search],
+    ["Reranked by", RERANKERS[facts.rerank] ?? facts.rerank],
     ["Numbers of a vector", count(facts.vector_size)],
     ["State", facts.ready ? "ready" : "being made ready"],
   ]);
@@ -391,9 +393,11 @@ function showPassages(candidates, heading, note) {
 }
 
 function passageItem(one) {
-  const places = Object.entries(one.ranks).map(
-    ([search, place]) => `${SEARCHES[search] ?? search} (${ordinal(place)})`,
-  );
+  const isReranker = ([stage]) => Object.hasOwn(RERANKERS, stage);
+  const ranks = Object.entries(one.ranks);
+  const places = ranks
+    .filter((entry) => !isReranker(entry))
+    .map(([search, place]) => `${SEARCHES[search] ?? search} (${ordinal(place)})`);
   const number =
     "probability" in one
       ? make(
@@ -405,6 +409,9 @@ function passageItem(one) {
         )
       : make("p", { class: "note" }, `score ${one.score.toFixed(3)}`);
   const found = make("p", { class: "note" }, places.length ? `found by ${places.join(" and ")}` : "");
+  for (const [stage, place] of ranks.filter(isReranker)) {
+    found.append(`; placed ${ordinal(place)} by ${RERANKERS[stage]}`);
+  }
   if (one.answer) found.append("; best answer: ", make("bdi", {}, one.answer));
   return make(
     "li",

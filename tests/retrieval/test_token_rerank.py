@@ -1,0 +1,151 @@
+"""Token rerank: its equations beside NumPy, and the order in which an evaluator finds and reads passages."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import loud_params
+
+from realm_jax.data.questions import Question
+from realm_jax.eval.prediction import Evaluator
+from realm_jax.forward import SearchPipeline
+from realm_jax.models.inputs import PassageBatch
+from realm_jax.retrieval.token_rerank import WEIGHT, combined_values, max_sim, z_scores
+from realm_jax.tasks.answering import search_pipeline
+
+DEPTH = 10  # answering.rerank_depth
+
+
+def unit(vectors):
+    return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+
+
+def numpy_max_sim(query, passage):
+    """query [q, width], passage [d, width] → one number."""
+    return np.mean([max(np.dot(token, other) for other in passage) for token in query])
+
+
+def numpy_order(values, similarities):
+    """Positions of the passages of one question in their new order; values that are all equal say nothing."""
+    total = np.zeros(len(values))
+    for part, weight in ((np.float64(values), 1.0), (np.float64(similarities), WEIGHT)):
+        total += weight * (part - part.mean()) / (part.std() or 1.0)
+    return np.argsort(-total, kind="stable")
+
+
+def test_max_sim_is_the_mean_over_query_tokens_of_the_largest_cosine():
+    rng = np.random.default_rng(0)
+    query, passage = (unit(rng.normal(size=(3, length, 8))).astype(np.float32) for length in (5, 7))
+    query_mask, passage_mask = (np.arange(length) < np.array([[length], [2], [3]]) for length in (5, 7))
+    found = max_sim(query, query_mask, passage, passage_mask)
+    wanted = [numpy_max_sim(*pair) for pair in zip(
+        [tokens[mask] for tokens, mask in zip(query, query_mask, strict=True)],
+        [tokens[mask] for tokens, mask in zip(passage, passage_mask, strict=True)], strict=True,
+    )]  # fmt: skip
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_max_sim_of_a_text_without_tokens_is_a_number():
+    tokens, some, none = unit(np.ones((1, 2, 4), np.float32)), np.ones((1, 2), bool), np.zeros((1, 2), bool)
+    assert max_sim(tokens, none, tokens, some).tolist() == [0.0]
+    assert max_sim(tokens, some, tokens, none).tolist() == [-1.0]
+
+
+def test_z_scores_leave_missing_passages_out():
+    values = np.float32([[3.0, 1.0, 7.0, -1e9], [2.0, 5.0, 5.0, 0.0]])
+    is_passage = np.array([[True, True, True, False], [True] * 4])
+    found = z_scores(values, is_passage)
+    known = values[0, :3]
+    np.testing.assert_allclose(found[0], [*((known - known.mean()) / known.std()), 0.0], rtol=1e-5)
+    np.testing.assert_allclose(found[1], (values[1] - values[1].mean()) / values[1].std(), rtol=1e-5)
+
+
+def test_values_that_differ_by_rounding_only_have_no_z_scores():
+    same = np.float32([[100.3] * 7, [0.1] * 7, [0.0] * 7])
+    same[0, 3] = np.nextafter(same[0, 3], np.float32(200))
+    assert not np.asarray(z_scores(same, np.ones(same.shape, bool))).any()
+    assert not np.asarray(z_scores(same, np.zeros(same.shape, bool))).any()
+
+
+def test_passages_are_ordered_by_the_sum_and_missing_ones_come_last():
+    values, similarities = np.float32([[9.0, 8.0, 3.0, 0.0]]), np.float32([[0.2, 0.9, 0.8, 1.0]])
+    found = combined_values(values, similarities, np.array([[True, True, True, False]]))[0]
+    assert np.argsort(-found, stable=True).tolist() == [*numpy_order(values[0, :3], similarities[0, :3]), 3]
+    equal = combined_values(np.ones((1, 3)), np.ones((1, 3)), np.array([[True, False, True]]))[0]
+    assert np.argsort(-equal, stable=True).tolist() == [0, 2, 1]
+
+
+# ---- through an evaluator
+
+
+@pytest.fixture(scope="module")
+def loud(trained_run):
+    """The tiny run, with parameters by which no two passages score alike, and its index."""
+    params = loud_params(trained_run.model, 1)
+    return trained_run, params, trained_run.index(trained_run.embed(params))
+
+
+def token_rows(run, params, evaluator, rows):
+    """Token vectors of each question, and of its passages in the order of `rows`: arrays [tokens, width]."""
+    names = "query", "query_length"
+    query, lengths = (jnp.stack([jnp.asarray(one[name]) for one in evaluator.queries]) for name in names)
+    queries = map(np.asarray, jax.jit(run.model.query_tokens)(params, query, lengths))
+    corpus = PassageBatch(*(part[: run.context.rows] for part in run.documents))
+    passages = [*map(np.asarray, jax.jit(run.model.document_tokens)(params, corpus))]
+    for vectors, mask, found in zip(*queries, rows, strict=True):
+        yield vectors[mask], [passages[0][row][passages[1][row]] for row in found]
+
+
+@pytest.mark.parametrize("search", ["vectors", "bm25", "hybrid"])
+def test_the_first_passages_of_a_search_are_reordered_and_keep_their_scores(loud, search):
+    run, params, index = loud
+    questions = [Question(text, []) for text in ("When was Boris Brandt born?", "Ada", "the house of Clara Dahl")]
+    pipeline = search_pipeline("qa", run.config, search, "tokens")
+    assert (pipeline.search, pipeline.reranker, pipeline.rerank.passages) == (search, "tokens", DEPTH)
+    plain = Evaluator(run, questions, SearchPipeline(search)).ranking(params, index, 16)
+    evaluator = Evaluator(run, questions, pipeline)
+    found = evaluator.ranking(params, index, 16)
+    first = [row[:DEPTH][row[:DEPTH] >= 0] for row in plain.rows]
+    for number, (query, passages) in enumerate(token_rows(run, params, evaluator, first)):
+        count = len(passages)
+        similarities = [numpy_max_sim(query, passage) for passage in passages]
+        order = numpy_order(plain.values[number, :count], similarities)
+        wanted = [*first[number][order], *plain.rows[number, count:]]
+        assert found.rows[number].tolist() == wanted
+        np.testing.assert_allclose(found.scores[number, :count], plain.scores[number, :count][order], rtol=1e-4)
+        np.testing.assert_array_equal(found.ranks[number, :count, :2], plain.ranks[number, :count][order])
+        assert found.ranks[number, :, 2].tolist() == [*range(1, count + 1), *[0] * (16 - count)]
+    assert (found.rows != plain.rows).any()
+    shallow = evaluator.ranking(params, index, 3)
+    np.testing.assert_array_equal(shallow.rows, found.rows[:, :3])
+
+
+def test_the_reader_reads_passages_in_the_new_order_with_the_probabilities_of_the_retriever(loud):
+    run, params, index = loud
+    questions = run.sources.questions["dev"]
+    pipeline = search_pipeline("qa", run.config, "hybrid", "tokens")
+    evaluator = Evaluator(run, questions, pipeline)
+    predictions, rows = evaluator.predict(params, index), evaluator.retrieve(params, index)
+    plain = Evaluator(run, questions, SearchPipeline("hybrid")).predict(params, index)
+    np.testing.assert_array_equal([one.retrieved for one in predictions], rows)
+    assert any([*one.retrieved[:3]] != [*other.retrieved[:3]] for one, other in zip(predictions, plain, strict=True))
+    for prediction, other in zip(predictions, plain, strict=True):
+        assert [one.row for one in prediction.candidates] == prediction.retrieved[:3].tolist()
+        scores = dict(zip(other.retrieved.tolist(), other.scores.tolist(), strict=True))
+        weights = np.exp([scores[row] - prediction.scores[:3].max() for row in prediction.retrieved[:3].tolist()])
+        np.testing.assert_allclose(
+            [one.probability for one in prediction.candidates], weights / weights.sum(), atol=1e-4
+        )
+        stages = [pipeline.ranks_by_stage(ranks) for ranks in prediction.ranks.tolist()]
+        assert [one.get("tokens") for one in stages] == [*range(1, DEPTH + 1), *[None] * (16 - DEPTH)]
+
+
+def test_a_shared_encoder_gives_the_tokens_of_both(loud):
+    config = loud[0].config
+    model = dataclasses.replace(config.model, shared_tower=True)
+    shared = dataclasses.replace(config, tasks="ict", model=model)
+    assert search_pipeline("ict", shared, rerank="tokens").rerank.networks == ("embedder",)
+    assert search_pipeline("qa", config, rerank="tokens").rerank.networks == ("query_embedder", "document_embedder")
+    assert search_pipeline("closed_book", config, rerank="tokens") == SearchPipeline()
