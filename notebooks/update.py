@@ -15,7 +15,7 @@ import nbformat
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent
-NAMES = "search", "quickstart", "inside", "adapt"
+NAMES = "quickstart", "inside", "adapt"
 
 
 def update(name: str) -> None:
