@@ -228,12 +228,52 @@ def test_a_run_trains_a_task_of_an_adaptation_and_exports_its_model(kind, tasks,
     np.testing.assert_allclose(ours.encode(texts, "document"), theirs.encode_document(texts), atol=CLOSE)
 
 
+def test_only_a_byte_level_tokenizer_has_other_tokens_behind_a_space(tmp_path):
+    for kind in ("roberta", "xlm-roberta", "mpnet"):
+        save_encoder(tmp_path / kind, kind)
+    tokenizer = folder_tokenizer(tmp_path / "roberta")
+    spaced, text = tokenizer.placed(behind_space=True), "The harbor\n\n is closed\nIn winter"
+    encoding = spaced.encode(text)
+    lines = "".join(f" {line.strip()}" for line in text.splitlines() if line)
+    assert encoding.ids == tokenizer.encode(lines).ids != tokenizer.encode(text).ids
+    assert "".join(text[start:end] for start, end in encoding.offsets) == "".join(text.split())
+    assert spaced.placed(behind_space=False).encode(text) == tokenizer.encode(text)
+    for kind in ("xlm-roberta", "mpnet"):
+        other = folder_tokenizer(tmp_path / kind)
+        assert other.placed(behind_space=True) is other
+
+
+def test_word_pieces_of_mpnet_are_framed_by_its_own_tokens(tmp_path):
+    """Its vocabulary has [CLS] and [SEP] of BERT as well."""
+    save_encoder(tmp_path / "model", "mpnet")
+    tokenizer = folder_tokenizer(tmp_path / "model")
+    assert tokenizer.pieces(tokenizer.special) == ["<pad>", "<s>", "</s>", "<mask>"]
+
+
 @pytest.mark.parametrize("name", ["t5", "deberta-v2", "nomic_bert"])
 def test_an_unknown_model_type_is_rejected_by_name(name, tmp_path):
     save_encoder(tmp_path / "model", "roberta")
     edit_json(tmp_path / "model" / "config.json", model_type=name)
     with pytest.raises(UserError, match=f"config.json: model_type is '{name}'; choose a model of one of the types"):
         config_of(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"]},
+            "layer_types is",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type is 'yarn', not 'default'"),
+        ({"norm_bias": True}, "norm_bias is True, not False"),
+    ],
+)
+def test_a_modernbert_that_we_cannot_represent_is_rejected(changes, message, tmp_path):
+    save_encoder(tmp_path / "model", "modernbert")
+    edit_json(tmp_path / "model" / "config.json", **changes)
+    with pytest.raises(UserError, match=message):
+        open_encoder(tmp_path / "model")
 
 
 def test_an_encoder_of_one_segment_needs_a_template_for_passages(tmp_path):
