@@ -23,7 +23,9 @@ def get_config() -> ConfigDict:
     config = default()
     config.tasks = "ict,qa"
     config.data.update(query_length=48, document_length=128, predictions=6)
-    config.model.update(layers=None, width=None, heads=None, feed_forward=None, hidden_act=None, dropout=0.0)
+    config.model.update(architecture=None, layers=None, width=None, heads=None, feed_forward=None, dropout=0.0)
+    config.model.update(hidden_act=None, norm_epsilon=None)
+    config.model.rotary.update(global_theta=None, local_theta=None, global_every=None, window=None)
     config.encoder.update(
         pooling=None, projection=None, normalization=None, norm_epsilon=None, temperature=None, query_prompt=None,
         passage_prompt=None,
