@@ -149,7 +149,7 @@ def test_ask_shows_passages_of_both_searches_and_says_in_one_line_that_no_reader
 
 def test_a_model_of_an_index_searches_encodes_and_measures_retrieval(indexed, documents, questions):
     model = realm_jax.Model(indexed)
-    assert repr(model).endswith("task index at step 0, 60 passages)") and model.trained.search == "hybrid"
+    assert repr(model).endswith("task index at step 0, 60 passages)") and model.trained.pipeline.search == "hybrid"
     article = json.loads(documents.read_text().splitlines()[7])
     assert model.search(article["text"][:60])["candidates"][0]["id"] == article["id"]
     vector = model.encode([article["text"]], "document", titles=[article["title"]])[0]

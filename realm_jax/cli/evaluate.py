@@ -41,7 +41,7 @@ _T = TypeVar("_T")
 EXAMPLES = f"""examples:
   realm evaluate --workdir=runs/wiki
   realm evaluate --workdir=runs/wiki --task=realm --json         before fine-tuning
-  realm evaluate --workdir=runs/docs --reader=hf:NAME             with another reader than the run's
+  realm evaluate --workdir=runs/docs --reader=hf:NAME             with another reader
   realm evaluate --workdir=runs/wiki --questions=test.jsonl --config.answering.retrieved=100 --trec=run.txt
   realm evaluate predictions.jsonl --qrels=qrels.txt             a file of `realm predict`; needs no device
   realm evaluate predictions.jsonl --unseen=data/wiki

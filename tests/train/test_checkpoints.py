@@ -18,7 +18,7 @@ from runs import STEPS, assert_same_run, cut_off, open_inline, train_measured
 
 from realm_jax.cli import main as cli
 from realm_jax.errors import UserError
-from realm_jax.host import Preempted
+from realm_jax.host import Preempted, signal_handler
 from realm_jax.storage import StorageError, record_digest
 from realm_jax.train import checkpoints
 from realm_jax.train.checkpoints import SavedCheckpoint, saved_folders
@@ -99,7 +99,7 @@ def test_checkpoints_are_listed_and_verified(straight, tmp_path, capsys):
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, Preempted), (signal.SIGINT, KeyboardInterrupt)])
 def test_a_signal_while_a_checkpoint_is_read_is_no_damage(straight, monkeypatch, number, error):
-    """Orbax catches every BaseException there."""
+    """Orbax catches every BaseException there. A shell's background jobs ignore SIGINT, so its handler is set."""
     metadata = ocp.checkpointables_metadata
 
     def swallowing(path):
@@ -110,7 +110,7 @@ def test_a_signal_while_a_checkpoint_is_read_is_no_damage(straight, monkeypatch,
     monkeypatch.setattr(ocp, "checkpointables_metadata", swallowing)
     folder = straight.workdir / "realm" / "checkpoints"
     names = [entry.name for entry in saved_folders(folder)]
-    with preemptible(), pytest.raises(error):
+    with signal_handler(signal.SIGINT, signal.default_int_handler), preemptible(), pytest.raises(error):
         SavedCheckpoint.newest_intact(folder, lambda saved: saved.read("state"))
     assert [entry.name for entry in saved_folders(folder)] == names
 
