@@ -37,7 +37,7 @@ from realm_jax.eval.retrieval_metrics import (
 from realm_jax.forward import Index, SearchPipeline, StaticContext, read_question, retrieve_and_rerank
 from realm_jax.mesh import to_host
 from realm_jax.models.layers import Params
-from realm_jax.models.question_reader import PassageReading, QuestionReader, ReaderText
+from realm_jax.models.question_reader import NoReader, PassageReading, QuestionReader, ReaderText
 from realm_jax.retrieval.fusion import FusedRanking
 from realm_jax.run import Run, put_batch
 
@@ -195,7 +195,7 @@ class Evaluator:
     pipeline: SearchPipeline = SearchPipeline()
     cloze: bool = False
     at_a_time: int | None = None
-    reader: QuestionReader | None = None
+    reader: QuestionReader | NoReader | None = None
 
     @property
     def batch_size(self) -> int:
@@ -396,7 +396,7 @@ class Evaluator:
         return self._prediction(read.retrieved, read.scores, read.ranks, passages)
 
     def _read_texts(
-        self, reader: QuestionReader, questions: Sequence[Question], rankings: Sequence[FusedRanking]
+        self, reader: QuestionReader | NoReader, questions: Sequence[Question], rankings: Sequence[FusedRanking]
     ) -> list[Prediction]:
         """Return the predictions of a reader of texts, for as many questions as have a ranking."""
         store, answering, count = self.run.sources.passages, self.run.config.answering, self.run.answering_qa.passages

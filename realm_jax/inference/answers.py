@@ -3,6 +3,7 @@
 `realm_jax/eval/prediction.py` answers with rows of the corpus; here rows become documents, titles and texts.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NotRequired  # TypedDict of typing only from Python 3.12 as pydantic reads it
 
@@ -10,6 +11,7 @@ from typing_extensions import TypedDict
 
 from realm_jax.data.questions import Question
 from realm_jax.eval.prediction import Answer as PredictedAnswer
+from realm_jax.models.question_reader import NoReader
 from realm_jax.train.trained_run import NBEST, TrainedRun, float32_digits
 
 NEAREST = 5  # default number of passages of a search
@@ -143,6 +145,8 @@ def answers(trained: TrainedRun, questions: Sequence[str], top: int | None = Non
     """
     evaluator = trained.evaluator([Question(question, []) for question in questions], batch_size)
     store, reads = trained.run.sources.passages, trained.reads
+    if not reads:
+        evaluator = dataclasses.replace(evaluator, reader=NoReader())
     measured = None
     if (recorded := trained.recorded) is not None:
         measured = Measured({"exact_match": recorded.exact_match, "recall@5": recorded.recall, "on": recorded.on})
