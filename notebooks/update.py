@@ -15,7 +15,7 @@ import nbformat
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent
-NAMES = "quickstart", "inside", "adapt"
+NAMES = "search", "quickstart", "inside", "adapt"
 
 
 def update(name: str) -> None:

@@ -13,7 +13,8 @@ import pytest
 import realm_jax
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
-NAMES = "quickstart", "inside", "adapt"  # in an order in which they can be run: `inside` opens what `quickstart` made
+# In an order in which they can be run: `inside` opens what `quickstart` made.
+NAMES = "search", "quickstart", "inside", "adapt"
 LARGEST = 200_000  # bytes of all outputs of a notebook
 OF_A_MACHINE = re.compile(r"(?<![\w./~])/(home|Users|root|tmp|work|usr|opt|var|mnt|private)/")
 
@@ -60,3 +61,4 @@ def test_the_notebooks_run_one_after_another_in_an_empty_folder(tmp_path, monkey
     recall = json.loads((tmp_path / "runs/quickstart/results.json").read_text())["recall@5"]
     assert recall["ict"] < 0.7 < 0.9 < recall["realm"]
     assert "measured" in json.loads((tmp_path / "runs/adapted/adapt.json").read_text())
+    assert "measured" in json.loads((tmp_path / "runs/searched/adapt.json").read_text())
