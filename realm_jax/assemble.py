@@ -42,8 +42,8 @@ def make_run(
     """
     config = as_config(config)
     rows = len(sources.passages)
-    candidates = config.realm.candidates if task_names(config) else 0  # an index trains nothing
-    required = max(candidates, config.qa.passages, config.answering.read)
+    trained = max(config.realm.candidates, config.qa.passages) if task_names(config) else 0  # an index trains nothing
+    required = max(trained, config.answering.read)
     if rows < required:
         raise UserError(
             f"{config.data.path}: the corpus has {rows} passages, but config.realm.candidates, "

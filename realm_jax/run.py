@@ -214,7 +214,8 @@ class Run:
     def answering_qa(self) -> QaConfig:
         """Return the settings for answering: evaluation and inference may read more passages than training does."""
         qa = self.config.qa
-        return dataclasses.replace(qa, passages=self.config.answering.read or qa.passages)
+        passages = min(self.config.answering.read or qa.passages, self.context.rows)
+        return dataclasses.replace(qa, passages=passages)
 
     @property
     def scann_config(self) -> ScannConfig | None:

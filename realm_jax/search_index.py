@@ -73,7 +73,7 @@ class IndexRequest:
         workdir: run directory, created or resumed.
         config: from `load_config(CONFIG)`; tasks, `data.path` and `init_from` are set later.
         config_arguments: arguments that made the config; others are rejected later.
-        command: command line of the request.
+        command: the command line or Python call of the request.
     """
 
     documents: str
@@ -138,12 +138,13 @@ def index(request: IndexRequest) -> IndexResult:
     try:
         prepare_documents(request.documents, request.model, workdir / DATA, limit)
     except PreparedOtherwise:  # until the index is finished you can add documents
-        if finished is not None:
+        if finished is not None or not has_config:  # without a config.json the folder may be yours
             raise
-        for name in ("config.json", "data.json", START):
-            (workdir / name).unlink(missing_ok=True)
-        shutil.rmtree(workdir / DATA)
-        shutil.rmtree(workdir / MODEL, ignore_errors=True)
+        with exclusive_lock(workdir):
+            for name in ("config.json", "data.json", START):
+                (workdir / name).unlink(missing_ok=True)
+            shutil.rmtree(workdir / DATA)
+            shutil.rmtree(workdir / MODEL, ignore_errors=True)
         prepare_documents(request.documents, request.model, workdir / DATA, limit)
 
     # --- Open the run: the config of `realm adapt`, with an empty recipe ----------------------------------------------
@@ -154,7 +155,6 @@ def index(request: IndexRequest) -> IndexResult:
         config.tasks, config.data.path, config.init_from = "", str(workdir / DATA), request.model
         sources = follow_corpus(workdir)
         store = sources.passages
-        config.qa.passages = min(config.qa.passages, len(store))
         resolved = fill_from_pretrained(config, workdir)
         check_sources(resolved, workdir, sources.tokenizer)
         run = make_run(resolved, workdir, sources)

@@ -23,6 +23,7 @@ from realm_jax.adaptation import run as adaptation
 from realm_jax.adaptation.record import Estimate
 from realm_jax.assemble import make_run
 from realm_jax.cli import main as cli
+from realm_jax.cli.prepare import prepare
 from realm_jax.corpora.preparation import replace_questions
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
@@ -277,6 +278,27 @@ def test_documents_may_be_added_until_the_index_is_finished(documents, encoder, 
     own.write_text("\n".join(documents.read_text().splitlines()[:5]))
     told = fails(capsys, own, encoder, tmp_path / "run")
     assert f"{own}: has changed since it was indexed; add, replace or remove documents with `realm corpus`" in told
+
+
+def test_a_prepared_folder_that_no_index_made_is_kept(documents, encoder, tmp_path, capsys):
+    own = tmp_path / "articles.jsonl"
+    own.write_text("\n".join(documents.read_text().splitlines()[:3]))
+    prepare(own, tmp_path / "run" / "data", vocab=encoder, limit=64, workers=1)
+    before = (tmp_path / "run" / "data" / "PREPARED.json").read_bytes()
+    fails(capsys, documents, encoder, tmp_path / "run")
+    assert (tmp_path / "run" / "data" / "PREPARED.json").read_bytes() == before
+
+
+def test_a_corpus_that_grows_from_one_passage_is_read_as_any_other(documents, encoder, tmp_path):
+    lines = documents.read_text().splitlines()
+    for name, part in (("first", lines[:1]), ("more", lines[1:9])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(part))
+    run = tmp_path / "run"
+    assert index(tmp_path / "first.jsonl", encoder, run) == 0
+    question = json.loads(lines[0])["text"].split(".")[0]
+    assert len(realm_jax.Model(run).ask(question)["candidates"]) == 1
+    assert cli.main(["corpus", "add", str(tmp_path / "more.jsonl"), f"--workdir={run}"]) == 0
+    assert len(realm_jax.Model(run).ask(question)["candidates"]) == 5
 
 
 def fails(capsys: Any, *arguments: Any) -> str:
