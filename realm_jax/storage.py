@@ -28,6 +28,7 @@ from realm_jax.errors import UserError
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+LOCK = ".lock"  # the lock file of a folder
 
 
 @contextmanager
@@ -127,7 +128,7 @@ def make_folder(path: str | os.PathLike[str], name: str) -> None:
 
 
 @contextmanager
-def exclusive_lock(folder: Path, lock: str = ".lock", wait: bool = False) -> Iterator[None]:
+def exclusive_lock(folder: Path, lock: str = LOCK, wait: bool = False) -> Iterator[None]:
     """Lock a folder for this process, against other processes of this machine.
 
     Args:
@@ -151,7 +152,7 @@ def exclusive_lock(folder: Path, lock: str = ".lock", wait: bool = False) -> Ite
 def is_held(folder: Path) -> bool:
     """Return True if a process of this machine holds the lock of a folder, see `exclusive_lock`."""
     try:
-        with open(folder / ".lock") as stream:
+        with open(folder / LOCK) as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -172,11 +173,16 @@ def publish_folder(temporary: str | os.PathLike[str], final: str | os.PathLike[s
     """
     if os.path.lexists(final):
         raise UserError(f"{final} already exists; remove it or choose another folder")
-    for path in (*Path(temporary).rglob("*"), Path(temporary)):
-        _flush(path)
+    flush_folder(temporary)
     os.chmod(temporary, 0o777 & ~_umask())
     os.rename(temporary, final)
     _flush(Path(final).parent)
+
+
+def flush_folder(folder: str | os.PathLike[str]) -> None:
+    """Flush a folder and all that is in it to disk."""
+    for path in (*Path(folder).rglob("*"), Path(folder)):
+        _flush(path)
 
 
 def flush_to_disk(stream: IO[bytes]) -> None:

@@ -57,7 +57,7 @@ from realm_jax.search_index import (
     read_index,
     write_index,
 )
-from realm_jax.storage import exclusive_lock, open_folder, read_json, write_atomic
+from realm_jax.storage import LOCK, exclusive_lock, open_folder, read_json, write_atomic
 from realm_jax.tasks.answering import trains_cloze_reader
 from realm_jax.train.exported_model import MODEL, find_exported_model, write_exported_model
 from realm_jax.train.init_from import recorded_start
@@ -138,15 +138,17 @@ def adapt(request: AdaptRequest) -> AdaptResult:
         try:
             prepare_documents(*arguments)
         except PreparedOtherwise:  # until there is a plan you can add documents, because there may have been too few
-            if has_begun:
+            if has_begun or not (workdir / LOCK).is_file():  # without a lock file the folder may be yours
                 raise
-            shutil.rmtree(workdir / DATA)
+            with exclusive_lock(workdir):
+                shutil.rmtree(workdir / DATA)
             prepare_documents(*arguments)
     else:
         values, default_values = (flatten(each.to_dict()) for each in (config, load_config(CONFIG)))
+        named_keys = {word.removeprefix("--config.").partition("=")[0] for word in request.config_arguments}
         recorded_values = flatten(recorded_config(workdir).to_dict())
         for key, value in values.items():
-            if key != "tasks" and value == default_values[key]:
+            if key != "tasks" and value == default_values[key] and key not in named_keys:
                 config.update_from_flattened_dict({key: recorded_values[key]})
             elif key.startswith(INDEX_KEYS) and value != recorded_values[key]:
                 raise UserError(
