@@ -53,7 +53,7 @@ from realm_jax.models.sentence_transformers import (
 from realm_jax.models.weights import bert_of, find, networks, read, save, settings_of
 from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0, run_on_process_0
 from realm_jax.run import Run
-from realm_jax.storage import publish_folder, read_json, write_json_atomic
+from realm_jax.storage import flush_folder, publish_folder, read_json, write_json_atomic
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.restore import saved_vectors
 from realm_jax.train.workdir import with_absolute_paths
@@ -158,6 +158,8 @@ class ExportedModel:
 
 def find_exported_model(folder: Path) -> ExportedModel | None:
     """Open the exported model in a folder; None if there is none. Raises UserError if it has another format."""
+    if not folder.exists():  # a process may have been killed between the two renames that replace it
+        folder = folder.with_name(f".{folder.name}.old")
     if not (folder / MANIFEST).is_file():
         return None
     manifest = read_json(folder / MANIFEST)
@@ -409,6 +411,7 @@ class _StagedFolder:
                     f"{self._final}: cannot be written ({error.strerror}); make room, then run the command again"
                 ) from None
             return
+        flush_folder(self._staged)  # may take long, and there is no model between the two renames
         shutil.rmtree(self._old, ignore_errors=True)
         if self._final.exists():
             os.rename(self._final, self._old)

@@ -126,6 +126,12 @@ def test_a_model_that_is_replaced_while_it_is_read_is_read_again(copied_run, mon
     assert restore(open_run_for_inference(copied_run), warn=False).task == "ict"
 
 
+def test_a_kill_between_the_two_renames_of_a_replacement_leaves_the_model_before(copied_run):
+    identity = exported_model(copied_run).identity
+    (copied_run / "model").rename(copied_run / ".model.old")
+    assert exported_model(copied_run).identity == identity
+
+
 def test_a_write_that_fails_leaves_the_model_before(trained_run, tmp_path, monkeypatch):
     params = restore_params(trained_run, "qa")
     write_exported_model(tmp_path / "model", trained_run, "ict", 1, params, None, False)
