@@ -6,8 +6,9 @@
 
 For each model the passages are prepared with its own tokenizer and embedded; then vectors, BM25 and hybrid search are
 measured. Without `--models` these are the models of docs/howto/choose-a-model.md, fetched from the hub. A model has a
-folder in --output, and a file RESULT.json in it once it is measured. The same command resumes; with other settings it
-measures again. The last lines are one table in Markdown.
+folder in --output, and a file RESULT.json in it once it is measured. The same command resumes. With another
+--most it measures again; for other passages, questions, --limit or --language name another --output. The last lines are
+one table in Markdown.
 
 Intervals are at 95 %, over questions that are clustered by their gold document. Times are wall times of this machine; a
 step that an earlier command finished takes none, so remove the folder of a model to time it again.

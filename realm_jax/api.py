@@ -55,7 +55,8 @@ def index(documents: Path_, output: Path_, *, model: Path_, config: Mapping[str,
         Resumable: after SIGTERM; the same call continues.
     """
     overrides = _overrides(config)
-    command = f"realm_jax.index({os.fspath(documents)!r}, {os.fspath(output)!r}, model={os.fspath(model)!r})"
+    changes = f", config={dict(config)!r}" if config else ""
+    command = f"realm_jax.index({os.fspath(documents)!r}, {os.fspath(output)!r}, model={os.fspath(model)!r}{changes})"
     request = search_index.IndexRequest(
         documents=os.fspath(documents),
         model=os.fspath(model),
@@ -99,6 +100,7 @@ def adapt(
     given = {"output": output, "model": model, "questions": questions}
     paths = {name: None if value is None else os.fspath(value) for name, value in given.items()}
     arguments = "".join(f", {name}={value!r}" for name, value in paths.items() if value is not None)
+    changes = f", config={dict(config)!r}" if config else ""
     request = AdaptRequest.of(
         os.fspath(source),
         paths["output"],
@@ -107,7 +109,7 @@ def adapt(
         config_arguments=(*overrides,),
         questions=paths["questions"],
         minutes=float(minutes),
-        command=f"realm_jax.adapt({os.fspath(source)!r}{arguments}, minutes={minutes:g})",
+        command=f"realm_jax.adapt({os.fspath(source)!r}{arguments}, minutes={minutes:g}{changes})",
     )
     with _resumable(request.workdir):
         adapt_encoder(request)

@@ -152,7 +152,7 @@ class Data(Section):
 
 @dataclass(frozen=True)
 class ReaderSizes(Section):
-    """How the reader's BERT differs from the encoders'; `None`: not at all, or as the model of `reader_from`."""
+    """How the reader's network differs from the encoders'; `None`: not at all, or as the model of `reader_from`."""
 
     layers: int | None = key(None, "Transformer layers", POSITIVE)
     width: int | None = key(None, "size of a hidden state", POSITIVE)
@@ -182,7 +182,7 @@ class RotarySizes(Section):
 
 @dataclass(frozen=True)
 class Model(Section):
-    """The BERTs of both encoders; the reader's is the same unless `model.reader` says otherwise."""
+    """The network of both encoders; the reader has the same unless `model.reader` says otherwise."""
 
     architecture: str = key(
         "bert",
@@ -206,7 +206,7 @@ class Model(Section):
         one_of("gelu", "gelu_new"),
         inherit=True,
     )
-    norm_epsilon: float = key(1e-12, "of every LayerNorm in them (BERT: 1e-12; RoBERTa: 1e-5)", POSITIVE, inherit=True)
+    norm_epsilon: float = key(1e-12, "epsilon of every LayerNorm (BERT: 1e-12; RoBERTa: 1e-5)", POSITIVE, inherit=True)
     remat: str = key(
         "none",
         "what the backward pass computes again, to save memory: 'dots': all but products with parameters and what is "
@@ -244,7 +244,7 @@ class Encoder(Section):
     )
     dimensions: int = key(
         0,
-        "features of a vector that are kept, its first ones, before it gets length 1 (Matryoshka models); 0: all",
+        "keep only the first features of a vector (Matryoshka models): after LayerNorm, before length 1; 0: all",
         NOT_NEGATIVE,
         inherit=True,
     )

@@ -15,7 +15,7 @@ from realm_jax.train.trained_run import find_task, run_changes
 
 PASSAGE_FLAGS = (
     *("answering.retrieved", "answering.read", "answering.aggregate"),
-    *("answering.rerank", "answering.rerank_depth"),
+    *("answering.rerank", "answering.rerank_depth", "answering.reader", "answering.answer_tokens"),
 )
 
 
@@ -85,8 +85,8 @@ def add_reader_argument(parser: argparse.ArgumentParser) -> None:
 
 def add_rerank_argument(parser: argparse.ArgumentParser) -> None:
     """Add `--rerank`."""
-    parser.add_argument("--rerank", choices=RERANKERS, help="what puts the first passages into a new order before they "
-        "are read: the encoders' token vectors, a trained cross-encoder, or none (default: the config's "
+    parser.add_argument("--rerank", choices=RERANKERS, help="rerank the first passages before they are read: by the "
+        "encoders' token vectors, by a trained cross-encoder, or not (default: the config's "
         "answering.rerank)")  # fmt: skip
 
 

@@ -129,8 +129,8 @@ class QuestionReader:
         classes = read_settings(folder / SETTINGS).get("architectures")
         if isinstance(classes, list) and not any(str(name).endswith(PURPOSE) for name in classes):
             raise UserError(
-                f"{folder / SETTINGS}: is of a {' and '.join(map(str, classes))}, which has no question-answering head "
-                "(qa_outputs); choose a model for question answering"
+                f"{folder / SETTINGS}: names the class {' and '.join(map(str, classes))}, which has no "
+                "question-answering head; choose a model for question answering"
             )
         model = load_token_classifier(folder, 2, question_head, "question answering")
         self._folder, self._mesh, self._tokenizer = folder, mesh, model.tokenizer

@@ -282,7 +282,7 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
             if stored_name is None and tensor.is_optional:
                 stored_name = NO_BIAS
             elif stored_name is None:
-                raise UserError(f"{path}: has no {name}; set config.model to the sizes of the file's BERT")
+                raise UserError(f"{path}: has no {name}; set config.model to the sizes of the file's network")
             else:
                 check_tensor(files, stored_name, tensor, path)
             stored.append(StoredTensor(tensor, path, stored_name))
@@ -290,7 +290,9 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
         unknown = {name for name in files if name.startswith(inside)}
     unknown -= {name for _, _, name in stored} | {f"{prefix}embeddings.position_ids"}  # 0, 1, 2, …, in older files
     if unknown:
-        raise UserError(f"{path}: has {min(unknown)}, which this BERT has no place for; choose a plain BERT")
+        raise UserError(
+            f"{path}: has {min(unknown)}, which our {config.architecture} does not have; choose another model"
+        )
 
     # Shapes do not determine heads, activation and the epsilons of LayerNorm. Without settings we cannot compare them.
     if settings.get("model_type") == HF_REALM:  # transformers has one epsilon for an encoder

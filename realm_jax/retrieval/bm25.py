@@ -147,7 +147,7 @@ class Bm25:
         return loaded
 
 
-@lru_cache(1)
+@lru_cache(2)  # a service opens an edited corpus while the one before it still answers
 def load_or_build(store: PassageStore, language: str, workdir: Path) -> Bm25:
     """Load BM25 over a corpus from the run directory, or build it in memory; nothing is written.
 
@@ -219,7 +219,8 @@ def _load_saved(store: PassageStore, language: str, workdir: Path, max_checked_b
         logger.warning("%s is damaged (%s); rebuilding the index", folder, error)
         return None
     if saved.libraries != library_versions(saved.language):
-        logger.warning("%s needs %s, which is not installed; rebuilding the index", folder, saved.libraries)
+        installed = library_versions(saved.language) or "no such library"
+        logger.warning("%s was made with %s, here is %s; rebuilding the index", folder, saved.libraries, installed)
         return None
     # A corpus without a recorded language: an earlier version of this program, or a missing library, may have decided.
     if not language and saved.language in (PLAIN, BIGRAMS) and language_of(store) != saved.language:

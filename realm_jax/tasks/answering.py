@@ -92,8 +92,10 @@ def search_pipeline(task: str, config: Config, search: str | None = None, rerank
         rerank: one of `config.RERANKERS`; None for `answering.rerank`.
 
     Raises:
-        UserError: the cross-encoder was not trained by the end of the task.
+        UserError: the cross-encoder was not trained by the end of the task, or the task reads no passages.
     """
+    if rerank not in (None, "none") and not reads_passages(task):
+        raise UserError(f"--rerank={rerank}: the task {task} answers without passages; leave it out")
     search, rerank = search or question_search(task, config), rerank or config.answering.rerank
     if not reads_passages(task) or rerank == "none":
         return SearchPipeline(search)

@@ -16,11 +16,13 @@ from realm_jax.storage import Folder, open_folder, read_json, write_json_atomic
 from realm_jax.train.checkpoints import SavedCheckpoint
 
 START = "start.json"  # facts about the starting parameters
-PATH_KEYS = ("data.path", "init_from", "reader_from", "refresh.shared")  # may name a file or a folder
-# What the vectors and words of an index follow from: keys, and sections with a dot.
+# Keys that may name a file or a folder.
+PATH_KEYS = ("data.path", "init_from", "reader_from", "refresh.shared", "answering.reader")
+# Keys, and sections with a dot, that a recipe must keep as the index has them.
+_MODEL_KEYS = "architecture layers width heads feed_forward hidden_act norm_epsilon dtype shared_tower rotary."
 INDEX_KEYS = (
     *("data.query_length", "data.document_length", "encoder.", "retrieval."),
-    *(f"model.{name}" for name in ("layers", "width", "heads", "feed_forward", "hidden_act", "dtype", "shared_tower")),
+    *(f"model.{name}" for name in _MODEL_KEYS.split()),
 )
 _SCHEME = re.compile(r"[a-z0-9]+:")  # begins a value that is no path: gs://, hf:, py:, tfds:
 

@@ -221,7 +221,7 @@ def test_a_question_that_is_too_long_is_cut(reader):
         ({"model_type": "xlnet"}, "model_type is 'xlnet'"),
         (
             {"architectures": ["BertModel"]},
-            "is of a BertModel, which has no question-answering head .qa_outputs.; choose",
+            "names the class BertModel, which has no question-answering head; choose",
         ),
         ({"hidden_size": None}, "hidden_size is None, which is no size"),
         ({"num_hidden_layers": 3}, "set config.model to the sizes"),

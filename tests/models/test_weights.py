@@ -161,7 +161,7 @@ def test_a_bert_of_another_kind_is_refused_by_its_tensors(tmp_path):
     weights = random_weights() | {"embeddings.position_ids": np.arange(POSITIONS)[None]}
     load_bert(save_tensors(tmp_path, weights), config())
     more = {"encoder.layer.0.crossattention.self.query.weight": np.zeros((WIDTH, WIDTH), np.float32)}
-    with pytest.raises(UserError, match="has encoder.layer.0.crossattention.self.query.weight, which this BERT has no"):
+    with pytest.raises(UserError, match="crossattention.self.query.weight, which our bert does not have"):
         load_bert(save_tensors(tmp_path, weights | more), config())
 
 

@@ -22,7 +22,7 @@ class Tensor(NamedTuple):
         path: in the network's tree.
         name: Hugging Face's, without the prefix.
         shape: here.
-        first_row: the first row of a table that the network has; files have zeros before it.
+        first_row: row of the file's table that is row 0 of the network's; we write zeros before it.
         is_table: a file may have more rows than the network, which are not read.
         is_optional: a file may lack it; it is then 0.
     """
@@ -36,7 +36,7 @@ class Tensor(NamedTuple):
 
     @property
     def is_transposed(self) -> bool:
-        """Return True for a kernel [input, output], which their files store as [output, input]."""
+        """Return True for a kernel [input, output], which files store as [output, input]."""
         return self.path[-1] == "kernel"
 
 
