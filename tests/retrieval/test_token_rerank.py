@@ -9,6 +9,7 @@ import pytest
 from tiny import loud_params
 
 from realm_jax.data.questions import Question
+from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import SearchPipeline
 from realm_jax.models.inputs import PassageBatch
@@ -148,4 +149,6 @@ def test_a_shared_encoder_gives_the_tokens_of_both(loud):
     shared = dataclasses.replace(config, tasks="ict", model=model)
     assert search_pipeline("ict", shared, rerank="tokens").rerank.networks == ("embedder",)
     assert search_pipeline("qa", config, rerank="tokens").rerank.networks == ("query_embedder", "document_embedder")
-    assert search_pipeline("closed_book", config, rerank="tokens") == SearchPipeline()
+    assert search_pipeline("closed_book", config) == search_pipeline("closed_book", config, rerank="none")
+    with pytest.raises(UserError, match="the task closed_book answers without passages; leave it out"):
+        search_pipeline("closed_book", config, rerank="tokens")
