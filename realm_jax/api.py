@@ -23,7 +23,6 @@ from typing import Any
 from ml_collections import ConfigDict
 
 import realm_jax.config as configs
-from realm_jax import search_index
 from realm_jax.adaptation.record import MINUTES, AdaptRequest
 from realm_jax.adaptation.run import adapt as adapt_encoder
 from realm_jax.cache import cache_programs
@@ -32,6 +31,8 @@ from realm_jax.cli.prepare import prepare as prepare_folder
 from realm_jax.errors import Resumable, UserError
 from realm_jax.host import Preempted
 from realm_jax.inference.model import Model
+from realm_jax.search_index import CONFIG, IndexRequest
+from realm_jax.search_index import index as index_documents
 from realm_jax.storage import read_json
 from realm_jax.train.metrics import Progress, listening
 from realm_jax.train.recipe import open_run, run_recipe
@@ -57,16 +58,16 @@ def index(documents: Path_, output: Path_, *, model: Path_, config: Mapping[str,
     overrides = _overrides(config)
     changes = f", config={dict(config)!r}" if config else ""
     command = f"realm_jax.index({os.fspath(documents)!r}, {os.fspath(output)!r}, model={os.fspath(model)!r}{changes})"
-    request = search_index.IndexRequest(
+    request = IndexRequest(
         documents=os.fspath(documents),
         model=os.fspath(model),
         workdir=Path(output),
-        config=configs.load_config(search_index.CONFIG, overrides),
+        config=configs.load_config(CONFIG, overrides),
         config_arguments=(*overrides,),
         command=command,
     )
     with _resumable(output):
-        search_index.index(request)
+        index_documents(request)
     return Model(request.workdir)
 
 
@@ -105,7 +106,7 @@ def adapt(
         os.fspath(source),
         paths["output"],
         paths["model"],
-        config=configs.load_config(search_index.CONFIG, overrides),
+        config=configs.load_config(CONFIG, overrides),
         config_arguments=(*overrides,),
         questions=paths["questions"],
         minutes=float(minutes),

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from realm_jax import search_index
 from realm_jax.adaptation.evaluate import (
     BASELINE,
     QUESTIONS_SPLIT,
@@ -57,6 +56,7 @@ from realm_jax.search_index import (
     read_index,
     write_index,
 )
+from realm_jax.search_index import DECIDED as INDEX_DECIDED
 from realm_jax.storage import LOCK, exclusive_lock, open_folder, read_json, write_atomic
 from realm_jax.tasks.answering import trains_cloze_reader
 from realm_jax.train.exported_model import MODEL, find_exported_model, write_exported_model
@@ -69,7 +69,7 @@ from realm_jax.train.workdir import INDEX_KEYS, has_checkpoint, recorded_config
 logger = logging.getLogger(__name__)
 
 _MEASURED_ONCE = "only the base encoder and the result are measured"
-DECIDED = search_index.DECIDED | {  # key of the config that the request sets, or that has no effect → why
+DECIDED = INDEX_DECIDED | {  # key of the config that the request sets, or that has no effect → why
     "evaluation.held_out": "the share follows from the documents",
     "evaluation.every": _MEASURED_ONCE,
     "evaluation.keep_best": _MEASURED_ONCE,

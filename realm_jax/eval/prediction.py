@@ -400,17 +400,17 @@ class Evaluator:
     ) -> list[Prediction]:
         """Return the predictions of a reader of texts, for as many questions as have a ranking."""
         store, answering, count = self.run.sources.passages, self.run.config.answering, self.run.answering_qa.passages
-        found: list[tuple[FusedRanking, list[tuple[int, float]]]] = []  # ranking, and rows with p(z|x)
+        rankings_with_rows: list[tuple[FusedRanking, list[tuple[int, float]]]] = []  # ranking, and rows with p(z|x)
         inputs: list[ReaderText] = []
         for question, ranking in zip(questions, rankings, strict=False):  # a padded batch has more rankings
             scores = ranking.scores[:count].astype(np.float64)
             prior = np.exp(scores - np.logaddexp.reduce(scores)).tolist()
             rows = [(row, p) for row, p in zip(ranking.rows[:count].tolist(), prior, strict=True) if row >= 0]
             inputs += [ReaderText(question.question, store.title(row), store.text(row)) for row, _ in rows]
-            found.append((ranking, rows))
+            rankings_with_rows.append((ranking, rows))
         readings = iter(reader.read(inputs, answering.answer_tokens, SPANS))
         predictions = []
-        for ranking, rows in found:
+        for ranking, rows in rankings_with_rows:
             passages = [(row, prior, next(readings)) for row, prior in rows]
             predictions.append(self._prediction(ranking.rows, ranking.scores, ranking.ranks, passages))
         return predictions

@@ -181,11 +181,11 @@ class QuestionReader:
 
     def windows(self, inputs: Sequence[ReaderText]) -> list[list[Window]]:
         """Return the windows of each passage, in the order of its text. Questions that are too long are cut."""
-        most = self.longest // QUESTION_SHARE
+        max_tokens = self.longest // QUESTION_SHARE
         questions: dict[str, str] = {}
         for question in {part.question for part in inputs}:
             offsets = self._tokenizer.encode(question).offsets
-            questions[question] = question if len(offsets) <= most else question[: offsets[most - 1][1]]
+            questions[question] = question if len(offsets) <= max_tokens else question[: offsets[max_tokens - 1][1]]
         encodings = self._pairs.encode_batch([(questions[part.question], part.context) for part in inputs])
         windows = []
         for encoding in encodings:
@@ -193,8 +193,8 @@ class QuestionReader:
             for number, part in enumerate([encoding, *encoding.overflowing]):
                 body = np.flatnonzero(np.array([sequence == 1 for sequence in part.sequence_ids]))
                 first, stop = (int(body[0]), int(body[-1]) + 1) if len(body) else (0, 0)
-                room = of_passage[0].body.stop - of_passage[0].body.start if of_passage else 0
-                of_passage.append(Window(number * (room - self.overlap), slice(first, stop), part))
+                window_tokens = of_passage[0].body.stop - of_passage[0].body.start if of_passage else 0
+                of_passage.append(Window(number * (window_tokens - self.overlap), slice(first, stop), part))
             windows.append(of_passage)
         return windows
 
@@ -254,13 +254,13 @@ def best_spans(
     offsets = np.zeros((tokens, 2), np.int64)
     spans = np.full((tokens, answer_tokens), -np.inf)  # [first token, tokens after it]
     for window, scored in zip(windows, scores, strict=True):
-        place = slice(window.first, window.first + window.body.stop - window.body.start)
-        offsets[place] = np.maximum(np.array(window.encoding.offsets[window.body]) - begin, 0)
-        is_text = offsets[place, 1] > offsets[place, 0]  # not of the title; a token may have no character
+        tokens_read = slice(window.first, window.first + window.body.stop - window.body.start)
+        offsets[tokens_read] = np.maximum(np.array(window.encoding.offsets[window.body]) - begin, 0)
+        is_text = offsets[tokens_read, 1] > offsets[tokens_read, 0]  # not of the title; a token may have no character
         starts, ends = np.where(is_text[:, None], scored[window.body], -np.inf).T.astype(np.float64)  # [tokens] both
         ends = np.concatenate([ends, np.full(answer_tokens - 1, -np.inf)])
         ends = np.lib.stride_tricks.sliding_window_view(ends, answer_tokens)  # [tokens, answer_tokens]
-        np.maximum(spans[place], starts[:, None] + ends, out=spans[place])
+        np.maximum(spans[tokens_read], starts[:, None] + ends, out=spans[tokens_read])
     no_answer = min(float(scored[0].sum(dtype=np.float64)) for scored in scores)
     total = np.logaddexp(np.logaddexp.reduce(spans, axis=None), no_answer)
     flat = spans.ravel()

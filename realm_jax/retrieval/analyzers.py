@@ -120,8 +120,8 @@ def _analyzer(language: str) -> Callable[[str], list[str]]:
 
         def segmented(text: str) -> list[str]:
             with _LOCK:
-                found = list(segments(unicodedata.normalize("NFKC", text)))
-            return [word for segment in found for word in _WORD.findall(segment.lower())]
+                segmented_words = list(segments(unicodedata.normalize("NFKC", text)))
+            return [word for segment in segmented_words for word in _WORD.findall(segment.lower())]
 
         return segmented
     if language == PLAIN:

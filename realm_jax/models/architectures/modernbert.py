@@ -83,8 +83,8 @@ class ModernLayer(nn.Module):
         size = c.width // c.heads
         theta = rotary.global_theta if is_global else rotary.local_theta
         frequencies = theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)  # [head size / 2]
-        places = layout.positions if isinstance(layout, Packing) else jnp.arange(length)[None]
-        angles = places[..., None] * frequencies  # [1 or parts, tokens, head size / 2]
+        token_positions = layout.positions if isinstance(layout, Packing) else jnp.arange(length)[None]
+        angles = token_positions[..., None] * frequencies  # [1 or parts, tokens, head size / 2]
         query, key = rotate(query, angles, c.heads), rotate(key, angles, c.heads)
         if positions is not None:
             query, x = layout.take(query, positions), layout.take(x, positions)  # [batch, m, width] both
@@ -149,7 +149,7 @@ class ModernBert(nn.Module):
 def tensors(c: BertConfig) -> tuple[Tensor, ...]:
     """Return the parameters of a `ModernBert`."""
     words = Tensor(("bert", "words", "embedding"), WORDS, (c.vocabulary_size, c.width), is_table=True)
-    found = [words, *norm(("bert", "embedding_norm"), "embeddings.norm", c.width, has_bias=False)]
+    listed = [words, *norm(("bert", "embedding_norm"), "embeddings.norm", c.width, has_bias=False)]
     products = {
         "query_key_value": ("attn.Wqkv", (c.width, 3 * c.width)),
         "attention_output": ("attn.Wo", (c.width, c.width)),
@@ -161,10 +161,10 @@ def tensors(c: BertConfig) -> tuple[Tensor, ...]:
         layer, theirs = ("bert", f"layer_{number}"), f"layers.{number}."
         for part, name in norms.items():
             if number or part != "attention_norm":
-                found += norm((*layer, part), theirs + name, c.width, has_bias=False)
+                listed += norm((*layer, part), theirs + name, c.width, has_bias=False)
         for part, (name, shape) in products.items():
-            found += linear((*layer, part), theirs + name, shape, has_bias=False)
-    return (*found, *norm(("bert", "last_norm"), "final_norm", c.width, has_bias=False))
+            listed += linear((*layer, part), theirs + name, shape, has_bias=False)
+    return (*listed, *norm(("bert", "last_norm"), "final_norm", c.width, has_bias=False))
 
 
 def fill(settings: Settings) -> Settings:
