@@ -364,7 +364,7 @@ def update_index(before: Run, after: Run, params: Params) -> int:
     source = np.array([row_before.get(key.tobytes(), -1) for key in row_keys(after.corpus)])  # [passages], -1 if new
     new_rows = np.flatnonzero(source < 0)
     vectors = known[np.maximum(source, 0)]  # [passages, width]
-    compression, tokens = exported.token_compression(), None
+    token_folder, compression = None, exported.token_compression()
     if compression is not None:
         is_fitting = fits(compression, after.context.rows)
         key = sha256_hex(f"{exported.identity} {after.sources.passages.fingerprint}".encode())
@@ -373,11 +373,10 @@ def update_index(before: Run, after: Run, params: Params) -> int:
         if known_tokens is not None and is_fitting:
             tokens.copy(known_tokens, source)
         new_rows = np.flatnonzero((source < 0) | ~tokens.is_stored)
-    if tokens is not None:
-        vectors[new_rows] = tokens.embed(new_rows)
+        vectors[new_rows], token_folder = tokens.embed(new_rows), tokens.folder
     elif len(new_rows):
         vectors[new_rows] = embed_unknown(after, params)(after.corpus.take(new_rows))
     save_bm25_index(after)
-    replace_vectors(after.workdir / MODEL, after, vectors, None if tokens is None else tokens.folder)
+    replace_vectors(after.workdir / MODEL, after, vectors, token_folder)
     remove_unfinished(after.workdir)
     return len(new_rows)

@@ -9,7 +9,6 @@ in its manifest. The same command continues the files of one that was killed. `r
 equations; `train/exported_model.py` reads the files.
 """
 
-import io
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +31,7 @@ from realm_jax.retrieval.token_rerank import (
     principal_axes,
 )
 from realm_jax.run import Run
-from realm_jax.storage import make_folder, write_atomic
+from realm_jax.storage import make_folder, open_atomic
 
 TOKENS, PROJECTION, FREQUENCIES = FILES = ("tokens.npy", "token_projection.npy", "token_frequencies.npy")
 SAMPLE = 512  # passages to which the projection is fitted
@@ -63,13 +62,17 @@ class TokenFile:
         if not files[-1].is_file():
             compression = compression or fit_compression(run, self._encoders)
             for file, array in zip(files, compression, strict=True):
-                stream = io.BytesIO()
-                np.save(stream, array, allow_pickle=False)
-                write_atomic(file, stream.getvalue())
+                with open_atomic(file) as stream:
+                    np.save(stream, array, allow_pickle=False)
         self._compression = Compression(*(np.load(file, allow_pickle=False) for file in files))
         tokens = min(STORED_TOKENS, int(run.corpus.lengths.max()))
         shape = run.context.rows, tokens, self._compression.projection.shape[1]
-        self._vectors = _open_array(self.folder / TOKENS, shape)  # [rows, tokens, dimensions]
+        if not (path := self.folder / TOKENS).is_file():
+            with open_atomic(path) as stream:  # of zeros, because a full disk would end a process that maps a hole
+                np.lib.format.write_array_header_2_0(stream, {"descr": "|i1", "fortran_order": False, "shape": shape})
+                for _ in range(shape[0]):
+                    stream.write(bytes(shape[1] * shape[2]))
+        self._vectors = np.load(path, mmap_mode="r+", allow_pickle=False)  # [rows, tokens, dimensions]
 
     @property
     def is_stored(self) -> NDArray[np.bool_]:
@@ -123,19 +126,6 @@ def remove_unfinished(workdir: Path) -> None:
     """Remove the files that `TokenFile` leaves in a run directory, when the exported model has them."""
     for folder in workdir.glob(f"{_FOLDER}*"):
         shutil.rmtree(folder)
-
-
-def _open_array(path: Path, shape: tuple[int, ...]) -> np.memmap:
-    """Map an int8 array of this shape, of zeros unless the file has it already."""
-    if path.is_file():
-        try:
-            array = np.lib.format.open_memmap(path, mode="r+")
-        except ValueError:  # killed while it was made
-            path.unlink()
-        else:
-            if array.shape == shape and array.dtype == np.int8:
-                return array
-    return np.lib.format.open_memmap(path, mode="w+", dtype=np.int8, shape=shape)
 
 
 def _vectors_and_tokens(
