@@ -11,6 +11,7 @@ result is a run without tasks, whose exported model names the task `config.INDEX
 
 import json
 import logging
+import os
 import shutil
 import time
 from collections import Counter
@@ -28,7 +29,7 @@ from realm_jax.cache import cache_programs
 from realm_jax.config import INDEX, flatten, load_config
 from realm_jax.corpora.preparation import Options, PreparedOtherwise
 from realm_jax.corpora.summary import prepare_and_print
-from realm_jax.corpora.texts import open_texts
+from realm_jax.corpora.texts import NEWS, open_texts
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.data.staging import PREPARED
 from realm_jax.errors import UserError
@@ -45,7 +46,7 @@ from realm_jax.train.exported_model import MODEL, find_exported_model, replace_v
 from realm_jax.train.init_from import check_sources, fill_from_pretrained
 from realm_jax.train.recipe import starting_params
 from realm_jax.train.results import save_bm25_index
-from realm_jax.train.workdir import START, begins_with_reader, check_workdir
+from realm_jax.train.workdir import START, absolute_path, begins_with_reader, check_workdir
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,9 @@ class IndexRequest:
     command: str = ""
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that may not change, as index.json has them."""
-        return {"documents": self.documents, "from": self.model, "config": [*self.config_arguments]}
+        """Return the settings that may not change, as index.json has them: with absolute paths."""
+        documents, model = absolute_source(self.documents), absolute_path(self.model)
+        return {"documents": documents, "from": model, "config": [*self.config_arguments]}
 
 
 @dataclass(frozen=True)
@@ -188,19 +190,29 @@ def has_empty_recipe(workdir: Path) -> bool:
     return isinstance(config, dict) and config.get("tasks") == ""
 
 
+def absolute_source(documents: str) -> str:
+    """Return the name of documents with an absolute path, so that a run can be continued from any current directory."""
+    prefix = NEWS if documents.startswith(NEWS) else ""
+    return f"{prefix}{absolute_path(documents.removeprefix(prefix))}"
+
+
 def check_settings(workdir: Path, recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Compare the settings of a command with those of the command that began the run.
 
     Args:
         workdir: the run directory.
-        recorded: settings of the first command, by name.
-        settings: settings of this command.
+        recorded: settings of the first command, by name, with absolute paths.
+        settings: settings of this command, in the same way. Paths of the same file or folder are equal.
 
     Raises:
         UserError: a setting differs.
     """
+
+    def resolved(value: Any) -> Any:
+        return os.path.realpath(value) if isinstance(value, str) else value
+
     for name, value in settings.items():
-        if recorded.get(name) != value:
+        if resolved(recorded.get(name)) != resolved(value):
             was = f"{name} {recorded.get(name)!r}, not {value!r}"
             raise UserError(f"--output={workdir}: was started with {was}; use the same, or another --output")
 

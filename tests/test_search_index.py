@@ -20,7 +20,7 @@ import realm_jax
 from realm_jax import search_index
 from realm_jax.adaptation import evaluate, plan
 from realm_jax.adaptation import run as adaptation
-from realm_jax.adaptation.record import Estimate
+from realm_jax.adaptation.record import AdaptRequest, Estimate
 from realm_jax.assemble import make_run
 from realm_jax.cli import main as cli
 from realm_jax.cli.prepare import prepare
@@ -216,6 +216,30 @@ def test_the_same_command_on_a_finished_index_does_nothing(copied, documents, en
     assert "has the index of the same documents (60 passages of 60 documents); nothing to do" in out
     assert f"adapt:  realm adapt {copied}" in out
     assert before == {path: path.stat().st_mtime_ns for path in copied.rglob("*") if path.is_file()}
+
+
+def test_a_run_is_continued_from_another_directory(documents, encoder, tmp_path, monkeypatch, capsys):
+    """Relative paths of the first command are of its directory, and a link leads to the same documents."""
+    monkeypatch.chdir(documents.parent)
+    assert index(Path(documents.name), Path(encoder.name), tmp_path / "run") == 0
+    monkeypatch.chdir(tmp_path)
+    settings = AdaptRequest.of("run", None, None, config=realm_jax.load_config("adapt")).settings()
+    assert (settings["documents"], settings["from"]) == (str(documents), str(encoder))
+    (tmp_path / "linked").symlink_to(documents.parent)
+    assert index(Path("linked") / documents.name, Path("linked") / encoder.name, Path("run")) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    (tmp_path / documents.name).write_text(documents.read_text())
+    assert "was started with documents" in fails(capsys, Path(documents.name), encoder, Path("run"))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("docs/", "/here/docs"), ("news:a/*.gz", "news:/here/a/*.gz")]
+    + [(name, name) for name in ("hf:NAME", "news:hf:NAME", "gs://bucket/docs", "/docs")],
+)
+def test_only_paths_of_documents_are_made_absolute(monkeypatch, name, expected):
+    monkeypatch.setattr(os, "getcwd", lambda: "/here")
+    assert search_index.absolute_source(name) == expected
 
 
 def breaks_off(work: Any) -> Any:

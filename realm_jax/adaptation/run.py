@@ -113,7 +113,8 @@ def adapt(request: AdaptRequest) -> AdaptResult:
     if has_begun:
         check_settings(workdir, read_json(workdir / RECORD)["settings"], request.settings())
     elif indexed is not None:
-        check_settings(workdir, indexed["settings"], {"documents": request.documents, "from": request.model})
+        settings = request.settings()
+        check_settings(workdir, indexed["settings"], {name: settings[name] for name in ("documents", "from")})
     elif (workdir / "config.json").is_file():
         if has_empty_recipe(workdir):
             raise UserError(f"--output={workdir}: its index is not finished; run its `realm index` command again")
