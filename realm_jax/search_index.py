@@ -120,7 +120,8 @@ def index(request: IndexRequest) -> IndexResult:
 
     # --- Check the request, before anything is read or written --------------------------------------------------------
     finished = read_index(workdir)
-    has_config, is_done = (workdir / "config.json").is_file(), finished is not None and (workdir / MODEL).is_dir()
+    has_config = (workdir / "config.json").is_file()
+    is_done = finished is not None and find_exported_model(workdir / MODEL) is not None
     if finished is not None:
         check_settings(workdir, finished["settings"], request.settings())
     if has_config and not is_done and not has_empty_recipe(workdir):
@@ -131,16 +132,19 @@ def index(request: IndexRequest) -> IndexResult:
     check_decided(request.config, DECIDED | {"tasks": "an index trains nothing"}, "leave it out")
     check_outside(workdir, request.documents, "whose files are documents")
     check_outside(workdir, str(resolve_model_path(request.model, "--from")), "which is the encoder")
-    if finished is not None and is_done:
+    has_documents = finished is not None and (workdir / DATA / PREPARED).is_file()
+    if has_documents:
         _check_unchanged(request, read_json(workdir / DATA / PREPARED))
+    if finished is not None and is_done:
         return IndexResult(is_new=False, **{key: finished[key] for key in (*_COUNTS, "seconds")})
 
     # --- Prepare the documents ----------------------------------------------------------------------------------------
     limit = request.config.data.document_length
     try:
-        prepare_documents(request.documents, request.model, workdir / DATA, limit)
+        if not has_documents:  # else the folder may have edits, and questions of `realm adapt`
+            prepare_documents(request.documents, request.model, workdir / DATA, limit)
     except PreparedOtherwise:  # until the index is finished you can add documents
-        if finished is not None or not has_config:  # without a config.json the folder may be yours
+        if not has_config:  # without a config.json the folder may be yours
             raise
         with exclusive_lock(workdir):
             for name in ("config.json", "data.json", START):

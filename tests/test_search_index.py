@@ -304,6 +304,18 @@ def test_documents_may_be_added_until_the_index_is_finished(documents, encoder, 
     assert f"{own}: has changed since it was indexed; add, replace or remove documents with `realm corpus`" in told
 
 
+def test_a_finished_index_without_its_model_is_rebuilt_with_edits_and_questions(
+    copied, documents, encoder, questions, tmp_path
+):
+    assert cli.main(["corpus", "add", str(write_lines(tmp_path / "new.jsonl", [NEW])), f"--workdir={copied}"]) == 0
+    replace_questions(copied / "data", [f"test={questions}"])
+    shutil.rmtree(copied / "model")
+    assert index(documents, encoder, copied) == 0
+    run = open_run_for_inference(copied)
+    assert exported_model(copied).vectors(run.sources.passages.fingerprint).shape == (61, 16)
+    assert len(run.sources.questions["test"]) == 12
+
+
 def test_a_prepared_folder_that_no_index_made_is_kept(documents, encoder, tmp_path, capsys):
     own = tmp_path / "articles.jsonl"
     own.write_text("\n".join(documents.read_text().splitlines()[:3]))
