@@ -9,13 +9,14 @@ Read `index` from top to bottom. `write_index` also serves `realm adapt`, and `u
 result is a run without tasks, whose exported model names the task `config.INDEX`. Read next: `adaptation/run.py`.
 """
 
+import dataclasses
 import json
 import logging
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -32,6 +33,7 @@ from realm_jax.corpora.summary import prepare_and_print
 from realm_jax.corpora.texts import NEWS, open_texts
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.data.staging import PREPARED
+from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.host import Stop
 from realm_jax.indexing.vector_cache import embed_unknown, embed_with_cache, row_keys
@@ -40,13 +42,15 @@ from realm_jax.models.folders import resolve_model_path
 from realm_jax.models.layers import Params
 from realm_jax.models.sentence_transformers import sentence_model, transformer_folder
 from realm_jax.models.weights import SETTINGS
+from realm_jax.retrieval.analyzers import available
+from realm_jax.retrieval.bm25 import is_saved
 from realm_jax.run import Run
 from realm_jax.storage import exclusive_lock, make_folder, read_json, write_json_atomic
 from realm_jax.train.exported_model import MODEL, find_exported_model, replace_vectors, write_exported_model
 from realm_jax.train.init_from import check_sources, fill_from_pretrained
 from realm_jax.train.recipe import starting_params
 from realm_jax.train.results import save_bm25_index
-from realm_jax.train.workdir import START, absolute_path, begins_with_reader, check_workdir
+from realm_jax.train.workdir import START, absolute_path, begins_with_reader, check_workdir, recorded_config
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +139,12 @@ def index(request: IndexRequest) -> IndexResult:
     has_documents = finished is not None and (workdir / DATA / PREPARED).is_file()
     if has_documents:
         _check_unchanged(request, read_json(workdir / DATA / PREPARED))
-    if finished is not None and is_done:
-        return IndexResult(is_new=False, **{key: finished[key] for key in (*_COUNTS, "seconds")})
+    if finished is not None and is_done and has_documents:
+        store = open_sources(workdir / DATA, questions=False).passages  # `realm corpus` may have edited it
+        if not has_empty_recipe(workdir) or _is_current(workdir):
+            counts = {key: finished[key] for key in (*_COUNTS, "seconds")}
+            counts |= {"passages": len(store), "documents": store.documents}
+            return IndexResult(is_new=False, **counts)
 
     # --- Prepare the documents ----------------------------------------------------------------------------------------
     limit = request.config.data.document_length
@@ -286,6 +294,14 @@ def _check_unchanged(request: IndexRequest, prepared: Mapping[str, Any]) -> None
         )
 
 
+def _is_current(workdir: Path) -> bool:
+    """Return True if the vectors and words of an index are of the newest version of its corpus."""
+    sources, exported = open_sources(workdir / DATA, questions=False), find_exported_model(workdir / MODEL)
+    language = recorded_config(workdir).retrieval.language or available(sources.language)
+    has_vectors = exported is not None and exported.manifest["corpus"] == sources.passages.fingerprint
+    return has_vectors and is_saved(sources.passages, language, workdir)
+
+
 # --- Stages that other commands share ---------------------------------------------------------------------------------
 
 
@@ -319,6 +335,26 @@ def follow_corpus(workdir: Path) -> Sources:
     return sources
 
 
+def refresh_index(run: Run, params: Params) -> None:
+    """Embed what a model of an earlier version of the corpus lacks.
+
+    `realm corpus --data` edits only the corpus, and an edit may have been killed before it replaced the vectors.
+
+    Args:
+        run: the run over the newest version.
+        params: parameters of the encoders.
+    """
+    exported, store = find_exported_model(run.workdir / MODEL), run.sources.passages
+    if exported is None or exported.manifest["corpus"] == store.fingerprint:
+        return
+    before = run
+    if (version := exported.manifest["corpus"]) in store.versions:
+        passages = PassageStore.open(store.folder, run.sources.tokenizer.size, version)
+        before = dataclasses.replace(run, sources=dataclasses.replace(run.sources, passages=passages))
+    number = update_index(before, run, params, lambda: None)
+    logger.info("%s: the corpus was edited; embedded %d of %d passages", run.workdir, number, len(store))
+
+
 def write_index(run: Run, params: Params) -> None:
     """Write the index of a run's corpus: BM25's words, and an exported model with the vectors of all passages.
 
@@ -328,6 +364,7 @@ def write_index(run: Run, params: Params) -> None:
         run: the run.
         params: parameters of the encoders that embed.
     """
+    refresh_index(run, params)
     save_bm25_index(run)
     exported = find_exported_model(run.workdir / MODEL)
     if exported is None or exported.vectors(run.sources.passages.fingerprint) is None:
@@ -336,13 +373,15 @@ def write_index(run: Run, params: Params) -> None:
         write_exported_model(run.workdir / MODEL, run, INDEX, 0, params, vectors, trained_reader=has_reader)
 
 
-def update_index(before: Run, after: Run, params: Params) -> int:
+def update_index(before: Run, after: Run, params: Params, publish_corpus: Callable[[], None]) -> int:
     """Write the vectors and words of an edited corpus, embedding only passages without a vector.
 
     Args:
         before: the run over the corpus as it was.
         after: the run over the edited corpus.
         params: parameters of the encoders.
+        publish_corpus: makes the edit visible in the dataset directory. It comes after everything that may fail, and
+            before the vectors are replaced: `refresh_index` completes what is cut off in between.
 
     Returns:
         The number of passages that were embedded.
@@ -350,7 +389,7 @@ def update_index(before: Run, after: Run, params: Params) -> int:
     exported = find_exported_model(after.workdir / MODEL)
     assert exported is not None, "the run is an index"
     known = exported.vectors(before.sources.passages.fingerprint)  # [passages before, width]
-    if known is None:  # the dataset directory was edited without the run
+    if known is None:  # the dataset directory was prepared again
         known = embed_with_cache(before, params, bar=True)
     row_before = {key.tobytes(): row for row, key in enumerate(row_keys(before.corpus))}
     source = np.array([row_before.get(key.tobytes(), -1) for key in row_keys(after.corpus)])  # [passages], -1 if new
@@ -359,5 +398,6 @@ def update_index(before: Run, after: Run, params: Params) -> int:
     if len(new_rows):
         vectors[new_rows] = embed_unknown(after, params)(after.corpus.take(new_rows))
     save_bm25_index(after)
+    publish_corpus()
     replace_vectors(after.workdir / MODEL, after, vectors)
     return len(new_rows)

@@ -29,6 +29,7 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.host import PREEMPTED
 from realm_jax.launch.status import run_status
+from realm_jax.retrieval.bm25 import is_saved
 from realm_jax.run import Run
 from realm_jax.serving.service import Service
 from realm_jax.storage import open_folder, read_json
@@ -417,6 +418,59 @@ def test_a_failed_edit_leaves_the_index_as_it_was(copied, tmp_path, monkeypatch,
     assert exported_model(copied).identity == identity and realm_jax.Model(copied).passages == 60
     assert cli.main(["corpus", "add", str(new), f"--workdir={copied}"]) == 0
     assert realm_jax.Model(copied).passages == 61
+
+
+def breaks(*_: Any) -> None:
+    raise KeyError("power failure")
+
+
+@pytest.mark.parametrize(
+    ("place", "passages", "repeated"),
+    [
+        ("realm_jax.retrieval.bm25.publish_folder", 60, 0),
+        ("realm_jax.cli.corpus._publish_copy", 60, 0),
+        ("pathlib.Path.replace", 60, 0),  # of STORE.json, the last file that is moved
+        ("realm_jax.search_index.replace_vectors", 61, 2),
+        ("realm_jax.train.exported_model.publish_folder", 61, 2),  # the earlier model has another name already
+    ],
+)
+@pytest.mark.parametrize("command", ["corpus", pytest.param("index", marks=pytest.mark.slow)])
+def test_an_edit_that_is_cut_off_is_completed_by_the_next_command(
+    copied, documents, encoder, tmp_path, monkeypatch, embedded, capsys, command, place, passages, repeated
+):
+    """The index answers meanwhile, and no passage is embedded again."""
+    new = write_lines(tmp_path / "new.jsonl", [NEW])
+    with monkeypatch.context() as patch, pytest.raises(KeyError, match="power failure"):
+        patch.setattr(place, breaks)
+        cli.main(["corpus", "add", str(new), f"--workdir={copied}"])
+    run = open_run_for_inference(copied)
+    assert len(run.sources.passages) == passages and exported_model(copied).task == "index"
+    embedded.clear()
+    if command == "corpus":
+        assert cli.main(["corpus", "add", str(new), f"--workdir={copied}"]) == repeated
+        passages = 61
+        assert ("'new' is in the corpus already" in capsys.readouterr().err) == bool(repeated)
+    assert index(documents, encoder, copied) == 0
+    assert f"{passages} passages of {passages} documents" in capsys.readouterr().out
+    run = open_run_for_inference(copied)
+    vectors = exported_model(copied).vectors(run.sources.passages.fingerprint)
+    assert len(vectors) == passages and embedded == [1] * (passages > 60)
+    assert is_saved(run.sources.passages, run.bm25_language, copied)
+
+
+def test_an_index_takes_edits_of_its_folder_when_it_is_made_again(
+    copied, documents, encoder, tmp_path, embedded, capsys
+):
+    new = write_lines(tmp_path / "new.jsonl", [NEW])
+    assert cli.main(["corpus", "add", str(new), f"--data={copied / 'data'}"]) == 0
+    assert index(documents, encoder, copied) == 0
+    out = capsys.readouterr().out
+    assert "indexed 61 passages of 61 documents" in out and embedded == [1]
+    assert cli.main(["corpus", "remove", "a7", f"--workdir={copied}"]) == 0
+    assert index(documents, encoder, copied) == 0
+    assert "(60 passages of 60 documents); nothing to do" in capsys.readouterr().out and embedded == [1]
+    article = json.loads(documents.read_text().splitlines()[8])
+    assert realm_jax.Model(copied).search(article["text"][:60])["candidates"][0]["id"] == "a8"
 
 
 # --- adaptation -------------------------------------------------------------------------------------------------------

@@ -329,10 +329,12 @@ def replace_vectors(folder: Path, run: Run, vectors: NDArray) -> None:
     Raises:
         UserError: the directory cannot be written.
     """
-    manifest = read_json(folder / MANIFEST)
+    exported = find_exported_model(folder)
+    assert exported is not None, "the folder has an exported model"
+    manifest = dict(exported.manifest)
     stored = {VECTORS: np.ascontiguousarray(vectors, np.float32)}
     with _StagedFolder(folder) as staged:
-        shutil.copytree(folder, staged, copy_function=_link_or_copy, dirs_exist_ok=True)
+        shutil.copytree(exported.folder, staged, copy_function=_link_or_copy, dirs_exist_ok=True)
         (staged / VECTORS).unlink(missing_ok=True)  # else we would write through its link
         np.save(staged / VECTORS, stored[VECTORS], allow_pickle=False)
         manifest |= {"corpus": run.sources.passages.fingerprint, "vectors": checksums(stored)[VECTORS]}
