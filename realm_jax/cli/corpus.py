@@ -106,9 +106,9 @@ def run(args: argparse.Namespace) -> None:
                 refresh_index(opened, encoders)
         before = PassageStore.open(data / "passages")
         with _copy_to_edit(data) as copy:
-            after = edit(copy, args.action, args.subjects)
+            after, wordless = edit(copy, args.action, args.subjects)
             record: dict[str, Any] = {"data": data_path, "passages_before": len(before), "passages": len(after)}
-            record |= {"version": after.fingerprint}
+            record |= {"version": after.fingerprint, "skipped": wordless}
             if workdir is not None:
                 edited = open_run_for_inference(workdir, {"data.path": str(copy)})
                 if exported.task == INDEX:  # no run was trained on the corpus as it was, so no version has to stay
@@ -119,6 +119,8 @@ def run(args: argparse.Namespace) -> None:
         print_json(record)
         return
     print(f"{data_path}: {len(before):,} -> {len(after):,} passages, version {after.fingerprint[:12]}")
+    if wordless:
+        print(f"skipped {len(wordless):,} without words to store, such as {wordless[0]!r}")
     if "embedded" in record:
         print(f"embedded {record['embedded']:,} of {len(after):,} passages")
     if "generation" in record:
@@ -166,20 +168,24 @@ def _publish_copy(copy: Path, data: Path) -> None:
         path.replace(data / path.relative_to(copy))
 
 
-def edit(data: Path, action: str, subjects: list[str]) -> PassageStore:
-    """Write a new version of the passages of a prepared folder and return it.
+def edit(data: Path, action: str, subjects: list[str]) -> tuple[PassageStore, list[str]]:
+    """Write a new version of the passages of a prepared folder.
 
     Args:
         data: the prepared folder.
         action: "add", "replace" or "remove".
         subjects: one file of documents to add or replace, or ids of documents to remove.
 
+    Returns:
+        The new version, and the ids of documents that were not added, because they have no words.
+
     Raises:
-        UserError: documents exist that should not, or the reverse; or the folder's span finder is not here.
+        UserError: documents exist that should not, or the reverse; no document has words, or one to replace has none;
+            or the folder's span finder is not here.
     """
     folder = data / "passages"
     if action == "remove":
-        return remove_documents(folder, subjects)
+        return remove_documents(folder, subjects), []
     if len(subjects) != 1:
         raise UserError(f"realm corpus {action}: name one file; put the documents of several into one")
     file = subjects[0]
@@ -200,8 +206,12 @@ def edit(data: Path, action: str, subjects: list[str]) -> PassageStore:
     if spans.finder(finder).identity != settings.get("spans_identity"):
         raise UserError(f"{data}: {finder} is not the span finder used there; restore it, or prepare the folder again")
     language = manifest.get("language", PLAIN)
-    build_store(articles, open_tokenizer(data / "tokenizer"), folder, store.limit, finder, known, language)
-    return PassageStore.open(folder)
+    tokenizer = open_tokenizer(data / "tokenizer")
+    try:
+        summary = build_store(articles, tokenizer, folder, store.limit, finder, known, language)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    return PassageStore.open(folder), summary.wordless
 
 
 def publish(run: Run, step: int, encoders: Params) -> dict[str, Any]:
