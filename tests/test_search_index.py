@@ -32,7 +32,7 @@ from realm_jax.launch.status import run_status
 from realm_jax.retrieval.bm25 import is_saved
 from realm_jax.run import Run
 from realm_jax.serving.service import Service
-from realm_jax.storage import open_folder, read_json
+from realm_jax.storage import PosixFolder, open_folder, read_json
 from realm_jax.train import recipe, workdir
 from realm_jax.train.exported_model import exported_model
 from realm_jax.train.init_from import init_from_sources
@@ -560,3 +560,23 @@ def test_questions_of_a_prepared_folder_are_replaced(copied, questions):
     assert len(sources.questions["test"]) == 12 and sources.passages.fingerprint == passages
     replace_questions(copied / "data", [])
     assert open_sources(copied / "data").questions == {}
+
+
+def test_questions_whose_replacement_is_cut_off_are_replaced_by_the_next_command(
+    copied, questions, tmp_path, monkeypatch
+):
+    replace_questions(copied / "data", [f"test={questions}"])
+    few = write_lines(tmp_path / "few.jsonl", [json.loads(line) for line in questions.read_text().splitlines()[:5]])
+    write = PosixFolder.write
+
+    def cut(folder: PosixFolder, name: str, data: bytes) -> None:
+        write(folder, name, data)
+        if name.startswith("questions/"):
+            raise KeyError("power failure")
+
+    with monkeypatch.context() as patch, pytest.raises(KeyError, match="power failure"):
+        patch.setattr(PosixFolder, "write", cut)
+        replace_questions(copied / "data", [f"test={few}"])
+    assert open_sources(copied / "data").questions == {}
+    replace_questions(copied / "data", [f"test={few}"])
+    assert len(open_sources(copied / "data").questions["test"]) == 5

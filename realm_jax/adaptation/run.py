@@ -158,8 +158,11 @@ def adapt(request: AdaptRequest) -> AdaptResult:
                 )
         if not has_begun:
             with exclusive_lock(workdir):
-                replace_questions(workdir / DATA, questions)
-                follow_corpus(workdir)  # `realm corpus` may have edited it
+                (workdir / "data.json").unlink(missing_ok=True)  # it also records the questions
+                try:
+                    replace_questions(workdir / DATA, questions)
+                finally:
+                    follow_corpus(workdir)  # `realm corpus` may have edited it
     config.data.path, config.init_from = str(workdir / DATA), request.model
     prepared = read_json(workdir / DATA / PREPARED)
     if request.questions and not prepared["questions"].get(QUESTIONS_SPLIT):
