@@ -381,7 +381,7 @@ def update_index(before: Run, after: Run, params: Params, publish_corpus: Callab
         after: the run over the edited corpus.
         params: parameters of the encoders.
         publish_corpus: makes the edit visible in the dataset directory. It comes after everything that may fail, and
-            before the vectors are replaced: `refresh_index` completes what is cut off in between.
+            before the model is replaced: `refresh_index` completes what is cut off in between.
 
     Returns:
         The number of passages that were embedded.
@@ -398,6 +398,5 @@ def update_index(before: Run, after: Run, params: Params, publish_corpus: Callab
     if len(new_rows):
         vectors[new_rows] = embed_unknown(after, params)(after.corpus.take(new_rows))
     save_bm25_index(after)
-    publish_corpus()
-    replace_vectors(after.workdir / MODEL, after, vectors)
+    replace_vectors(after.workdir / MODEL, after, vectors, publish_corpus)
     return len(new_rows)
