@@ -93,10 +93,6 @@ class PassageReading(NamedTuple):
 class NoReader:
     """Takes the place of a reader if none was trained: it finds no answer, and computes nothing."""
 
-    def token_count(self, text: str) -> int:
-        """Return 0 tokens for any text, because no answer can be found."""
-        return 0
-
     def read(self, inputs: Sequence[ReaderText], answer_tokens: int, top: int) -> list[PassageReading]:
         """Return a reading without spans for each passage. Arguments: see `QuestionReader.read`."""
         return [PassageReading([], []) for _ in inputs]
