@@ -78,6 +78,7 @@ class IndexRequest:
         workdir: run directory, created or resumed.
         config: from `load_config(CONFIG)`; tasks, `data.path` and `init_from` are set later.
         config_arguments: arguments that made the config; others are rejected later.
+        language: of the documents, one of `languages.CHOICES`; '' to detect it.
         command: the command line or Python call of the request.
     """
 
@@ -86,12 +87,14 @@ class IndexRequest:
     workdir: Path
     config: ConfigDict
     config_arguments: tuple[str, ...] = ()
+    language: str = ""
     command: str = ""
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that may not change, as index.json has them: with absolute paths."""
         documents, model = absolute_source(self.documents), absolute_path(self.model)
-        return {"documents": documents, "from": model, "config": [*self.config_arguments]}
+        config = [*self.config_arguments]
+        return {"documents": documents, "from": model, "language": self.language, "config": config}
 
 
 @dataclass(frozen=True)
@@ -147,10 +150,10 @@ def index(request: IndexRequest) -> IndexResult:
             return IndexResult(is_new=False, **counts)
 
     # --- Prepare the documents ----------------------------------------------------------------------------------------
-    limit = request.config.data.document_length
+    limit, language = request.config.data.document_length, request.language
     try:
         if not has_documents:  # else the folder may have edits, and questions of `realm adapt`
-            prepare_documents(request.documents, request.model, workdir / DATA, limit)
+            prepare_documents(request.documents, request.model, workdir / DATA, limit, language=language)
     except PreparedOtherwise:  # until the index is finished you can add documents
         if not has_config:  # without a config.json the folder may be yours
             raise
@@ -159,7 +162,7 @@ def index(request: IndexRequest) -> IndexResult:
                 (workdir / name).unlink(missing_ok=True)
             shutil.rmtree(workdir / DATA)
             shutil.rmtree(workdir / MODEL, ignore_errors=True)
-        prepare_documents(request.documents, request.model, workdir / DATA, limit)
+        prepare_documents(request.documents, request.model, workdir / DATA, limit, language=language)
 
     # --- Open the run: the config of `realm adapt`, with an empty recipe ----------------------------------------------
     cache_programs()
@@ -305,7 +308,9 @@ def _is_current(workdir: Path) -> bool:
 # --- Stages that other commands share ---------------------------------------------------------------------------------
 
 
-def prepare_documents(documents: str, model: str, folder: Path, limit: int, questions: Sequence[str] = ()) -> None:
+def prepare_documents(
+    documents: str, model: str, folder: Path, limit: int, questions: Sequence[str] = (), language: str = ""
+) -> None:
     """Write a dataset directory with the tokenizer of an encoder, and print a summary.
 
     Unreadable documents are skipped and counted.
@@ -316,12 +321,16 @@ def prepare_documents(documents: str, model: str, folder: Path, limit: int, ques
         folder: the dataset directory.
         limit: tokens of a passage at most.
         questions: files of evaluation questions, SPLIT=FILE each.
+        language: of the documents; '' to detect it.
 
     Raises:
         PreparedOtherwise: the folder has other documents or questions.
         UserError: nothing can be read.
     """
-    prepare_and_print(Options(documents, folder, questions=questions, vocab=model, limit=limit, skip_damage=True))
+    options = Options(
+        documents, folder, questions=questions, vocab=model, limit=limit, language=language, skip_damage=True
+    )
+    prepare_and_print(options)
 
 
 def follow_corpus(workdir: Path) -> Sources:

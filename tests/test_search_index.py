@@ -379,6 +379,16 @@ def test_unreadable_documents_are_skipped_and_counted(documents, encoder, tmp_pa
     assert read_json(tmp_path / "run" / "index.json")["skipped"] == {"not JSON": 1}
 
 
+def test_the_language_of_documents_is_detected_or_named(indexed, documents, encoder, tmp_path, capsys):
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join(documents.read_text().splitlines()[:8]))
+    assert index(few, encoder, tmp_path / "run", "--language=de") == 0
+    assert open_run_for_inference(tmp_path / "run").bm25_language == "de"
+    assert open_run_for_inference(indexed).bm25_language == "en"
+    assert "was started with language 'de', not ''" in fails(capsys, few, encoder, tmp_path / "run")
+    assert "--language=xx: is not one of" in fails(capsys, few, encoder, tmp_path / "new", "--language=xx")
+
+
 # --- edits ------------------------------------------------------------------------------------------------------------
 
 
