@@ -143,10 +143,10 @@ def index(request: IndexRequest) -> IndexResult:
     if has_documents:
         _check_unchanged(request, read_json(workdir / DATA / PREPARED))
     if finished is not None and is_done and has_documents:
-        store = open_sources(workdir / DATA, questions=False).passages  # `realm corpus` may have edited it
-        if not has_empty_recipe(workdir) or _is_current(workdir):
+        sources = open_sources(workdir / DATA, questions=False)  # `realm corpus` may have edited them
+        if not has_empty_recipe(workdir) or _is_current(workdir, sources):
             counts = {key: finished[key] for key in (*_COUNTS, "seconds")}
-            counts |= {"passages": len(store), "documents": store.documents}
+            counts |= {"passages": len(sources.passages), "documents": sources.passages.documents}
             return IndexResult(is_new=False, **counts)
 
     # --- Prepare the documents ----------------------------------------------------------------------------------------
@@ -297,9 +297,14 @@ def _check_unchanged(request: IndexRequest, prepared: Mapping[str, Any]) -> None
         )
 
 
-def _is_current(workdir: Path) -> bool:
-    """Return True if the vectors and words of an index are of the newest version of its corpus."""
-    sources, exported = open_sources(workdir / DATA, questions=False), find_exported_model(workdir / MODEL)
+def _is_current(workdir: Path, sources: Sources) -> bool:
+    """Return True if the vectors and words of an index are those of its corpus.
+
+    Args:
+        workdir: the run directory.
+        sources: its dataset directory.
+    """
+    exported = find_exported_model(workdir / MODEL)
     language = recorded_config(workdir).retrieval.language or available(sources.language)
     has_vectors = exported is not None and exported.manifest["corpus"] == sources.passages.fingerprint
     return has_vectors and is_saved(sources.passages, language, workdir)
