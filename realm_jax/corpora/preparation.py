@@ -316,6 +316,8 @@ def replace_questions(data: Path, questions: Sequence[Path_]) -> None:
     store = PassageStore.open(data / "passages")
     selected.check_golds(map(store.document_id, range(len(store))), os.fspath(data), skip_damage=True)
     splits = selected.with_stored_golds(())
+    # The record has no questions while their files are written, so that it never describes other ones.
+    folder.write_json(PREPARED, manifest | {"questions": {}, "inputs": manifest["inputs"] | {"questions": []}})
     for split, split_questions in splits.items():
         folder.write(f"questions/{split}.jsonl", question_lines(split_questions))
     manifest["questions"] = {split: len(split_questions) for split, split_questions in splits.items()}

@@ -27,7 +27,6 @@ from realm_jax.models.architectures.modernbert import MODERNBERT
 from realm_jax.models.architectures.table import (
     ARCHITECTURES,
     HF_REALM,
-    encoder_network,
     model_values,
     read_architecture,
 )
@@ -35,7 +34,6 @@ from realm_jax.models.layers import (
     ACTIVATIONS,
     LAYER_NORM_EPSILON,
     BertConfig,
-    Compute,
     Params,
     Rotary,
     initializer_stddev,
@@ -394,8 +392,8 @@ def _is_padded(folder: Path, config: BertConfig) -> bool:
     return path is not None and read_tokenizer(path, lower_case=True).size == config.vocabulary_size
 
 
-def encoder_config(folder: Path, max_length: int | None = None, compute: Compute | None = None) -> BertConfig:
-    """Return the sizes of the encoder of a folder, without dropout. Arguments: see `open_encoder`.
+def encoder_config(folder: Path) -> BertConfig:
+    """Return the sizes of the encoder of a folder, without dropout, for texts as long as it has positions for.
 
     Raises:
         UserError: for an architecture that cannot be loaded, and for a size that is missing or does not fit.
@@ -414,30 +412,10 @@ def encoder_config(folder: Path, max_length: int | None = None, compute: Compute
     if values["hidden_act"] not in ACTIVATIONS:
         key = architecture.settings["hidden_act"]
         raise UserError(f"{path}: {key} is {values['hidden_act']!r}; choose a model with {', '.join(ACTIVATIONS)}")
-    values["max_length"] = max_length or values["max_length"] - architecture.first_position
+    values["max_length"] -= architecture.first_position
     rotary = Rotary(**{name.removeprefix("rotary."): values.pop(name) for name in [*values] if "." in name})
     options: dict[str, Any] = {"segment_types": architecture.segment_types, "rotary": rotary}
-    return BertConfig(**values, **options, compute=compute or Compute())
-
-
-def open_encoder(
-    folder: Path, max_length: int | None = None, compute: Compute | None = None
-) -> tuple[Any, Params]:  # fmt: skip
-    """Open the encoder of a folder, of any architecture, without pooling and heads.
-
-    Args:
-        folder: with model.safetensors and config.json.
-        max_length: longest sequence; None for the longest that the model has positions for.
-        compute: how it is computed; None for float32 in plain JAX.
-
-    Returns:
-        A module with the fields and methods of `models.bert.Bert`, and its parameters, float32 on the host.
-
-    Raises:
-        UserError: like `find`, and if config.json lacks a size.
-    """
-    config = encoder_config(folder, max_length, compute)
-    return encoder_network(config), read(find(folder, config, [encoder(config)]))["bert"]
+    return BertConfig(**values, **options)
 
 
 # --- Out --------------------------------------------------------------------------------------------------------------

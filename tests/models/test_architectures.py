@@ -29,9 +29,9 @@ from realm_jax.cli.prepare import prepare
 from realm_jax.cli.weights import write_networks
 from realm_jax.config import INHERITED, KEYS
 from realm_jax.errors import UserError
-from realm_jax.models.architectures.table import ARCHITECTURES
-from realm_jax.models.layers import Compute
-from realm_jax.models.weights import open_encoder
+from realm_jax.models.architectures.table import ARCHITECTURES, encoder_network
+from realm_jax.models.layers import Params
+from realm_jax.models.weights import encoder, encoder_config, find, read
 from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.recipe import train
 
@@ -48,6 +48,12 @@ def random_batch(words: int, lengths: tuple[int, ...] = LENGTHS) -> tuple[np.nda
     """Tokens that are not special, and the mask of some lengths; padding is 0 as in a step."""
     mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
     return np.random.default_rng(0).integers(5, words, mask.shape) * mask, mask
+
+
+def open_encoder(folder: Path, **compute: Any) -> tuple[Any, Params]:
+    """The network of the encoder in a folder, and its parameters. compute: fields of `Compute`."""
+    config = encoder_config(folder).with_compute(**compute)
+    return encoder_network(config), read(find(folder, config, [encoder(config)]))["bert"]
 
 
 def their_states(model: Any, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -83,8 +89,8 @@ def test_hidden_states_do_not_depend_on_how_they_are_computed(kind, compute, tmp
         states = np.asarray(network.apply({"params": params}, ids, ids, mask, positions=positions))
         np.testing.assert_allclose(states, np.take_along_axis(expected, positions[..., None], 1), atol=1e-5)
         return
-    options = {"packed": Compute(packed_length=256), "loop": Compute(remat="layer", scan=True)}
-    other, _ = open_encoder(tmp_path / "model", compute=options[compute])
+    options = {"packed": {"packed_length": 256}, "loop": {"remat": "layer", "scan": True}}
+    other, _ = open_encoder(tmp_path / "model", **options[compute])
     states = np.asarray(other.apply({"params": params}, ids, ids, mask))
     np.testing.assert_allclose(states[mask], expected[mask], atol=1e-5)
 

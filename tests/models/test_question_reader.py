@@ -1,6 +1,7 @@
 """Readers with a question-answering head: the numbers of transformers, windows, spans in the text, and errors."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -250,5 +251,12 @@ def test_a_missing_folder_head_or_tokenizer_is_named(tmp_path):
 
 
 def test_other_weights_are_another_reader(reader, tmp_path):
-    other = open_question_reader(str(save_question_reader(tmp_path / "model", seed=2)), reader._mesh)
-    assert other.identity != reader.identity
+    """Also under the name of the earlier ones, whose reader keeps its identity."""
+    folder = save_question_reader(tmp_path / "model", seed=2)
+    other = open_question_reader(str(folder), reader._mesh)
+    assert open_question_reader(f"{folder}/../model", reader._mesh) is other
+    shutil.rmtree(folder)
+    newest = open_question_reader(str(save_question_reader(folder, seed=3)), reader._mesh)
+    assert len({reader.identity, other.identity, newest.identity}) == 3
+    shutil.rmtree(folder)
+    assert open_question_reader(str(save_question_reader(folder, seed=2)), reader._mesh).identity == other.identity
