@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from articles import WORDS
-from made_encoder import save_encoder, write_articles
+from articles import WORDS, write_questions
 from ml_collections import ConfigDict
 from runs import largest_change
 from tiny_run import write_lines
@@ -67,16 +66,6 @@ def no_measuring(monkeypatch):
     monkeypatch.setattr(plan, "measure_steps", lambda run, *_: (1.0, dict.fromkeys(recipe.task_names(run.config), 0.1)))
 
 
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory) -> Path:
-    return write_articles(tmp_path_factory.mktemp("documents") / "articles.jsonl")
-
-
-@pytest.fixture(scope="module")
-def encoder(documents) -> Path:
-    return save_encoder(documents)
-
-
 def adapt(documents: Path, encoder: Path, output: Path, *arguments: str) -> int:
     overrides = [f"--config.{size}" for size in SIZES]
     return cli.main(["adapt", str(documents), f"--from={encoder}", f"--output={output}", *overrides, *arguments])
@@ -85,9 +74,7 @@ def adapt(documents: Path, encoder: Path, output: Path, *arguments: str) -> int:
 @pytest.fixture(scope="module")
 def questions(documents) -> Path:
     """Judged questions: the words of a passage."""
-    articles = [json.loads(line) for line in documents.read_text().splitlines()[:12]]
-    asked = [{"question": one["text"][:60], "answers": [], "gold_passage_id": one["id"]} for one in articles]
-    return write_lines(documents.parent / "questions.jsonl", asked)
+    return write_questions(documents)
 
 
 @pytest.fixture(scope="module")
