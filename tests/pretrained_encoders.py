@@ -6,7 +6,7 @@
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from realm_jax.config import INHERITED, Config, default
 from realm_jax.data import layouts
 from realm_jax.data.sources import open_sources
 from realm_jax.data.tokenizer import Tokenizer
-from realm_jax.data.tokenizer_files import lower_case_of, read_tokenizer, tokenizer_file
+from realm_jax.data.tokenizer_files import TokenizerFile, tokenizer_file
 from realm_jax.models.inputs import PassageBatch
 from realm_jax.models.layers import Params
 from realm_jax.models.networks import Realm
@@ -48,9 +48,10 @@ BODIES = [
     "Eleven keepers lived here, with their families, until the lamp became electric in 1953.",
 ]
 QUESTIONS = ["When is the harbor closed?", "Why does the water rise", "Who lit it?", "How many keepers lived there?"]
+TEXTS = *TITLES, *BODIES, *QUESTIONS, "query: passage: search_query: search_document: | text:"
 
 
-def byte_pairs(special: tuple[str, ...], size: int) -> tokenizers.Tokenizer:
+def byte_pairs(special: tuple[str, ...], size: int, corpus: Sequence[str]) -> tokenizers.Tokenizer:
     """A byte-level BPE, as RoBERTa and ModernBERT have: a word after a space has other tokens than one at the start."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -59,14 +60,14 @@ def byte_pairs(special: tuple[str, ...], size: int) -> tokenizers.Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=size, special_tokens=[*special], initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator(texts(), trainer)
+    made.train_from_iterator(corpus, trainer)
     return made
 
 
-def unigram(special: tuple[str, ...], size: int) -> tokenizers.Tokenizer:
+def unigram(special: tuple[str, ...], size: int, corpus: Sequence[str]) -> tokenizers.Tokenizer:
     """A Unigram model, as XLM-R has: characters and words of the texts, and filler up to its size."""
-    words = {f"▁{word}" for text in texts() for word in text.split()} | {"▁query", "▁passage"}
-    pieces = [*special[:4], "▁", *sorted({*"".join(texts())} - {" "}), *sorted(words)]
+    words = {f"▁{word}" for text in corpus for word in text.split()} | {"▁query", "▁passage"}
+    pieces = [*special[:4], "▁", *sorted({*"".join(corpus)} - {" "}), *sorted(words)]
     pieces = [*dict.fromkeys(pieces)]
     pieces += [f"▁zq{number}" for number in range(size - len(pieces) - 1)]
     scored = [(piece, -5.0 - len(piece) / 99) for piece in pieces]
@@ -78,10 +79,10 @@ def unigram(special: tuple[str, ...], size: int) -> tokenizers.Tokenizer:
     return made
 
 
-def word_pieces(special: tuple[str, ...], size: int) -> tokenizers.Tokenizer:
+def word_pieces(special: tuple[str, ...], size: int, corpus: Sequence[str]) -> tokenizers.Tokenizer:
     """WordPiece, as DistilBERT and MPNet have."""
-    letters = sorted({*"".join(texts()).lower()} - {" "})
-    words = sorted({word for text in texts() for word in re.findall(r"\w+", text.lower())} - {*letters})
+    letters = sorted({*"".join(corpus).lower()} - {" "})
+    words = sorted({word for text in corpus for word in re.findall(r"\w+", text.lower())} - {*letters})
     pieces = [*special, *letters, *(f"##{letter}" for letter in letters), *words]
     pieces += [f"zq{number}" for number in range(size - len(pieces))]
     ids = {piece: number for number, piece in enumerate(pieces)}
@@ -91,10 +92,6 @@ def word_pieces(special: tuple[str, ...], size: int) -> tokenizers.Tokenizer:
     made.decoder = decoders.WordPiece()
     made.add_special_tokens([*special])
     return made
-
-
-def texts() -> list[str]:
-    return [*TITLES, *BODIES, *QUESTIONS, "query: passage: search_query: search_document: | text:"]
 
 
 FAIRSEQ = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
@@ -109,7 +106,14 @@ KINDS: dict[str, tuple[str, Any, tuple[str, ...], int, dict[str, Any]]] = {
 }
 
 
-def save_encoder(folder: Path, kind: str, head: str = "Model", vocabulary: int | None = None, **sizes: Any) -> Any:
+def save_encoder(
+    folder: Path,
+    kind: str,
+    head: str = "Model",
+    vocabulary: int | None = None,
+    corpus: Sequence[str] = TEXTS,
+    **sizes: Any,
+) -> Any:
     """Save a random network and its tokenizer, and return the network of transformers.
 
     Args:
@@ -117,13 +121,14 @@ def save_encoder(folder: Path, kind: str, head: str = "Model", vocabulary: int |
         kind: a key of KINDS.
         head: end of the class's name.
         vocabulary: number of tokens; None for the number in KINDS.
+        corpus: texts whose words the tokenizer knows.
         sizes: further keys of the config.
     """
     import torch
     import transformers
 
     name, make, special, size, own = KINDS[kind]
-    made = make(special, vocabulary or size)
+    made = make(special, vocabulary or size, corpus)
     is_fairseq = special[0] == "<s>"
     cls, sep = ("<s>", "</s>") if is_fairseq else ("[CLS]", "[SEP]")
     ends = [(token, made.token_to_id(token)) for token in (cls, sep)]
@@ -183,9 +188,9 @@ def save_sentence_bert(documents: Path) -> Path:
 
 
 def folder_tokenizer(folder: Path) -> Tokenizer:
-    stated, path = lower_case_of(folder), tokenizer_file(folder)
+    path = tokenizer_file(folder)
     assert path is not None
-    return read_tokenizer(path, stated is None or stated.value)
+    return TokenizerFile.of(path).read()
 
 
 def config_of(folder: Path, **changes: Any) -> Config:

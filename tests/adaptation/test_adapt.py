@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from articles import WORDS, write_questions
 from ml_collections import ConfigDict
+from pretrained_encoders import TEXTS, sentence_encoder
 from runs import largest_change
 from tiny_run import write_lines
 
@@ -487,6 +488,25 @@ def test_the_index_of_faiss_and_the_table_of_vectors_have_the_passages(done):
     assert {row["id"] for row in rows} == {f"a{number}" for number in range(60)}
     assert {row["part"] for row in rows} == {0}
     np.testing.assert_array_equal(np.float32([row["vector"] for row in rows]), vectors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mpnet", "modernbert"])
+def test_an_encoder_of_another_architecture_is_adapted(kind, documents, tmp_path, monkeypatch):
+    library = pytest.importorskip("sentence_transformers")
+    corpus = [*TEXTS, *(json.loads(line)["text"] for line in documents.read_text().splitlines())]
+    prompts = {"query": "query: ", "document": "passage: "}
+    base = sentence_encoder(tmp_path, kind, prompts=prompts, sizes={"vocabulary": 1500, "corpus": corpus})
+    monkeypatch.setattr(evaluate, "passes_promotion_test", lambda *_: True)
+    assert adapt(documents, tmp_path / "model", tmp_path / "run", "--merge=0.5") == 0
+    assert read_json(tmp_path / "run" / "adapt.json")["plan"]["steps"] == {"evidence_contrast": 3, "realm": 3}
+    model = Model(tmp_path / "run")
+    theirs = library.SentenceTransformer(str(tmp_path / "run" / "model"), device="cpu")
+    texts = ["What was Ada Moss?", "Once Karl Reed had a house."]
+    np.testing.assert_allclose(model.encode(texts), theirs.encode_query(texts), atol=1e-4)
+    np.testing.assert_allclose(model.encode(texts, "document"), theirs.encode_document(texts), atol=1e-4)
+    assert np.abs(theirs.encode_query(texts) - base.encode_query(texts)).max() > 1e-4, "adapted"
+    assert model.ask(texts[0])["candidates"]
 
 
 def test_passages_of_a_document_are_numbered_in_the_table_of_vectors(tmp_path):
