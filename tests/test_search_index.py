@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from made_encoder import save_encoder, write_articles
+from articles import write_questions
 from question_readers import save_question_reader
 from tiny_run import write_lines
 
@@ -61,16 +61,6 @@ def no_measuring(monkeypatch):
     monkeypatch.setattr(plan, "measure_steps", lambda run, *_: (1.0, dict.fromkeys(recipe.task_names(run.config), 0.1)))
 
 
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory) -> Path:
-    return write_articles(tmp_path_factory.mktemp("documents") / "articles.jsonl")
-
-
-@pytest.fixture(scope="module")
-def encoder(documents) -> Path:
-    return save_encoder(documents)
-
-
 def index(documents: Path, encoder: Path, output: Path, *arguments: str) -> int:
     sizes = [f"--config.{key}={value}" for key, value in SIZES.items()]
     return cli.main(["index", str(documents), f"--from={encoder}", f"--output={output}", *sizes, *arguments])
@@ -101,9 +91,7 @@ def copied(indexed, tmp_path) -> Path:
 @pytest.fixture(scope="module")
 def questions(documents) -> Path:
     """Judged questions: the words of a passage."""
-    articles = [json.loads(line) for line in documents.read_text().splitlines()[:12]]
-    asked = [{"question": one["text"][:60], "answers": [], "gold_passage_id": one["id"]} for one in articles]
-    return write_lines(documents.parent / "questions.jsonl", asked)
+    return write_questions(documents)
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_LIMIT,
         type=positive,
         metavar="N",
-        help="maximum word pieces of a passage, including its title and three special ones (default: %(default)s)",
+        help="maximum tokens of a passage, including its title and three special ones (default: %(default)s)",
     )
     add(
         "--spans",

@@ -43,7 +43,7 @@ from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.data.store import PassageStore, new_version
-from realm_jax.data.tokenizer_files import TokenizerFile, lower_case_of, tokenizer_file, tokenizer_of
+from realm_jax.data.tokenizer_files import TokenizerFile, tokenizer_file, tokenizer_of
 from realm_jax.data.wordpiece import WordPiece, check_size
 from realm_jax.errors import Resumable, UserError, full_disk
 from realm_jax.storage import Folder, StorageError, exclusive_lock, open_folder, publish_folder
@@ -330,8 +330,7 @@ def replace_questions(data: Path, questions: Sequence[Path_]) -> None:
 def vocabulary_file(name: str) -> TokenizerFile:
     """Find the tokenizer that --vocab names: a file, or a model as `config.init_from` takes it.
 
-    Text is put in lower case unless the tokenizer that the file belongs to keeps capitals. Raises UserError if the
-    model is not there, or has no tokenizer.
+    Raises UserError if the model is not there, or has no tokenizer.
     """
     path = Path(name)
     if not path.is_file():
@@ -345,8 +344,7 @@ def vocabulary_file(name: str) -> TokenizerFile:
                     f"--vocab={name}: {folder} has no vocab.txt and no tokenizer.json; name an encoder with one"
                 )
             path = file
-    stated_case = lower_case_of(path.parent)
-    return TokenizerFile(path, stated_case is None or stated_case.value)
+    return TokenizerFile.of(path)
 
 
 # --- The output folder while it is being written ----------------------------------------------------------------------

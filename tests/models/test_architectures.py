@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from made_encoders import (
+from pretrained_encoders import (
     KINDS,
     QUESTIONS,
     config_of,
-    edit_json,
     folder_tokenizer,
     load,
     passage_texts,
@@ -23,6 +22,7 @@ from made_encoders import (
     sentence_encoder,
 )
 from tiny_run import open_config, tiny_config
+from weight_folders import edit_settings
 
 from realm_jax import Model
 from realm_jax.cli.prepare import prepare
@@ -259,7 +259,7 @@ def test_word_pieces_of_mpnet_are_framed_by_its_own_tokens(tmp_path):
 @pytest.mark.parametrize("name", ["t5", "deberta-v2", "nomic_bert"])
 def test_an_unknown_model_type_is_rejected_by_name(name, tmp_path):
     save_encoder(tmp_path / "model", "roberta")
-    edit_json(tmp_path / "model" / "config.json", model_type=name)
+    edit_settings(tmp_path / "model", model_type=name)
     with pytest.raises(UserError, match=f"config.json: model_type is '{name}'; choose a model of one of the types"):
         config_of(tmp_path / "model")
 
@@ -277,7 +277,7 @@ def test_an_unknown_model_type_is_rejected_by_name(name, tmp_path):
 )
 def test_a_modernbert_that_we_cannot_represent_is_rejected(changes, message, tmp_path):
     save_encoder(tmp_path / "model", "modernbert")
-    edit_json(tmp_path / "model" / "config.json", **changes)
+    edit_settings(tmp_path / "model", **changes)
     with pytest.raises(UserError, match=message):
         open_encoder(tmp_path / "model")
 
