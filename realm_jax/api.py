@@ -41,7 +41,13 @@ __all__ = ["Model", "Progress", "Resumable", "UserError", "adapt", "index", "loa
 
 
 def index(
-    documents: Path_, output: Path_, *, model: Path_, language: str = "", config: Mapping[str, Any] | None = None
+    documents: Path_,
+    output: Path_,
+    *,
+    model: Path_,
+    language: str = "",
+    store_tokens: bool = False,
+    config: Mapping[str, Any] | None = None,
 ) -> Model:
     """Make documents searchable with an encoder as it is, and open the result. Finished stages are skipped.
 
@@ -52,6 +58,8 @@ def index(
         output: run directory, created or resumed.
         model: encoder, a model of sentence-transformers: a folder, 'hf:NAME', or 'py:NAME' of an installed package.
         language: ISO 639-1 code of the language of the documents, 'none' or 'bigrams' (default: detect it).
+        store_tokens: store token vectors of the passages, at most 8 KB each, so that rerank='tokens' need not encode
+            passages for each question.
         config: keys to change, such as {"data.document_length": 256}.
 
     Raises:
@@ -60,6 +68,7 @@ def index(
     """
     overrides = _overrides(config)
     changes = f", language={language!r}" if language else ""
+    changes += ", store_tokens=True" if store_tokens else ""
     changes += f", config={dict(config)!r}" if config else ""
     command = f"realm_jax.index({os.fspath(documents)!r}, {os.fspath(output)!r}, model={os.fspath(model)!r}{changes})"
     request = IndexRequest(
@@ -69,6 +78,7 @@ def index(
         language=language,
         config=configs.load_config(CONFIG, overrides),
         config_arguments=(*overrides,),
+        store_tokens=store_tokens,
         command=command,
     )
     with _resumable(output):

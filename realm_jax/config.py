@@ -557,8 +557,8 @@ class Answering(Section):
     )
     rerank_depth: int = key(
         10,
-        "passages that rerank='tokens' puts into a new order; each one more takes as long as embedding it (the "
-        "cross-encoder has rerank.passages)",
+        "passages that rerank='tokens' puts into a new order; each one more takes as long as embedding it, unless "
+        "the index stores token vectors (the cross-encoder has rerank.passages)",
         Limit("from 10 to 50", lambda value: 10 <= value <= 50),
         runtime=True,
     )

@@ -1,7 +1,8 @@
 """Make documents searchable with a public sentence encoder, without training: `realm index`.
 
     RUN/data/          the dataset directory
-    RUN/model/         exported model: the encoders as they are, and the vectors of all passages
+    RUN/model/         exported model: the encoders as they are, and the vectors of all passages and, if you want
+                       them, of their tokens
     RUN/words/         BM25's index
     RUN/index.json     written last: {"settings", "command", "passages", "documents", "skipped", "seconds"}
 
@@ -36,7 +37,8 @@ from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.host import Stop
-from realm_jax.indexing.vector_cache import embed_unknown, embed_with_cache, row_keys
+from realm_jax.indexing.token_file import TokenFile, fits, remove_unfinished
+from realm_jax.indexing.vector_cache import embed_unknown, embed_with_cache, encoder_digest, row_keys
 from realm_jax.models.architectures.table import read_architecture
 from realm_jax.models.folders import resolve_model_path
 from realm_jax.models.layers import Params
@@ -45,7 +47,7 @@ from realm_jax.models.weights import SETTINGS
 from realm_jax.retrieval.analyzers import available
 from realm_jax.retrieval.bm25 import is_saved
 from realm_jax.run import Run
-from realm_jax.storage import exclusive_lock, make_folder, read_json, write_json_atomic
+from realm_jax.storage import exclusive_lock, make_folder, read_json, sha256_hex, write_json_atomic
 from realm_jax.train.exported_model import MODEL, find_exported_model, replace_vectors, write_exported_model
 from realm_jax.train.init_from import check_sources, fill_from_pretrained
 from realm_jax.train.recipe import starting_params
@@ -56,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 RECORD, DATA = "index.json", "data"  # in the run directory
 CONFIG = "adapt"  # its keys are those of `realm adapt`, which may continue from the index
-_COUNTS = ("passages", "documents", "skipped")  # fields of the result that index.json has
+_COUNTS = ("passages", "documents", "skipped", "token_bytes")  # fields of the result that index.json has
 _AS_BASE = "the vectors are those of --from"
 DECIDED = {  # key of the config that the request sets → why
     "data.path": "the folder is prepared from DOCUMENTS",
@@ -79,6 +81,7 @@ class IndexRequest:
         config: from `load_config(CONFIG)`; tasks, `data.path` and `init_from` are set later.
         config_arguments: arguments that made the config; others are rejected later.
         language: of the documents, one of `languages.CHOICES`; '' to detect it.
+        store_tokens: store token vectors of all passages, for token rerank. A finished index gets them later too.
         command: the command line or Python call of the request.
     """
 
@@ -88,6 +91,7 @@ class IndexRequest:
     config: ConfigDict
     config_arguments: tuple[str, ...] = ()
     language: str = ""
+    store_tokens: bool = False
     command: str = ""
 
     def settings(self) -> dict[str, Any]:
@@ -105,6 +109,7 @@ class IndexResult:
         passages: number of passages.
         documents: number of documents.
         skipped: reason → number of documents that were left out.
+        token_bytes: of the stored token vectors of a passage, 0 for none.
         seconds: duration of the command that finished it.
         is_new: false if it was finished before.
     """
@@ -112,6 +117,7 @@ class IndexResult:
     passages: int
     documents: int
     skipped: Mapping[str, int]
+    token_bytes: int
     seconds: float
     is_new: bool
 
@@ -144,7 +150,10 @@ def index(request: IndexRequest) -> IndexResult:
         _check_unchanged(request, read_json(workdir / DATA / PREPARED))
     if finished is not None and is_done and has_documents:
         sources = open_sources(workdir / DATA, questions=False)  # `realm corpus` may have edited them
-        if not has_empty_recipe(workdir) or _is_current(workdir, sources):
+        is_adapted = not has_empty_recipe(workdir)
+        if is_adapted and request.store_tokens:
+            raise UserError(f"--store-tokens: {workdir} was adapted; leave it out, or index into another --output")
+        if is_adapted or _is_current(workdir, sources, request.store_tokens):
             counts = {key: finished[key] for key in (*_COUNTS, "seconds")}
             counts |= {"passages": len(sources.passages), "documents": sources.passages.documents}
             return IndexResult(is_new=False, **counts)
@@ -178,12 +187,13 @@ def index(request: IndexRequest) -> IndexResult:
         check_workdir(run)
 
         # --- Embed, and export ----------------------------------------------------------------------------------------
-        write_index(run, starting_params(run))
+        token_bytes = write_index(run, starting_params(run), request.store_tokens)
 
         # --- Record ---------------------------------------------------------------------------------------------------
         counts = read_json(workdir / DATA / PREPARED)["counts"]["passages"]
         skipped = dict(Counter(counts["dropped"]) + Counter(counts["damaged"]))
-        result = IndexResult(len(store), store.documents, skipped, round(time.monotonic() - began, 3), is_new=True)
+        seconds = round(time.monotonic() - began, 3)
+        result = IndexResult(len(store), store.documents, skipped, token_bytes, seconds, is_new=True)
         record = {"settings": request.settings(), "command": request.command, "seconds": result.seconds}
         record |= {name: getattr(result, name) for name in _COUNTS}
         write_json_atomic(workdir / RECORD, record)
@@ -297,17 +307,19 @@ def _check_unchanged(request: IndexRequest, prepared: Mapping[str, Any]) -> None
         )
 
 
-def _is_current(workdir: Path, sources: Sources) -> bool:
+def _is_current(workdir: Path, sources: Sources, store_tokens: bool) -> bool:
     """Return True if the vectors and words of an index are those of its corpus.
 
     Args:
         workdir: the run directory.
         sources: its dataset directory.
+        store_tokens: it must have token vectors too.
     """
     exported = find_exported_model(workdir / MODEL)
     language = recorded_config(workdir).retrieval.language or available(sources.language)
     has_vectors = exported is not None and exported.manifest["corpus"] == sources.passages.fingerprint
-    return has_vectors and is_saved(sources.passages, language, workdir)
+    has_tokens = not store_tokens or exported is not None and exported.stores_tokens
+    return has_vectors and has_tokens and is_saved(sources.passages, language, workdir)
 
 
 # --- Stages that other commands share ---------------------------------------------------------------------------------
@@ -369,7 +381,7 @@ def refresh_index(run: Run, params: Params) -> None:
     logger.info("%s: the corpus was edited; embedded %d of %d passages", run.workdir, number, len(store))
 
 
-def write_index(run: Run, params: Params) -> None:
+def write_index(run: Run, params: Params, store_tokens: bool = False) -> int:
     """Write the index of a run's corpus: BM25's words, and an exported model with the vectors of all passages.
 
     Nothing is done again if the run directory has it.
@@ -377,18 +389,34 @@ def write_index(run: Run, params: Params) -> None:
     Args:
         run: the run.
         params: parameters of the encoders that embed.
+        store_tokens: the exported model must have token vectors too.
+
+    Returns:
+        Bytes of the stored token vectors of a passage, 0 for none.
     """
     refresh_index(run, params)
     save_bm25_index(run)
-    exported = find_exported_model(run.workdir / MODEL)
-    if exported is None or exported.vectors(run.sources.passages.fingerprint) is None:
-        vectors = embed_with_cache(run, params, bar=True)  # [passages, width]
-        has_reader = begins_with_reader(run.workdir)
-        write_exported_model(run.workdir / MODEL, run, INDEX, 0, params, vectors, trained_reader=has_reader)
+    fingerprint, exported = run.sources.passages.fingerprint, find_exported_model(run.workdir / MODEL)
+    has_tokens = not store_tokens or exported is not None and exported.stores_tokens
+    if exported is None or exported.vectors(fingerprint) is None or not has_tokens:
+        key = sha256_hex(f"{encoder_digest(run, params)} {fingerprint}".encode())
+        tokens = TokenFile(run, params, key) if store_tokens else None
+        vectors = embed_with_cache(run, params, bar=True, tokens=tokens)  # [passages, width]
+        has_reader, folder = begins_with_reader(run.workdir), None if tokens is None else tokens.folder
+        write_exported_model(
+            run.workdir / MODEL, run, INDEX, 0, params, vectors, trained_reader=has_reader, tokens=folder
+        )
+        exported = find_exported_model(run.workdir / MODEL)
+    remove_unfinished(run.workdir)
+    tokens_by_passage = None if exported is None else exported.tokens(fingerprint)
+    return 0 if tokens_by_passage is None else tokens_by_passage[0].nbytes
 
 
 def update_index(before: Run, after: Run, params: Params, publish_corpus: Callable[[], None]) -> int:
     """Write the vectors and words of an edited corpus, embedding only passages without a vector.
+
+    Token vectors are updated too if the index stores them. Their compression stays, unless it was fitted to a few
+    passages and the corpus has doubled since.
 
     Args:
         before: the run over the corpus as it was.
@@ -400,17 +428,28 @@ def update_index(before: Run, after: Run, params: Params, publish_corpus: Callab
     Returns:
         The number of passages that were embedded.
     """
-    exported = find_exported_model(after.workdir / MODEL)
+    exported, fingerprint = find_exported_model(after.workdir / MODEL), before.sources.passages.fingerprint
     assert exported is not None, "the run is an index"
-    known = exported.vectors(before.sources.passages.fingerprint)  # [passages before, width]
+    known = exported.vectors(fingerprint)  # [passages before, width]
     if known is None:  # the dataset directory was prepared again
         known = embed_with_cache(before, params, bar=True)
     row_before = {key.tobytes(): row for row, key in enumerate(row_keys(before.corpus))}
     source = np.array([row_before.get(key.tobytes(), -1) for key in row_keys(after.corpus)])  # [passages], -1 if new
     new_rows = np.flatnonzero(source < 0)
     vectors = known[np.maximum(source, 0)]  # [passages, width]
-    if len(new_rows):
+    token_folder, compression = None, exported.token_compression()
+    if compression is not None:
+        is_fitting = fits(compression, after.context.rows)
+        key = sha256_hex(f"{exported.identity} {after.sources.passages.fingerprint}".encode())
+        tokens = TokenFile(after, params, key, compression if is_fitting else None)
+        known_tokens = exported.tokens(fingerprint)  # [passages before, tokens, dimensions]
+        if known_tokens is not None and is_fitting:
+            tokens.copy(known_tokens, source)
+        new_rows = np.flatnonzero((source < 0) | ~tokens.is_stored)
+        vectors[new_rows], token_folder = tokens.embed(new_rows), tokens.folder
+    elif len(new_rows):
         vectors[new_rows] = embed_unknown(after, params)(after.corpus.take(new_rows))
     save_bm25_index(after)
-    replace_vectors(after.workdir / MODEL, after, vectors, publish_corpus)
+    replace_vectors(after.workdir / MODEL, after, vectors, publish_corpus, token_folder)
+    remove_unfinished(after.workdir)
     return len(new_rows)

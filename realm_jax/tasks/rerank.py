@@ -23,6 +23,7 @@ from realm_jax.forward import (
     StaticContext,
     bm25_list_length,
     falling_scores,
+    gather_passages,
     read_question,
     reader_query,
 )
@@ -175,7 +176,7 @@ def scores_of(context: StaticContext, params: Params, joint: ReaderInput, key: A
 
 
 def rescore(
-    qa: QaConfig, context: StaticContext, params: Params, batch: Batch, documents: PassageBatch, ranking: FusedRanking
+    qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, ranking: FusedRanking
 ) -> Rescored:
     """Add the scores of the cross-encoder to those of passages.
 
@@ -186,10 +187,10 @@ def rescore(
         context: has the networks.
         params: all parameters.
         batch: arrays of questions, [batch, …].
-        documents: the passages, arrays [batch, k, …].
+        index: has the passages.
         ranking: of the passages, [batch, k].
     """
-    added_scores = added(qa, context, params, batch, documents)  # [batch, k]
+    added_scores = added(qa, context, params, batch, gather_passages(index, ranking.rows))  # [batch, k]
     return Rescored(falling_scores(ranking.scores) + added_scores, ranking.scores + added_scores)
 
 

@@ -270,11 +270,14 @@ def restore(
         takes_vectors = needs_vectors(exported.task, run.config, pipeline.search)
         try:
             vectors = exported.vectors(run.sources.passages.fingerprint) if takes_vectors else None  # [passages, width]
+            reranks_by_tokens = pipeline.reranker == "tokens"
+            tokens = exported.tokens(run.sources.passages.fingerprint) if reranks_by_tokens else None
+            compression = None if tokens is None else exported.token_compression()
             # The passage encoder is needed only to embed passages, which vectors make unnecessary.
             query_name, *passage_names = run.model.embedder_names  # one name if both share a network
             embeds = (takes_vectors and vectors is None) or not for_answers or run.config.qa.trains_passages
             names = [query_name, "reader", *(passage_names if embeds else ())]
-            names += pipeline.rerank.networks if pipeline.rerank else ()
+            names += pipeline.rerank.networks if pipeline.rerank and tokens is None else ()
             params = jax.device_put(exported.params(run.model, {*names}), replicated(run.mesh))
             break
         except UserError:
@@ -289,6 +292,8 @@ def restore(
     else:
         published = published_index(run, params) if is_edited(run) else None
         index = published or run.index(embed_with_cache(run, params, bar=True))
+    if tokens is not None and compression is not None:
+        index = index._replace(tokens=run.stored_tokens(tokens, compression))
 
     learned = reader is not None or exported.task in ANSWERING_TASKS or reader_is_trained(run.workdir, exported.task)
     if not learned and not points_at_blanks(run, exported.task) and for_answers and warn:
