@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from made_encoder import save_encoder, write_articles
 from tiny_run import write_lines
 
 import realm_jax
@@ -35,16 +34,6 @@ def one_device():
         for module in (workdir, search_index):
             patch.setattr(module, "make_run", partial(make_run, devices=jax.devices()[:1]))
         yield
-
-
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory) -> Path:
-    return write_articles(tmp_path_factory.mktemp("documents") / "articles.jsonl")
-
-
-@pytest.fixture(scope="module")
-def encoder(documents) -> Path:
-    return save_encoder(documents)
 
 
 def index(documents: Path, encoder: Path, output: Path, *arguments: str) -> int:
@@ -97,10 +86,7 @@ def test_an_index_has_the_token_vectors_of_all_passages_and_tells_their_size(ind
     tokens = exported_model(indexed).tokens(run.sources.passages.fingerprint)
     assert tokens.shape == (60, int(run.corpus.lengths.max()), run.model.bert.width) and tokens.dtype == np.int8
     assert f"stored token vectors: {tokens[0].nbytes:,} bytes per passage" in out
-    assert read_json(indexed / "index.json")["settings"]["store_tokens"] is True
     assert not [*indexed.glob(".tokens-*")]
-    assert index(documents, encoder, indexed) == 2
-    assert "was started with store_tokens True, not False; use the same" in capsys.readouterr().err
 
 
 def test_token_rerank_takes_stored_vectors_in_every_command(indexed, documents, tmp_path, only_stored, capsys):

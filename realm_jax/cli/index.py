@@ -7,6 +7,7 @@ import argparse
 import shlex
 from pathlib import Path
 
+from realm_jax.cli.prepare import add_language_argument
 from realm_jax.config import load_config
 from realm_jax.eval.format import duration
 from realm_jax.search_index import CONFIG, IndexRequest, index
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("documents", metavar="DOCUMENTS", help="file, pattern or folder of documents")
     model_help = "encoder, a model of sentence-transformers: a folder, hf:NAME, or py:NAME of an installed package"
     add("--from", required=True, dest="model", metavar="MODEL", help=model_help)
+    add_language_argument(parser)
     output_help = "run directory, created or resumed. Keys of its config, which begins as --config=adapt, are set with "
     output_help += "--config.section.key=value (`realm train --help-config` lists them)"
     add("--output", required=True, metavar="DIR", help=output_help)
@@ -49,6 +51,7 @@ def run(args: argparse.Namespace) -> None:
             documents=args.documents,
             model=args.model,
             workdir=Path(args.output),
+            language=args.language,
             config=load_config(CONFIG, args.overrides),
             config_arguments=(*args.overrides,),
             store_tokens=args.store_tokens,

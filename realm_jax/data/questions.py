@@ -45,7 +45,7 @@ from realm_jax.errors import UserError
 PUBLISHED = "tfds:"  # begins the name of a data set, `tfds:open_qa/nq_open`, which may replace a file name
 CURATED_TREC = "curatedtrec"  # in a file name: its answers are regular expressions, as in ORQA
 MATCHES = (None, "string", "exact", "norm", "none", "regex")  # only "regex" makes answers regular expressions
-LONGEST_QUESTION = 2_000  # characters; the longest question of Natural Questions and SQuAD has a few hundred
+LONGEST_QUESTION = 10_000  # characters; queries of ArguAna are arguments of several thousand
 LARGEST_GRADE = 1_000  # of a gold passage; nDCG needs memory in proportion to the largest grade
 GRADES = f"each grade a whole number of at most {LARGEST_GRADE:,}"
 IMPOSSIBLE, UNJUDGED = "that no passage answers (is_impossible)", "without a passage of a grade above 0"

@@ -57,7 +57,7 @@ class RerankTask(Task):
         self.candidates = min(CANDIDATES, run.context.rows)
 
     def start(self, params: Params) -> Params:
-        """Return the parameters with its BERT copied from the reader's."""
+        """Return the parameters with its encoder copied from the reader's."""
         return params | {NAME: params[NAME] | {"bert": jax.tree.map(jnp.copy, params["reader"]["bert"])}}
 
     def examples(self, params: Params, embed: EmbedCorpus) -> Examples:
@@ -108,10 +108,10 @@ def rerank_loss(
 
 
 class CrossEncoderNetwork(nn.Module):
-    """BERT, [CLS] through a tanh layer, and one score.
+    """An encoder, [CLS] through a tanh layer, and one score.
 
     Attributes:
-        config: sizes of the BERT.
+        config: sizes of the encoder.
     """
 
     config: BertConfig

@@ -20,7 +20,7 @@ import dataclasses
 import logging
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -356,22 +356,27 @@ def write_exported_model(
     logger.info("%s: exported %s at step %d", folder, task, step)
 
 
-def replace_vectors(folder: Path, run: Run, vectors: NDArray, tokens: Path | None = None) -> None:
+def replace_vectors(
+    folder: Path, run: Run, vectors: NDArray, publish_corpus: Callable[[], None], tokens: Path | None = None
+) -> None:
     """Replace the vectors of an exported model by those of the run's corpus. The networks stay as they are.
 
     Args:
         folder: of the exported model.
         run: has the corpus.
         vectors: of all its passages by the model's encoders, [passages, width].
+        publish_corpus: called once all files are written, right before they replace the earlier ones.
         tokens: see `write_exported_model`.
 
     Raises:
         UserError: the directory cannot be written.
     """
-    manifest = read_json(folder / MANIFEST)
+    exported = find_exported_model(folder)
+    assert exported is not None, "the folder has an exported model"
+    manifest = dict(exported.manifest)
     stored = {VECTORS: np.ascontiguousarray(vectors, np.float32)}
     with _StagedFolder(folder) as staged:
-        shutil.copytree(folder, staged, copy_function=_link_or_copy, dirs_exist_ok=True)
+        shutil.copytree(exported.folder, staged, copy_function=_link_or_copy, dirs_exist_ok=True)
         for name in (VECTORS, *TOKEN_FILES):
             (staged / name).unlink(missing_ok=True)  # else we would write through its link
         np.save(staged / VECTORS, stored[VECTORS], allow_pickle=False)
@@ -380,6 +385,7 @@ def replace_vectors(folder: Path, run: Run, vectors: NDArray, tokens: Path | Non
         manifest |= {"tokens": checksums(token_arrays) or None}
         manifest["identity"] = arrays_digest(stored | token_arrays, manifest["identity"].encode())
         write_json_atomic(staged / MANIFEST, manifest)
+        publish_corpus()
 
 
 def _add_token_files(folder: Path, tokens: Path | None) -> dict[str, NDArray]:

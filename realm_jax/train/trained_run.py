@@ -217,6 +217,16 @@ def reader_is_trained(workdir: Path, task: str) -> bool:
     return trains_qa_reader(task) or begins_with_reader(workdir)
 
 
+def has_reader(run: Run, task: str) -> bool:
+    """Return False for an index without a trained reader, of which only retrieval is measured.
+
+    Args:
+        run: has config and run directory.
+        task: that trained the parameters.
+    """
+    return task != INDEX or bool(run.config.answering.reader) or reader_is_trained(run.workdir, task)
+
+
 def points_at_blanks(run: Run, task: str) -> bool:
     """Return True if the reader at the end of a task learned to answer only with masked sentences.
 

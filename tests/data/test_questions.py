@@ -195,7 +195,7 @@ NO_GRADES = r"1: \"gold_passages\" is no object of ids and grades; write {id: gr
 RECORDS = [  # fields that are added to a question, and the message
     ({"question": ""}, '1: "question" is empty; fill it'),
     ({"question": 7}, '1: "question" must hold text but holds 7; put it in quotes'),
-    ({"question": "x" * 2001}, "1: the question has 2,001 characters, more than 2,000; shorten it"),
+    ({"question": "x" * 10_001}, "1: the question has 10,001 characters, more than 10,000; shorten it"),
     ({"answers": None}, NO_ANSWERS),
     ({"answers": []}, NO_ANSWERS),
     ({"answers": "y"}, '1: "answers" must be a list of strings'),
