@@ -323,7 +323,7 @@ def embed_passages(model: Realm, params: Params, passages: PassageBatch) -> jax.
     return model.embed_documents(params, passages)
 
 
-@partial(jax.jit, static_argnums=(0, 1), static_argnames="embed")
+@partial(jax.jit, static_argnums=(0, 1, 4))
 def embed_program(
     model: Realm, mesh: Mesh, inputs: Any, documents: PassageBatch, embed: EmbedPassages = embed_passages
 ) -> Any:
