@@ -1,10 +1,18 @@
-"""Table 2 of the paper on the synthetic encyclopedia, and more rows of its kind, three seeds of each.
+"""Table 2 of the paper on the synthetic encyclopedia, with further rows, each under three seeds.
 
     realm ablate --config=ablations --workdir=runs/ablations
 
-`table` names the rows that are shown, in order; others are only started from. A row is `title`; `tasks`; `start`, the
-row whose parameters it begins with ("" for the start of the base); `reader`, the row that its reader is from instead;
-`changes` of the base, as on the command line; `paper`, exact match and recall@5 there, or nothing. Add one of your own:
+`table` lists the rows that are shown, in order. Other rows are only trained because rows of the table start from them.
+A row has these keys:
+
+    title     shown in the table
+    tasks     that it trains
+    start     the row that it takes its parameters from; "" for the initial parameters of the base
+    reader    the row that it takes its reader from instead
+    changes   of the base, as on the command line
+    paper     exact match and recall@5 in the paper, or ()
+
+Add a row of your own:
 
     config = ablations()  # from realm_jax.configs.ablations import get_config as ablations
     config.rows.wider = dict(
@@ -13,9 +21,9 @@ row whose parameters it begins with ("" for the start of the base); `reader`, th
     )
     config.table = (*config.table, "wider")
 
-`encyclopedia` holds settings of `realm_jax/data/encyclopedia.py`, and nothing where `base.data.path` names a prepared
-folder. `seeds` are those of training; the encyclopedia is the same for all. Hardware: two CPU cores. What came of it,
-and the time: `docs/results/ablations.md`.
+`encyclopedia` has settings of `realm_jax/data/encyclopedia.py`. Leave it empty if `base.data.path` names a dataset
+directory. `seeds` are seeds of training; the encyclopedia is the same for all. Hardware: two CPU cores. Results and
+time: `docs/results/ablations.md`.
 """
 
 from typing import Any
@@ -26,11 +34,11 @@ from realm_jax.config import load_config
 
 
 def get_config() -> ConfigDict:
-    # Training questions teach no synonyms: fine-tuning would make up for what pre-training left out.
+    # Training questions contain no synonyms. Otherwise fine-tuning would teach what pre-training did not.
     harder = {"entities": 3200, "synonym_share": 0.6, "plain_questions": True}
     base = load_config("quickstart")
     base.realm.steps, base.qa.steps = 500, 300
-    base.retrieval.query_params = "generation"  # as the released code: then an old index is old as a whole
+    base.retrieval.query_params = "generation"  # as in the released code: queries are as old as the index
     base.refresh.every = 10
     stale, often = (f"refresh.every={every}" for every in (30 * base.refresh.every, base.refresh.every // 2))
     own = "data.text=passages"
@@ -56,7 +64,7 @@ def get_config() -> ConfigDict:
             "X = Z, trivial retrievals allowed", "realm,qa", "start", changes=(own, "realm.exclude_own=False")
         ),
         "no_ict": row("No inverse cloze task", "mlm,realm,qa"),
-        # Controls: what takes REALM's place has as many steps, and what is held still learns nothing.
+        # Controls: tasks that replace REALM take as many steps, and the frozen retriever learns nothing.
         "no_retriever_gradient": row(
             "REALM, the retriever's gradient stopped",
             "realm,qa",
@@ -68,7 +76,7 @@ def get_config() -> ConfigDict:
         ),
         "closed_book": row("No passages", "closed_book", "start"),
         "shared": row(
-            "One tower, trained to the end",
+            "One encoder, trained to the end",
             "mlm,ict,realm,qa",
             changes=("model.shared_tower=True", "qa.refresh_every=100"),
         ),

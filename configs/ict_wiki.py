@@ -6,12 +6,12 @@
 `gs-mount` is a mounted bucket; `realm launch` mounts it for you and takes `--workdir=gs://BUCKET/runs/ict`
 (`docs/launch.md`).
 
-With BERT's weights, as in the paper, and its vocabulary: --config.init_from=hf:google-bert/bert-base-uncased
---config.model.hidden_act=gelu (`'.[huggingface]'`), or a folder with model.safetensors.
+To start from BERT's weights and vocabulary as in the paper, add --config.init_from=hf:google-bert/bert-base-uncased
+--config.model.hidden_act=gelu (needs `'.[huggingface]'`), or name a folder with model.safetensors.
 
-100,000 steps of 4,096 sentences at 1e-4. On v5e 8×8, by the compiler's estimate: 6.0 GiB a chip, 129 to 142 ms a step,
-3.6 to 4.0 hours for all (`realm launch plan --config=ict_wiki`). With --config.optimizer.microbatches=8 a batch goes
-through the towers in parts, in a quarter of the memory and more time, for fewer chips.
+It takes 100,000 steps of 4,096 sentences with learning rate 1e-4. `realm launch plan --config=ict_wiki` prints memory,
+times and cost on TPUs, as the compiler and its cost model estimate them (`docs/results/plans.json`). If you have fewer
+chips, --config.optimizer.microbatches=8 takes a quarter of the memory and more time.
 """
 
 from ml_collections import ConfigDict
@@ -22,6 +22,6 @@ from realm_jax.config import default
 def get_config() -> ConfigDict:
     config = default()
     config.tasks = "ict"
-    config.model.update(dtype="bfloat16", remat="dots")  # the arithmetic of accelerators
-    config.mesh.fsdp = 8  # parameters and moments over eight devices, or a step does not fit 16 GB
+    config.model.update(dtype="bfloat16", remat="dots")  # accelerators multiply it fastest
+    config.mesh.fsdp = 8  # parameters and moments are sharded over eight devices; otherwise a step needs over 16 GB
     return config

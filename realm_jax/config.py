@@ -557,8 +557,8 @@ class Answering(Section):
     )
     rerank_depth: int = key(
         10,
-        "passages that rerank='tokens' puts into a new order; each one more takes as long as embedding it (the "
-        "cross-encoder has rerank.passages)",
+        "passages that rerank='tokens' puts into a new order; each one more takes as long as embedding it, unless "
+        "the index stores token vectors (the cross-encoder has rerank.passages)",
         Limit("from 10 to 50", lambda value: 10 <= value <= 50),
         runtime=True,
     )
@@ -606,9 +606,9 @@ class Config(Section):
     init_from: str = key(
         "",
         "what a fresh run starts from: a run directory, whose final parameters it takes; a folder with "
-        "model.safetensors of a BERT, or with one for each network, as `realm weights` writes them; hf:NAME, a model "
-        "of the Hugging Face hub; py:NAME, that of an installed Python package; '' for none. Keys that are None take "
-        "their values from it",
+        "model.safetensors of an encoder, or with one for each network, as `realm weights` writes them; hf:NAME, a "
+        "model of the Hugging Face hub; py:NAME, that of an installed Python package; '' for none. Keys that are None "
+        "take their values from it",
         runtime=True,
     )
     reader_from: str = key(
@@ -708,7 +708,7 @@ TASK_SECTIONS: dict[str, TaskSection] = {
 
 
 def reader_section(model: Model) -> Model:
-    """Return the section `model` as it is for the reader's BERT."""
+    """Return the section `model` as it is for the reader."""
     return dataclasses.replace(model, reader=ReaderSizes(), **model.reader.changes)
 
 

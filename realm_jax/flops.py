@@ -18,7 +18,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class BertSize:
-    """The sizes of a BERT that its operations depend on.
+    """The sizes of an encoder that its operations depend on.
 
     Attributes:
         layers: number of layers.

@@ -39,7 +39,7 @@ from realm_jax.models.packing import packed_lengths
 from realm_jax.retrieval.exact import search
 from realm_jax.retrieval.fusion import FUSION_DEPTH, FusedRanking, fuse, ranks_of
 from realm_jax.retrieval.scann import Searcher
-from realm_jax.retrieval.token_rerank import combined_values, max_sims
+from realm_jax.retrieval.token_rerank import StoredTokens, combined_values, max_sims, stored_max_sims
 
 Array = jax.Array
 Batch = dict[str, Array]
@@ -57,12 +57,14 @@ class Index(NamedTuple):
         documents: the token rows of these vectors.
         query_encoder: parameters of the query encoder that searches; None for the current one.
         held_out: rows that no masked sentence may learn from, bool [padded rows]; None for none.
+        tokens: stored token vectors [padded rows, …] for token rerank; None to encode passages at query time.
     """
 
     vectors: Any
     documents: PassageBatch
     query_encoder: Params | None = None
     held_out: Array | None = None
+    tokens: StoredTokens | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,13 +154,13 @@ class Rerank(NamedTuple):
         name: one of `config.RERANKERS`.
         passages: how many are reordered.
         networks: the keys of its parameters.
-        rescore: (qa, context, params, batch, passages [batch, k, d], their ranking [batch, k]) → `Rescored`.
+        rescore: (qa, context, params, batch, index, ranking of the passages [batch, k]) → `Rescored`.
     """
 
     name: str
     passages: int
     networks: tuple[str, ...]
-    rescore: Callable[[QaConfig, StaticContext, Params, Batch, PassageBatch, FusedRanking], Rescored]
+    rescore: Callable[[QaConfig, StaticContext, Params, Batch, Index, FusedRanking], Rescored]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,7 +353,7 @@ def retrieve_and_rerank(
     depth = max(beam, rerank.passages)
     ranking, queries = retrieve_for_questions(pipeline.search, context, params, batch, index, key, depth)
     first = FusedRanking(*(part[:, : rerank.passages] for part in ranking))  # [batch, k, …]
-    rescored = rerank.rescore(qa, context, params, batch, gather_passages(index, first.rows), first)
+    rescored = rerank.rescore(qa, context, params, batch, index, first)
     order = jnp.argsort(-rescored.values, axis=1, stable=True)  # [batch, k]
 
     def reorder(part: Array) -> Array:
@@ -367,22 +369,28 @@ def retrieve_and_rerank(
 
 
 def rescore_by_tokens(
-    qa: QaConfig, context: StaticContext, params: Params, batch: Batch, passages: PassageBatch, ranking: FusedRanking
+    qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, ranking: FusedRanking
 ) -> Rescored:
     """Rescore passages by z(value of the search) + WEIGHT · z(MaxSim), see `retrieval/token_rerank.py`.
+
+    Token vectors of passages are those of the index, if it has them.
 
     Args:
         qa: settings of fine-tuning.
         context: has the encoders.
         params: all parameters.
         batch: questions.
-        passages: ids [batch, k, d].
-        ranking: of these passages, [batch, k].
+        index: has the passages.
+        ranking: of the passages, [batch, k].
 
     Returns:
         With the scores of the ranking.
     """
-    similarities = max_sims(context.model, params, batch["query"], batch["query_length"], passages)  # [batch, k]
+    queries = batch["query"], batch["query_length"]
+    if index.tokens is None:
+        similarities = max_sims(context.model, params, *queries, gather_passages(index, ranking.rows))  # [batch, k]
+    else:
+        similarities = stored_max_sims(context.model, params, *queries, index.tokens, ranking.rows)
     return Rescored(combined_values(ranking.values, similarities, ranking.rows >= 0), ranking.scores)
 
 

@@ -30,6 +30,8 @@ from realm_jax.mesh import (
     logical_sharding,
     make_mesh,
     parameter_shardings,
+    put_with_sharding,
+    replicated,
     row_major,
 )
 from realm_jax.models.architectures.table import ARCHITECTURES
@@ -39,10 +41,11 @@ from realm_jax.models.layers import BertConfig, Compute, Params, Rotary
 from realm_jax.models.networks import Realm
 from realm_jax.retrieval.analyzers import available
 from realm_jax.retrieval.bm25 import Bm25, check_has_terms, load_or_build
-from realm_jax.retrieval.embed import EMBED_BATCH, GROUPS, CorpusRows, embed_corpus, in_groups, pad_rows
+from realm_jax.retrieval.embed import EMBED_BATCH, GROUPS, CorpusRows, EmbedBatch, embed_corpus, in_groups, pad_rows
 from realm_jax.retrieval.exact import padded_rows
 from realm_jax.retrieval.fusion import FUSION_DEPTH
 from realm_jax.retrieval.scann import BUDGET, ScannConfig
+from realm_jax.retrieval.token_rerank import Compression, StoredTokens
 
 
 def cpu_of_gpu_mesh(mesh: Mesh) -> jax.Device | None:
@@ -147,6 +150,16 @@ class Run:
         dtype = self.config.model.dtype
         (stored,) = self._shard_corpus_arrays([part.astype(dtype, copy=False)] for part in parts)
         return self.index_without_vectors._replace(vectors=stored)
+
+    def stored_tokens(self, vectors: NDArray[np.int8], compression: Compression) -> StoredTokens:
+        """Return token vectors on the devices, sharded by rows.
+
+        Args:
+            vectors: of all passages, [rows, tokens, dimensions].
+            compression: of these vectors.
+        """
+        (stored,) = self._shard_corpus_arrays([vectors[rows]] for rows in self.local_corpus_slices)
+        return StoredTokens(stored, put_with_sharding(compression.projection, replicated(self.mesh)))
 
     @property
     def bm25_language(self) -> str:
@@ -270,12 +283,20 @@ class Run:
             [rows, projection].
         """
         encoders = {name: params[name] for name in self.model.embedder_names}
+        rows = self.corpus if rows is None else rows
+        return embed_corpus(self.embedder(encoders), rows, EMBED_BATCH * self.mesh.size, progress)
 
-        def embed_batch(batch: CorpusRows) -> jax.Array:
-            return embed_program(self.model, self.mesh, encoders, PassageBatch(*put_batch(self.mesh, batch)))
+    def embedder(self, inputs: Any, embed: "EmbedPassages | None" = None) -> EmbedBatch:
+        """Return a function that embeds a batch of passages on this run's devices.
 
-        size = EMBED_BATCH * self.mesh.size
-        return embed_corpus(embed_batch, self.corpus if rows is None else rows, size, progress)
+        Args:
+            inputs: of `embed`, on the devices or on the host.
+            embed: see `embed_program`; None for the vectors of passages, whose input is the parameters of the encoders.
+        """
+        function = embed or embed_passages
+        return lambda batch: embed_program(
+            self.model, self.mesh, inputs, PassageBatch(*put_batch(self.mesh, batch)), function
+        )
 
     def read_stored(self, first: int, last: int) -> CorpusRows:
         """Read stored rows of the corpus in document layout, including those that its version excludes.
@@ -288,36 +309,55 @@ class Run:
         return CorpusRows(*self.sources.passages.stored_matrix(length, special, first, last))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def embed_program(model: Realm, mesh: Mesh, params: Params, documents: PassageBatch) -> jax.Array:
+EmbedPassages = Callable[[Realm, Any, PassageBatch], Any]  # (networks, inputs, passages [n, length]) → arrays [n, …]
+
+
+def embed_passages(model: Realm, params: Params, passages: PassageBatch) -> jax.Array:
+    """Return the vectors of passages, float32 [n, projection].
+
+    Args:
+        model: whose passage encoder embeds.
+        params: of the encoders.
+        passages: ids [n, length].
+    """
+    return model.embed_documents(params, passages)
+
+
+@partial(jax.jit, static_argnums=(0, 1), static_argnames="embed")
+def embed_program(
+    model: Realm, mesh: Mesh, inputs: Any, documents: PassageBatch, embed: EmbedPassages = embed_passages
+) -> Any:
     """Embed a batch of passages, sharded over the mesh.
 
     Args:
         model: whose passage encoder embeds.
         mesh: of the run.
-        params: of the encoders.
+        inputs: of `embed`, such as the parameters of the encoders.
         documents: [batch, length].
+        embed: a function of the module that asks, because a program is compiled for each.
 
     Returns:
-        float32 [batch, projection].
+        Arrays [batch, …].
     """
     platform = mesh.devices.flat[0].platform
     if platform not in GROUPS:
-        return model.embed_documents(params, documents)
+        return embed(model, inputs, documents)
     model = model.with_compute(hidden_sharding=None, **{"attention": "cpu"} if platform == "cpu" else {})
     rows = logical_sharding(mesh, "batch").spec  # every device embeds its rows, group by group
 
-    def embed(params: Params, documents: PassageBatch) -> jax.Array:
+    def embed_rows(inputs: Any, documents: PassageBatch) -> Any:
         return in_groups(
-            lambda group: model.embed_documents(params, group),
+            lambda group: embed(model, inputs, group),
             documents,
             GROUPS[platform],
             skip_empty=platform == "cpu",
         )
 
     # Unchecked: each device may skip other groups, and devices share nothing that the checker would have to follow.
-    embed_shards = jax.shard_map(embed, mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=rows, check_vma=False)
-    return embed_shards(params, documents)
+    embed_shards = jax.shard_map(
+        embed_rows, mesh=mesh, in_specs=(PartitionSpec(), rows), out_specs=rows, check_vma=False
+    )
+    return embed_shards(inputs, documents)
 
 
 def mesh_for(config: Config, devices: list[jax.Device] | None = None) -> Mesh:

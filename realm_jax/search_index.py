@@ -1,7 +1,8 @@
 """Make documents searchable with a public sentence encoder, without training: `realm index`.
 
     RUN/data/          the dataset directory
-    RUN/model/         exported model: the encoders as they are, and the vectors of all passages
+    RUN/model/         exported model: the encoders as they are, and the vectors of all passages and, if you want
+                       them, of their tokens
     RUN/words/         BM25's index
     RUN/index.json     written last: {"settings", "command", "passages", "documents", "skipped", "seconds"}
 
@@ -9,12 +10,14 @@ Read `index` from top to bottom. `write_index` also serves `realm adapt`, and `u
 result is a run without tasks, whose exported model names the task `config.INDEX`. Read next: `adaptation/run.py`.
 """
 
+import dataclasses
 import json
 import logging
+import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -28,30 +31,34 @@ from realm_jax.cache import cache_programs
 from realm_jax.config import INDEX, flatten, load_config
 from realm_jax.corpora.preparation import Options, PreparedOtherwise
 from realm_jax.corpora.summary import prepare_and_print
-from realm_jax.corpora.texts import open_texts
+from realm_jax.corpora.texts import NEWS, open_texts
 from realm_jax.data.sources import Sources, open_sources
 from realm_jax.data.staging import PREPARED
+from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.host import Stop
-from realm_jax.indexing.vector_cache import embed_unknown, embed_with_cache, row_keys
+from realm_jax.indexing.token_file import TokenFile, fits, remove_unfinished
+from realm_jax.indexing.vector_cache import embed_unknown, embed_with_cache, encoder_digest, row_keys
 from realm_jax.models.architectures.table import read_architecture
 from realm_jax.models.folders import resolve_model_path
 from realm_jax.models.layers import Params
 from realm_jax.models.sentence_transformers import sentence_model, transformer_folder
 from realm_jax.models.weights import SETTINGS
+from realm_jax.retrieval.analyzers import available
+from realm_jax.retrieval.bm25 import is_saved
 from realm_jax.run import Run
-from realm_jax.storage import exclusive_lock, make_folder, read_json, write_json_atomic
+from realm_jax.storage import exclusive_lock, make_folder, read_json, sha256_hex, write_json_atomic
 from realm_jax.train.exported_model import MODEL, find_exported_model, replace_vectors, write_exported_model
 from realm_jax.train.init_from import check_sources, fill_from_pretrained
 from realm_jax.train.recipe import starting_params
 from realm_jax.train.results import save_bm25_index
-from realm_jax.train.workdir import START, begins_with_reader, check_workdir
+from realm_jax.train.workdir import START, absolute_path, begins_with_reader, check_workdir, recorded_config
 
 logger = logging.getLogger(__name__)
 
 RECORD, DATA = "index.json", "data"  # in the run directory
 CONFIG = "adapt"  # its keys are those of `realm adapt`, which may continue from the index
-_COUNTS = ("passages", "documents", "skipped")  # fields of the result that index.json has
+_COUNTS = ("passages", "documents", "skipped", "token_bytes")  # fields of the result that index.json has
 _AS_BASE = "the vectors are those of --from"
 DECIDED = {  # key of the config that the request sets → why
     "data.path": "the folder is prepared from DOCUMENTS",
@@ -73,6 +80,8 @@ class IndexRequest:
         workdir: run directory, created or resumed.
         config: from `load_config(CONFIG)`; tasks, `data.path` and `init_from` are set later.
         config_arguments: arguments that made the config; others are rejected later.
+        language: of the documents, one of `languages.CHOICES`; '' to detect it.
+        store_tokens: store token vectors of all passages, for token rerank. A finished index gets them later too.
         command: the command line or Python call of the request.
     """
 
@@ -81,11 +90,15 @@ class IndexRequest:
     workdir: Path
     config: ConfigDict
     config_arguments: tuple[str, ...] = ()
+    language: str = ""
+    store_tokens: bool = False
     command: str = ""
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that may not change, as index.json has them."""
-        return {"documents": self.documents, "from": self.model, "config": [*self.config_arguments]}
+        """Return the settings that may not change, as index.json has them: with absolute paths."""
+        documents, model = absolute_source(self.documents), absolute_path(self.model)
+        config = [*self.config_arguments]
+        return {"documents": documents, "from": model, "language": self.language, "config": config}
 
 
 @dataclass(frozen=True)
@@ -96,6 +109,7 @@ class IndexResult:
         passages: number of passages.
         documents: number of documents.
         skipped: reason → number of documents that were left out.
+        token_bytes: of the stored token vectors of a passage, 0 for none.
         seconds: duration of the command that finished it.
         is_new: false if it was finished before.
     """
@@ -103,6 +117,7 @@ class IndexResult:
     passages: int
     documents: int
     skipped: Mapping[str, int]
+    token_bytes: int
     seconds: float
     is_new: bool
 
@@ -118,7 +133,8 @@ def index(request: IndexRequest) -> IndexResult:
 
     # --- Check the request, before anything is read or written --------------------------------------------------------
     finished = read_index(workdir)
-    has_config, is_done = (workdir / "config.json").is_file(), finished is not None and (workdir / MODEL).is_dir()
+    has_config = (workdir / "config.json").is_file()
+    is_done = finished is not None and find_exported_model(workdir / MODEL) is not None
     if finished is not None:
         check_settings(workdir, finished["settings"], request.settings())
     if has_config and not is_done and not has_empty_recipe(workdir):
@@ -129,23 +145,33 @@ def index(request: IndexRequest) -> IndexResult:
     check_decided(request.config, DECIDED | {"tasks": "an index trains nothing"}, "leave it out")
     check_outside(workdir, request.documents, "whose files are documents")
     check_outside(workdir, str(resolve_model_path(request.model, "--from")), "which is the encoder")
-    if finished is not None and is_done:
+    has_documents = finished is not None and (workdir / DATA / PREPARED).is_file()
+    if has_documents:
         _check_unchanged(request, read_json(workdir / DATA / PREPARED))
-        return IndexResult(is_new=False, **{key: finished[key] for key in (*_COUNTS, "seconds")})
+    if finished is not None and is_done and has_documents:
+        sources = open_sources(workdir / DATA, questions=False)  # `realm corpus` may have edited them
+        is_adapted = not has_empty_recipe(workdir)
+        if is_adapted and request.store_tokens:
+            raise UserError(f"--store-tokens: {workdir} was adapted; leave it out, or index into another --output")
+        if is_adapted or _is_current(workdir, sources, request.store_tokens):
+            counts = {key: finished[key] for key in (*_COUNTS, "seconds")}
+            counts |= {"passages": len(sources.passages), "documents": sources.passages.documents}
+            return IndexResult(is_new=False, **counts)
 
     # --- Prepare the documents ----------------------------------------------------------------------------------------
-    limit = request.config.data.document_length
+    limit, language = request.config.data.document_length, request.language
     try:
-        prepare_documents(request.documents, request.model, workdir / DATA, limit)
+        if not has_documents:  # else the folder may have edits, and questions of `realm adapt`
+            prepare_documents(request.documents, request.model, workdir / DATA, limit, language=language)
     except PreparedOtherwise:  # until the index is finished you can add documents
-        if finished is not None or not has_config:  # without a config.json the folder may be yours
+        if not has_config:  # without a config.json the folder may be yours
             raise
         with exclusive_lock(workdir):
             for name in ("config.json", "data.json", START):
                 (workdir / name).unlink(missing_ok=True)
             shutil.rmtree(workdir / DATA)
             shutil.rmtree(workdir / MODEL, ignore_errors=True)
-        prepare_documents(request.documents, request.model, workdir / DATA, limit)
+        prepare_documents(request.documents, request.model, workdir / DATA, limit, language=language)
 
     # --- Open the run: the config of `realm adapt`, with an empty recipe ----------------------------------------------
     cache_programs()
@@ -161,12 +187,13 @@ def index(request: IndexRequest) -> IndexResult:
         check_workdir(run)
 
         # --- Embed, and export ----------------------------------------------------------------------------------------
-        write_index(run, starting_params(run))
+        token_bytes = write_index(run, starting_params(run), request.store_tokens)
 
         # --- Record ---------------------------------------------------------------------------------------------------
         counts = read_json(workdir / DATA / PREPARED)["counts"]["passages"]
         skipped = dict(Counter(counts["dropped"]) + Counter(counts["damaged"]))
-        result = IndexResult(len(store), store.documents, skipped, round(time.monotonic() - began, 3), is_new=True)
+        seconds = round(time.monotonic() - began, 3)
+        result = IndexResult(len(store), store.documents, skipped, token_bytes, seconds, is_new=True)
         record = {"settings": request.settings(), "command": request.command, "seconds": result.seconds}
         record |= {name: getattr(result, name) for name in _COUNTS}
         write_json_atomic(workdir / RECORD, record)
@@ -188,19 +215,29 @@ def has_empty_recipe(workdir: Path) -> bool:
     return isinstance(config, dict) and config.get("tasks") == ""
 
 
+def absolute_source(documents: str) -> str:
+    """Return the name of documents with an absolute path, so that a run can be continued from any current directory."""
+    prefix = NEWS if documents.startswith(NEWS) else ""
+    return f"{prefix}{absolute_path(documents.removeprefix(prefix))}"
+
+
 def check_settings(workdir: Path, recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Compare the settings of a command with those of the command that began the run.
 
     Args:
         workdir: the run directory.
-        recorded: settings of the first command, by name.
-        settings: settings of this command.
+        recorded: settings of the first command, by name, with absolute paths.
+        settings: settings of this command, in the same way. Paths of the same file or folder are equal.
 
     Raises:
         UserError: a setting differs.
     """
+
+    def resolved(value: Any) -> Any:
+        return os.path.realpath(value) if isinstance(value, str) else value
+
     for name, value in settings.items():
-        if recorded.get(name) != value:
+        if resolved(recorded.get(name)) != resolved(value):
             was = f"{name} {recorded.get(name)!r}, not {value!r}"
             raise UserError(f"--output={workdir}: was started with {was}; use the same, or another --output")
 
@@ -270,10 +307,27 @@ def _check_unchanged(request: IndexRequest, prepared: Mapping[str, Any]) -> None
         )
 
 
+def _is_current(workdir: Path, sources: Sources, store_tokens: bool) -> bool:
+    """Return True if the vectors and words of an index are those of its corpus.
+
+    Args:
+        workdir: the run directory.
+        sources: its dataset directory.
+        store_tokens: it must have token vectors too.
+    """
+    exported = find_exported_model(workdir / MODEL)
+    language = recorded_config(workdir).retrieval.language or available(sources.language)
+    has_vectors = exported is not None and exported.manifest["corpus"] == sources.passages.fingerprint
+    has_tokens = not store_tokens or exported is not None and exported.stores_tokens
+    return has_vectors and has_tokens and is_saved(sources.passages, language, workdir)
+
+
 # --- Stages that other commands share ---------------------------------------------------------------------------------
 
 
-def prepare_documents(documents: str, model: str, folder: Path, limit: int, questions: Sequence[str] = ()) -> None:
+def prepare_documents(
+    documents: str, model: str, folder: Path, limit: int, questions: Sequence[str] = (), language: str = ""
+) -> None:
     """Write a dataset directory with the tokenizer of an encoder, and print a summary.
 
     Unreadable documents are skipped and counted.
@@ -284,12 +338,16 @@ def prepare_documents(documents: str, model: str, folder: Path, limit: int, ques
         folder: the dataset directory.
         limit: tokens of a passage at most.
         questions: files of evaluation questions, SPLIT=FILE each.
+        language: of the documents; '' to detect it.
 
     Raises:
         PreparedOtherwise: the folder has other documents or questions.
         UserError: nothing can be read.
     """
-    prepare_and_print(Options(documents, folder, questions=questions, vocab=model, limit=limit, skip_damage=True))
+    options = Options(
+        documents, folder, questions=questions, vocab=model, limit=limit, language=language, skip_damage=True
+    )
+    prepare_and_print(options)
 
 
 def follow_corpus(workdir: Path) -> Sources:
@@ -303,7 +361,27 @@ def follow_corpus(workdir: Path) -> Sources:
     return sources
 
 
-def write_index(run: Run, params: Params) -> None:
+def refresh_index(run: Run, params: Params) -> None:
+    """Embed what a model of an earlier version of the corpus lacks.
+
+    `realm corpus --data` edits only the corpus, and an edit may have been killed before it replaced the vectors.
+
+    Args:
+        run: the run over the newest version.
+        params: parameters of the encoders.
+    """
+    exported, store = find_exported_model(run.workdir / MODEL), run.sources.passages
+    if exported is None or exported.manifest["corpus"] == store.fingerprint:
+        return
+    before = run
+    if (version := exported.manifest["corpus"]) in store.versions:
+        passages = PassageStore.open(store.folder, run.sources.tokenizer.size, version)
+        before = dataclasses.replace(run, sources=dataclasses.replace(run.sources, passages=passages))
+    number = update_index(before, run, params, lambda: None)
+    logger.info("%s: the corpus was edited; embedded %d of %d passages", run.workdir, number, len(store))
+
+
+def write_index(run: Run, params: Params, store_tokens: bool = False) -> int:
     """Write the index of a run's corpus: BM25's words, and an exported model with the vectors of all passages.
 
     Nothing is done again if the run directory has it.
@@ -311,37 +389,67 @@ def write_index(run: Run, params: Params) -> None:
     Args:
         run: the run.
         params: parameters of the encoders that embed.
+        store_tokens: the exported model must have token vectors too.
+
+    Returns:
+        Bytes of the stored token vectors of a passage, 0 for none.
     """
+    refresh_index(run, params)
     save_bm25_index(run)
-    exported = find_exported_model(run.workdir / MODEL)
-    if exported is None or exported.vectors(run.sources.passages.fingerprint) is None:
-        vectors = embed_with_cache(run, params, bar=True)  # [passages, width]
-        has_reader = begins_with_reader(run.workdir)
-        write_exported_model(run.workdir / MODEL, run, INDEX, 0, params, vectors, trained_reader=has_reader)
+    fingerprint, exported = run.sources.passages.fingerprint, find_exported_model(run.workdir / MODEL)
+    has_tokens = not store_tokens or exported is not None and exported.stores_tokens
+    if exported is None or exported.vectors(fingerprint) is None or not has_tokens:
+        key = sha256_hex(f"{encoder_digest(run, params)} {fingerprint}".encode())
+        tokens = TokenFile(run, params, key) if store_tokens else None
+        vectors = embed_with_cache(run, params, bar=True, tokens=tokens)  # [passages, width]
+        has_reader, folder = begins_with_reader(run.workdir), None if tokens is None else tokens.folder
+        write_exported_model(
+            run.workdir / MODEL, run, INDEX, 0, params, vectors, trained_reader=has_reader, tokens=folder
+        )
+        exported = find_exported_model(run.workdir / MODEL)
+    remove_unfinished(run.workdir)
+    tokens_by_passage = None if exported is None else exported.tokens(fingerprint)
+    return 0 if tokens_by_passage is None else tokens_by_passage[0].nbytes
 
 
-def update_index(before: Run, after: Run, params: Params) -> int:
+def update_index(before: Run, after: Run, params: Params, publish_corpus: Callable[[], None]) -> int:
     """Write the vectors and words of an edited corpus, embedding only passages without a vector.
+
+    Token vectors are updated too if the index stores them. Their compression stays, unless it was fitted to a few
+    passages and the corpus has doubled since.
 
     Args:
         before: the run over the corpus as it was.
         after: the run over the edited corpus.
         params: parameters of the encoders.
+        publish_corpus: makes the edit visible in the dataset directory. It comes after everything that may fail, and
+            before the model is replaced: `refresh_index` completes what is cut off in between.
 
     Returns:
         The number of passages that were embedded.
     """
-    exported = find_exported_model(after.workdir / MODEL)
+    exported, fingerprint = find_exported_model(after.workdir / MODEL), before.sources.passages.fingerprint
     assert exported is not None, "the run is an index"
-    known = exported.vectors(before.sources.passages.fingerprint)  # [passages before, width]
-    if known is None:  # the dataset directory was edited without the run
+    known = exported.vectors(fingerprint)  # [passages before, width]
+    if known is None:  # the dataset directory was prepared again
         known = embed_with_cache(before, params, bar=True)
     row_before = {key.tobytes(): row for row, key in enumerate(row_keys(before.corpus))}
     source = np.array([row_before.get(key.tobytes(), -1) for key in row_keys(after.corpus)])  # [passages], -1 if new
     new_rows = np.flatnonzero(source < 0)
     vectors = known[np.maximum(source, 0)]  # [passages, width]
-    if len(new_rows):
+    token_folder, compression = None, exported.token_compression()
+    if compression is not None:
+        is_fitting = fits(compression, after.context.rows)
+        key = sha256_hex(f"{exported.identity} {after.sources.passages.fingerprint}".encode())
+        tokens = TokenFile(after, params, key, compression if is_fitting else None)
+        known_tokens = exported.tokens(fingerprint)  # [passages before, tokens, dimensions]
+        if known_tokens is not None and is_fitting:
+            tokens.copy(known_tokens, source)
+        new_rows = np.flatnonzero((source < 0) | ~tokens.is_stored)
+        vectors[new_rows], token_folder = tokens.embed(new_rows), tokens.folder
+    elif len(new_rows):
         vectors[new_rows] = embed_unknown(after, params)(after.corpus.take(new_rows))
     save_bm25_index(after)
-    replace_vectors(after.workdir / MODEL, after, vectors)
+    replace_vectors(after.workdir / MODEL, after, vectors, publish_corpus, token_folder)
+    remove_unfinished(after.workdir)
     return len(new_rows)

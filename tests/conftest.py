@@ -157,6 +157,22 @@ def questions(tmp_path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def documents(tmp_path_factory) -> Path:
+    """A file of sixty articles to index or to adapt to; see `articles.py`."""
+    from articles import write_articles
+
+    return write_articles(tmp_path_factory.mktemp("documents") / "articles.jsonl")
+
+
+@pytest.fixture(scope="module")
+def encoder(documents) -> Path:
+    """A pretrained encoder with the vocabulary of these documents; see `pretrained_encoders.py`."""
+    from pretrained_encoders import save_sentence_bert
+
+    return save_sentence_bert(documents)
+
+
+@pytest.fixture(scope="module")
 def one_device():
     """Commands of this module open runs on one of the emulated devices: it takes less time, and what is tested does not
     depend on their number."""

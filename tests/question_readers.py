@@ -11,7 +11,7 @@ from weight_folders import save_tensors
 
 from realm_jax.data.wordpiece import SPECIAL_PIECES
 from realm_jax.models.layers import BertConfig
-from realm_jax.models.weights import bert_settings, encoder, question_head
+from realm_jax.models.weights import encoder, encoder_settings, question_head
 
 LETTERS = string.ascii_letters + string.digits + ".,'?-éøñ東京都"
 
@@ -25,7 +25,7 @@ def save_question_reader(folder: Path, positions: int = 64, seed: int = 1, **set
         name = tensor.name if tensor.name.startswith("qa_outputs.") else f"bert.{tensor.name}"
         shape = tensor.shape[::-1] if tensor.is_transposed else tensor.shape
         tensors[name] = rng.normal(1.0 if name.endswith("LayerNorm.weight") else 0.0, 0.4, shape).astype(np.float32)
-    stored = bert_settings(config) | {"model_type": "bert", "architectures": ["BertForQuestionAnswering"]} | settings
+    stored = encoder_settings(config) | {"model_type": "bert", "architectures": ["BertForQuestionAnswering"]} | settings
     save_tensors(folder, tensors, {key: value for key, value in stored.items() if value is not None})
     (folder / "vocab.txt").write_text("\n".join(pieces))
     tokenizer = {"tokenizer_class": "BertTokenizer", "do_lower_case": False}

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from made_encoder import save_encoder, write_articles
+from articles import write_questions
 from question_readers import save_question_reader
 from tiny_run import write_lines
 
@@ -20,7 +20,7 @@ import realm_jax
 from realm_jax import search_index
 from realm_jax.adaptation import evaluate, plan
 from realm_jax.adaptation import run as adaptation
-from realm_jax.adaptation.record import Estimate
+from realm_jax.adaptation.record import AdaptRequest, Estimate
 from realm_jax.assemble import make_run
 from realm_jax.cli import main as cli
 from realm_jax.cli.prepare import prepare
@@ -29,9 +29,10 @@ from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
 from realm_jax.host import PREEMPTED
 from realm_jax.launch.status import run_status
+from realm_jax.retrieval.bm25 import is_saved
 from realm_jax.run import Run
 from realm_jax.serving.service import Service
-from realm_jax.storage import open_folder, read_json
+from realm_jax.storage import PosixFolder, open_folder, read_json
 from realm_jax.train import recipe, workdir
 from realm_jax.train.exported_model import exported_model
 from realm_jax.train.init_from import init_from_sources
@@ -58,16 +59,6 @@ def no_measuring(monkeypatch):
     """All steps of an adaptation fit."""
     monkeypatch.setattr(plan, "measure_searches", lambda *_: (Estimate(0.01, 1.0, 0.01, 1.0), 1000))
     monkeypatch.setattr(plan, "measure_steps", lambda run, *_: (1.0, dict.fromkeys(recipe.task_names(run.config), 0.1)))
-
-
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory) -> Path:
-    return write_articles(tmp_path_factory.mktemp("documents") / "articles.jsonl")
-
-
-@pytest.fixture(scope="module")
-def encoder(documents) -> Path:
-    return save_encoder(documents)
 
 
 def index(documents: Path, encoder: Path, output: Path, *arguments: str) -> int:
@@ -100,9 +91,7 @@ def copied(indexed, tmp_path) -> Path:
 @pytest.fixture(scope="module")
 def questions(documents) -> Path:
     """Judged questions: the words of a passage."""
-    articles = [json.loads(line) for line in documents.read_text().splitlines()[:12]]
-    asked = [{"question": one["text"][:60], "answers": [], "gold_passage_id": one["id"]} for one in articles]
-    return write_lines(documents.parent / "questions.jsonl", asked)
+    return write_questions(documents)
 
 
 @pytest.fixture
@@ -218,6 +207,30 @@ def test_the_same_command_on_a_finished_index_does_nothing(copied, documents, en
     assert before == {path: path.stat().st_mtime_ns for path in copied.rglob("*") if path.is_file()}
 
 
+def test_a_run_is_continued_from_another_directory(documents, encoder, tmp_path, monkeypatch, capsys):
+    """Relative paths of the first command are of its directory, and a link leads to the same documents."""
+    monkeypatch.chdir(documents.parent)
+    assert index(Path(documents.name), Path(encoder.name), tmp_path / "run") == 0
+    monkeypatch.chdir(tmp_path)
+    settings = AdaptRequest.of("run", None, None, config=realm_jax.load_config("adapt")).settings()
+    assert (settings["documents"], settings["from"]) == (str(documents), str(encoder))
+    (tmp_path / "linked").symlink_to(documents.parent)
+    assert index(Path("linked") / documents.name, Path("linked") / encoder.name, Path("run")) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    (tmp_path / documents.name).write_text(documents.read_text())
+    assert "was started with documents" in fails(capsys, Path(documents.name), encoder, Path("run"))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("docs/", "/here/docs"), ("news:a/*.gz", "news:/here/a/*.gz")]
+    + [(name, name) for name in ("hf:NAME", "news:hf:NAME", "gs://bucket/docs", "/docs")],
+)
+def test_only_paths_of_documents_are_made_absolute(monkeypatch, name, expected):
+    monkeypatch.setattr(os, "getcwd", lambda: "/here")
+    assert search_index.absolute_source(name) == expected
+
+
 def breaks_off(work: Any) -> Any:
     """A function that ends badly when it is done."""
 
@@ -278,6 +291,18 @@ def test_documents_may_be_added_until_the_index_is_finished(documents, encoder, 
     own.write_text("\n".join(documents.read_text().splitlines()[:5]))
     told = fails(capsys, own, encoder, tmp_path / "run")
     assert f"{own}: has changed since it was indexed; add, replace or remove documents with `realm corpus`" in told
+
+
+def test_a_finished_index_without_its_model_is_rebuilt_with_edits_and_questions(
+    copied, documents, encoder, questions, tmp_path
+):
+    assert cli.main(["corpus", "add", str(write_lines(tmp_path / "new.jsonl", [NEW])), f"--workdir={copied}"]) == 0
+    replace_questions(copied / "data", [f"test={questions}"])
+    shutil.rmtree(copied / "model")
+    assert index(documents, encoder, copied) == 0
+    run = open_run_for_inference(copied)
+    assert exported_model(copied).vectors(run.sources.passages.fingerprint).shape == (61, 16)
+    assert len(run.sources.questions["test"]) == 12
 
 
 def test_a_prepared_folder_that_no_index_made_is_kept(documents, encoder, tmp_path, capsys):
@@ -342,6 +367,16 @@ def test_unreadable_documents_are_skipped_and_counted(documents, encoder, tmp_pa
     assert read_json(tmp_path / "run" / "index.json")["skipped"] == {"not JSON": 1}
 
 
+def test_the_language_of_documents_is_detected_or_named(indexed, documents, encoder, tmp_path, capsys):
+    few = tmp_path / "few.jsonl"
+    few.write_text("\n".join(documents.read_text().splitlines()[:8]))
+    assert index(few, encoder, tmp_path / "run", "--language=de") == 0
+    assert open_run_for_inference(tmp_path / "run").bm25_language == "de"
+    assert open_run_for_inference(indexed).bm25_language == "en"
+    assert "was started with language 'de', not ''" in fails(capsys, few, encoder, tmp_path / "run")
+    assert "--language=xx: is not one of" in fails(capsys, few, encoder, tmp_path / "new", "--language=xx")
+
+
 # --- edits ------------------------------------------------------------------------------------------------------------
 
 
@@ -381,6 +416,59 @@ def test_a_failed_edit_leaves_the_index_as_it_was(copied, tmp_path, monkeypatch,
     assert exported_model(copied).identity == identity and realm_jax.Model(copied).passages == 60
     assert cli.main(["corpus", "add", str(new), f"--workdir={copied}"]) == 0
     assert realm_jax.Model(copied).passages == 61
+
+
+def breaks(*_: Any) -> None:
+    raise KeyError("power failure")
+
+
+@pytest.mark.parametrize(
+    ("place", "passages", "repeated"),
+    [
+        ("realm_jax.retrieval.bm25.publish_folder", 60, 0),
+        ("realm_jax.train.exported_model.arrays_digest", 60, 0),  # the vectors are written
+        ("pathlib.Path.replace", 60, 0),  # of STORE.json, the last file that is moved
+        ("realm_jax.train.exported_model.flush_folder", 61, 2),  # the corpus is new, and the model is as before
+        ("realm_jax.train.exported_model.publish_folder", 61, 2),  # the earlier model has another name already
+    ],
+)
+@pytest.mark.parametrize("command", ["corpus", pytest.param("index", marks=pytest.mark.slow)])
+def test_an_edit_that_is_cut_off_is_completed_by_the_next_command(
+    copied, documents, encoder, tmp_path, monkeypatch, embedded, capsys, command, place, passages, repeated
+):
+    """The index answers meanwhile, and no passage is embedded again."""
+    new = write_lines(tmp_path / "new.jsonl", [NEW])
+    with monkeypatch.context() as patch, pytest.raises(KeyError, match="power failure"):
+        patch.setattr(place, breaks)
+        cli.main(["corpus", "add", str(new), f"--workdir={copied}"])
+    run = open_run_for_inference(copied)
+    assert len(run.sources.passages) == passages and exported_model(copied).task == "index"
+    embedded.clear()
+    if command == "corpus":
+        assert cli.main(["corpus", "add", str(new), f"--workdir={copied}"]) == repeated
+        passages = 61
+        assert ("'new' is in the corpus already" in capsys.readouterr().err) == bool(repeated)
+    assert index(documents, encoder, copied) == 0
+    assert f"{passages} passages of {passages} documents" in capsys.readouterr().out
+    run = open_run_for_inference(copied)
+    vectors = exported_model(copied).vectors(run.sources.passages.fingerprint)
+    assert len(vectors) == passages and embedded == [1] * (passages > 60)
+    assert is_saved(run.sources.passages, run.bm25_language, copied)
+
+
+def test_an_index_takes_edits_of_its_folder_when_it_is_made_again(
+    copied, documents, encoder, tmp_path, embedded, capsys
+):
+    new = write_lines(tmp_path / "new.jsonl", [NEW])
+    assert cli.main(["corpus", "add", str(new), f"--data={copied / 'data'}"]) == 0
+    assert index(documents, encoder, copied) == 0
+    out = capsys.readouterr().out
+    assert "indexed 61 passages of 61 documents" in out and embedded == [1]
+    assert cli.main(["corpus", "remove", "a7", f"--workdir={copied}"]) == 0
+    assert index(documents, encoder, copied) == 0
+    assert "(60 passages of 60 documents); nothing to do" in capsys.readouterr().out and embedded == [1]
+    article = json.loads(documents.read_text().splitlines()[8])
+    assert realm_jax.Model(copied).search(article["text"][:60])["candidates"][0]["id"] == "a8"
 
 
 # --- adaptation -------------------------------------------------------------------------------------------------------
@@ -470,3 +558,23 @@ def test_questions_of_a_prepared_folder_are_replaced(copied, questions):
     assert len(sources.questions["test"]) == 12 and sources.passages.fingerprint == passages
     replace_questions(copied / "data", [])
     assert open_sources(copied / "data").questions == {}
+
+
+def test_questions_whose_replacement_is_cut_off_are_replaced_by_the_next_command(
+    copied, questions, tmp_path, monkeypatch
+):
+    replace_questions(copied / "data", [f"test={questions}"])
+    few = write_lines(tmp_path / "few.jsonl", [json.loads(line) for line in questions.read_text().splitlines()[:5]])
+    write = PosixFolder.write
+
+    def cut(folder: PosixFolder, name: str, data: bytes) -> None:
+        write(folder, name, data)
+        if name.startswith("questions/"):
+            raise KeyError("power failure")
+
+    with monkeypatch.context() as patch, pytest.raises(KeyError, match="power failure"):
+        patch.setattr(PosixFolder, "write", cut)
+        replace_questions(copied / "data", [f"test={few}"])
+    assert open_sources(copied / "data").questions == {}
+    replace_questions(copied / "data", [f"test={few}"])
+    assert len(open_sources(copied / "data").questions["test"]) == 5

@@ -62,11 +62,11 @@ def save_tiny_network(data: Path, folder: Path, network: str = "reader", parts: 
     return folder, params[network]
 
 
-def edit_settings(folder: Path, **changes: Any) -> None:
-    """Change keys of a folder's config.json; None removes one."""
-    settings = json.loads((folder / "config.json").read_text()) | changes
+def edit_settings(folder: Path, file: str = "config.json", **changes: Any) -> None:
+    """Change keys of a JSON file in a folder; None removes one."""
+    settings = json.loads((folder / file).read_text()) | changes
     kept = {key: value for key, value in settings.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(kept))
+    (folder / file).write_text(json.dumps(kept))
 
 
 def assert_same_bits(ours: Params, theirs: Params) -> None:

@@ -17,8 +17,9 @@ from ml_collections import ConfigDict
 
 from realm_jax.errors import UserError
 from realm_jax.indexing.heartbeat import StatusWriter
-from realm_jax.search_index import read_index
+from realm_jax.search_index import absolute_source, read_index
 from realm_jax.storage import read_json, write_json_atomic
+from realm_jax.train.workdir import absolute_path
 
 RECORD, REPORT = "adapt.json", "report.html"  # in the run directory
 OTHER = "other"  # folder of the second corpus, which is only measured
@@ -81,10 +82,16 @@ class AdaptRequest:
         return cls(index["settings"]["documents"], index["settings"]["from"], Path(source), **others)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that may not change on resume, as adapt.json has them."""
-        names = ("documents", "questions", "minutes", "forgetting", "merge")
-        settings = {name: getattr(self, name) for name in names}
-        return settings | {"from": self.model, "config": [*self.config_arguments]}
+        """Return the settings that may not change on resume, as adapt.json has them: with absolute paths."""
+        return {
+            "documents": absolute_source(self.documents),
+            "questions": self.questions and absolute_path(self.questions),
+            "minutes": self.minutes,
+            "forgetting": self.forgetting and absolute_source(self.forgetting),
+            "merge": self.merge,
+            "from": absolute_path(self.model),
+            "config": [*self.config_arguments],
+        }
 
 
 # --- entries of adapt.json --------------------------------------------------------------------------------------------

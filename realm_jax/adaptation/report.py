@@ -1,11 +1,14 @@
 """Write the results of an adaptation: its headline, report.html and the model card, from adapt.json."""
 
+from pathlib import Path
+
 from ml_collections import ConfigDict
 
 from realm_jax.adaptation.evaluate import BASELINE, MEAN_RECALL, METRICS
 from realm_jax.adaptation.record import AdaptRecord, Change, ChangeTable, Decision
 from realm_jax.eval.format import duration
 from realm_jax.eval.html import Section, render_page
+from realm_jax.models.folders import HUB, PACKAGE
 from realm_jax.train.model_card import front_matter, recipe_lines
 
 TITLES = {  # encoder in adapt.json → column of the table
@@ -122,6 +125,7 @@ def model_card(record: AdaptRecord, config: ConfigDict) -> str:
     """
     assert record.plan is not None and record.measured is not None
     plan, decision, corpus, base = record.plan, record.measured.decision, record.plan.corpus, record.settings["from"]
+    base_name = base if base.startswith((HUB, PACKAGE)) else Path(base).name  # the card may be published
     passage_format = config.encoder.passage_prompt or "pairs of title and text"
     heads, rows = table_cells(record.measured.table)
     lines = [
@@ -130,7 +134,7 @@ def model_card(record: AdaptRecord, config: ConfigDict) -> str:
         "",
         f"{headline(decision)}.",
         "",
-        f"Base encoder: `{base}`. It was trained only on sentences of the documents, without questions or labels.",
+        f"Base encoder: `{base_name}`. It was trained only on sentences of the documents, without questions or labels.",
         "",
         "    model = SentenceTransformer(FOLDER)",
         "    queries = model.encode_query(questions)",

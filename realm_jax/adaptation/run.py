@@ -113,7 +113,8 @@ def adapt(request: AdaptRequest) -> AdaptResult:
     if has_begun:
         check_settings(workdir, read_json(workdir / RECORD)["settings"], request.settings())
     elif indexed is not None:
-        check_settings(workdir, indexed["settings"], {"documents": request.documents, "from": request.model})
+        settings = request.settings()
+        check_settings(workdir, indexed["settings"], {name: settings[name] for name in ("documents", "from")})
     elif (workdir / "config.json").is_file():
         if has_empty_recipe(workdir):
             raise UserError(f"--output={workdir}: its index is not finished; run its `realm index` command again")
@@ -157,8 +158,11 @@ def adapt(request: AdaptRequest) -> AdaptResult:
                 )
         if not has_begun:
             with exclusive_lock(workdir):
-                replace_questions(workdir / DATA, questions)
-                follow_corpus(workdir)  # `realm corpus` may have edited it
+                (workdir / "data.json").unlink(missing_ok=True)  # it also records the questions
+                try:
+                    replace_questions(workdir / DATA, questions)
+                finally:
+                    follow_corpus(workdir)  # `realm corpus` may have edited it
     config.data.path, config.init_from = str(workdir / DATA), request.model
     prepared = read_json(workdir / DATA / PREPARED)
     if request.questions and not prepared["questions"].get(QUESTIONS_SPLIT):

@@ -3,8 +3,8 @@
 An edit makes a new version of the passages. Runs that train stay with the version they began with; `realm ask` and
 `realm evaluate` read the newest one. With --workdir the changed passages are embedded by the run's passage encoder and
 published as a generation that shares all other vectors, without training. An index (`realm index`) gets their vectors
-into its exported model instead. The prepared folder changes last, by
-renames, so a command that fails does not change it.
+into its exported model instead. The prepared folder changes by renames, after everything that may fail, so a command
+that fails does not change it.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from realm_jax.mesh import replicated
 from realm_jax.models.layers import Params
 from realm_jax.retrieval.vector_files import VECTORS, write_vectors
 from realm_jax.run import Run
-from realm_jax.search_index import update_index
+from realm_jax.search_index import refresh_index, update_index
 from realm_jax.storage import Damaged, StorageError, exclusive_lock, is_held, make_folder, read_json
 from realm_jax.train.exported_model import exported_model
 from realm_jax.train.trained_run import open_run_for_inference
@@ -101,21 +102,25 @@ def run(args: argparse.Namespace) -> None:
             opened, exported = open_run_for_inference(workdir, {"data.path": data_path}), exported_model(workdir)
             host_params = exported.params(opened.model, opened.model.embedder_names)
             encoders = jax.device_put(host_params, replicated(opened.mesh))
+            if exported.task == INDEX:
+                refresh_index(opened, encoders)
         before = PassageStore.open(data / "passages")
         with _copy_to_edit(data) as copy:
-            after = edit(copy, args.action, args.subjects)
+            after, wordless = edit(copy, args.action, args.subjects)
             record: dict[str, Any] = {"data": data_path, "passages_before": len(before), "passages": len(after)}
-            record |= {"version": after.fingerprint}
+            record |= {"version": after.fingerprint, "skipped": wordless}
             if workdir is not None:
                 edited = open_run_for_inference(workdir, {"data.path": str(copy)})
                 if exported.task == INDEX:  # no run was trained on the corpus as it was, so no version has to stay
-                    record["embedded"] = update_index(opened, edited, encoders)
+                    record["embedded"] = update_index(opened, edited, encoders, partial(_publish_copy, copy, data))
                 else:
                     record |= publish(edited, edited.config.realm.steps, encoders)
     if args.json:
         print_json(record)
         return
     print(f"{data_path}: {len(before):,} -> {len(after):,} passages, version {after.fingerprint[:12]}")
+    if wordless:
+        print(f"skipped {len(wordless):,} without words to store, such as {wordless[0]!r}")
     if "embedded" in record:
         print(f"embedded {record['embedded']:,} of {len(after):,} passages")
     if "generation" in record:
@@ -139,13 +144,7 @@ def _copy_to_edit(data: Path) -> Iterator[Path]:
             data.resolve(), copy, ignore=shutil.ignore_patterns(COPY), copy_function=os.symlink, dirs_exist_ok=True
         )
         yield copy
-        for path in sorted(copy.rglob("*")):
-            if path.is_dir() and not (target := data / path.relative_to(copy)).exists():
-                path.rename(target)
-        new_files = [path for path in copy.rglob("*") if path.is_file() and not path.is_symlink()]
-        # The files of `passages` last, because they make the version the newest.
-        for path in sorted(new_files, key=lambda path: path.parent == copy / "passages"):
-            path.replace(data / path.relative_to(copy))
+        _publish_copy(copy, data)
     except UserError as error:
         error.args = (str(error).replace(str(copy), str(data)),)
         raise
@@ -153,20 +152,40 @@ def _copy_to_edit(data: Path) -> Iterator[Path]:
         shutil.rmtree(copy, ignore_errors=True)
 
 
-def edit(data: Path, action: str, subjects: list[str]) -> PassageStore:
-    """Write a new version of the passages of a prepared folder and return it.
+def _publish_copy(copy: Path, data: Path) -> None:
+    """Move the new files of a copy into its prepared folder. If there are none any more, nothing changes.
+
+    Args:
+        copy: of the prepared folder.
+        data: the prepared folder.
+    """
+    for path in sorted(copy.rglob("*")):
+        if path.is_dir() and not (target := data / path.relative_to(copy)).exists():
+            path.rename(target)
+    new_files = [path for path in copy.rglob("*") if path.is_file() and not path.is_symlink()]
+    # The files of `passages` last, because they make the version the newest.
+    for path in sorted(new_files, key=lambda path: path.parent == copy / "passages"):
+        path.replace(data / path.relative_to(copy))
+
+
+def edit(data: Path, action: str, subjects: list[str]) -> tuple[PassageStore, list[str]]:
+    """Write a new version of the passages of a prepared folder.
 
     Args:
         data: the prepared folder.
         action: "add", "replace" or "remove".
         subjects: one file of documents to add or replace, or ids of documents to remove.
 
+    Returns:
+        The new version, and the ids of documents that were not added, because they have no words.
+
     Raises:
-        UserError: documents exist that should not, or the reverse; or the folder's span finder is not here.
+        UserError: documents exist that should not, or the reverse; no document has words, or one to replace has none;
+            or the folder's span finder is not here.
     """
     folder = data / "passages"
     if action == "remove":
-        return remove_documents(folder, subjects)
+        return remove_documents(folder, subjects), []
     if len(subjects) != 1:
         raise UserError(f"realm corpus {action}: name one file; put the documents of several into one")
     file = subjects[0]
@@ -187,8 +206,12 @@ def edit(data: Path, action: str, subjects: list[str]) -> PassageStore:
     if spans.finder(finder).identity != settings.get("spans_identity"):
         raise UserError(f"{data}: {finder} is not the span finder used there; restore it, or prepare the folder again")
     language = manifest.get("language", PLAIN)
-    build_store(articles, open_tokenizer(data / "tokenizer"), folder, store.limit, finder, known, language)
-    return PassageStore.open(folder)
+    tokenizer = open_tokenizer(data / "tokenizer")
+    try:
+        summary = build_store(articles, tokenizer, folder, store.limit, finder, known, language)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    return PassageStore.open(folder), summary.wordless
 
 
 def publish(run: Run, step: int, encoders: Params) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from realm_jax.cli.argument_types import nonempty
 from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, check_passages, config_changes
 from realm_jax.cli.output import checked_output, is_special, print_json, print_line, stdout, table, write_output
-from realm_jax.config import INDEX, with_values
+from realm_jax.config import with_values
 from realm_jax.data.questions import answered, gold_of
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
@@ -35,7 +35,7 @@ from realm_jax.eval.question_metrics import compare, describe_metric, over_seeds
 from realm_jax.eval.significance import METHODS
 from realm_jax.inference.predictions import evaluate
 from realm_jax.tasks.answering import reads_passages
-from realm_jax.train.trained_run import find_task, load_questions, open_run_for_inference, reader_is_trained, restore
+from realm_jax.train.trained_run import find_task, has_reader, load_questions, open_run_for_inference, restore
 
 _T = TypeVar("_T")
 EXAMPLES = f"""examples:
@@ -130,15 +130,14 @@ def run(args: argparse.Namespace) -> None:
         if args.unseen:
             questions = _without_training_golds(questions, [question.gold for question in questions], args)
         exported = find_task(opened, args.task)
-        has_reader = bool(opened.config.answering.reader) or reader_is_trained(opened.workdir, exported.task)
-        has_no_reader = exported.task == INDEX and not has_reader
-        if "answering.read" not in changes and (has_no_reader or not answered(questions)):
+        reads = has_reader(opened, exported.task)
+        if "answering.read" not in changes and not (reads and answered(questions)):
             # Then only retrieval is measured, and reading takes minutes.
             opened = dataclasses.replace(opened, config=with_values(opened.config, {"answering.read": 1}))
         check_passages(opened, args)
         records = [question_record(question, number) for number, question in enumerate(questions, start=1)]
         _check_trec(args, records, reads_passages(exported.task))
-        trained = restore(opened, args.task, search=args.search, rerank=args.rerank, warn=not has_no_reader)
+        trained = restore(opened, args.task, search=args.search, rerank=args.rerank, warn=reads)
         measured, scored = evaluate(trained, questions, bm25=not args.no_bm25)
 
     report(measured, show)

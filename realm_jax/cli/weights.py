@@ -34,7 +34,7 @@ from realm_jax.models.folders import SHARED, TOWERS, open_hub, upload_model
 from realm_jax.models.layers import LAYER_NORM_EPSILON
 from realm_jax.models.networks import Realm
 from realm_jax.models.sentence_transformers import README
-from realm_jax.models.weights import SETTINGS, WEIGHTS, bert_settings, write_json
+from realm_jax.models.weights import SETTINGS, WEIGHTS, encoder_settings, write_json
 from realm_jax.storage import publish_folder
 from realm_jax.tasks import TASKS
 from realm_jax.train.exported_model import CONFIG, MANIFEST, MODEL, VECTORS, save_tokenizer, write_networks
@@ -242,7 +242,7 @@ def convert(paths: dict[str, str], output: Path, vocabulary: str | None = None) 
                     "vocab.txt"
                 )
             # The settings that shapes do not determine are those of the released networks: tanh-GELU and the epsilons.
-            settings = {"model_type": "bert"} | bert_settings(bert)
+            settings = {"model_type": "bert"} | encoder_settings(bert)
             settings |= tf_checkpoints.epsilons(network, variables.values()) | {"pad_token_id": tokenizer.pad_id}
             write_json(folder / SETTINGS, settings)
             save_tokenizer(folder, tokenizer, bert.max_length)

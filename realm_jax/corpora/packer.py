@@ -100,13 +100,17 @@ def build_store(
         language: of the articles, one of `languages.CHOICES`.
 
     Raises:
-        UserError: no article has words; the folder is then as before.
+        UserError: no article has words, or one of `replaces` has none; the folder is then as before.
     """
     packer = PassagePacker(tokenizer, limit, finder, language)
     with append_segment(folder, tokenizer, limit, replaces) as writer:
         summary = _write(writer, packer, articles)
         if not summary.passages:
             raise UserError(f"none of {summary.articles} articles has words to store; check the texts")
+        if lost := [document for document in summary.wordless if document in replaces]:
+            raise UserError(
+                f"document {lost[0]!r} has no words to store; correct its text, or remove it with `realm corpus remove`"
+            )
     return summary
 
 

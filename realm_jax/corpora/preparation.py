@@ -43,7 +43,7 @@ from realm_jax.data.sources import FORMAT_VERSION
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import MANIFEST as STORE
 from realm_jax.data.store import PassageStore, new_version
-from realm_jax.data.tokenizer_files import TokenizerFile, lower_case_of, tokenizer_file, tokenizer_of
+from realm_jax.data.tokenizer_files import TokenizerFile, tokenizer_file, tokenizer_of
 from realm_jax.data.wordpiece import WordPiece, check_size
 from realm_jax.errors import Resumable, UserError, full_disk
 from realm_jax.storage import Folder, StorageError, exclusive_lock, open_folder, publish_folder
@@ -316,6 +316,8 @@ def replace_questions(data: Path, questions: Sequence[Path_]) -> None:
     store = PassageStore.open(data / "passages")
     selected.check_golds(map(store.document_id, range(len(store))), os.fspath(data), skip_damage=True)
     splits = selected.with_stored_golds(())
+    # The record has no questions while their files are written, so that it never describes other ones.
+    folder.write_json(PREPARED, manifest | {"questions": {}, "inputs": manifest["inputs"] | {"questions": []}})
     for split, split_questions in splits.items():
         folder.write(f"questions/{split}.jsonl", question_lines(split_questions))
     manifest["questions"] = {split: len(split_questions) for split, split_questions in splits.items()}
@@ -328,8 +330,7 @@ def replace_questions(data: Path, questions: Sequence[Path_]) -> None:
 def vocabulary_file(name: str) -> TokenizerFile:
     """Find the tokenizer that --vocab names: a file, or a model as `config.init_from` takes it.
 
-    Text is put in lower case unless the tokenizer that the file belongs to keeps capitals. Raises UserError if the
-    model is not there, or has no tokenizer.
+    Raises UserError if the model is not there, or has no tokenizer.
     """
     path = Path(name)
     if not path.is_file():
@@ -343,8 +344,7 @@ def vocabulary_file(name: str) -> TokenizerFile:
                     f"--vocab={name}: {folder} has no vocab.txt and no tokenizer.json; name an encoder with one"
                 )
             path = file
-    stated_case = lower_case_of(path.parent)
-    return TokenizerFile(path, stated_case is None or stated_case.value)
+    return TokenizerFile.of(path)
 
 
 # --- The output folder while it is being written ----------------------------------------------------------------------

@@ -76,6 +76,12 @@ class TokenizerFile(NamedTuple):
     path: Path
     lower_case: bool
 
+    @classmethod
+    def of(cls, path: Path) -> "TokenizerFile":
+        """Return the tokenizer of a file. Text is lower-cased unless a file of its folder keeps capitals."""
+        stated = lower_case_of(path.parent)
+        return cls(path, stated is None or stated.value)
+
     def read(self) -> Tokenizer:
         """Return the tokenizer, and warn if text in lower case never has some of its word pieces. Raises UserError."""
         tokenizer = read_tokenizer(self.path, self.lower_case)

@@ -359,7 +359,7 @@ class Evaluator:
         """
         store, lengths, reader = self.run.sources.passages, self.run.lengths, self.reader
         rows = [candidate.row for candidate in prediction.candidates]
-        if reader is not None:  # it reads all of the text
+        if isinstance(reader, QuestionReader):  # it reads all of the text
             if question.is_regex:
                 return any(contains_pattern(store.text(row), question.answers) for row in rows)
             longest = self.run.config.answering.answer_tokens

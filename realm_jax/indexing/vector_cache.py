@@ -22,6 +22,7 @@ from realm_jax.checksums import arrays_digest, named_arrays
 from realm_jax.console import StageProgress
 from realm_jax.environment import environment
 from realm_jax.indexing.exporter import encoder_settings
+from realm_jax.indexing.token_file import TokenFile
 from realm_jax.mesh import to_host
 from realm_jax.models.layers import Params
 from realm_jax.processes import is_process_0, same_on_all_processes
@@ -38,8 +39,9 @@ EVERY_SECONDS = 60.0  # between two lines of progress
 
 
 def embed_with_cache(
-    run: Run, params: Params, on_progress: Callable[[], None] = lambda: None, bar: bool = False
-) -> NDArray[np.float32]:
+    run: Run, params: Params, on_progress: Callable[[], None] = lambda: None, bar: bool = False,
+    tokens: TokenFile | None = None,
+) -> NDArray[np.float32]:  # fmt: skip
     """Return the bits of `run.embed(params)`, computing only passages that are not in the cache.
 
     All processes have to call it.
@@ -49,6 +51,7 @@ def embed_with_cache(
         params: all parameters.
         on_progress: called again and again meanwhile.
         bar: show a progress bar on a terminal.
+        tokens: gets the token vectors that it lacks; they are not in the cache. None to store none.
 
     Returns:
         [rows, width].
@@ -68,21 +71,26 @@ def embed_with_cache(
 
         return update
 
-    if not cache_bytes():
+    if not cache_bytes() and tokens is None:
         with show_progress(run.context.rows) as all_rows:
             return run.embed(params, progress_from(0, all_rows))
     cache, keys = VectorCache(encoder_digest(run, params)), row_keys(run.corpus)
     known, vectors = cache.find(keys)
     # Processes embed the same rows together. If their caches differ, all of them embed all rows.
     are_same = same_on_all_processes(zlib.crc32(np.packbits(known).tobytes()) >> 1)
-    missing = np.flatnonzero(~known if are_same else np.ones_like(known))
-    counts = len(known), len(known) - len(missing), cache.path, len(missing)
+    has_all = known if tokens is None else known & tokens.is_stored
+    missing = np.flatnonzero(~has_all if are_same else np.ones_like(known))
+    counts = len(known), int(known.sum()), cache.path, len(missing)
     logger.info("%d passages: %d have their vectors in %s, %d are to be embedded", *counts)
     missing = missing[np.argsort(run.corpus.lengths[missing], kind="stable")]  # so that pieces have few padded lengths
     with show_progress(len(missing)) if len(missing) else contextlib.nullcontext() as progress:
         for start in range(0, len(missing), PIECE):
             rows = missing[start : start + PIECE]
-            fresh = run.embed(params, progress_from(start, progress), run.corpus.take(rows))  # [≤ PIECE, width]
+            update = progress_from(start, progress)
+            if tokens is None:
+                fresh = run.embed(params, update, run.corpus.take(rows))  # [≤ PIECE, width]
+            else:
+                fresh = tokens.embed(rows, update)
             vectors = np.empty((len(known), fresh.shape[1]), np.float32) if vectors is None else vectors
             vectors[rows], is_new = fresh, ~known[rows]
             if is_process_0() and is_new.any():

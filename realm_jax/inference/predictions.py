@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from realm_jax.config import INDEX
 from realm_jax.data.questions import Question
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.prediction_files import Record, question_record
@@ -22,7 +21,7 @@ from realm_jax.run import Run
 from realm_jax.tasks.answering import needs_vectors, reads_passages
 from realm_jax.tasks.closed_book import predict_closed_book
 from realm_jax.train.results import bm25_question_rows
-from realm_jax.train.trained_run import NBEST, TrainedRun, float32_digits
+from realm_jax.train.trained_run import NBEST, TrainedRun, float32_digits, has_reader
 
 FIELDS = """  prediction, probability   the most probable answer, as its passage spells it
   passage                   {"id", "part", "title", "span"}; part: number of the passage in its document, from 0;
@@ -137,7 +136,7 @@ def evaluate(
     report = describe(trained.run, trained.task, trained.step, trained.pipeline, trained.reader)
     report["questions"] = len(scored)
     report["measures"] = summarize(scored)
-    if trained.task == INDEX and not trained.reads:
+    if not has_reader(trained.run, trained.task):
         report["measures"] = {name: value for name, value in report["measures"].items() if is_retrieval_measure(name)}
     if bm25 and reads_passages(trained.task):
         evaluator = Evaluator(trained.run, questions)

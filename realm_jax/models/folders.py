@@ -1,9 +1,10 @@
-"""Locating and publishing pretrained models, and which of their folders holds which network.
+"""Find and publish pretrained models, and find the folder of each network in them.
 
-    FOLDER/model.safetensors            one BERT, for every network; with its heads, if it has them; or its shards
-    FOLDER/<network>/model.safetensors  one for each network, as `realm weights` writes them (`embedder`: both encoders)
+    FOLDER/model.safetensors            one encoder, for all networks, with or without heads; it may be cut into shards
+    FOLDER/<network>/model.safetensors  one file for each network, as `realm weights` writes them (`embedder`: both
+                                        encoders)
     hf:NAME, hf:NAME@REVISION           a repository of the Hugging Face hub
-    py:NAME                             an installed Python package that carries a model in its folder `model`
+    py:NAME                             an installed Python package with a model in its folder `model`
 
 Each may be a folder of sentence-transformers (`modules.json`). Read next: `weights.py` for the files.
 """
@@ -41,14 +42,14 @@ FETCHED = *OF_A_NETWORK, *(f"{network}/{name}" for network in (SHARED, *TOWERS, 
 
 
 def resolve_model_path(name: str, flag: str = "config.init_from") -> Path:
-    """Return the folder of a model; one on the hub is fetched, or found in its cache.
+    """Return the folder of a model. A model on the hub is fetched, or found in the hub's cache.
 
     Args:
         name: value of `config.init_from`, or of another flag.
         flag: for messages.
 
     Raises:
-        UserError: if the hub is out of reach or has no such model, and for a package that is not installed.
+        UserError: if the hub is out of reach or has no such model, or if the package is not installed.
     """
     if name.startswith(HUB):
         return _fetch(name, flag)
@@ -69,7 +70,7 @@ def resolve_model_path(name: str, flag: str = "config.init_from") -> Path:
 
 @cache
 def _fetch(name: str, flag: str) -> Path:
-    """Fetch a model of the hub into its cache; only once, so that the start of a run does not change on the way."""
+    """Fetch a model of the hub into its cache, once per process, so that a run keeps one revision of it."""
     hub = _hub(f"{flag}={name}", ", or name a folder")
     repository, _, revision = name.removeprefix(HUB).partition("@")
     try:
@@ -97,18 +98,18 @@ def open_hub(feature: str) -> Any:
 
 
 def upload_model(hub: Any, folder: Path, name: str, private: bool, flag: str, excluded: Sequence[str] = ()) -> str:
-    """Upload a folder to a repository of the hub, which is made if it is not there; returns its address.
+    """Upload a folder to a repository of the hub, create it if needed, and return its address.
 
     Args:
-        hub: as `open_hub` gives it.
+        hub: of `open_hub`.
         folder: to upload.
         name: of the repository.
-        private: make a new repository private, and require it of an existing one; otherwise the hub's default holds.
+        private: make a new repository private, and require an existing one to be; otherwise the hub's default holds.
         flag: that names the repository.
         excluded: names of files in `folder` that stay on this machine.
 
     Raises:
-        UserError: if the hub is out of reach or refuses, and if a repository that has to be private is public.
+        UserError: if the hub is out of reach or rejects the upload, or if the repository is public despite `private`.
     """
     try:
         url = hub.create_repo(name, private=private or None, exist_ok=True)
@@ -141,7 +142,7 @@ def _hub(feature: str, alternative: str = "") -> ModuleType:
 
 
 def _reason(error: Exception, token: str = "") -> str:
-    """Return an error of the library as one line, without the token, whatever a server answers."""
+    """Return an error of the library as one line, without the token, even if the server's answer repeats it."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {(text.replace(token, '…') if token else text)[:200]}"
 
@@ -158,7 +159,7 @@ def model_folders(folder: Path) -> list[Path]:
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Return the folder of a model's tokenizer: that of its first network, since all have the same."""
+    """Return the folder of a model's tokenizer: its first network's, because all networks have the same."""
     return transformer_folder(next(iter(model_folders(folder)), folder))
 
 

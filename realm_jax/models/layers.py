@@ -34,7 +34,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {  # names as in Hugging Face
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """How a BERT is computed: speed and memory, and rounding.
+    """How an encoder is computed: speed, memory and rounding.
 
     Attributes:
         dtype: of the matrix products, float32 or bfloat16; parameters, LayerNorm and softmax are always float32.
@@ -75,7 +75,7 @@ class Compute:
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Rotary position embeddings and local attention of a ModernBERT.
+    """Rotary position embeddings and local attention of ModernBERT.
 
     Attributes:
         global_theta: base of the angles in layers that attend to all tokens.
@@ -92,7 +92,7 @@ class Rotary:
 
 @dataclasses.dataclass(frozen=True)
 class BertConfig:
-    """Sizes of one BERT, or of an encoder of another architecture.
+    """Sizes of an encoder of any architecture.
 
     Attributes:
         vocabulary_size: tokens.
@@ -106,8 +106,8 @@ class BertConfig:
         architecture: a key of `architectures.table.ARCHITECTURES`.
         norm_epsilon: of every LayerNorm.
         segment_types: rows of the table of segments; with one all tokens have the first, 0 for no table.
-        rotary: of a ModernBERT.
-        compute: how all this is computed.
+        rotary: of ModernBERT.
+        compute: precision, speed and memory.
     """
 
     vocabulary_size: int
@@ -211,7 +211,7 @@ def dense(
     Args:
         features: outputs.
         axes: logical axis names of (inputs, outputs), see `mesh.RULES`.
-        config: of the BERT that it belongs to.
+        config: of the encoder that it belongs to.
         name: of its parameters.
         kernel_init: None for BERT's initializer.
         dtype: of the product and its result; None for those of the config.

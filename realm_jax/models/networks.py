@@ -2,7 +2,7 @@
 
     params = {'query_embedder': …, 'document_embedder': …, 'reader': …}     (one 'embedder' if it is shared)
 
-The BERTs of retriever and reader may differ in size. A task may add networks (`Network`), each with its key.
+The encoders of retriever and reader may differ in size. A task may add networks (`Network`), each with its key.
 """
 
 import abc
@@ -25,7 +25,7 @@ class Network(abc.ABC):
     """A network of a task: its sizes, and pure functions over a tree in which it has the key `name`.
 
     Attributes:
-        bert: sizes of its BERT.
+        bert: sizes of its encoder.
         name: top-level key of its parameters.
     """
 
@@ -52,7 +52,7 @@ class Realm(Retriever):
     networks: tuple[Network, ...] = dataclasses.field(default=(), kw_only=True)
 
     def with_compute(self, **changes: Any) -> "Realm":
-        """Return the same networks, their BERTs computed with other fields of `layers.Compute`."""
+        """Return the same networks, their encoders computed with other fields of `layers.Compute`."""
 
         def changed(part: Any) -> Any:
             return dataclasses.replace(part, bert=part.bert.with_compute(**changes))

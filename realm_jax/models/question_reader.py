@@ -11,6 +11,7 @@ normalized over the spans of one passage, and no answer. Read next: `token_class
 `eval/prediction.py` for the sum over passages.
 """
 
+import json
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -23,12 +24,13 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 from tokenizers import Encoding
 
+from realm_jax.checksums import arrays_digest, named_arrays
 from realm_jax.errors import UserError
 from realm_jax.mesh import batch_parts, logical_sharding, replicated, to_host
 from realm_jax.models.attention import select_attention
 from realm_jax.models.folders import resolve_model_path
 from realm_jax.models.layers import Params
-from realm_jax.models.token_classifier import digest_of, load_token_classifier
+from realm_jax.models.token_classifier import load_token_classifier
 from realm_jax.models.weights import SETTINGS, question_head
 from realm_jax.storage import read_settings
 
@@ -91,18 +93,13 @@ class PassageReading(NamedTuple):
 class NoReader:
     """Takes the place of a reader if none was trained: it finds no answer, and computes nothing."""
 
-    def token_count(self, text: str) -> int:
-        """Return 0 tokens for any text, because no answer can be found."""
-        return 0
-
     def read(self, inputs: Sequence[ReaderText], answer_tokens: int, top: int) -> list[PassageReading]:
         """Return a reading without spans for each passage. Arguments: see `QuestionReader.read`."""
         return [PassageReading([], []) for _ in inputs]
 
 
-@lru_cache(maxsize=1)  # a service opens it for every newer model of its run
 def open_question_reader(name: str, mesh: Mesh) -> "QuestionReader":
-    """Open a reader.
+    """Open a reader, or return the one that was opened last if its files are the same.
 
     Args:
         name: a folder, `hf:NAME` or `py:NAME`.
@@ -116,9 +113,20 @@ def open_question_reader(name: str, mesh: Mesh) -> "QuestionReader":
     if not folder.is_dir():
         raise UserError(f"{FLAG}={name}: there is no such folder; name a folder, hf:NAME or py:NAME")
     try:
-        return QuestionReader(folder, mesh)
+        return _open(folder.resolve(), _file_states(folder), mesh)
     except UserError as error:
         raise UserError(f"{FLAG}={name}: {error}") from None
+
+
+def _file_states(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Return name, time of the last change and size of the files in a folder."""
+    files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    return tuple((name, state.st_mtime_ns, state.st_size) for name, state in files)
+
+
+@lru_cache(maxsize=1)  # a service opens it for every newer model of its run
+def _open(folder: Path, file_states: tuple[tuple[str, int, int], ...], mesh: Mesh) -> "QuestionReader":
+    return QuestionReader(folder, mesh)
 
 
 class QuestionReader:
@@ -126,14 +134,15 @@ class QuestionReader:
 
     def __init__(self, folder: Path, mesh: Mesh) -> None:
         """Load a reader. See `open_question_reader`."""
-        classes = read_settings(folder / SETTINGS).get("architectures")
+        self._settings = read_settings(folder / SETTINGS)
+        classes = self._settings.get("architectures")
         if isinstance(classes, list) and not any(str(name).endswith(PURPOSE) for name in classes):
             raise UserError(
                 f"{folder / SETTINGS}: names the class {' and '.join(map(str, classes))}, which has no "
                 "question-answering head; choose a model for question answering"
             )
         model = load_token_classifier(folder, 2, question_head, "question answering")
-        self._folder, self._mesh, self._tokenizer = folder, mesh, model.tokenizer
+        self._mesh, self._tokenizer = mesh, model.tokenizer
         self.longest = min(model.network.config.max_length, LONGEST)
         self.overlap = min(OVERLAP, self.longest // 2)
         self._pairs = model.tokenizer.pair_tokenizer(self.longest, self.overlap)
@@ -156,7 +165,9 @@ class QuestionReader:
     @cached_property
     def identity(self) -> str:
         """Return digits that change with any weight, setting or token."""
-        return digest_of(self._folder, self._tokenizer)
+        arrays = {name: to_host(array) for name, array in named_arrays(self._params).items()}
+        settings = json.dumps([self._settings, self._tokenizer.fingerprint], sort_keys=True)
+        return arrays_digest(arrays, settings.encode())[:32]
 
     def token_count(self, text: str) -> int:
         """Return the number of tokens of a text."""

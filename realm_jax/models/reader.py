@@ -1,8 +1,8 @@
 """The reader (knowledge-augmented encoder, section 3.2 of the paper): it reads a query joined with one passage.
 
-It is one BERT with two heads: word prediction for pre-training (BERT's MLM head, output tied to the word embeddings),
-and span scores for question answering (ORQA's: the sum of a start and an end representation through ReLU and
-LayerNorm).
+It is one encoder with two heads: word prediction for pre-training (the MLM head, whose output is tied to the word
+embeddings), and span scores for question answering (ORQA's: the sum of a start and an end representation through ReLU
+and LayerNorm).
 
 Read next: `losses.py` for the objective, `forward.py` for how the networks go together.
 """
@@ -35,7 +35,7 @@ class ReaderNetwork(nn.Module):
     In all methods ids, segments and mask are [batch, length], as `Bert` takes them.
 
     Attributes:
-        config: sizes of its BERT.
+        config: sizes of its encoder.
         span_hidden: size of a span's representation.
         span_width: longest span in tokens.
     """

@@ -103,7 +103,7 @@ class Encoder(nn.Module):
     """The network of an encoder.
 
     Attributes:
-        config: sizes of its BERT.
+        config: sizes of its transformer.
         projection: size of a linear layer after the pooling, 0 for none.
         norm_epsilon: of the LayerNorm.
         norm_scale: of the LayerNorm. A fresh vector's length is norm_scale × √size, so scores are within

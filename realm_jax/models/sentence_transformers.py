@@ -1,25 +1,25 @@
-"""Read and write folders of sentence-transformers: an encoder as the library's chain of modules.
+"""Read and write folders of sentence-transformers, which store an encoder as a chain of modules.
 
     modules.json                          the modules in order: Transformer, Pooling, those of LAYERS, Normalize
     config_sentence_transformers.json     prompts, and how vectors are compared
     sentence_bert_config.json             the longest input
     1_Pooling/config.json, 2_Dense/…      settings and weights of each module
 
-Reading gives the keys of the config's section `encoder` and the files of the weights; a module that we cannot represent
+Reading gives the keys of the config's section `encoder` and the files of the weights. A module that we cannot represent
 is an error. `SentenceTransformer(FOLDER).encode` of a folder that we wrote gives the encoder's vectors. The library's
-LayerNorm has another epsilon than BERT's. Scaling its input compensates exactly, because LayerNorm removes any scale.
-The folder of the reader, which is not an encoder of texts, gets a list of modules at which the library stops, because
-it would otherwise take the mean of hidden states without a warning.
+LayerNorm has another epsilon than ours. Scaling its input compensates exactly, because LayerNorm removes any scale.
+The reader is not an encoder of texts. We write a list of modules into its folder at which the library stops, because it
+would otherwise take the mean of hidden states without a warning.
 
-Both encoders can be one folder, with the library's Router:
+One folder can hold both encoders, with the library's Router:
 
     modules.json, router_config.json          a Router with the routes `query` and `document`
     config_sentence_transformers.json         the prompts of both
     query_embedder/, document_embedder/       the modules of each route: query_embedder/1_Pooling …
 
-`encode_query` and `encode_document` take the routes of these names; plain `encode` takes that of documents, because it
-mostly embeds a corpus. A Router of others is read the same way; modules after it belong to both routes. Read next:
-`weights.py`, for the BERT inside.
+`encode_query` and `encode_document` take the routes of these names. Plain `encode` takes the route of documents,
+because it mostly embeds a corpus. We read Routers of other programs the same way. Modules after a Router belong to both
+routes. Read next: `weights.py`, for the transformer inside.
 """
 
 import json
@@ -58,8 +58,8 @@ INPUT = "sentence_bert_config.json"
 ROUTER = "router_config.json"
 LIBRARY = "sentence_transformers."
 KINDS = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize")  # modules that can be read
-LIBRARY_EPSILON = 1e-5  # of its LayerNorm, which is PyTorch's and not to be set
-OUR_POOLINGS = {  # theirs → ours
+LIBRARY_EPSILON = 1e-5  # of its LayerNorm: PyTorch's default, which the library has no setting for
+OUR_POOLINGS = {  # the library's name → ours
     pooling.library: name for name, pooling in POOLINGS.items() if not pooling.has_tanh_layer
 }
 FLAGS = {  # of Pooling's older form
@@ -78,7 +78,7 @@ NOT_AN_ENCODER = (
 NAMES: dict[type, str] = {int: "whole number", str: "text", dict: "table"}  # of the kinds of a value
 Kind = TypeVar("Kind")
 TRAINED_READER = "realm_reader_trained"  # in config.json of an exported reader: true if it was trained with questions
-ENCODER_SECTION = "realm_encoder"  # in config.json of what `realm weights export` writes: its section `encoder`
+ENCODER_SECTION = "realm_encoder"  # in config.json of an exported encoder: the config's section `encoder`
 
 
 class Module(NamedTuple):
@@ -107,11 +107,11 @@ class SentenceModel(NamedTuple):
 
     Attributes:
         folder: of the model.
-        transformer: folder of the BERT.
+        transformer: folder of the transformer, which is the first module.
         encoder: key of the config's section → value.
         modules: layer → the folder of its weights.
         max_seq_length: tokens of its longest input; None if it is not set.
-        unused: names of prompts that neither method uses.
+        unused: names of prompts that neither `encode_query` nor `encode_document` uses.
     """
 
     folder: Path
@@ -122,31 +122,31 @@ class SentenceModel(NamedTuple):
     unused: tuple[str, ...]
 
 
-# --- In ---------------------------------------------------------------------------------------------------------------
+# --- Read -------------------------------------------------------------------------------------------------------------
 
 
 def is_sentence_model(folder: Path) -> bool:
-    """Return True for a folder of sentence-transformers, except one that we wrote so that the library refuses it."""
+    """Return True for a folder of sentence-transformers, except one that we marked so that the library rejects it."""
     path = folder / MODULES
     return path.is_file() and not any(entry.get("type") == NOT_AN_ENCODER for entry in _entries(path))
 
 
 def transformer_folder(folder: Path, route: str = "document") -> Path:
-    """Return the folder of the BERT and its tokenizer: a folder itself, or the first module of sentence-transformers.
+    """Return the folder of the transformer and its tokenizer: a folder itself, or its first module if it has modules.
 
     Args:
         folder: of the model.
         route: QUERIES or PASSAGES, for a Router.
 
     Raises:
-        UserError: for a damaged list of modules.
+        UserError: if the list of modules is damaged.
     """
     entries = _chain(folder, route) if is_sentence_model(folder) else []
     return folder / entries[0]["path"] if entries else folder
 
 
 def has_two_encoders(folder: Path) -> bool:
-    """Return True for a Router with other modules for queries than for passages. Raises UserError if it is damaged."""
+    """Return True for a Router with different modules for queries and passages. Raises UserError if it is damaged."""
     return is_sentence_model(folder) and _chain(folder, QUERIES) != _chain(folder, PASSAGES)
 
 
@@ -156,9 +156,9 @@ def default_temperature(normalization: str) -> float:
 
 
 def sentence_model(folder: Path, route: str = "document") -> SentenceModel | None:
-    """Read the description of a folder of sentence-transformers, without its weights; None for a plain BERT.
+    """Read the description of a folder of sentence-transformers, without its weights; None for a plain transformer.
 
-    Vectors are those of the library's `encode_query` and `encode_document`, and their inner products those of its
+    Our vectors are those of the library's `encode_query` and `encode_document`, and their inner products those of its
     `similarity`.
 
     Args:
@@ -166,24 +166,24 @@ def sentence_model(folder: Path, route: str = "document") -> SentenceModel | Non
         route: QUERIES or PASSAGES, for a Router.
 
     Raises:
-        UserError: for a file that cannot be read, for an unknown module, for a pooling, an activation or an order of
-            modules that our encoders do not have, and for prompts that are left out of the pooling.
+        UserError: if a file cannot be read, if our encoders lack the module, its pooling, its activation or the order
+            of modules, and if the pooling excludes the prompt.
     """
     if not is_sentence_model(folder):
         return None
 
-    # --- The list of modules, which begins with the BERT and its pooling
+    # --- The list of modules, which begins with the transformer and its pooling
     entries = _chain(folder, route)
     kinds = []
     for entry in entries:
         module = str(entry.get("type"))
         kinds.append(module.rpartition(".")[2])
         if not module.startswith(LIBRARY) or kinds[-1] not in KINDS:
-            _refuse(folder / MODULES, f"has the module {module}; modules that can be read are {', '.join(KINDS)}")
+            _reject(folder / MODULES, f"has the module {module}; modules that can be read are {', '.join(KINDS)}")
     if kinds[:2] != ["Transformer", "Pooling"]:
-        _refuse(folder / MODULES, f"begins with {', '.join(kinds[:2])}; choose a model of a Transformer and a Pooling")
+        _reject(folder / MODULES, f"begins with {', '.join(kinds[:2])}; choose a model of a Transformer and a Pooling")
     transformer = folder / entries[0]["path"]
-    architecture, bert_settings = read_architecture(transformer / SETTINGS)
+    architecture, transformer_settings = read_architecture(transformer / SETTINGS)
 
     # --- The pooling
     path = folder / entries[1]["path"] / SETTINGS
@@ -192,17 +192,17 @@ def sentence_model(folder: Path, route: str = "document") -> SentenceModel | Non
     modes = modes if isinstance(modes, list) else [modes]
     if len(modes) != 1 or modes[0] not in OUR_POOLINGS:
         poolings = ", ".join(OUR_POOLINGS)
-        _refuse(path, f"pools by {' and '.join(map(str, modes))}; choose a model that pools by {poolings}")
+        _reject(path, f"pools by {' and '.join(map(str, modes))}; choose a model that pools by {poolings}")
     if settings.get("include_prompt", True) is not True:
-        _refuse(path, "has include_prompt=false, and here the prompt is pooled as well; choose another model")
+        _reject(path, "has include_prompt=false, and here the prompt is pooled as well; choose another model")
     encoder: dict[str, Any] = {"pooling": OUR_POOLINGS[modes[0]], "projection": 0}
     encoder |= {"normalization": "none", "norm_epsilon": LIBRARY_EPSILON}
 
-    # --- The layers after it: a Dense is BERT's tanh layer after [CLS], or the projection
+    # --- The layers after it: a Dense is the pooler (BERT's tanh layer after [CLS]) or the projection
     modules: dict[str, Path] = {}
     for kind, entry in zip(kinds[2:], entries[2:], strict=True):
         if encoder["normalization"] != "none":
-            _refuse(folder / MODULES, f"has {kind} after its normalization, which must be last; choose another model")
+            _reject(folder / MODULES, f"has {kind} after its normalization, which must be last; choose another model")
         if kind == "LayerNorm":
             encoder["normalization"] = "layer"
             modules["projection_norm"] = folder / entry["path"]
@@ -214,42 +214,42 @@ def sentence_model(folder: Path, route: str = "document") -> SentenceModel | Non
             activation = str(settings.get("activation_function", LAYERS["pooler"].activation))
             name, source = activation.rpartition(".")[2], settings.get("module_input_name", "sentence_embedding")
             if settings.get("use_residual") or source != "sentence_embedding":
-                _refuse(path, "is not a plain layer (use_residual, module_input_name); choose another model")
+                _reject(path, "is not a plain layer (use_residual, module_input_name); choose another model")
             is_square = settings.get("in_features") == settings.get("out_features")
             if name == "Tanh" and is_square and encoder["pooling"] == "cls" and not modules:
                 encoder["pooling"] = layer = "pooler"
             elif name != "Identity" or "projection" in modules:
                 wrong = "a second Dense" if "projection" in modules else f"a Dense with {activation}"
                 advice = "one is read with Identity, and before it one with Tanh as BERT's own behind [CLS]"
-                _refuse(path, f"is {wrong}; {advice}")
+                _reject(path, f"is {wrong}; {advice}")
             else:
                 layer = "projection"
                 encoder["projection"] = _setting(path, settings, "out_features", int)
             modules[layer] = folder / entry["path"]
 
-    # Vectors that are compared by their cosine, which is the library's default, get length 1 if they have no
-    # normalization, as by `encode(…, normalize_embeddings=True)`, so that scores are the library's. Behind a LayerNorm
-    # they stay as they are, nearly of one length.
+    # The library compares by cosine unless told otherwise. We then normalize vectors to length 1, as its
+    # `encode(…, normalize_embeddings=True)` does, so that our scores are the library's. After a LayerNorm we do not,
+    # because these vectors have nearly the same length.
     path = folder / PROMPTS
     settings = read_settings(path)
     similarity = settings.get("similarity_fn_name") or "cosine"
     if similarity not in ("cosine", "dot"):
-        _refuse(path, f"compares vectors by {similarity}; choose a model that does by cosine or dot")
+        _reject(path, f"compares vectors by {similarity}; choose a model that does by cosine or dot")
     if similarity == "cosine" and encoder["normalization"] == "none":
         encoder["normalization"] = "l2"
 
     # The library cuts vectors last. Cosines do not depend on their length, so ours are cut first and then get length 1.
-    features = encoder["projection"] or bert_settings.get(architecture.settings["width"]) or 0
+    features = encoder["projection"] or transformer_settings.get(architecture.settings["width"]) or 0
     dimensions = _setting(path, settings, "truncate_dim", int) or 0
     encoder["dimensions"] = dimensions if dimensions < features else 0
     if encoder["dimensions"] and similarity == "dot" and encoder["normalization"] == "l2":
-        _refuse(path, "cuts vectors of length 1 and compares them by dot; choose a model that compares by cosine")
+        _reject(path, "cuts vectors of length 1 and compares them by dot; choose a model that compares by cosine")
 
-    # A model that the library has loaded has prompts "query" and "document", empty unless the folder says otherwise. So
-    # `encode_query` and `encode_document` take these, and never "passage", "corpus" or that of `default_prompt_name`.
+    # A model that the library has loaded has prompts "query" and "document", empty if the folder lacks them. So
+    # `encode_query` and `encode_document` never take "passage", "corpus" or the prompt of `default_prompt_name`.
     prompts = _setting(path, settings, "prompts", dict) or {}
     if not all(text is None or isinstance(text, str) for text in prompts.values()):
-        _refuse(path, "has prompts that are no text; fetch it again")
+        _reject(path, "has prompts that are no text; fetch it again")
     _setting(path, settings, "default_prompt_name", str)
     query, passage = (prompts.get(name) or "" for name in (QUERIES, PASSAGES))
     encoder["query_prompt"] = from_prompt(query, "{text}") if query else ""
@@ -258,11 +258,11 @@ def sentence_model(folder: Path, route: str = "document") -> SentenceModel | Non
     unused = tuple(name for name, text in prompts.items() if text and name not in (QUERIES, PASSAGES))
     longest = _setting(transformer / INPUT, read_settings(transformer / INPUT), "max_seq_length", int)
 
-    # An export of ours recorded its section, and its layers are in the encoder's file too, as they were before the
-    # library's epsilon asked for another scale. A run that starts from them has the same bits. An edited folder counts.
-    section = bert_settings.get(ENCODER_SECTION)
+    # Our exports record their section `encoder`, and the encoder's file also has the layers as they were before scaling
+    # for the library's epsilon. If the modules still agree with the record, a run gets the same bits from that file.
+    section = transformer_settings.get(ENCODER_SECTION)
     if isinstance(section, dict):
-        section = {"dimensions": 0} | section  # which earlier versions did not record
+        section = {"dimensions": 0} | section  # earlier versions did not record it
     if isinstance(section, dict) and {*encoder} <= {*section} and has_weights(transformer):
         with open_tensors(transformer / WEIGHTS) as files:
             names = {name.removeprefix(architecture.prefix) for name in files}
@@ -285,7 +285,7 @@ def _chain(folder: Path, route: str) -> list[dict[str, Any]]:
     types, structure = (_setting(path, settings, key, dict) or {} for key in ("types", "structure"))
     names = structure.get(route)
     if not isinstance(names, list) or not names or not {*map(str, names)} <= {*types}:
-        _refuse(
+        _reject(
             path, f"has no modules for the route {route!r}; choose a model with the routes {QUERIES} and {PASSAGES}"
         )
     return [*({"path": str(router / name), "type": types[name]} for name in names), *entries[1:]]
@@ -296,7 +296,7 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     if not isinstance(entries, list) or not all(
         isinstance(entry, dict) and isinstance(entry.get("path"), str) for entry in entries
     ):
-        _refuse(path, "is not a list of modules; fetch it again")
+        _reject(path, "is not a list of modules; fetch it again")
     return entries
 
 
@@ -304,26 +304,26 @@ def _setting(path: Path, settings: dict[str, Any], key: str, kind: type[Kind]) -
     """Return a value of a file of settings, None if it is missing. Raises UserError for another type."""
     value = settings.get(key)
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-        _refuse(path, f"has {key}={json.dumps(value)[:50]}, which is no {NAMES[kind]}; fetch it again")
+        _reject(path, f"has {key}={json.dumps(value)[:50]}, which is no {NAMES[kind]}; fetch it again")
     return value
 
 
-def _refuse(path: Path, advice: str) -> NoReturn:
+def _reject(path: Path, advice: str) -> NoReturn:
     raise UserError(f"{path}: {advice}")
 
 
 def find_encoder(model: SentenceModel, config: BertConfig, parts: Sequence[Part]) -> NetworkFiles:
-    """Find an encoder's files: those of its BERT (`weights.find`) and of its modules.
+    """Find an encoder's files: those of its transformer (`weights.find`) and of its modules.
 
-    If both have a part, such as a BERT's pooler, the module counts. A bias that a module lacks is 0.
+    If both have a part, for example a pooler, we take the module's. A bias that a module lacks is 0.
 
     Args:
         model: the folder.
-        config: sizes of its BERT.
+        config: sizes of the transformer.
         parts: of the encoder.
 
     Raises:
-        UserError: like `weights.find`, and if a module has no safe weights, or weights of another size.
+        UserError: like `weights.find`, and if a module has no safetensors, or tensors of another size.
     """
     layers = [sorted({tensor.path[0] for tensor in part.tensors} & {*model.modules}) for part in parts]
     files = find(model.transformer, config, [part for part, names in zip(parts, layers, strict=True) if not names])
@@ -344,16 +344,16 @@ def find_encoder(model: SentenceModel, config: BertConfig, parts: Sequence[Part]
     return files
 
 
-# --- Out --------------------------------------------------------------------------------------------------------------
+# --- Write ------------------------------------------------------------------------------------------------------------
 
 
 def write_modules(
     folder: Path, model: Realm, params: Params, encoder: dict[str, Any], lengths: dict[str, int]
 ) -> None:  # fmt: skip
-    """Write the library's files around an encoder's BERT, which is in `folder`.
+    """Write the library's files around an encoder's transformer, which is in `folder`.
 
     Args:
-        folder: of the BERT.
+        folder: of the transformer.
         model: all networks.
         params: of the encoder.
         encoder: the config's section.
@@ -420,7 +420,7 @@ def _add_module(
 
 
 def mark_not_a_sentence_encoder(folder: Path) -> None:
-    """Make sentence-transformers refuse a folder that is not a sentence encoder."""
+    """Make sentence-transformers reject a folder that is not a sentence encoder."""
     write_json(folder / MODULES, [{"idx": 0, "name": "0", "path": "", "type": NOT_AN_ENCODER}])
 
 
@@ -449,14 +449,14 @@ def _readme(encoder: dict[str, Any], purposes: list[str]) -> str:
         lines += [f"{name}: {texts}.", "", f"    SentenceTransformer(FOLDER).encode_{purpose}({call})", ""]
     lines += [
         f"Scores are inner products of both encoders' vectors divided by the temperature, {encoder['temperature']:g}.",
-        "`model.safetensors` also holds the layers after the BERT, under names that transformers reports and skips;",
+        "`model.safetensors` also holds the layers after the transformer, which transformers reports and skips;",
         "`realm train --config.init_from` reads them.",
     ]
     return "\n".join(lines) + "\n"
 
 
 def write_sentence_transformer(folder: Path, encoders: Mapping[str, str]) -> None:
-    """Make one model of sentence-transformers of both encoders, or of a shared one.
+    """Combine both encoders, or a shared one, into one model of sentence-transformers.
 
     Args:
         folder: holds the folders of the encoders, as `write_modules` leaves them.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from realm_jax.data.tokenizer import Tokenizer
-from realm_jax.data.tokenizer_files import TokenizerFile, lower_case_of, tokenizer_file
+from realm_jax.data.tokenizer_files import TokenizerFile, tokenizer_file
 from realm_jax.errors import UserError
 from realm_jax.models.architectures.table import encoder_network
 from realm_jax.models.layers import ACTIVATIONS, BertConfig, Params, layer_norm
@@ -36,8 +36,8 @@ class TokenClassifier(nn.Module):
 
     Attributes:
         config: sizes of the encoder.
-        labels: how many.
-        has_transform: a linear layer without bias, an activation and a LayerNorm come before, as in a ModernBERT.
+        labels: number of labels.
+        has_transform: a linear layer without bias, an activation and a LayerNorm come first, as in ModernBERT.
     """
 
     config: BertConfig
@@ -102,8 +102,7 @@ def load_token_classifier(
     vocabulary = tokenizer_file(folder)
     if vocabulary is None:
         raise UserError(f"{folder}: has no vocab.txt and no tokenizer.json; put the model's tokenizer there")
-    lower_case = lower_case_of(folder)
-    tokenizer = TokenizerFile(vocabulary, lower_case is None or lower_case.value).read()
+    tokenizer = TokenizerFile.of(vocabulary).read()
     if tokenizer.size > config.vocabulary_size:  # JAX would read the last row in place of one that is not there
         raise UserError(
             f"{vocabulary}: has {tokenizer.size} tokens, but the model {config.vocabulary_size}; put the model's own "

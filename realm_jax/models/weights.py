@@ -1,10 +1,10 @@
-"""Weights that Hugging Face's library understands: `model.safetensors` and `config.json`, in and out.
+"""Read and write weights in the files of Hugging Face's transformers: `model.safetensors` and `config.json`.
 
-One folder holds one network, whose file may be cut into shards (`model.safetensors.index.json`). Its *parts* are the
-encoder, and pooler, projection, MLM head and span head if it has them; a missing part stays as it was.
-Names are those of `BertModel` and `BertForMaskedLM`, and of transformers' `RealmEmbedder` and `RealmReader` for the
-parts that are REALM's own. Pickled weights (`pytorch_model.bin`) are never opened; the vocabulary in the folder is not
-read here. Read next: `bert.py`.
+One folder holds one network, whose file may be cut into shards (`model.safetensors.index.json`). A network consists of
+*parts*: the encoder, and optionally pooler, projection, MLM head and span head. A part that a file lacks keeps its
+values. Tensors have the names of the architecture's classes in transformers (`architectures/`), for example `BertModel`
+and `BertForMaskedLM`. REALM's own parts have the names of `RealmEmbedder` and `RealmReader`. We never open pickled
+weights (`pytorch_model.bin`). Read next: `architectures/base.py`.
 """
 
 import json
@@ -27,7 +27,6 @@ from realm_jax.models.architectures.modernbert import MODERNBERT
 from realm_jax.models.architectures.table import (
     ARCHITECTURES,
     HF_REALM,
-    encoder_network,
     model_values,
     read_architecture,
 )
@@ -35,7 +34,6 @@ from realm_jax.models.layers import (
     ACTIVATIONS,
     LAYER_NORM_EPSILON,
     BertConfig,
-    Compute,
     Params,
     Rotary,
     initializer_stddev,
@@ -46,20 +44,19 @@ from realm_jax.models.retriever import POOLINGS
 from realm_jax.storage import read_settings
 
 WEIGHTS, SETTINGS = "model.safetensors", "config.json"  # of a network, and of a module of sentence-transformers
-SHARDS = f"{WEIGHTS}.index.json"  # in the place of WEIGHTS: name of a tensor → the file that it is in
+SHARDS = f"{WEIGHTS}.index.json"  # replaces WEIGHTS: name of a tensor → the file that has it
 HEADS = ("cls.", "qa_outputs.", "classifier.", "lm_head.", "vocab_", "head.", "decoder.")  # names without a prefix
-# Layers of an encoder after its BERT.
+# Layers of an encoder after its transformer.
 VECTOR_LAYERS = {"pooler": "pooler.dense", "projection": "cls.dense", "projection_norm": "cls.LayerNorm"}
 TRANSFORM_ACTIVATION = "gelu"  # of the layer before a ModernBERT's classifier
 MLM_HEAD, SPAN_HEAD, PROJECTION, VECTOR_NORM = "MLM head", "span head", "projection", "vector norm"
 FLOATS = ("F32", "F16", "BF16", "F64")
 SIZES = "vocabulary_size", "width", "layers", "heads", "feed_forward", "max_length"  # whole numbers of BertConfig
-FREE_SETTINGS = (  # fields that tensors determine, or that files need not share
-    *("vocabulary_size", "width", "layers", "feed_forward", "dropout", "max_length"),
-)
+# Fields that tensors determine, or that files need not share.
+FREE_SETTINGS = "vocabulary_size", "width", "layers", "feed_forward", "dropout", "max_length"
 RETRIEVER_SETTINGS = {"projection": "retriever_proj_size", "norm_epsilon": "projection_layer_norm_eps"}  # of Retriever
 READER_SETTINGS = {"span_hidden": "span_hidden_size", "span_width": "max_span_width"}  # of Reader
-NAME_ALIASES = {  # the end of a name → what files of older releases, and some of newer ones, have in its place
+NAME_ALIASES = {  # the end of a name → its form in older files, and in some newer ones
     "LayerNorm.weight": "LayerNorm.gamma",
     "LayerNorm.bias": "LayerNorm.beta",
     "cls.predictions.bias": "cls.predictions.decoder.bias",
@@ -73,7 +70,7 @@ class Part(NamedTuple):
     Attributes:
         title: for messages.
         tensors: of the part.
-        settings: required values of config.json, which shapes do not tell: its key → (the key of ours, our value).
+        settings: required values of config.json, because shapes do not determine them: its key → (our key, our value).
     """
 
     title: str
@@ -96,7 +93,7 @@ def encoder(c: BertConfig) -> Part:
 
 
 def bert_of(model: Realm, network: str) -> BertConfig:
-    """Return the sizes of a network's BERT.
+    """Return the sizes of a network's encoder.
 
     Args:
         model: all networks.
@@ -144,16 +141,16 @@ def token_classifier(c: BertConfig, labels: int) -> Part:
     """Return the head of `BertForTokenClassification`.
 
     Args:
-        c: sizes of its BERT.
-        labels: how many.
+        c: sizes of its encoder.
+        labels: number of labels.
     """
     return Part("token classifier", linear(("classifier",), "classifier", (c.width, labels)))
 
 
 def question_head(c: BertConfig) -> Part:
-    """Return the head of `BertForQuestionAnswering`, which scores every token as the start and as the end.
+    """Return the head of transformers' `…ForQuestionAnswering`, which scores each token as the start and as the end.
 
-    That of ModernBERT has a layer more, without biases, and other names.
+    ModernBERT's head has one more layer, without biases, and other names.
     """
     title, classifier = "question-answering head (qa_outputs)", ("classifier",)
     if c.architecture != MODERNBERT.model_type:
@@ -170,10 +167,10 @@ def question_head(c: BertConfig) -> Part:
     return Part(title, tensors, fixed)
 
 
-# --- In ---------------------------------------------------------------------------------------------------------------
+# --- Read -------------------------------------------------------------------------------------------------------------
 
 NO_BIAS = ""  # instead of a name: the layer has no bias, so it is 0
-Tensors = Mapping[str, Any]  # name of a tensor → the opened file that it is in
+Tensors = Mapping[str, Any]  # name of a tensor → the opened file that has it
 
 
 class StoredTensor(NamedTuple):
@@ -253,13 +250,12 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
 
     Args:
         folder: of the network.
-        config: sizes of its BERT.
-        parts: of the network; the encoder, the first of them, has to be there.
+        config: sizes of its encoder.
+        parts: of the network. The folder must have the first one, the encoder.
 
     Raises:
-        UserError: for a folder without safe weights, for a file that cannot be read, for a tensor that is missing or of
-            another shape, for numbers that are not floats, for another architecture, for settings that differ, and for
-            tensors that the network does not have.
+        UserError: if the folder has no safetensors or no readable files, if a tensor is missing, has another shape or
+            is not a float, if the architecture or the settings differ, and if the encoder has more tensors than ours.
     """
     (architecture, settings), path = read_architecture(folder / SETTINGS), folder / WEIGHTS
     if architecture.model_type != config.architecture:
@@ -271,7 +267,7 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
         prefixes = "", architecture.prefix, f"{HF_REALM}."
         prefix = next((prefix for prefix in prefixes if prefix + architecture.words in files), None)
         if prefix is None:
-            raise UserError(f"{path}: has no {architecture.words}; it is no {architecture.classes[1]}")
+            raise UserError(f"{path}: has no {architecture.words}; it is no {architecture.base_class}")
         _check_extent(files, prefix, path, config, settings)
         present = [part for part in parts if part == parts[0] or _has(files, prefix, part, architecture)]
         stored = []
@@ -294,7 +290,7 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
             f"{path}: has {min(unknown)}, which our {config.architecture} does not have; choose another model"
         )
 
-    # Shapes do not determine heads, activation and the epsilons of LayerNorm. Without settings we cannot compare them.
+    # Shapes do not determine heads, activation and the epsilons of LayerNorm, so we compare those that are stated.
     if settings.get("model_type") == HF_REALM:  # transformers has one epsilon for an encoder
         settings.setdefault("projection_layer_norm_eps", settings.get("layer_norm_eps", LAYER_NORM_EPSILON))
     required = {name: value for part in present for name, value in part.settings.items()}
@@ -376,8 +372,8 @@ def _check_extent(files: Tensors, prefix: str, path: Path, config: BertConfig, s
         positions = settings.get(architecture.settings["max_length"], config.max_length)
     if words < config.vocabulary_size or (words > config.vocabulary_size and not _is_padded(path.parent, config)):
         raise UserError(
-            f"{path}: has {words} word pieces, but the vocabulary has {config.vocabulary_size}; the vocabulary file "
-            "and the weights do not match"
+            f"{path}: has {words} word embeddings, but the vocabulary has {config.vocabulary_size} tokens; name the "
+            "vocabulary of this model"
         )
     if positions < config.max_length:
         raise UserError(
@@ -394,11 +390,11 @@ def _is_padded(folder: Path, config: BertConfig) -> bool:
     return path is not None and read_tokenizer(path, lower_case=True).size == config.vocabulary_size
 
 
-def encoder_config(folder: Path, max_length: int | None = None, compute: Compute | None = None) -> BertConfig:
-    """Return the sizes of the encoder of a folder, without dropout. Arguments: see `open_encoder`.
+def encoder_config(folder: Path) -> BertConfig:
+    """Return the sizes of the encoder in a folder, without dropout, for texts as long as it has positions for.
 
     Raises:
-        UserError: for an architecture that cannot be loaded, and for a size that is missing or does not fit.
+        UserError: if we do not support the architecture, or if a size is missing or does not fit.
     """
     path = folder / SETTINGS
     architecture, settings = read_architecture(path)
@@ -414,44 +410,24 @@ def encoder_config(folder: Path, max_length: int | None = None, compute: Compute
     if values["hidden_act"] not in ACTIVATIONS:
         key = architecture.settings["hidden_act"]
         raise UserError(f"{path}: {key} is {values['hidden_act']!r}; choose a model with {', '.join(ACTIVATIONS)}")
-    values["max_length"] = max_length or values["max_length"] - architecture.first_position
+    values["max_length"] -= architecture.first_position
     rotary = Rotary(**{name.removeprefix("rotary."): values.pop(name) for name in [*values] if "." in name})
     options: dict[str, Any] = {"segment_types": architecture.segment_types, "rotary": rotary}
-    return BertConfig(**values, **options, compute=compute or Compute())
+    return BertConfig(**values, **options)
 
 
-def open_encoder(
-    folder: Path, max_length: int | None = None, compute: Compute | None = None
-) -> tuple[Any, Params]:  # fmt: skip
-    """Open the encoder of a folder, of any architecture, without pooling and heads.
-
-    Args:
-        folder: with model.safetensors and config.json.
-        max_length: longest sequence; None for the longest that the model has positions for.
-        compute: how it is computed; None for float32 in plain JAX.
-
-    Returns:
-        A module with the fields and methods of `models.bert.Bert`, and its parameters, float32 on the host.
-
-    Raises:
-        UserError: like `find`, and if config.json lacks a size.
-    """
-    config = encoder_config(folder, max_length, compute)
-    return encoder_network(config), read(find(folder, config, [encoder(config)]))["bert"]
-
-
-# --- Out --------------------------------------------------------------------------------------------------------------
+# --- Write ------------------------------------------------------------------------------------------------------------
 
 
 def save(folder: Path, params: Params, parts: Sequence[Part], kind: str, settings: dict[str, Any]) -> None:
     """Write a network into a new folder; `find` and `read` give the same bits again.
 
     Args:
-        folder: that is created.
+        folder: to create.
         params: of the network.
-        parts: that are written.
-        kind: 'bert' or 'realm': whose names tensors have, those of the architecture or of REALM's networks.
-        settings: its config.json.
+        parts: to write.
+        kind: 'bert' for the architecture's names of tensors, 'realm' for those of `RealmEmbedder` and `RealmReader`.
+        settings: content of config.json.
     """
     folder.mkdir()
     prefix = f"{HF_REALM}." if kind == HF_REALM else ARCHITECTURES[settings["model_type"]].prefix
@@ -475,7 +451,7 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")
 
 
-def bert_settings(c: BertConfig) -> dict[str, Any]:
+def encoder_settings(c: BertConfig) -> dict[str, Any]:
     """Return the settings of an encoder for a config.json."""
     architecture = ARCHITECTURES[c.architecture]
     settings = {key: attrgetter(name)(c) for name, key in architecture.settings.items()}
@@ -490,15 +466,16 @@ def settings_of(model: Realm, network: str, kind: str) -> dict[str, Any]:
     Args:
         model: all networks.
         network: its name.
-        kind: 'bert' or 'realm', the library's model that it is for. Classes of the architecture lack the parts that
-            are REALM's own; their tensors are in the file all the same.
+        kind: 'bert' for the classes of the architecture, 'realm' for `RealmEmbedder` and `RealmReader`. The classes of
+            the architecture ignore REALM's own parts, which the file has in both cases.
     """
     architecture = ARCHITECTURES[bert_of(model, network).architecture]
-    classes, name = architecture.classes, architecture.model_type
-    if kind == HF_REALM:
-        classes, name = ("RealmReader", "RealmEmbedder"), kind
-    settings = {"architectures": [classes[network != "reader"]], "model_type": name}
-    settings |= bert_settings(bert_of(model, network))
+    model_type, reader_class, encoder_class = HF_REALM, "RealmReader", "RealmEmbedder"
+    if kind != HF_REALM:
+        model_type = architecture.model_type
+        reader_class, encoder_class = architecture.masked_lm_class, architecture.base_class
+    settings = {"architectures": [reader_class if network == "reader" else encoder_class], "model_type": model_type}
+    settings |= encoder_settings(bert_of(model, network))
     settings |= {key: getattr(model, name) for name, key in RETRIEVER_SETTINGS.items()}
     settings |= {key: getattr(model.reader, name) for name, key in READER_SETTINGS.items()}
     return settings | {"reader_layer_norm_eps": SPAN_NORM_EPSILON}

@@ -191,6 +191,11 @@ def save_index(store: PassageStore, language: str, workdir: Path) -> None:
         raise
 
 
+def is_saved(store: PassageStore, language: str, workdir: Path) -> bool:
+    """Return True if the run directory has the index of a corpus. Arguments: see `load_or_build`."""
+    return (_index_folder(store, language, workdir) / ABOUT).is_file()
+
+
 def check_has_terms(bm25: Bm25, where: str) -> None:
     """Check that an index has words to search by.
 
@@ -210,9 +215,9 @@ def check_has_terms(bm25: Bm25, where: str) -> None:
 
 def _load_saved(store: PassageStore, language: str, workdir: Path, max_checked_bytes: int | None = None) -> Bm25 | None:
     """Load the index that was saved (`Bm25.load`); None if there is none, a damaged one, or one by another analyzer."""
-    folder = _index_folder(store, language, workdir)
-    if not (folder / ABOUT).is_file():
+    if not is_saved(store, language, workdir):
         return None
+    folder = _index_folder(store, language, workdir)
     try:
         saved = Bm25.load(folder, max_checked_bytes)
     except (OSError, ValueError, KeyError, TypeError, UserError) as error:

@@ -6,7 +6,7 @@ vectors from run to run.
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,16 +41,14 @@ class CorpusRows(NamedTuple):
         return CorpusRows(*(part[rows] for part in self))
 
 
-def in_groups(
-    embed: Callable[[PassageBatch], jax.Array], passages: PassageBatch, group: int, skip_empty: bool = True
-) -> jax.Array:
+def in_groups(embed: Callable[[PassageBatch], Any], passages: PassageBatch, group: int, skip_empty: bool = True) -> Any:
     """Embed a batch in groups, one after another.
 
     Hidden states of a group, and above all its attention scores, then stay in a CPU's cache, or in a TPU's vector
     memory.
 
     Args:
-        embed: passages [group, length] → vectors [group, projection].
+        embed: passages [group, length] → vectors [group, projection], or a tree of arrays [group, …].
         passages: ids [batch, length].
         group: passages at a time; all if it does not divide the batch.
         skip_empty: groups that only fill up a batch (`embed_corpus` gives them the length 0) cost nothing, and their
@@ -58,20 +56,22 @@ def in_groups(
             group.
 
     Returns:
-        [batch, projection].
+        [batch, projection], or a tree of arrays [batch, …].
     """
     rows = passages.ids.shape[0]
     size = group if rows % group == 0 else rows
     groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), passages)  # ids [groups, size, length]
-    vectors = jax.eval_shape(embed, jax.tree.map(lambda x: x[0], groups))
+    shapes = jax.eval_shape(embed, jax.tree.map(lambda x: x[0], groups))
 
-    def embed_or_skip(group: PassageBatch) -> jax.Array:
-        return jax.lax.cond(group.lengths.max() > 0, embed, lambda _: jnp.zeros(vectors.shape, vectors.dtype), group)
+    def embed_or_skip(group: PassageBatch) -> Any:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return jax.lax.cond(group.lengths.max() > 0, embed, lambda _: zeros, group)
 
-    return jax.lax.map(embed_or_skip if skip_empty else embed, groups).reshape(rows, -1)
+    embedded = jax.lax.map(embed_or_skip if skip_empty else embed, groups)
+    return jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), embedded)
 
 
-EmbedBatch = Callable[[CorpusRows], jax.Array]
+EmbedBatch = Callable[[CorpusRows], Any]  # rows → vectors, or a tree of arrays
 
 
 def batches(corpus: CorpusRows, batch_size: int) -> Iterator[tuple[NDArray[np.int64], int]]:
@@ -92,14 +92,48 @@ def batches(corpus: CorpusRows, batch_size: int) -> Iterator[tuple[NDArray[np.in
             yield rows[start : start + batch_size], int(width)
 
 
+def embedded_batches(
+    embed: EmbedBatch, corpus: CorpusRows, batch_size: int, progress: Callable[[int], None] | None = None
+) -> Iterator[tuple[NDArray[np.int64], Any]]:
+    """Yield all passages in batches.
+
+    Args:
+        embed: rows [batch_size, width] → vectors or a tree of arrays, [batch_size, …]; it is called with at most a
+            handful of widths. A batch that is not full is filled up with rows of length 0.
+        corpus: the passages.
+        batch_size: rows that `embed` takes.
+        progress: called with the number of passages done.
+
+    Yields:
+        Row numbers [≤ batch_size], and what `embed` returned for them, on the host.
+    """
+    pending: list[tuple[NDArray[np.int64], Any]] = []
+    done = 0
+
+    def fetch() -> tuple[NDArray[np.int64], Any]:
+        rows, values = pending.pop(0)
+        return rows, jax.tree.map(lambda x: to_host(x)[: len(rows)], values)
+
+    for rows, width in batches(corpus, batch_size):
+        batch = CorpusRows(corpus.ids[rows, :width], corpus.lengths[rows], corpus.title_lengths[rows])
+        batch = CorpusRows(*(pad_rows(part, batch_size) for part in batch))
+        pending.append((rows, embed(batch)))  # dispatched; the previous batch is fetched while this one runs
+        if len(pending) > 1:
+            yield fetch()
+        done += len(rows)
+        if progress is not None:
+            progress(done)
+    if pending:
+        yield fetch()
+
+
 def embed_corpus(
     embed: EmbedBatch, corpus: CorpusRows, batch_size: int, progress: Callable[[int], None] | None = None
 ) -> NDArray[np.float32]:
     """Embed all passages.
 
     Args:
-        embed: rows [batch_size, width] → vectors; it is called with at most a handful of widths. A batch that is not
-            full is filled up with rows of length 0, whose vectors are ignored.
+        embed: see `embedded_batches`, as for the next three; it returns vectors.
         corpus: the passages.
         batch_size: rows that `embed` takes.
         progress: called with the number of passages done.
@@ -111,27 +145,15 @@ def embed_corpus(
         UserError: if a vector is not finite.
     """
     vectors: NDArray[np.float32] | None = None
-    pending: list[tuple[NDArray[np.int64], jax.Array]] = []
-    done = 0
-
-    def collect(entry: tuple[NDArray[np.int64], jax.Array]) -> None:
-        nonlocal vectors
-        rows, values = entry[0], to_host(entry[1]).astype(np.float32, copy=False)  # [batch_size, projection]
+    for rows, values in embedded_batches(embed, corpus, batch_size, progress):
         if vectors is None:
             vectors = np.empty((len(corpus.ids), values.shape[1]), np.float32)
-        vectors[rows] = values[: len(rows)]
+        vectors[rows] = values
+    return checked_vectors(vectors)
 
-    for rows, width in batches(corpus, batch_size):
-        batch = CorpusRows(corpus.ids[rows, :width], corpus.lengths[rows], corpus.title_lengths[rows])
-        batch = CorpusRows(*(pad_rows(part, batch_size) for part in batch))
-        pending.append((rows, embed(batch)))  # dispatched; the previous batch is fetched while this one runs
-        if len(pending) > 1:
-            collect(pending.pop(0))
-        done += len(rows)
-        if progress is not None:
-            progress(done)
-    for entry in pending:
-        collect(entry)
+
+def checked_vectors(vectors: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    """Return the vectors of an encoder. Raises UserError if one is not finite, or if there are none."""
     if vectors is None or not np.isfinite(vectors).all():
         raise UserError("the passage encoder gives values that are not finite; the run has diverged")
     return vectors

@@ -6,18 +6,27 @@ ordered by z(v) + w z(MaxSim), in which v is the value that the search ordered i
 first passages of the question. MaxSim adds to the search, because it ranks worse without it on some collections
 (`benchmarks/late_interaction.py` measures it). The retriever's scores, and so p(z|x), stay as they are.
 
-The functions here are equations over JAX arrays. Read next: `forward.py: retrieve_and_rerank`, which calls them.
+The token vectors of passages come from the encoder at query time (`max_sims`), or from the index (`stored_max_sims`),
+which has them in fewer dimensions, of 8 bits each, and for at most STORED_TOKENS tokens of a passage. The functions
+here are equations over arrays. Read next: `forward.py: retrieve_and_rerank`, which calls them;
+`indexing/token_file.py`, which stores the vectors.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
 
-from realm_jax.models.inputs import PassageBatch
+from realm_jax.models.inputs import PassageBatch, document_sequences
 from realm_jax.models.layers import Params
-from realm_jax.models.retriever import Retriever
+from realm_jax.models.retriever import Retriever, unit_vectors
 
 Array = jax.Array
 WEIGHT = 1.0  # w, of the z-score of MaxSim
+STORED_TOKENS, STORED_DIMENSIONS = 128, 64  # of a passage at most: 8 KB
+LARGEST = 127  # of int8, so that x and −x are stored alike
 FLAT = 1e-5  # values that differ by a smaller share of the largest one do not differ: rounding in float32
 
 
@@ -73,6 +82,9 @@ def combined_values(values: Array, similarities: Array, is_passage: Array) -> Ar
     return jnp.where(is_passage, total, -jnp.inf)
 
 
+# --- Token vectors by the encoder, at query time ----------------------------------------------------------------------
+
+
 def max_sims(model: Retriever, params: Params, query: Array, query_lengths: Array, passages: PassageBatch) -> Array:
     """Return MaxSim of each query with each of its passages.
 
@@ -94,3 +106,119 @@ def max_sims(model: Retriever, params: Params, query: Array, query_lengths: Arra
         return max_sim(*queries, *model.document_tokens(params, ranked))
 
     return jax.lax.map(compare, PassageBatch(*(part.swapaxes(0, 1) for part in passages))).T
+
+
+# --- Token vectors in the index ---------------------------------------------------------------------------------------
+
+
+class Compression(NamedTuple):
+    """How token vectors are stored. It is fitted to a corpus, and stays when the corpus is edited.
+
+    Attributes:
+        projection: its columns are the principal axes of token vectors, [width, dimensions] float32.
+        frequencies: number of passages that have a token, [vocabulary] int32.
+    """
+
+    projection: NDArray[np.float32]
+    frequencies: NDArray[np.int32]
+
+
+class StoredTokens(NamedTuple):
+    """The stored token vectors of a corpus.
+
+    Attributes:
+        vectors: a zero vector for no token, [rows, tokens, dimensions] int8.
+        projection: see `Compression`.
+    """
+
+    vectors: Array
+    projection: Array
+
+
+def principal_axes(second_moment: NDArray[np.float64], dimensions: int) -> NDArray[np.float32]:
+    """Return the directions in which vectors are longest: the first eigenvectors of their second moment.
+
+    Args:
+        second_moment: Σ v vᵀ, [width, width].
+        dimensions: number of directions.
+
+    Returns:
+        Orthonormal columns, the longest direction first, [width, dimensions].
+    """
+    return np.linalg.eigh(second_moment)[1][:, ::-1][:, :dimensions].astype(np.float32)
+
+
+def kept_tokens(ids: Array, mask: Array, frequencies: Array, count: int) -> Array:
+    """Return the tokens of each passage that are stored: first occurrences before repetitions, then the rarest.
+
+    Args:
+        ids: tokens, [batch, length] int.
+        mask: True on tokens that may be stored, [batch, length] bool.
+        frequencies: number of passages that have a token, [vocabulary] int.
+        count: tokens of a passage at most.
+
+    Returns:
+        Positions in rising order, then `length` for no token, [batch, min(count, length)] int32.
+    """
+    length = ids.shape[1]
+    position = jnp.arange(length, dtype=jnp.int32)
+    is_repeated = (ids[:, :, None] == ids[:, None]) & (position[:, None] > position) & mask[:, None]
+    repetitions = is_repeated.sum(axis=2)  # earlier occurrences of the same id, [batch, length]
+    positions = jnp.broadcast_to(position, ids.shape)
+    order = jnp.lexsort((positions, frequencies[ids], repetitions, ~mask))[:, :count]  # [batch, count]
+    is_token = jnp.take_along_axis(mask, order, axis=1)
+    return jnp.sort(jnp.where(is_token, order, length), axis=1)
+
+
+def quantized(vectors: Array) -> Array:
+    """Return vectors [..., dimensions] as int8, each multiplied so that its largest absolute entry is LARGEST.
+
+    The factor is not stored, because vectors get length 1 when they are compared.
+    """
+    largest = jnp.abs(vectors).max(axis=-1, keepdims=True)  # [..., 1]
+    return jnp.round(vectors * (LARGEST / jnp.where(largest > 0, largest, 1.0))).astype(jnp.int8)
+
+
+def compressed_tokens(model: Retriever, params: Params, passages: PassageBatch, compression: Compression) -> Array:
+    """Return the token vectors of passages as they are stored.
+
+    Args:
+        model: both encoders.
+        params: of the encoders.
+        passages: ids [batch, d].
+        compression: of the corpus.
+
+    Returns:
+        int8 [batch, min(STORED_TOKENS, length), dimensions]; zero vectors after the last token.
+    """
+    tokens = model.document_tokens(params, passages)  # vectors [batch, length, width]
+    ids = document_sequences(passages, model.passage_template).ids  # [batch, length]
+    kept = kept_tokens(ids, tokens.mask, jnp.asarray(compression.frequencies), STORED_TOKENS)
+    vectors = jnp.take_along_axis(tokens.vectors, kept[..., None], axis=1, mode="fill", fill_value=0.0)
+    return quantized(vectors @ compression.projection)
+
+
+def stored_max_sims(
+    model: Retriever, params: Params, query: Array, query_lengths: Array, stored: StoredTokens, rows: Array
+) -> Array:
+    """Return MaxSim of each query with each of its passages, by their stored token vectors.
+
+    Args:
+        model: both encoders.
+        params: with the query encoder.
+        query: tokens of `[CLS] text [SEP]`, [batch, q] int.
+        query_lengths: of the queries, [batch].
+        stored: of the corpus.
+        rows: of the passages, [batch, k]; a missing one (below 0) gets any value.
+
+    Returns:
+        float32 [batch, k].
+    """
+    vectors, mask = model.query_tokens(params, query, query_lengths)  # [batch, q, width]
+    projected = unit_vectors(vectors @ stored.projection)  # [batch, q, dimensions]
+
+    def compare(ranked: Array) -> Array:  # rows [batch] → [batch]
+        tokens = stored.vectors[jnp.maximum(ranked, 0)].astype(jnp.float32)  # [batch, tokens, dimensions]
+        return max_sim(projected, mask, unit_vectors(tokens), tokens.any(axis=-1))
+
+    return jax.lax.map(compare, rows.T).T

@@ -23,6 +23,7 @@ from realm_jax.forward import (
     StaticContext,
     bm25_list_length,
     falling_scores,
+    gather_passages,
     read_question,
     reader_query,
 )
@@ -56,7 +57,7 @@ class RerankTask(Task):
         self.candidates = min(CANDIDATES, run.context.rows)
 
     def start(self, params: Params) -> Params:
-        """Return the parameters with its BERT copied from the reader's."""
+        """Return the parameters with its encoder copied from the reader's."""
         return params | {NAME: params[NAME] | {"bert": jax.tree.map(jnp.copy, params["reader"]["bert"])}}
 
     def examples(self, params: Params, embed: EmbedCorpus) -> Examples:
@@ -107,10 +108,10 @@ def rerank_loss(
 
 
 class CrossEncoderNetwork(nn.Module):
-    """BERT, [CLS] through a tanh layer, and one score.
+    """An encoder, [CLS] through a tanh layer, and one score.
 
     Attributes:
-        config: sizes of the BERT.
+        config: sizes of the encoder.
     """
 
     config: BertConfig
@@ -175,7 +176,7 @@ def scores_of(context: StaticContext, params: Params, joint: ReaderInput, key: A
 
 
 def rescore(
-    qa: QaConfig, context: StaticContext, params: Params, batch: Batch, documents: PassageBatch, ranking: FusedRanking
+    qa: QaConfig, context: StaticContext, params: Params, batch: Batch, index: Index, ranking: FusedRanking
 ) -> Rescored:
     """Add the scores of the cross-encoder to those of passages.
 
@@ -186,10 +187,10 @@ def rescore(
         context: has the networks.
         params: all parameters.
         batch: arrays of questions, [batch, …].
-        documents: the passages, arrays [batch, k, …].
+        index: has the passages.
         ranking: of the passages, [batch, k].
     """
-    added_scores = added(qa, context, params, batch, documents)  # [batch, k]
+    added_scores = added(qa, context, params, batch, gather_passages(index, ranking.rows))  # [batch, k]
     return Rescored(falling_scores(ranking.scores) + added_scores, ranking.scores + added_scores)
 
 

@@ -10,6 +10,7 @@
         reader/                           BERT with its heads, and its tokenizer
         reranker/                         if the run has one: all of its arrays by our names
         vectors.npy                       float32 [passages, width]; missing if no passage vectors fit these parameters
+        tokens.npy, token_*.npy           token vectors, only of an index that stores them (`indexing/token_file.py`)
 
 Answers need only this directory; checkpoints are only for training. We write a directory under a hidden name and rename
 it, so readers never see a part of it. Read next: `trained_run.py`, which opens it.
@@ -19,7 +20,7 @@ import dataclasses
 import logging
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from realm_jax.data.tokenizer import Tokenizer
 from realm_jax.errors import UserError
 from realm_jax.indexing.files import load_vectors, read_manifest
 from realm_jax.indexing.provider import shared_folder
+from realm_jax.indexing.token_file import FILES as TOKEN_FILES
+from realm_jax.indexing.token_file import FREQUENCIES, PROJECTION, TOKENS
 from realm_jax.mesh import to_host
 from realm_jax.models.folders import READER, SHARED, TOWERS
 from realm_jax.models.layers import Params
@@ -52,6 +55,7 @@ from realm_jax.models.sentence_transformers import (
 )
 from realm_jax.models.weights import bert_of, find, networks, read, save, settings_of
 from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0, run_on_process_0
+from realm_jax.retrieval.token_rerank import Compression
 from realm_jax.run import Run
 from realm_jax.storage import flush_folder, publish_folder, read_json, write_json_atomic
 from realm_jax.train.checkpoints import SavedCheckpoint
@@ -141,13 +145,44 @@ class ExportedModel:
         """
         if self.manifest["vectors"] is None or self.manifest["corpus"] != corpus:
             return None
+        return self._array(VECTORS, self.manifest["vectors"])
+
+    @property
+    def stores_tokens(self) -> bool:
+        """Return True if it has token vectors of passages."""
+        return self.manifest.get("tokens") is not None
+
+    def tokens(self, corpus: str) -> NDArray[np.int8] | None:
+        """Open the stored token vectors of passages, memory-mapped.
+
+        Args:
+            corpus: fingerprint of the passages.
+
+        Returns:
+            [passages, tokens, dimensions] int8; None if there are none, or those of other passages.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        if not self.stores_tokens or self.manifest["corpus"] != corpus:
+            return None
+        return self._array(TOKENS, self.manifest["tokens"][TOKENS])
+
+    def token_compression(self) -> Compression | None:
+        """Read how token vectors are stored; None if there are none. Raises UserError if a file is damaged."""
+        if not self.stores_tokens:
+            return None
+        return Compression(*(self._array(name, self.manifest["tokens"][name]) for name in (PROJECTION, FREQUENCIES)))
+
+    def _array(self, name: str, recorded: list[int]) -> NDArray[Any]:
+        """Open the array in a file, memory-mapped, and compare it with its checksum. Raises UserError."""
         try:
-            vectors = np.load(self.folder / VECTORS, mmap_mode="r", allow_pickle=False)
+            array = np.asarray(np.load(self.folder / name, mmap_mode="r", allow_pickle=False))
         except (OSError, ValueError, EOFError):
-            raise self._damaged(f"{VECTORS} cannot be read") from None
-        if checksums({VECTORS: np.asarray(vectors)})[VECTORS] != self.manifest["vectors"]:
-            raise self._damaged(f"{VECTORS} is not as it was written")
-        return np.asarray(vectors)
+            raise self._damaged(f"{name} cannot be read") from None
+        if checksums({name: array})[name] != recorded:
+            raise self._damaged(f"{name} is not as it was written")
+        return array
 
     def _damaged(self, reason: str) -> UserError:
         return UserError(
@@ -267,7 +302,7 @@ def export_task(run: Run, task: str, params: Params, trained_reader: bool) -> No
 
 def write_exported_model(
     folder: Path, run: Run, task: str, step: int, params: Params, vectors: NDArray | None, trained_reader: bool,
-    identity: str | None = None,
+    identity: str | None = None, tokens: Path | None = None,
 ) -> None:  # fmt: skip
     """Write an exported model, and replace an earlier one. Every process has to call this.
 
@@ -281,6 +316,7 @@ def write_exported_model(
             is opened.
         trained_reader: true if the reader learned to answer questions.
         identity: see `ExportedModel`; None for a digest of the arrays.
+        tokens: folder with the files of `TokenFile`, by these parameters; None to store no token vectors.
 
     Raises:
         UserError: the directory cannot be written.
@@ -302,7 +338,8 @@ def write_exported_model(
             np.save(staged / VECTORS, vectors, allow_pickle=False)
             vectors_checksum = checksums({VECTORS: vectors})[VECTORS]
         write_json_atomic(staged / CONFIG, with_absolute_paths(run.config.to_dict()))
-        arrays = named_arrays(params) | ({} if vectors is None else {VECTORS: vectors})
+        token_arrays = _add_token_files(staged, tokens)
+        arrays = named_arrays(params) | ({} if vectors is None else {VECTORS: vectors}) | token_arrays
         manifest = {
             "format": FORMAT,
             "realm_jax": __version__,
@@ -313,31 +350,51 @@ def write_exported_model(
             "networks": sorted(params),
             "arrays": checksums(params),
             "vectors": vectors_checksum,
+            "tokens": checksums(token_arrays) or None,
         }
         write_json_atomic(staged / MANIFEST, manifest)
     logger.info("%s: exported %s at step %d", folder, task, step)
 
 
-def replace_vectors(folder: Path, run: Run, vectors: NDArray) -> None:
+def replace_vectors(
+    folder: Path, run: Run, vectors: NDArray, publish_corpus: Callable[[], None], tokens: Path | None = None
+) -> None:
     """Replace the vectors of an exported model by those of the run's corpus. The networks stay as they are.
 
     Args:
         folder: of the exported model.
         run: has the corpus.
         vectors: of all its passages by the model's encoders, [passages, width].
+        publish_corpus: called once all files are written, right before they replace the earlier ones.
+        tokens: see `write_exported_model`.
 
     Raises:
         UserError: the directory cannot be written.
     """
-    manifest = read_json(folder / MANIFEST)
+    exported = find_exported_model(folder)
+    assert exported is not None, "the folder has an exported model"
+    manifest = dict(exported.manifest)
     stored = {VECTORS: np.ascontiguousarray(vectors, np.float32)}
     with _StagedFolder(folder) as staged:
-        shutil.copytree(folder, staged, copy_function=_link_or_copy, dirs_exist_ok=True)
-        (staged / VECTORS).unlink(missing_ok=True)  # else we would write through its link
+        shutil.copytree(exported.folder, staged, copy_function=_link_or_copy, dirs_exist_ok=True)
+        for name in (VECTORS, *TOKEN_FILES):
+            (staged / name).unlink(missing_ok=True)  # else we would write through its link
         np.save(staged / VECTORS, stored[VECTORS], allow_pickle=False)
+        token_arrays = _add_token_files(staged, tokens)
         manifest |= {"corpus": run.sources.passages.fingerprint, "vectors": checksums(stored)[VECTORS]}
-        manifest["identity"] = arrays_digest(stored, manifest["identity"].encode())
+        manifest |= {"tokens": checksums(token_arrays) or None}
+        manifest["identity"] = arrays_digest(stored | token_arrays, manifest["identity"].encode())
         write_json_atomic(staged / MANIFEST, manifest)
+        publish_corpus()
+
+
+def _add_token_files(folder: Path, tokens: Path | None) -> dict[str, NDArray]:
+    """Link the files of token vectors into a folder, and return their arrays by name; nothing for None."""
+    if tokens is None:
+        return {}
+    for name in TOKEN_FILES:
+        _link_or_copy(str(tokens / name), str(folder / name))
+    return {name: np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in TOKEN_FILES}
 
 
 def write_networks(

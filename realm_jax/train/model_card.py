@@ -38,7 +38,7 @@ def run_card(run: Run, task: str, step: int, networks: Collection[str], names: s
         steps = {name: config[name].steps for name in tasks[: tasks.index(task)]} | {task: step}
         title = "# A retriever and a reader of REALM"
         origin = f"Trained with realm_jax {__version__}: the parameters of step {step:,} of `{task}`."
-    reader, _ = ARCHITECTURES[run.model.reader.bert.architecture].classes
+    reader = ARCHITECTURES[run.model.reader.bert.architecture].masked_lm_class
     lines = [
         *([] if names == HF_REALM else [front_matter(base)]),
         title,

@@ -217,6 +217,16 @@ def reader_is_trained(workdir: Path, task: str) -> bool:
     return trains_qa_reader(task) or begins_with_reader(workdir)
 
 
+def has_reader(run: Run, task: str) -> bool:
+    """Return False for an index without a trained reader, of which only retrieval is measured.
+
+    Args:
+        run: has config and run directory.
+        task: that trained the parameters.
+    """
+    return task != INDEX or bool(run.config.answering.reader) or reader_is_trained(run.workdir, task)
+
+
 def points_at_blanks(run: Run, task: str) -> bool:
     """Return True if the reader at the end of a task learned to answer only with masked sentences.
 
@@ -260,11 +270,14 @@ def restore(
         takes_vectors = needs_vectors(exported.task, run.config, pipeline.search)
         try:
             vectors = exported.vectors(run.sources.passages.fingerprint) if takes_vectors else None  # [passages, width]
+            reranks_by_tokens = pipeline.reranker == "tokens"
+            tokens = exported.tokens(run.sources.passages.fingerprint) if reranks_by_tokens else None
+            compression = None if tokens is None else exported.token_compression()
             # The passage encoder is needed only to embed passages, which vectors make unnecessary.
             query_name, *passage_names = run.model.embedder_names  # one name if both share a network
             embeds = (takes_vectors and vectors is None) or not for_answers or run.config.qa.trains_passages
             names = [query_name, "reader", *(passage_names if embeds else ())]
-            names += pipeline.rerank.networks if pipeline.rerank else ()
+            names += pipeline.rerank.networks if pipeline.rerank and tokens is None else ()
             params = jax.device_put(exported.params(run.model, {*names}), replicated(run.mesh))
             break
         except UserError:
@@ -279,6 +292,8 @@ def restore(
     else:
         published = published_index(run, params) if is_edited(run) else None
         index = published or run.index(embed_with_cache(run, params, bar=True))
+    if tokens is not None and compression is not None:
+        index = index._replace(tokens=run.stored_tokens(tokens, compression))
 
     learned = reader is not None or exported.task in ANSWERING_TASKS or reader_is_trained(run.workdir, exported.task)
     if not learned and not points_at_blanks(run, exported.task) and for_answers and warn:

@@ -69,10 +69,14 @@ def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     for key in PATH_KEYS:
         section, _, name = key.rpartition(".")
         holder = absolute.get(section, {}) if section else absolute
-        value: str = holder.get(name, "")
-        if value and (os.path.exists(value) or not _SCHEME.match(value)):
-            holder[name] = os.path.abspath(value)
+        if value := holder.get(name, ""):
+            holder[name] = absolute_path(value)
     return absolute
+
+
+def absolute_path(name: str) -> str:
+    """Return an absolute path; a URL or a name such as `hf:…` stays. A path need not exist yet."""
+    return os.path.abspath(name) if os.path.exists(name) or not _SCHEME.match(name) else name
 
 
 def _check_training_keys(run: Run, path: Path) -> None:

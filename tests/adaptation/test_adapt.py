@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from articles import WORDS
-from made_encoder import save_encoder, write_articles
+from articles import WORDS, write_questions
 from ml_collections import ConfigDict
+from pretrained_encoders import TEXTS, sentence_encoder
 from runs import largest_change
 from tiny_run import write_lines
 
@@ -67,16 +67,6 @@ def no_measuring(monkeypatch):
     monkeypatch.setattr(plan, "measure_steps", lambda run, *_: (1.0, dict.fromkeys(recipe.task_names(run.config), 0.1)))
 
 
-@pytest.fixture(scope="module")
-def documents(tmp_path_factory) -> Path:
-    return write_articles(tmp_path_factory.mktemp("documents") / "articles.jsonl")
-
-
-@pytest.fixture(scope="module")
-def encoder(documents) -> Path:
-    return save_encoder(documents)
-
-
 def adapt(documents: Path, encoder: Path, output: Path, *arguments: str) -> int:
     overrides = [f"--config.{size}" for size in SIZES]
     return cli.main(["adapt", str(documents), f"--from={encoder}", f"--output={output}", *overrides, *arguments])
@@ -85,9 +75,7 @@ def adapt(documents: Path, encoder: Path, output: Path, *arguments: str) -> int:
 @pytest.fixture(scope="module")
 def questions(documents) -> Path:
     """Judged questions: the words of a passage."""
-    articles = [json.loads(line) for line in documents.read_text().splitlines()[:12]]
-    asked = [{"question": one["text"][:60], "answers": [], "gold_passage_id": one["id"]} for one in articles]
-    return write_lines(documents.parent / "questions.jsonl", asked)
+    return write_questions(documents)
 
 
 @pytest.fixture(scope="module")
@@ -500,6 +488,25 @@ def test_the_index_of_faiss_and_the_table_of_vectors_have_the_passages(done):
     assert {row["id"] for row in rows} == {f"a{number}" for number in range(60)}
     assert {row["part"] for row in rows} == {0}
     np.testing.assert_array_equal(np.float32([row["vector"] for row in rows]), vectors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mpnet", "modernbert"])
+def test_an_encoder_of_another_architecture_is_adapted(kind, documents, tmp_path, monkeypatch):
+    library = pytest.importorskip("sentence_transformers")
+    corpus = [*TEXTS, *(json.loads(line)["text"] for line in documents.read_text().splitlines())]
+    prompts = {"query": "query: ", "document": "passage: "}
+    base = sentence_encoder(tmp_path, kind, prompts=prompts, sizes={"vocabulary": 1500, "corpus": corpus})
+    monkeypatch.setattr(evaluate, "passes_promotion_test", lambda *_: True)
+    assert adapt(documents, tmp_path / "model", tmp_path / "run", "--merge=0.5") == 0
+    assert read_json(tmp_path / "run" / "adapt.json")["plan"]["steps"] == {"evidence_contrast": 3, "realm": 3}
+    model = Model(tmp_path / "run")
+    theirs = library.SentenceTransformer(str(tmp_path / "run" / "model"), device="cpu")
+    texts = ["What was Ada Moss?", "Once Karl Reed had a house."]
+    np.testing.assert_allclose(model.encode(texts), theirs.encode_query(texts), atol=1e-4)
+    np.testing.assert_allclose(model.encode(texts, "document"), theirs.encode_document(texts), atol=1e-4)
+    assert np.abs(theirs.encode_query(texts) - base.encode_query(texts)).max() > 1e-4, "adapted"
+    assert model.ask(texts[0])["candidates"]
 
 
 def test_passages_of_a_document_are_numbered_in_the_table_of_vectors(tmp_path):

@@ -184,6 +184,11 @@ def test_a_run_stays_with_the_corpus_it_began_with(workdir):
     [
         ("add", [article(3, "Again.")], "document 'p3' is in the corpus already; use `realm corpus replace`"),
         ("replace", [article(17, "Never seen.")], "document 'p17' is not in the corpus; use `realm corpus add`"),
+        (
+            "replace",
+            [article(3, "\u200b"), article(4, "Again.")],
+            "new.jsonl: document 'p3' has no words to store; correct its text, or remove it with `realm corpus remove`",
+        ),
         ("remove", ["p99"], "has no document 'p99'; its first ones are called 'p0', 'p1', 'p2'"),
         ("remove", [f"p{n}" for n in range(16)], "nothing would be left"),
     ],
@@ -195,6 +200,13 @@ def test_edits_that_cannot_be_are_refused_and_change_nothing(workdir, capsys, ac
     assert corpus(workdir, action, *what) == 2
     assert message in capsys.readouterr().err
     assert passages(workdir).versions == [before]
+
+
+def test_documents_without_words_are_named_when_others_are_added(workdir, capsys):
+    new, data = written(workdir, (16, "New 16 is a house."), (17, "\u200b")), workdir.parent / "data"
+    assert cli.main(["corpus", "add", str(new), f"--data={data}"]) == 0
+    assert "skipped 1 without words to store, such as 'p17'" in capsys.readouterr().out
+    assert passages(workdir).rows_of("p16") and not passages(workdir).rows_of("p17")
 
 
 # --- Commands that fail -----------------------------------------------------------------------------------------------

@@ -667,6 +667,6 @@ def test_a_language_that_no_one_knows_is_an_error(tmp_path, passages):
 def test_an_edit_of_the_corpus_splits_sentences_by_the_recorded_language(tmp_path):
     prepare(write_lines(tmp_path / "passages.jsonl", GERMAN), tmp_path / "data", vocabulary_size=300)
     new = write_lines(tmp_path / "new.jsonl", [{"id": "neu", "text": HARBOR}])
-    store = edit(tmp_path / "data", "add", [str(new)])
+    store, _ = edit(tmp_path / "data", "add", [str(new)])
     (row,) = store.rows_of("neu")
     assert len(store.sentences(row)) == 2  # 4 without the abbreviations of German

@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from made_encoders import (
+from pretrained_encoders import (
     KINDS,
     QUESTIONS,
     config_of,
-    edit_json,
     folder_tokenizer,
     load,
     passage_texts,
@@ -23,15 +22,16 @@ from made_encoders import (
     sentence_encoder,
 )
 from tiny_run import open_config, tiny_config
+from weight_folders import edit_settings
 
 from realm_jax import Model
 from realm_jax.cli.prepare import prepare
 from realm_jax.cli.weights import write_networks
 from realm_jax.config import INHERITED, KEYS
 from realm_jax.errors import UserError
-from realm_jax.models.architectures.table import ARCHITECTURES
-from realm_jax.models.layers import Compute
-from realm_jax.models.weights import open_encoder
+from realm_jax.models.architectures.table import ARCHITECTURES, encoder_network
+from realm_jax.models.layers import Params
+from realm_jax.models.weights import encoder, encoder_config, find, read
 from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.recipe import train
 
@@ -48,6 +48,12 @@ def random_batch(words: int, lengths: tuple[int, ...] = LENGTHS) -> tuple[np.nda
     """Tokens that are not special, and the mask of some lengths; padding is 0 as in a step."""
     mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
     return np.random.default_rng(0).integers(5, words, mask.shape) * mask, mask
+
+
+def open_encoder(folder: Path, **compute: Any) -> tuple[Any, Params]:
+    """The network of the encoder in a folder, and its parameters. compute: fields of `Compute`."""
+    config = encoder_config(folder).with_compute(**compute)
+    return encoder_network(config), read(find(folder, config, [encoder(config)]))["bert"]
 
 
 def their_states(model: Any, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -83,8 +89,8 @@ def test_hidden_states_do_not_depend_on_how_they_are_computed(kind, compute, tmp
         states = np.asarray(network.apply({"params": params}, ids, ids, mask, positions=positions))
         np.testing.assert_allclose(states, np.take_along_axis(expected, positions[..., None], 1), atol=1e-5)
         return
-    options = {"packed": Compute(packed_length=256), "loop": Compute(remat="layer", scan=True)}
-    other, _ = open_encoder(tmp_path / "model", compute=options[compute])
+    options = {"packed": {"packed_length": 256}, "loop": {"remat": "layer", "scan": True}}
+    other, _ = open_encoder(tmp_path / "model", **options[compute])
     states = np.asarray(other.apply({"params": params}, ids, ids, mask))
     np.testing.assert_allclose(states[mask], expected[mask], atol=1e-5)
 
@@ -253,7 +259,7 @@ def test_word_pieces_of_mpnet_are_framed_by_its_own_tokens(tmp_path):
 @pytest.mark.parametrize("name", ["t5", "deberta-v2", "nomic_bert"])
 def test_an_unknown_model_type_is_rejected_by_name(name, tmp_path):
     save_encoder(tmp_path / "model", "roberta")
-    edit_json(tmp_path / "model" / "config.json", model_type=name)
+    edit_settings(tmp_path / "model", model_type=name)
     with pytest.raises(UserError, match=f"config.json: model_type is '{name}'; choose a model of one of the types"):
         config_of(tmp_path / "model")
 
@@ -271,7 +277,7 @@ def test_an_unknown_model_type_is_rejected_by_name(name, tmp_path):
 )
 def test_a_modernbert_that_we_cannot_represent_is_rejected(changes, message, tmp_path):
     save_encoder(tmp_path / "model", "modernbert")
-    edit_json(tmp_path / "model" / "config.json", **changes)
+    edit_settings(tmp_path / "model", **changes)
     with pytest.raises(UserError, match=message):
         open_encoder(tmp_path / "model")
 

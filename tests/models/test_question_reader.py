@@ -1,15 +1,17 @@
 """Readers with a question-answering head: the numbers of transformers, windows, spans in the text, and errors."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from made_encoders import BODIES, KINDS, QUESTIONS, TITLES, edit_json, save_encoder
 from numpy_bert import gelu_erf, hidden_states, linear
+from pretrained_encoders import BODIES, KINDS, QUESTIONS, TITLES, save_encoder
 from question_readers import save_question_reader
 from safetensors.numpy import load_file, save_file
+from weight_folders import edit_settings
 
 from realm_jax.errors import UserError
 from realm_jax.mesh import make_mesh
@@ -88,7 +90,7 @@ def test_scores_and_windows_are_those_of_transformers(kind, folder, tmp_path):
         if kind in ("distilbert", "modernbert"):  # which join two texts as BERT does
             processor = json.loads((folder / "tokenizer.json").read_text())["post_processor"]
             processor["pair"] = [processor["pair"][place] for place in (0, 1, 2, 4, 5)]
-            edit_json(folder / "tokenizer.json", post_processor=processor)
+            edit_settings(folder, "tokenizer.json", post_processor=processor)
         tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
         titled = zip(["", *TITLES, ""], [*BODIES, " ".join(BODIES), "\n ".join(BODIES * 8)], strict=True)
         plain = [ReaderText(QUESTIONS[0], title, body) for title, body in titled]
@@ -250,5 +252,12 @@ def test_a_missing_folder_head_or_tokenizer_is_named(tmp_path):
 
 
 def test_other_weights_are_another_reader(reader, tmp_path):
-    other = open_question_reader(str(save_question_reader(tmp_path / "model", seed=2)), reader._mesh)
-    assert other.identity != reader.identity
+    """Also under the name of the earlier ones, whose reader keeps its identity."""
+    folder = save_question_reader(tmp_path / "model", seed=2)
+    other = open_question_reader(str(folder), reader._mesh)
+    assert open_question_reader(f"{folder}/../model", reader._mesh) is other
+    shutil.rmtree(folder)
+    newest = open_question_reader(str(save_question_reader(folder, seed=3)), reader._mesh)
+    assert len({reader.identity, other.identity, newest.identity}) == 3
+    shutil.rmtree(folder)
+    assert open_question_reader(str(save_question_reader(folder, seed=2)), reader._mesh).identity == other.identity

@@ -90,7 +90,7 @@ def test_old_names_of_layer_norm_are_known(tmp_path):
         ({"width": 4}, r"embeddings.word_embeddings.weight is \(11, 8\), but the model needs \(11, 4\)"),
         (
             {"vocabulary_size": 12},
-            "has 11 word pieces, but the vocabulary has 12; the vocabulary file and the weights do",
+            "has 11 word embeddings, but the vocabulary has 12 tokens; name the vocabulary of this",
         ),
         ({"feed_forward": 16}, r"0.intermediate.dense.weight is \(8, 12\), but the model needs \(8, 16\)"),
         ({"max_length": 20}, "has 9 positions, but the model 20; set the lengths of config.data to at most 9"),

@@ -12,8 +12,18 @@ from realm_jax.data.questions import Question
 from realm_jax.errors import UserError
 from realm_jax.eval.prediction import Evaluator
 from realm_jax.forward import SearchPipeline
+from realm_jax.indexing.token_file import TokenFile, fit_compression
 from realm_jax.models.inputs import PassageBatch
-from realm_jax.retrieval.token_rerank import WEIGHT, combined_values, max_sim, z_scores
+from realm_jax.retrieval.token_rerank import (
+    LARGEST,
+    WEIGHT,
+    combined_values,
+    kept_tokens,
+    max_sim,
+    principal_axes,
+    quantized,
+    z_scores,
+)
 from realm_jax.tasks.answering import search_pipeline
 
 DEPTH = 10  # answering.rerank_depth
@@ -78,6 +88,38 @@ def test_passages_are_ordered_by_the_sum_and_missing_ones_come_last():
     assert np.argsort(-equal, stable=True).tolist() == [0, 2, 1]
 
 
+# ---- stored token vectors
+
+
+def test_kept_tokens_are_first_occurrences_then_the_rarest_in_their_order():
+    ids = np.array([[1, 5, 6, 5, 7, 2, 0], [1, 6, 6, 6, 2, 0, 0]])
+    mask = np.arange(7) < np.array([[6], [5]])
+    frequencies = np.array([0, 9, 9, 0, 0, 2, 7, 3])
+    assert kept_tokens(ids, mask, frequencies, 4).tolist() == [[0, 1, 2, 4], [0, 1, 2, 4]]
+    assert kept_tokens(ids, mask, frequencies, 3).tolist() == [[1, 2, 4], [0, 1, 4]]
+    assert kept_tokens(ids, mask, frequencies, 1).tolist() == [[1], [1]]
+    assert kept_tokens(ids, mask, frequencies, 9).tolist() == [[0, 1, 2, 3, 4, 5, 7], [0, 1, 2, 3, 4, 7, 7]]
+
+
+def test_quantized_vectors_differ_by_half_a_step_at_most():
+    vectors = np.random.default_rng(0).normal(size=(50, 64)).astype(np.float32)
+    vectors[3] = 0
+    stored, largest = np.asarray(quantized(vectors)), np.abs(vectors).max(axis=1, keepdims=True)
+    assert stored.dtype == np.int8 and not stored[3].any()
+    assert np.abs(stored / LARGEST * largest - vectors).max() <= largest.max() / LARGEST / 2 * (1 + 1e-5)
+    assert (np.abs(stored).max(axis=1) == LARGEST).sum() == 49
+
+
+def test_principal_axes_keep_the_length_of_vectors_in_their_plane():
+    rng = np.random.default_rng(0)
+    plane = np.linalg.qr(rng.normal(size=(8, 2)))[0]
+    vectors = rng.normal(size=(40, 2)) * [3.0, 1.0] @ plane.T
+    axes = principal_axes(vectors.T @ vectors, 2)
+    np.testing.assert_allclose(axes.T @ axes, np.eye(2), atol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(vectors @ axes, axis=1), np.linalg.norm(vectors, axis=1), rtol=1e-5)
+    assert np.var(vectors @ axes, axis=0)[0] > np.var(vectors @ axes, axis=0)[1]
+
+
 # ---- through an evaluator
 
 
@@ -121,6 +163,22 @@ def test_the_first_passages_of_a_search_are_reordered_and_keep_their_scores(loud
     assert (found.rows != plain.rows).any()
     shallow = evaluator.ranking(params, index, 3)
     np.testing.assert_array_equal(shallow.rows, found.rows[:, :3])
+
+
+@pytest.mark.parametrize("search", ["bm25", "hybrid"])
+def test_stored_token_vectors_give_the_order_of_those_of_the_encoder(loud, search, tmp_path):
+    """All tokens in all dimensions, so that only rounding to 8 bits differs."""
+    run, params, index = loud
+    file = TokenFile(dataclasses.replace(run, workdir=tmp_path), params, "key")
+    file.embed(np.arange(run.context.rows))
+    compression = fit_compression(run, {name: params[name] for name in run.model.embedder_names})
+    stored = index._replace(tokens=run.stored_tokens(np.load(file.folder / "tokens.npy"), compression))
+    assert stored.tokens.vectors.shape[1:] == (int(run.corpus.lengths.max()), run.model.bert.width)
+    questions = [Question(text, []) for text in ("When was Boris Brandt born?", "Ada", "the house of Clara Dahl")]
+    evaluator = Evaluator(run, questions, search_pipeline("qa", run.config, search, "tokens"))
+    wanted, found = (evaluator.ranking(params, one, 16) for one in (index, stored))
+    np.testing.assert_allclose(found.values, wanted.values, atol=0.05)
+    np.testing.assert_array_equal(found.rows, wanted.rows)
 
 
 def test_the_reader_reads_passages_in_the_new_order_with_the_probabilities_of_the_retriever(loud):

@@ -1,7 +1,7 @@
-"""What an architecture is: its network, and how Hugging Face's files name its tensors and sizes.
+"""Describe an architecture of encoders: its network, and the names of its tensors and sizes in Hugging Face's files.
 
-Each architecture has a file here, which ends in an `Architecture`. `table.py` lists them, and has the functions that
-other modules call. Read next: `bert.py` for the plainest one.
+Each architecture has a file in this package, which ends with an `Architecture`. `table.py` lists them and has the
+functions that other modules call. Read next: `bert.py`, the plainest one.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,15 @@ Settings = dict[str, Any]  # the content of a config.json
 
 
 class Tensor(NamedTuple):
-    """A parameter.
+    """A parameter of a network, and its tensor in a file.
 
     Attributes:
-        path: in the network's tree.
-        name: Hugging Face's, without the prefix.
-        shape: here.
-        first_row: row of the file's table that is row 0 of the network's; we write zeros before it.
-        is_table: a file may have more rows than the network, which are not read.
-        is_optional: a file may lack it; it is then 0.
+        path: in the network's parameter tree.
+        name: of the tensor in Hugging Face's files, without the prefix.
+        shape: of the parameter.
+        first_row: row of the file's table that is row 0 of the parameter. We write zeros before it.
+        is_table: the file may have more rows than the parameter. We do not read these.
+        is_optional: the file may lack the tensor. The parameter is then 0.
     """
 
     path: tuple[str, ...]
@@ -44,8 +44,8 @@ def linear(path: tuple[str, ...], name: str, shape: tuple[int, int], has_bias: b
     """Return the tensors of a linear layer.
 
     Args:
-        path: of the layer.
-        name: Hugging Face's.
+        path: of the layer in the parameter tree.
+        name: of the layer in Hugging Face's files.
         shape: inputs and outputs.
         has_bias: the layer has a bias.
     """
@@ -57,8 +57,8 @@ def norm(path: tuple[str, ...], name: str, width: int, has_bias: bool = True) ->
     """Return the tensors of a LayerNorm.
 
     Args:
-        path: of the layer.
-        name: Hugging Face's.
+        path: of the layer in the parameter tree.
+        name: of the layer in Hugging Face's files.
         width: features.
         has_bias: the layer has a bias.
     """
@@ -67,13 +67,13 @@ def norm(path: tuple[str, ...], name: str, width: int, has_bias: bool = True) ->
 
 
 class WordHead(NamedTuple):
-    """Names of the tensors that predict words in a file for masked language models.
+    """Names of the tensors that predict masked words in a file of a masked language model.
 
     Attributes:
         transform: the linear layer.
         norm: the LayerNorm.
         bias: of the vocabulary.
-        tied: the output layer, which repeats the word embeddings in some files.
+        tied: the output layer. Some files store it, although it is equal to the word embeddings.
         has_biases: the linear layer and the LayerNorm have biases.
     """
 
@@ -86,26 +86,27 @@ class WordHead(NamedTuple):
 
 @dataclass(frozen=True)
 class Architecture:
-    """A kind of encoder.
+    """An architecture of encoders.
 
     Attributes:
-        model_type: its name in config.json, and in `config.model.architecture`.
-        network: its class, a module with the fields and methods of `models.bert.Bert`.
-        tensors: sizes → parameters, at `bert` in the tree of a network.
-        words: name of the word embeddings.
-        positions: name of the position embeddings; '' if it has none.
-        layers: what the names of layers begin with, up to their number.
-        prefix: of the names of the encoder in a file that has a head too.
-        head: word prediction.
-        classes: of transformers: for masked language models, and without a head.
-        settings: field of BertConfig, most of them of `config.model` as well → key of config.json.
-        defaults: field → value if config.json has none.
-        required: key of config.json → the values that the network is made for; a missing key has the first.
+        model_type: name in config.json and in `config.model.architecture`.
+        network: class of the network, a module with the fields and methods of `models.bert.Bert`.
+        tensors: function from sizes to parameters, which are at `bert` in the tree of a network.
+        words: tensor of the word embeddings.
+        positions: tensor of the position embeddings; '' if there are none.
+        layers: beginning of the names of layers, up to their number.
+        prefix: of the encoder's tensors in a file that has a head too.
+        head: tensors of word prediction.
+        masked_lm_class: transformers' class for masked language models.
+        base_class: transformers' class without a head.
+        settings: field of BertConfig → key of config.json. Most fields are keys of `config.model` as well.
+        defaults: field of BertConfig → value if config.json lacks its key.
+        required: key of config.json → supported values; a missing key has the first one.
         first_position: row of the first token's position embedding.
-        segment_types: rows of the table of segments; 0 if it has none.
-        has_pooler: the class without a head has BERT's tanh layer, unless told to leave it out.
-        fill: adds the keys of `settings` to a config.json that has them in another form.
-        extra: sizes → more keys of config.json.
+        segment_types: rows of the table of segment embeddings; 0 if there is none.
+        has_pooler: the base class has BERT's tanh layer unless `add_pooling_layer=False`.
+        fill: function that adds the keys of `settings` to a config.json that has them in another form.
+        extra: function from sizes to further keys of a config.json that we write.
     """
 
     model_type: str
@@ -116,7 +117,8 @@ class Architecture:
     layers: str
     prefix: str
     head: WordHead
-    classes: tuple[str, str]
+    masked_lm_class: str
+    base_class: str
     settings: dict[str, str]
     defaults: dict[str, Any] = field(default_factory=dict)
     required: dict[str, tuple[Any, ...]] = field(default_factory=dict)

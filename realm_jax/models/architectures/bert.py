@@ -6,7 +6,7 @@ from realm_jax.models.architectures.base import Architecture, Tensor, WordHead, 
 from realm_jax.models.bert import Bert
 from realm_jax.models.layers import LAYER_NORM_EPSILON, BertConfig
 
-LAYER = {  # ours → theirs
+LAYER = {  # our name → Hugging Face's
     "query": "attention.self.query",
     "key": "attention.self.key",
     "value": "attention.self.value",
@@ -17,6 +17,7 @@ LAYER = {  # ours → theirs
     "output_norm": "output.LayerNorm",
 }
 WORDS, POSITIONS = "embeddings.word_embeddings.weight", "embeddings.position_embeddings.weight"
+SEGMENTS = "embeddings.token_type_embeddings.weight"
 BERT_SETTINGS = {
     "vocabulary_size": "vocab_size",
     "width": "hidden_size",
@@ -36,16 +37,21 @@ def bert_tensors(
     """Return the parameters of a `Bert`.
 
     Args:
-        c: its sizes.
-        layers: what the names of layers begin with, up to their number.
-        layer: our names of the parts of a layer → theirs.
+        c: sizes of the network.
+        layers: beginning of the names of layers, up to their number.
+        layer: our name of a part of a layer → Hugging Face's.
         first_position: row of the first token's position embedding.
     """
-    positions = Tensor(("bert", "positions", "embedding"), POSITIONS, (c.max_length, c.width), first_position, True)
-    tensors = [Tensor(("bert", "words", "embedding"), WORDS, (c.vocabulary_size, c.width), is_table=True), positions]
-    if c.segment_types:
-        name, shape = "embeddings.token_type_embeddings.weight", (c.segment_types, c.width)
-        tensors.append(Tensor(("bert", "segments", "embedding"), name, shape, is_table=True))
+    tables = [
+        ("words", WORDS, c.vocabulary_size, 0),
+        ("positions", POSITIONS, c.max_length, first_position),
+        ("segments", SEGMENTS, c.segment_types, 0),
+    ]
+    tensors = [
+        Tensor(("bert", table, "embedding"), name, (rows, c.width), first_row=first_row, is_table=True)
+        for table, name, rows, first_row in tables
+        if rows
+    ]
     tensors += norm(("bert", "embedding_norm"), "embeddings.LayerNorm", c.width)
     sizes = {"intermediate": (c.width, c.feed_forward), "output": (c.feed_forward, c.width)}
     for number in range(c.layers):
@@ -59,22 +65,23 @@ def bert_tensors(
 
 
 BERT = Architecture(
-    "bert",
-    Bert,
-    bert_tensors,
-    WORDS,
-    POSITIONS,
-    "encoder.layer.",
-    "bert.",
-    WordHead(
-        "cls.predictions.transform.dense",
-        "cls.predictions.transform.LayerNorm",
-        "cls.predictions.bias",
-        "cls.predictions.decoder.weight",
+    model_type="bert",
+    network=Bert,
+    tensors=bert_tensors,
+    words=WORDS,
+    positions=POSITIONS,
+    layers="encoder.layer.",
+    prefix="bert.",
+    head=WordHead(
+        transform="cls.predictions.transform.dense",
+        norm="cls.predictions.transform.LayerNorm",
+        bias="cls.predictions.bias",
+        tied="cls.predictions.decoder.weight",
     ),
-    ("BertForMaskedLM", "BertModel"),
-    BERT_SETTINGS,
-    {"norm_epsilon": LAYER_NORM_EPSILON},
-    {"position_embedding_type": ("absolute",), "is_decoder": (False,)},
+    masked_lm_class="BertForMaskedLM",
+    base_class="BertModel",
+    settings=BERT_SETTINGS,
+    defaults={"norm_epsilon": LAYER_NORM_EPSILON},
+    required={"position_embedding_type": ("absolute",), "is_decoder": (False,)},
     extra=lambda c: {"attention_probs_dropout_prob": c.dropout, "type_vocab_size": c.segment_types},
 )

@@ -1,4 +1,4 @@
-"""DistilBERT (Sanh et al. 2019): a BERT without segments and pooler, and with other names."""
+"""DistilBERT (Sanh et al. 2019): a BERT without segments and pooler, whose tensors have other names."""
 
 import dataclasses
 from functools import partial
@@ -7,7 +7,7 @@ from realm_jax.models.architectures.base import WordHead
 from realm_jax.models.architectures.bert import BERT, bert_tensors
 from realm_jax.models.layers import LAYER_NORM_EPSILON
 
-LAYER = {  # ours → theirs
+LAYER = {  # our name → Hugging Face's
     "query": "attention.q_lin",
     "key": "attention.k_lin",
     "value": "attention.v_lin",
@@ -25,8 +25,14 @@ DISTILBERT = dataclasses.replace(
     tensors=partial(bert_tensors, layers=LAYERS, layer=LAYER),
     layers=LAYERS,
     prefix="distilbert.",
-    head=WordHead("vocab_transform", "vocab_layer_norm", "vocab_projector.bias", "vocab_projector.weight"),
-    classes=("DistilBertForMaskedLM", "DistilBertModel"),
+    head=WordHead(
+        transform="vocab_transform",
+        norm="vocab_layer_norm",
+        bias="vocab_projector.bias",
+        tied="vocab_projector.weight",
+    ),
+    masked_lm_class="DistilBertForMaskedLM",
+    base_class="DistilBertModel",
     settings={
         "vocabulary_size": "vocab_size",
         "width": "dim",

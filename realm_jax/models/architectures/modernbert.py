@@ -1,8 +1,8 @@
 """ModernBERT (Warner et al. 2024): pre-norm layers with rotary positions, gated feed-forward layers and no biases.
 
-Every third layer attends to all tokens, the others only to 64 on each side. These local layers need a bias where a
-sequence is longer than that, which no fast kernel takes, so their attention is then plain JAX. Layers differ, so they
-are never one compiled loop (`Compute.scan`).
+Every third layer attends to all tokens, the others only to 64 on each side. If a sequence is longer than that, these
+local layers need a bias, which our fast kernels do not take, so their attention is plain JAX. Because layers differ,
+they are never one compiled loop (`Compute.scan`).
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class ModernLayer(nn.Module):
 
     Attributes:
         config: sizes of the network.
-        number: of the layer; the first one has no norm before attention, as the embeddings have one.
+        number: of the layer. The first has no norm before attention, because the embeddings have one.
     """
 
     config: BertConfig
@@ -168,7 +168,7 @@ def tensors(c: BertConfig) -> tuple[Tensor, ...]:
 
 
 def fill(settings: Settings) -> Settings:
-    """Add the keys of rotary positions and local layers to a config.json of transformers 5, which has other ones."""
+    """Add the keys of rotary positions and local layers to a config.json of transformers 5, which has other keys."""
     filled = dict(settings)
     rope = settings.get("rope_parameters")
     for kind, key in ((FULL, "global_rope_theta"), (LOCAL, "local_rope_theta")):
@@ -186,16 +186,19 @@ def fill(settings: Settings) -> Settings:
 
 
 MODERNBERT = Architecture(
-    "modernbert",
-    ModernBert,
-    tensors,
-    WORDS,
-    "",
-    "layers.",
-    "model.",
-    WordHead("head.dense", "head.norm", "decoder.bias", "decoder.weight", has_biases=False),
-    ("ModernBertForMaskedLM", "ModernBertModel"),
-    {
+    model_type="modernbert",
+    network=ModernBert,
+    tensors=tensors,
+    words=WORDS,
+    positions="",
+    layers="layers.",
+    prefix="model.",
+    head=WordHead(
+        transform="head.dense", norm="head.norm", bias="decoder.bias", tied="decoder.weight", has_biases=False
+    ),
+    masked_lm_class="ModernBertForMaskedLM",
+    base_class="ModernBertModel",
+    settings={
         "vocabulary_size": "vocab_size",
         "width": "hidden_size",
         "layers": "num_hidden_layers",
@@ -210,8 +213,9 @@ MODERNBERT = Architecture(
         "rotary.global_every": "global_attn_every_n_layers",
         "rotary.window": "local_attention",
     },
-    {"norm_epsilon": EPSILON} | {f"rotary.{name}": value for name, value in dataclasses.asdict(Rotary()).items()},
-    {
+    defaults={"norm_epsilon": EPSILON}
+    | {f"rotary.{name}": value for name, value in dataclasses.asdict(Rotary()).items()},
+    required={
         "attention_bias": (False,),
         "mlp_bias": (False,),
         "norm_bias": (False,),

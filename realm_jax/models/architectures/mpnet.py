@@ -1,7 +1,7 @@
 """MPNet (Song et al. 2020): a BERT whose attention adds a bias that depends on the distance of two tokens.
 
-It has no segments, and its position embeddings begin at row 2, as RoBERTa's. No fast kernel takes a bias, so attention
-is plain JAX on every device.
+It has no segments, and its position embeddings begin at row 2, like RoBERTa's. Our fast kernels take no bias, so its
+attention is plain JAX on every device.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from realm_jax.models.layers import BertConfig, embedding
 Array = jax.Array
 BUCKETS, LONGEST = 32, 128  # of distances; longer ones share the last bucket of their direction
 
-LAYER = {  # ours → theirs
+LAYER = {  # our name → Hugging Face's
     "query": "attention.attn.q",
     "key": "attention.attn.k",
     "value": "attention.attn.v",
@@ -35,8 +35,8 @@ LAYER = {  # ours → theirs
 def distance_buckets(length: int) -> NDArray[np.int32]:
     """Return the bucket of each distance key − query, from 1 − length to length − 1, int32 [2 · length − 1].
 
-    Half of the buckets are of keys behind the query. In each half the first 8 distances have their own bucket, and
-    longer ones share buckets on a logarithmic scale (Raffel et al. 2020, section 2.1).
+    Half of the buckets are for keys after the query. In each half the first 8 distances have a bucket each, and longer
+    ones share buckets on a logarithmic scale (Raffel et al. 2020, section 2.1).
     """
     half, exact = BUCKETS // 2, BUCKETS // 4
     distance = np.arange(1 - length, length)
@@ -73,8 +73,11 @@ MPNET = dataclasses.replace(
     network=MPNet,
     tensors=tensors,
     prefix="mpnet.",
-    head=WordHead("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "lm_head.decoder.weight"),
-    classes=("MPNetForMaskedLM", "MPNetModel"),
+    head=WordHead(
+        transform="lm_head.dense", norm="lm_head.layer_norm", bias="lm_head.bias", tied="lm_head.decoder.weight"
+    ),
+    masked_lm_class="MPNetForMaskedLM",
+    base_class="MPNetModel",
     required={"relative_attention_num_buckets": (BUCKETS,), "pad_token_id": (PADDING,)},
     first_position=FIRST_POSITION,
     segment_types=0,

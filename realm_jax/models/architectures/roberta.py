@@ -1,7 +1,7 @@
-"""RoBERTa (Liu et al. 2019) and XLM-RoBERTa (Conneau et al. 2020): BERTs with one segment, and with other names.
+"""RoBERTa (Liu et al. 2019) and XLM-RoBERTa (Conneau et al. 2020): BERTs with one segment and another word head.
 
-Position embeddings begin at row 2, behind the one of padding, whose id is 1. Two texts are `<s> a </s></s> b </s>` in
-the library; our encoders read a passage as one text.
+Position embeddings begin at row 2, after the row of padding, whose id is 1. transformers joins two texts as
+`<s> a </s></s> b </s>`. Our encoders read a passage as one text.
 """
 
 import dataclasses
@@ -18,12 +18,18 @@ ROBERTA = dataclasses.replace(
     model_type="roberta",
     tensors=partial(bert_tensors, first_position=FIRST_POSITION),
     prefix="roberta.",
-    head=WordHead("lm_head.dense", "lm_head.layer_norm", "lm_head.bias", "lm_head.decoder.weight"),
-    classes=("RobertaForMaskedLM", "RobertaModel"),
+    head=WordHead(
+        transform="lm_head.dense", norm="lm_head.layer_norm", bias="lm_head.bias", tied="lm_head.decoder.weight"
+    ),
+    masked_lm_class="RobertaForMaskedLM",
+    base_class="RobertaModel",
     required=BERT.required | {"pad_token_id": (PADDING,)},
     first_position=FIRST_POSITION,
     segment_types=1,
 )
 XLM_ROBERTA = dataclasses.replace(
-    ROBERTA, model_type="xlm-roberta", classes=("XLMRobertaForMaskedLM", "XLMRobertaModel")
+    ROBERTA,
+    model_type="xlm-roberta",
+    masked_lm_class="XLMRobertaForMaskedLM",
+    base_class="XLMRobertaModel",
 )

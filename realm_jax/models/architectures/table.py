@@ -1,4 +1,4 @@
-"""The architectures that can be loaded, by their name in config.json (`model_type`).
+"""List the supported architectures by their name in config.json (`model_type`), and make their networks.
 
 To add one, write its file and add it to `ARCHITECTURES`.
 """
@@ -18,8 +18,8 @@ from realm_jax.models.layers import BertConfig, Rotary
 from realm_jax.storage import read_settings
 
 ARCHITECTURES = {entry.model_type: entry for entry in (BERT, ROBERTA, XLM_ROBERTA, DISTILBERT, MPNET, MODERNBERT)}
-HF_REALM = "realm"  # the type of model of transformers that has REALM's networks, which are BERTs
-SAME_ACTIVATION = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}  # theirs → ours: all with tanh
+HF_REALM = "realm"  # model_type of REALM's networks in transformers, which are BERTs
+SAME_ACTIVATION = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}  # their name → ours; all use tanh
 
 
 def our_activation(name: Any) -> Any:
@@ -28,10 +28,12 @@ def our_activation(name: Any) -> Any:
 
 
 def read_architecture(path: Path) -> tuple[Architecture, Settings]:
-    """Read a config.json: its architecture, BERT if it does not say, and its content, with the keys of `settings`.
+    """Read a config.json, and return its architecture and its content with the keys of `Architecture.settings`.
+
+    If the file is missing or has no `model_type`, the architecture is BERT.
 
     Raises:
-        UserError: the file cannot be read, or has an architecture or a setting that we do not have.
+        UserError: the file cannot be read, or names an architecture or a setting that we do not support.
     """
     settings = read_settings(path)  # {} if there is no file
     name = settings.get("model_type", BERT.model_type)
@@ -51,11 +53,11 @@ def read_architecture(path: Path) -> tuple[Architecture, Settings]:
 
 
 def model_values(architecture: Architecture, settings: Settings) -> dict[str, Any]:
-    """Return the values of a config.json, by field of BertConfig; None for a value that it lacks.
+    """Return the values of a config.json by field of BertConfig, None for a value that it lacks.
 
     Args:
         architecture: of the network.
-        settings: as `read_architecture` returns them.
+        settings: of `read_architecture`.
     """
     rotary = {f"rotary.{name}": value for name, value in dataclasses.asdict(Rotary()).items()}
     defaults = rotary | {name: None for name in architecture.settings} | architecture.defaults
@@ -67,7 +69,7 @@ def encoder_network(config: BertConfig, name: str | None = None) -> Any:
     """Make the network of a config: a module with the fields and methods of `models.bert.Bert`.
 
     Args:
-        config: its sizes and architecture.
-        name: of its parameters, if it is part of another module.
+        config: sizes and architecture.
+        name: key of the network's parameters, if it is part of another module.
     """
     return ARCHITECTURES[config.architecture].network(config, name=name)

