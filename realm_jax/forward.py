@@ -39,7 +39,7 @@ from realm_jax.models.packing import packed_lengths
 from realm_jax.retrieval.exact import search
 from realm_jax.retrieval.fusion import FUSION_DEPTH, FusedRanking, fuse, ranks_of
 from realm_jax.retrieval.scann import Searcher
-from realm_jax.retrieval.token_rerank import StoredTokens, combined_values, max_sims, stored_max_sims
+from realm_jax.retrieval.token_rerank import StoredTokens, combined_values, max_sims, query_words, stored_max_sims
 
 Array = jax.Array
 Batch = dict[str, Array]
@@ -57,6 +57,7 @@ class Index(NamedTuple):
         documents: the token rows of these vectors.
         query_encoder: parameters of the query encoder that searches; None for the current one.
         held_out: rows that no masked sentence may learn from, bool [padded rows]; None for none.
+        words: True for the tokens of a query that token rerank compares, bool [vocabulary]; None where nothing reranks.
         tokens: stored token vectors [padded rows, …] for token rerank; None to encode passages at query time.
     """
 
@@ -64,6 +65,7 @@ class Index(NamedTuple):
     documents: PassageBatch
     query_encoder: Params | None = None
     held_out: Array | None = None
+    words: Array | None = None
     tokens: StoredTokens | None = None
 
 
@@ -386,11 +388,12 @@ def rescore_by_tokens(
     Returns:
         With the scores of the ranking.
     """
-    queries = batch["query"], batch["query_length"]
+    assert index.words is not None, "`Run.index` has them"
+    queries = query_words(context.model, params, batch["query"], batch["query_length"], index.words)
     if index.tokens is None:
-        similarities = max_sims(context.model, params, *queries, gather_passages(index, ranking.rows))  # [batch, k]
+        similarities = max_sims(context.model, params, queries, gather_passages(index, ranking.rows))  # [batch, k]
     else:
-        similarities = stored_max_sims(context.model, params, *queries, index.tokens, ranking.rows)
+        similarities = stored_max_sims(queries, index.tokens, ranking.rows)
     return Rescored(combined_values(ranking.values, similarities, ranking.rows >= 0), ranking.scores)
 
 

@@ -209,7 +209,12 @@ class Run:
     @property
     def index_without_vectors(self) -> Index:
         """Return an index of passages without vectors, for tasks that do not search by vectors."""
-        return Index(None, self.documents, held_out=self._held_out)
+        return Index(None, self.documents, held_out=self._held_out, words=self._words)
+
+    @cached_property
+    def _words(self) -> jax.Array:
+        """Return which tokens are words, bool [vocabulary], on every device."""
+        return put_with_sharding(self.sources.tokenizer.is_word, replicated(self.mesh))
 
     @cached_property
     def _held_out(self) -> jax.Array | None:

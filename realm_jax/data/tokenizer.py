@@ -33,6 +33,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 NO_TOKEN = -1  # in place of an id
 MARK = "("  # behind it text goes on without a space, and no tokenizer makes it part of a word
 _SPACES = np.array([code for code in range(0x3001) if chr(code).isspace()], np.uint32)
+_BEHIND_SPACE = "Ġ▁"  # with which byte-level and SentencePiece vocabularies spell a space before a token
 _UNIT = re.compile(r"\w+|[^\w\s]")
 
 
@@ -295,6 +296,14 @@ class Tokenizer:
     def pieces(self, ids: Iterable[int]) -> list[str]:
         """Return the token of each id as the vocabulary spells it."""
         return [self._tokenizer.id_to_token(int(number)) or "" for number in ids]
+
+    @cached_property
+    def is_word(self) -> NDArray[np.bool_]:
+        """Return True for tokens with a letter or a digit, special ones excluded, [size]."""
+        pieces = [piece.lstrip(_BEHIND_SPACE) for piece in self.pieces(range(self.size))]
+        is_word = np.array([any(map(str.isalnum, piece)) for piece in pieces])
+        is_word[[*self.special_ids]] = False
+        return is_word
 
     @cached_property
     def fingerprint(self) -> str:

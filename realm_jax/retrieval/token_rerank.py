@@ -1,7 +1,7 @@
 """Token rerank: put the first passages of a search into a new order by their token vectors, without training.
 
 Late interaction (Khattab & Zaharia 2020) with the token states that the retriever's encoders have anyway. MaxSim of a
-query and a passage is the mean over the query's tokens of the largest cosine with a token of the passage. A passage is
+query and a passage is the mean over the query's words of the largest cosine with a token of the passage. A passage is
 ordered by z(v) + w z(MaxSim), in which v is the value that the search ordered it by, and z is the z-score over the
 first passages of the question. MaxSim adds to the search, because it ranks worse without it on some collections
 (`benchmarks/late_interaction.py` measures it). The retriever's scores, and so p(z|x), stay as they are.
@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.models.inputs import PassageBatch, document_sequences
+from realm_jax.models.inputs import PassageBatch, document_sequences, query_sequences
 from realm_jax.models.layers import Params
-from realm_jax.models.retriever import Retriever, unit_vectors
+from realm_jax.models.retriever import Retriever, TokenVectors, unit_vectors
 
 Array = jax.Array
 WEIGHT = 1.0  # w, of the z-score of MaxSim
@@ -85,22 +85,40 @@ def combined_values(values: Array, similarities: Array, is_passage: Array) -> Ar
 # --- Token vectors by the encoder, at query time ----------------------------------------------------------------------
 
 
-def max_sims(model: Retriever, params: Params, query: Array, query_lengths: Array, passages: PassageBatch) -> Array:
+def query_words(model: Retriever, params: Params, query: Array, query_lengths: Array, is_word: Array) -> TokenVectors:
+    """Return the token vectors of queries, with a mask of the tokens that are compared.
+
+    They are the words. [CLS], [SEP] and punctuation resemble those of every passage.
+
+    Args:
+        model: both encoders.
+        params: with the query encoder.
+        query: tokens of `[CLS] text [SEP]`, [batch, q] int.
+        query_lengths: of the queries, [batch].
+        is_word: True for words, bool [vocabulary].
+
+    Returns:
+        Arrays [batch, q + the template's tokens, …]; all tokens of a query without words are compared.
+    """
+    vectors, mask = model.query_tokens(params, query, query_lengths)
+    words = mask & is_word[query_sequences(query, query_lengths, model.query_template).ids]
+    return TokenVectors(vectors, jnp.where(words.any(axis=1, keepdims=True), words, mask))
+
+
+def max_sims(model: Retriever, params: Params, queries: TokenVectors, passages: PassageBatch) -> Array:
     """Return MaxSim of each query with each of its passages.
 
     The encoder reads the passages of one rank at a time, so memory does not depend on k.
 
     Args:
         model: both encoders.
-        params: all parameters.
-        query: tokens of `[CLS] text [SEP]`, [batch, q] int.
-        query_lengths: of the queries, [batch].
+        params: with the passage encoder.
+        queries: from `query_words`.
         passages: ids [batch, k, d].
 
     Returns:
         float32 [batch, k].
     """
-    queries = model.query_tokens(params, query, query_lengths)  # vectors [batch, q, width]
 
     def compare(ranked: PassageBatch) -> Array:  # ids [batch, d] → [batch]
         return max_sim(*queries, *model.document_tokens(params, ranked))
@@ -198,27 +216,21 @@ def compressed_tokens(model: Retriever, params: Params, passages: PassageBatch, 
     return quantized(vectors @ compression.projection)
 
 
-def stored_max_sims(
-    model: Retriever, params: Params, query: Array, query_lengths: Array, stored: StoredTokens, rows: Array
-) -> Array:
+def stored_max_sims(queries: TokenVectors, stored: StoredTokens, rows: Array) -> Array:
     """Return MaxSim of each query with each of its passages, by their stored token vectors.
 
     Args:
-        model: both encoders.
-        params: with the query encoder.
-        query: tokens of `[CLS] text [SEP]`, [batch, q] int.
-        query_lengths: of the queries, [batch].
+        queries: from `query_words`.
         stored: of the corpus.
         rows: of the passages, [batch, k]; a missing one (below 0) gets any value.
 
     Returns:
         float32 [batch, k].
     """
-    vectors, mask = model.query_tokens(params, query, query_lengths)  # [batch, q, width]
-    projected = unit_vectors(vectors @ stored.projection)  # [batch, q, dimensions]
+    projected = unit_vectors(queries.vectors @ stored.projection)  # [batch, q, dimensions]
 
     def compare(ranked: Array) -> Array:  # rows [batch] → [batch]
         tokens = stored.vectors[jnp.maximum(ranked, 0)].astype(jnp.float32)  # [batch, tokens, dimensions]
-        return max_sim(projected, mask, unit_vectors(tokens), tokens.any(axis=-1))
+        return max_sim(projected, queries.mask, unit_vectors(tokens), tokens.any(axis=-1))
 
     return jax.lax.map(compare, rows.T).T

@@ -86,6 +86,14 @@ def test_special_tokens_and_the_size_of_ids_are_the_tokenizer_s(tokenizer):
     assert not tokenizer.lower_case
 
 
+def test_words_are_tokens_with_a_letter_or_a_digit(tokenizer):
+    ids = [*tokenizer.encode("was born (1801) .").ids, *tokenizer.special, tokenizer.unk_id]
+    words = [piece for piece, is_word in zip(tokenizer.pieces(ids), tokenizer.is_word[ids], strict=True) if is_word]
+    assert words == ["▁was", "▁born", "1801"] and len(tokenizer.is_word) == tokenizer.size
+    pieces = WordPiece([*SPECIAL_PIECES, "18", "##a", "?", "##.", "日"])
+    assert pieces.is_word.tolist() == [False] * 5 + [True, True, False, False, True]
+
+
 def test_a_saved_or_sent_tokenizer_is_the_same(tokenizer, tmp_path):
     assert pickle.loads(pickle.dumps(tokenizer)).fingerprint == tokenizer.fingerprint
     cut = {"max_length": 8, "direction": "Right", "strategy": "LongestFirst", "stride": 0}
