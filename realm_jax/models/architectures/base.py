@@ -73,7 +73,7 @@ class WordHead(NamedTuple):
         transform: the linear layer.
         norm: the LayerNorm.
         bias: of the vocabulary.
-        tied: the output layer. Some files store it, although it is equal to the word embeddings.
+        tied: the output layer, which some files store. It has to equal the word embeddings.
         has_biases: the linear layer and the LayerNorm have biases.
     """
 
