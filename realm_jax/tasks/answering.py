@@ -82,6 +82,19 @@ def trained_reranker(task: str, config: Config) -> Rerank | None:
     return Rerank("cross-encoder", config.rerank.passages, (NAME,), rescore)
 
 
+def compares_tokens(task: str, config: Config) -> bool:
+    """Return True if passages are reranked by token vectors unless the user says otherwise.
+
+    We measured it for encoders whose vector is the mean of their token vectors. A reader that was trained on questions
+    was trained on the order of the search.
+
+    Args:
+        task: its name.
+        config: of the run.
+    """
+    return config.encoder.pooling == "mean" and not trains_qa_reader(task)
+
+
 def search_pipeline(task: str, config: Config, search: str | None = None, rerank: str | None = None) -> SearchPipeline:
     """Return how passages of questions are found with the parameters of a task.
 
@@ -99,7 +112,7 @@ def search_pipeline(task: str, config: Config, search: str | None = None, rerank
     search, rerank = search or question_search(task, config), rerank or config.answering.rerank
     if not reads_passages(task) or rerank == "none":
         return SearchPipeline(search)
-    if rerank == "tokens":
+    if rerank == "tokens" or (rerank == AUTO and compares_tokens(task, config)):
         encoders = (SHARED,) if config.model.shared_tower else TOWERS
         return SearchPipeline(search, Rerank(rerank, config.answering.rerank_depth, encoders, rescore_by_tokens))
     trained = trained_reranker(task, config)

@@ -171,18 +171,23 @@ def test_the_first_passages_of_a_search_are_reordered_and_keep_their_scores(loud
 
 @pytest.mark.parametrize("search", ["bm25", "hybrid"])
 def test_stored_token_vectors_give_the_order_of_those_of_the_encoder(loud, search, tmp_path):
-    """All tokens in all dimensions, so that only rounding to 8 bits differs."""
+    """All tokens in all dimensions, so only rounding to 8 bits differs."""
     run, params, index = loud
     file = TokenFile(dataclasses.replace(run, workdir=tmp_path), params, "key")
     file.embed(np.arange(run.context.rows))
     compression = fit_compression(run, {name: params[name] for name in run.model.embedder_names})
     stored = index._replace(tokens=run.stored_tokens(np.load(file.folder / "tokens.npy"), compression))
     assert stored.tokens.vectors.shape[1:] == (int(run.corpus.lengths.max()), run.model.bert.width)
-    questions = [Question(text, []) for text in ("When was Boris Brandt born?", "Where is Ada?", "the house of Clara Dahl")]
+    questions = [
+        Question(text, []) for text in ("When was Boris Brandt born?", "Where is Ada?", "the house of Clara Dahl")
+    ]
     evaluator = Evaluator(run, questions, search_pipeline("qa", run.config, search, "tokens"))
     wanted, found = (evaluator.ranking(params, one, 16) for one in (index, stored))
     np.testing.assert_allclose(found.values, wanted.values, atol=0.05)
-    np.testing.assert_array_equal(found.rows, wanted.rows)
+    for found_rows, rows, values in zip(found.rows, wanted.rows, wanted.values, strict=True):
+        by_row = dict(zip(rows.tolist(), values.tolist(), strict=True))
+        ordered = np.array([by_row[row] for row in found_rows.tolist() if row >= 0])
+        assert (np.diff(ordered[:DEPTH]) <= 0.1).all(), "only passages that are nearly equal may swap"
 
 
 def test_the_reader_reads_passages_in_the_new_order_with_the_probabilities_of_the_retriever(loud):
