@@ -178,7 +178,8 @@ def test_stored_token_vectors_give_the_order_of_those_of_the_encoder(loud, searc
     compression = fit_compression(run, {name: params[name] for name in run.model.embedder_names})
     stored = index._replace(tokens=run.stored_tokens(np.load(file.folder / "tokens.npy"), compression))
     assert stored.tokens.vectors.shape[1:] == (int(run.corpus.lengths.max()), run.model.bert.width)
-    questions = [
+    texts = "When was Boris Brandt born?", "Where is Ada?", "the house of Clara Dahl"
+    questions = [Question(text, []) for text in texts]
         Question(text, []) for text in ("When was Boris Brandt born?", "Where is Ada?", "the house of Clara Dahl")
     ]
     evaluator = Evaluator(run, questions, search_pipeline("qa", run.config, search, "tokens"))
