@@ -180,8 +180,6 @@ def test_stored_token_vectors_give_the_order_of_those_of_the_encoder(loud, searc
     assert stored.tokens.vectors.shape[1:] == (int(run.corpus.lengths.max()), run.model.bert.width)
     texts = "When was Boris Brandt born?", "Where is Ada?", "the house of Clara Dahl"
     questions = [Question(text, []) for text in texts]
-        Question(text, []) for text in ("When was Boris Brandt born?", "Where is Ada?", "the house of Clara Dahl")
-    ]
     evaluator = Evaluator(run, questions, search_pipeline("qa", run.config, search, "tokens"))
     wanted, found = (evaluator.ranking(params, one, 16) for one in (index, stored))
     np.testing.assert_allclose(found.values, wanted.values, atol=0.05)
