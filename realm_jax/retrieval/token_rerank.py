@@ -4,7 +4,7 @@ Late interaction (Khattab & Zaharia 2020) with the token states that the retriev
 query and a passage is the mean over the query's words of the largest cosine with a token of the passage. A passage is
 ordered by z(v) + w z(MaxSim), in which v is the value that the search ordered it by, and z is the z-score over the
 first passages of the question. MaxSim adds to the search, because it ranks worse without it on some collections
-(`benchmarks/late_interaction.py` measures it). The retriever's scores, and so p(z|x), stay as they are.
+(`benchmarks/search_stages.py` measures it). The retriever's scores, and so p(z|x), stay as they are.
 
 The token vectors of passages come from the encoder at query time (`max_sims`), or from the index (`stored_max_sims`),
 which has them in fewer dimensions, of 8 bits each, and for at most STORED_TOKENS tokens of a passage. The functions
