@@ -24,7 +24,7 @@ from realm_jax.models.layers import Params
 from realm_jax.models.retriever import Retriever, TokenVectors, unit_vectors
 
 Array = jax.Array
-WEIGHT = 1.0  # w, of the z-score of MaxSim
+WEIGHT = 2.0  # w, chosen on MedQuAD's and SQuAD's training questions
 STORED_TOKENS, STORED_DIMENSIONS = 128, 64  # of a passage at most: 8 KB
 LARGEST = 127  # of int8, so that x and −x are stored alike
 FLAT = 1e-5  # values that differ by a smaller share of the largest one do not differ: rounding in float32
