@@ -191,7 +191,9 @@ def test_stored_token_vectors_give_the_order_of_those_of_the_encoder(loud, searc
     queries = query_words(run.model, params, texts, jnp.full(len(texts), texts.shape[1]), index.words)
     passages = gather_passages(index, wanted.rows[:, :DEPTH])
     encoded = jax.jit(max_sims, static_argnums=0)(run.model, params, queries, passages)
-    np.testing.assert_allclose(stored_max_sims(queries, stored.tokens, wanted.rows[:, :DEPTH]), encoded, atol=0.02)
+    similarities = stored_max_sims(queries, stored.tokens, wanted.rows[:, :DEPTH])
+    is_passage = wanted.rows[:, :DEPTH] >= 0
+    np.testing.assert_allclose(similarities[is_passage], encoded[is_passage], atol=0.02)
 
 
 def test_the_reader_reads_passages_in_the_new_order_with_the_probabilities_of_the_retriever(loud):
