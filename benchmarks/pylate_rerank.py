@@ -29,10 +29,10 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from late_interaction import change, measures
 from numpy.typing import NDArray
 from pylate.models import ColBERT, Dense
 from pylate.rank import rerank
+from search_stages import cells, measures
 from sentence_transformers.models import Transformer
 
 from realm_jax.cache import cache_programs
@@ -166,12 +166,13 @@ def main() -> None:
         same_order = (orders[name] == orders[OUR_MAX_SIM]).all(axis=1).mean()
         print(f"{name}: largest difference to ours {difference:.1e}, equal orders {same_order:.3f}")
     golds = [question.gold for question in questions]
-    before = measures(run.sources, golds, searched.rows)
-    print(f"{'hybrid search':32}", "  ".join(f"{name} {each.mean():.3f}" for name, each in before.items()))
+    store, clusters = run.sources.passages, [*map(min, golds)]
+    before = measures(store, golds, searched.rows)
+    print(f"{'hybrid search':32}", "  ".join(cells(before, clusters)))
     for way, order in orders.items():
-        after = measures(run.sources, golds, np.take_along_axis(searched.rows, order, axis=1))
-        changes = (change(name, each - before[name], [*map(min, golds)]) for name, each in after.items())
-        print(f"{way:32}", "  ".join(changes))
+        after = measures(store, golds, np.take_along_axis(searched.rows, order, axis=1))
+        changes = {name: values - before[name] for name, values in after.items()}
+        print(f"{way:32}", "  ".join(cells(changes, clusters, "+")))
     for mine, other in ((OURS, THEIRS), (OURS, THEIR_DEFAULTS), (OUR_MAX_SIM, THEIR_MAX_SIM)):
         ratios = np.array(seconds[other][1:]) / np.array(seconds[mine][1:])
         means = (f"{name} {np.mean(seconds[name][1:]):.4f} s" for name in (mine, other))

@@ -134,7 +134,7 @@ def test_ask_shows_passages_of_both_searches_and_says_in_one_line_that_no_reader
     assert cli.main(["ask", "--json", f"--workdir={indexed}", "What was Ada Moss?"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["answer"] is None and answer["measured"] is None and len(answer["candidates"]) == 5
-    assert {search for one in answer["candidates"] for search in one["ranks"]} == {"vectors", "bm25", "tokens"}
+    assert {stage for one in answer["candidates"] for stage in one["ranks"]} == {"vectors", "bm25", "tokens"}
 
 
 def test_a_model_of_an_index_searches_encodes_and_measures_retrieval(indexed, documents, questions):

@@ -4,7 +4,7 @@ Late interaction (Khattab & Zaharia 2020) with the token states that the retriev
 query and a passage is the mean over the query's words of the largest cosine with a token of the passage. A passage is
 ordered by z(v) + w z(MaxSim), in which v is the value that the search ordered it by, and z is the z-score over the
 first passages of the question. MaxSim adds to the search, because it ranks worse without it on some collections
-(`benchmarks/late_interaction.py` measures it). The retriever's scores, and so p(z|x), stay as they are.
+(`benchmarks/search_stages.py` measures it). The retriever's scores, and so p(z|x), stay as they are.
 
 The token vectors of passages come from the encoder at query time (`max_sims`), or from the index (`stored_max_sims`),
 which has them in fewer dimensions, of 8 bits each, and for at most STORED_TOKENS tokens of a passage. The functions
@@ -24,7 +24,7 @@ from realm_jax.models.layers import Params
 from realm_jax.models.retriever import Retriever, TokenVectors, unit_vectors
 
 Array = jax.Array
-WEIGHT = 1.0  # w, of the z-score of MaxSim
+WEIGHT = 2.0  # w, chosen on MedQuAD's and SQuAD's training questions
 STORED_TOKENS, STORED_DIMENSIONS = 128, 64  # of a passage at most: 8 KB
 LARGEST = 127  # of int8, so that x and −x are stored alike
 FLAT = 1e-5  # values that differ by a smaller share of the largest one do not differ: rounding in float32

@@ -114,7 +114,8 @@ def search_pipeline(task: str, config: Config, search: str | None = None, rerank
         return SearchPipeline(search)
     if rerank == "tokens" or (rerank == AUTO and compares_tokens(task, config)):
         encoders = (SHARED,) if config.model.shared_tower else TOWERS
-        return SearchPipeline(search, Rerank("tokens", config.answering.rerank_depth, encoders, rescore_by_tokens))
+        tokens = Rerank("tokens", config.answering.rerank_depth, encoders, rescore_by_tokens)
+        return SearchPipeline(search, tokens)
     trained = trained_reranker(task, config)
     if trained is None and rerank != AUTO:
         raise UserError(
