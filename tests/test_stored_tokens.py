@@ -103,7 +103,9 @@ def test_token_rerank_takes_stored_vectors_in_every_command(indexed, documents, 
     model = realm_jax.Model(indexed, rerank="tokens")
     assert [one["id"] for one in model.ask(QUESTION)["candidates"]] == [one["id"] for one in asked]
     assert "document_embedder" not in model.trained.params
-    assert realm_jax.Model(indexed).trained.index.tokens is None, "it is loaded only for token rerank"
+    default = realm_jax.Model(indexed).trained
+    assert default.pipeline.reranker == "tokens" and default.index.tokens is not None
+    assert realm_jax.Model(indexed, rerank="none").trained.index.tokens is None, "it is loaded only for token rerank"
 
 
 def test_an_edit_stores_new_passages_only_and_gives_the_file_of_a_new_index(copied, tmp_path, monkeypatch, only_stored):
@@ -172,4 +174,4 @@ def test_damaged_token_files_are_rejected_in_one_line_if_they_are_used(copied, n
     assert cli.main(["ask", f"--workdir={copied}", "--rerank=tokens", QUESTION]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(f"realm: error: {copied / 'model'}: {name} is not as it was written; remove the folder")
-    assert cli.main(["ask", f"--workdir={copied}", QUESTION]) == 0
+    assert cli.main(["ask", f"--workdir={copied}", "--rerank=none", QUESTION]) == 0
