@@ -48,7 +48,7 @@ from realm_jax.models.layers import Params
 from realm_jax.retrieval.bm25 import Bm25, language_of, searchable_texts
 from realm_jax.retrieval.embed import CorpusRows, batches, pad_rows
 from realm_jax.retrieval.fusion import FUSION_DEPTH, fuse
-from realm_jax.retrieval.token_rerank import STORED_DIMENSIONS, WEIGHT, principal_axes, quantized, z_scores
+from realm_jax.retrieval.token_rerank import MOST_DIMENSIONS, WEIGHT, principal_axes, quantized, z_scores
 from realm_jax.run import Run
 from realm_jax.train.init_from import fill_from_pretrained, init_from_sources
 
@@ -122,7 +122,7 @@ class Rule(NamedTuple):
     weight: float = WEIGHT
 
 
-STORED = Rule(Compared("words", STORED_DIMENSIONS))
+STORED = Rule(Compared("words", MOST_DIMENSIONS))
 KINDS = [*map(Compared, ("words", "inner", "all")), *(Compared("words", dimensions) for dimensions in (96, 64, 48, 32))]
 GRID = [Rule(*values) for values in product(KINDS, (10, 20, 30, 50), (0.5, 1.0, 2.0, 3.0, np.inf))]
 Measured = dict[str, NDArray]  # measure → [questions]

@@ -24,11 +24,11 @@ from realm_jax.models.networks import Realm
 from realm_jax.models.retriever import TokenVectors
 from realm_jax.retrieval.embed import EMBED_BATCH, CorpusRows, checked_vectors, embedded_batches
 from realm_jax.retrieval.token_rerank import (
-    STORED_DIMENSIONS,
-    STORED_TOKENS,
+    STORED_BYTES,
     Compression,
     compressed_tokens,
     principal_axes,
+    stored_dimensions,
 )
 from realm_jax.run import Run
 from realm_jax.storage import make_folder, open_atomic
@@ -65,8 +65,8 @@ class TokenFile:
                 with open_atomic(file) as stream:
                     np.save(stream, array, allow_pickle=False)
         self._compression = Compression(*(np.load(file, allow_pickle=False) for file in files))
-        tokens = min(STORED_TOKENS, int(run.corpus.lengths.max()))
-        shape = run.context.rows, tokens, self._compression.projection.shape[1]
+        dimensions = self._compression.projection.shape[1]
+        shape = run.context.rows, min(STORED_BYTES // dimensions, int(run.corpus.lengths.max())), dimensions
         if not (path := self.folder / TOKENS).is_file():
             with open_atomic(path) as stream:  # of zeros, because a full disk would end a process that maps a hole
                 np.lib.format.write_array_header_2_0(stream, {"descr": "|i1", "fortran_order": False, "shape": shape})
@@ -157,7 +157,7 @@ def fit_compression(run: Run, encoders: Params) -> Compression:
     for _, (vectors, mask) in embedded_batches(embed, sample, SAMPLE_BATCH * run.mesh.size):
         states = vectors[mask]  # [tokens, width]
         second_moment += states.T @ states
-    projection = principal_axes(second_moment, min(STORED_DIMENSIONS, width))
+    projection = principal_axes(second_moment, min(stored_dimensions(int(corpus.lengths.max())), width))
     return Compression(projection, document_frequencies(corpus, run.sources.tokenizer.size))
 
 

@@ -7,7 +7,7 @@ first passages of the question. MaxSim adds to the search, because it ranks wors
 (`benchmarks/search_stages.py` measures it). The retriever's scores, and so p(z|x), stay as they are.
 
 The token vectors of passages come from the encoder at query time (`max_sims`), or from the index (`stored_max_sims`),
-which has them in fewer dimensions, of 8 bits each, and for at most STORED_TOKENS tokens of a passage. The functions
+which has them in fewer dimensions, of 8 bits each, and at most STORED_BYTES of a passage. The functions
 here are equations over arrays. Read next: `forward.py: retrieve_and_rerank`, which calls them;
 `indexing/token_file.py`, which stores the vectors.
 """
@@ -25,7 +25,8 @@ from realm_jax.models.retriever import Retriever, TokenVectors, unit_vectors
 
 Array = jax.Array
 WEIGHT = 2.0  # w, chosen on MedQuAD's and SQuAD's training questions
-STORED_TOKENS, STORED_DIMENSIONS = 128, 64  # of a passage at most: 8 KB
+STORED_BYTES = 8192  # of the token vectors of a passage at most
+MOST_DIMENSIONS, FEWEST_DIMENSIONS = 64, 24  # of a stored token vector: more gain little, and fewer lose much
 LARGEST = 127  # of int8, so that x and −x are stored alike
 FLAT = 1e-5  # values that differ by a smaller share of the largest one do not differ: rounding in float32
 
@@ -153,6 +154,15 @@ class StoredTokens(NamedTuple):
     projection: Array
 
 
+def stored_dimensions(tokens: int) -> int:
+    """Return the dimensions of stored token vectors. It is better to store all tokens in fewer dimensions.
+
+    Args:
+        tokens: of the longest passage.
+    """
+    return min(max(STORED_BYTES // tokens, FEWEST_DIMENSIONS), MOST_DIMENSIONS)
+
+
 def principal_axes(second_moment: NDArray[np.float64], dimensions: int) -> NDArray[np.float32]:
     """Return the directions in which vectors are longest: the first eigenvectors of their second moment.
 
@@ -207,11 +217,12 @@ def compressed_tokens(model: Retriever, params: Params, passages: PassageBatch, 
         compression: of the corpus.
 
     Returns:
-        int8 [batch, min(STORED_TOKENS, length), dimensions]; zero vectors after the last token.
+        int8 [batch, min(STORED_BYTES / dimensions, length), dimensions]; zero vectors after the last token.
     """
     tokens = model.document_tokens(params, passages)  # vectors [batch, length, width]
     ids = document_sequences(passages, model.passage_template).ids  # [batch, length]
-    kept = kept_tokens(ids, tokens.mask, jnp.asarray(compression.frequencies), STORED_TOKENS)
+    count = STORED_BYTES // compression.projection.shape[1]
+    kept = kept_tokens(ids, tokens.mask, jnp.asarray(compression.frequencies), count)
     vectors = jnp.take_along_axis(tokens.vectors, kept[..., None], axis=1, mode="fill", fill_value=0.0)
     return quantized(vectors @ compression.projection)
 

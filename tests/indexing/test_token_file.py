@@ -40,7 +40,7 @@ def test_one_pass_gives_the_vectors_of_passages_and_of_their_tokens(run, params)
 
 
 def test_long_passages_keep_as_many_tokens_as_are_stored(run, params, monkeypatch):
-    monkeypatch.setattr(token_file, "STORED_TOKENS", 5)
+    monkeypatch.setattr(token_file, "STORED_BYTES", 5 * run.model.bert.width)
     file = TokenFile(run, params, "key")
     file.embed(np.arange(run.context.rows))
     assert np.load(file.folder / "tokens.npy").any(axis=2).sum(axis=1).tolist() == [5] * run.context.rows

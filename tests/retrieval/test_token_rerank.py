@@ -16,6 +16,7 @@ from realm_jax.indexing.token_file import TokenFile, fit_compression
 from realm_jax.models.inputs import PassageBatch
 from realm_jax.retrieval.token_rerank import (
     LARGEST,
+    STORED_BYTES,
     WEIGHT,
     combined_values,
     kept_tokens,
@@ -24,6 +25,7 @@ from realm_jax.retrieval.token_rerank import (
     principal_axes,
     quantized,
     query_words,
+    stored_dimensions,
     stored_max_sims,
     z_scores,
 )
@@ -102,6 +104,15 @@ def test_kept_tokens_are_first_occurrences_then_the_rarest_in_their_order():
     assert kept_tokens(ids, mask, frequencies, 3).tolist() == [[1, 2, 4], [0, 1, 4]]
     assert kept_tokens(ids, mask, frequencies, 1).tolist() == [[1], [1]]
     assert kept_tokens(ids, mask, frequencies, 9).tolist() == [[0, 1, 2, 3, 4, 5, 7], [0, 1, 2, 3, 4, 7, 7]]
+
+
+def test_long_passages_are_stored_in_fewer_dimensions_so_that_no_token_is_lost():
+    tokens = (30, 128, 129, 256, 341, 512)
+    dimensions = [stored_dimensions(count) for count in tokens]
+    assert dimensions == [64, 64, 63, 32, 24, 24]
+    assert [count * size <= STORED_BYTES for count, size in zip(tokens, dimensions, strict=True)] == [True] * 5 + [
+        False
+    ]
 
 
 def test_quantized_vectors_differ_by_half_a_step_at_most():
