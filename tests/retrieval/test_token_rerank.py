@@ -112,8 +112,6 @@ def test_long_passages_are_stored_in_fewer_dimensions_so_that_no_token_is_lost()
     assert dimensions == [64, 64, 63, 32, 24, 24]
     fits = [count * size <= STORED_BYTES for count, size in zip(tokens, dimensions, strict=True)]
     assert fits == [True] * 5 + [False]
-        False
-    ]
 
 
 def test_quantized_vectors_differ_by_half_a_step_at_most():
