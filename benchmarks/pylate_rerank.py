@@ -11,9 +11,10 @@ PyLate is a library for ColBERT. Each way gets one question and its first 10 pas
   the index. PyLate's is `ColBERT.encode` for the question and for the passages, then `pylate.rank.rerank`.
 
 --encoder: a sentence-transformers folder with a BERT. PyLate adds a random projection to 128 dimensions if the encoder
-has none; we give it an identity. It runs with our settings (no query expansion, no prefixes, all tokens scored), and
-with its defaults: prefixes with random embeddings, queries filled up to 32 tokens with [MASK], which are scored,
-and no punctuation of passages scored.
+has none; we give it an identity. It runs once without query expansion and prefixes, scoring all tokens, and once with
+its defaults: prefixes that are new to the encoder, queries filled up to 32 tokens with [MASK], which are scored, and no
+punctuation of passages scored. `ours from text` is the default of our index: it compares only words, and adds MaxSim to
+the value of the search.
 """
 
 import argparse
@@ -117,8 +118,7 @@ def main() -> None:
 
     @jax.jit
     def rescored(params: Any, index: Index, query: Any, first: FusedRanking) -> jax.Array:  # [10]
-        passages = gather_passages(index, first.rows)
-        return rescore_by_tokens(run.answering_qa, run.context, params, query, passages, first).values[0]
+        return rescore_by_tokens(run.answering_qa, run.context, params, query, index, first).values[0]
 
     def query_of(question: str) -> dict[str, NDArray]:  # [1, …]
         query = query_arrays(np.asarray(tokenizer.encode(question).ids), QUERY_LENGTH, tokenizer)

@@ -551,7 +551,7 @@ class Answering(Section):
         AUTO,
         "what puts the first passages of a search into a new order: 'tokens': the encoders' token vectors, without "
         "training; 'cross-encoder': the network that the task rerank trained; 'none'; 'auto': the cross-encoder if it "
-        "was trained, else tokens if encoder.pooling is 'mean' and no reader was trained on questions",
+        "was trained, else tokens if encoder.pooling is 'mean' and the task trained no reader on questions",
         one_of(AUTO, *RERANKERS),
         runtime=True,
     )

@@ -57,7 +57,7 @@ class Index(NamedTuple):
         documents: the token rows of these vectors.
         query_encoder: parameters of the query encoder that searches; None for the current one.
         held_out: rows that no masked sentence may learn from, bool [padded rows]; None for none.
-        words: True for the tokens of a query that token rerank compares, bool [vocabulary]; None where nothing reranks.
+        words: True for words, the tokens of a query that token rerank compares, bool [vocabulary]; None for no rerank.
         tokens: stored token vectors [padded rows, …] for token rerank; None to encode passages at query time.
     """
 

@@ -339,7 +339,7 @@ def embed_program(
         mesh: of the run.
         inputs: of `embed`, such as the parameters of the encoders.
         documents: [batch, length].
-        embed: a function of the module that asks, because a program is compiled for each.
+        embed: a function of a module, because a lambda would be compiled again at each call.
 
     Returns:
         Arrays [batch, …].

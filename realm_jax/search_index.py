@@ -37,7 +37,7 @@ from realm_jax.data.staging import PREPARED
 from realm_jax.data.store import PassageStore
 from realm_jax.errors import UserError
 from realm_jax.host import Stop
-from realm_jax.indexing.token_file import TokenFile, fits, remove_unfinished
+from realm_jax.indexing.token_file import TokenFile, can_stay, remove_unfinished
 from realm_jax.indexing.vector_cache import embed_unknown, embed_with_cache, encoder_digest, row_keys
 from realm_jax.models.architectures.table import read_architecture
 from realm_jax.models.folders import resolve_model_path
@@ -81,7 +81,7 @@ class IndexRequest:
         config: from `load_config(CONFIG)`; tasks, `data.path` and `init_from` are set later.
         config_arguments: arguments that made the config; others are rejected later.
         language: of the documents, one of `languages.CHOICES`; '' to detect it.
-        store_tokens: store token vectors of all passages, for token rerank. A finished index gets them later too.
+        store_tokens: store token vectors of all passages, for token rerank. You may add them to a finished index.
         command: the command line or Python call of the request.
     """
 
@@ -134,7 +134,8 @@ def index(request: IndexRequest) -> IndexResult:
     # --- Check the request, before anything is read or written --------------------------------------------------------
     finished = read_index(workdir)
     has_config = (workdir / "config.json").is_file()
-    is_done = finished is not None and find_exported_model(workdir / MODEL) is not None
+    exported = find_exported_model(workdir / MODEL)
+    is_done = finished is not None and exported is not None
     if finished is not None:
         check_settings(workdir, finished["settings"], request.settings())
     if has_config and not is_done and not has_empty_recipe(workdir):
@@ -151,11 +152,13 @@ def index(request: IndexRequest) -> IndexResult:
     if finished is not None and is_done and has_documents:
         sources = open_sources(workdir / DATA, questions=False)  # `realm corpus` may have edited them
         is_adapted = not has_empty_recipe(workdir)
-        if is_adapted and request.store_tokens:
+        stores_tokens = exported is not None and exported.stores_tokens
+        if is_adapted and request.store_tokens and not stores_tokens:
             raise UserError(f"--store-tokens: {workdir} was adapted; leave it out, or index into another --output")
         if is_adapted or _is_current(workdir, sources, request.store_tokens):
             counts = {key: finished[key] for key in (*_COUNTS, "seconds")}
             counts |= {"passages": len(sources.passages), "documents": sources.passages.documents}
+            counts |= {} if stores_tokens else {"token_bytes": 0}
             return IndexResult(is_new=False, **counts)
 
     # --- Prepare the documents ----------------------------------------------------------------------------------------
@@ -308,7 +311,7 @@ def _check_unchanged(request: IndexRequest, prepared: Mapping[str, Any]) -> None
 
 
 def _is_current(workdir: Path, sources: Sources, store_tokens: bool) -> bool:
-    """Return True if the vectors and words of an index are those of its corpus.
+    """Return True if the vectors, words and, if wanted, token vectors of an index are those of its corpus.
 
     Args:
         workdir: the run directory.
@@ -404,7 +407,7 @@ def write_index(run: Run, params: Params, store_tokens: bool = False) -> int:
         vectors = embed_with_cache(run, params, bar=True, tokens=tokens)  # [passages, width]
         has_reader, folder = begins_with_reader(run.workdir), None if tokens is None else tokens.folder
         write_exported_model(
-            run.workdir / MODEL, run, INDEX, 0, params, vectors, trained_reader=has_reader, tokens=folder
+            run.workdir / MODEL, run, INDEX, 0, params, vectors, trained_reader=has_reader, token_folder=folder
         )
         exported = find_exported_model(run.workdir / MODEL)
     remove_unfinished(run.workdir)
@@ -439,7 +442,7 @@ def update_index(before: Run, after: Run, params: Params, publish_corpus: Callab
     vectors = known[np.maximum(source, 0)]  # [passages, width]
     token_folder, compression = None, exported.token_compression()
     if compression is not None:
-        is_fitting = fits(compression, after.context.rows)
+        is_fitting = can_stay(compression, after.context.rows, int(after.corpus.lengths.max()))
         key = sha256_hex(f"{exported.identity} {after.sources.passages.fingerprint}".encode())
         tokens = TokenFile(after, params, key, compression if is_fitting else None)
         known_tokens = exported.tokens(fingerprint)  # [passages before, tokens, dimensions]

@@ -245,7 +245,12 @@ def adapt(request: AdaptRequest) -> AdaptResult:
 
             with record.stage("export"):
                 vectors = passage_vectors(run, params, weight)  # [passages, width]
-                write_exported_model(workdir / MODEL, run, last_task, saved.step, params, vectors, trained_reader=False)
+                exported = find_exported_model(workdir / MODEL)
+                has_tokens = exported is not None and exported.has_tokens_of(run, params)
+                write_exported_model(
+                    workdir / MODEL, run, last_task, saved.step, params, vectors, trained_reader=False,
+                    token_folder=workdir / MODEL if has_tokens else None,
+                )  # fmt: skip
                 (workdir / MODEL / README).write_text(model_card(record, run.config), "utf-8")
                 with contextlib.suppress(OSError):  # they are there already, or the file system has no hard links
                     os.link(workdir / MODEL / VECTORS, workdir / VECTORS)

@@ -153,7 +153,7 @@ def _copy_to_edit(data: Path) -> Iterator[Path]:
 
 
 def _publish_copy(copy: Path, data: Path) -> None:
-    """Move the new files of a copy into its prepared folder. If there are none any more, nothing changes.
+    """Move the new files of a copy into its prepared folder. If it has no new files, nothing changes.
 
     Args:
         copy: of the prepared folder.

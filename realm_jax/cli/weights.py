@@ -28,6 +28,7 @@ from realm_jax.cli.argument_types import nonempty
 from realm_jax.cli.arguments import add_run_arguments, config_changes
 from realm_jax.data.wordpiece import VOCABULARY_FILE, WordPiece
 from realm_jax.errors import UserError
+from realm_jax.indexing.token_file import FILES as TOKEN_FILES
 from realm_jax.models import tf_checkpoints
 from realm_jax.models.architectures.table import HF_REALM
 from realm_jax.models.folders import SHARED, TOWERS, open_hub, upload_model
@@ -35,7 +36,7 @@ from realm_jax.models.layers import LAYER_NORM_EPSILON
 from realm_jax.models.networks import Realm
 from realm_jax.models.sentence_transformers import README
 from realm_jax.models.weights import SETTINGS, WEIGHTS, encoder_settings, write_json
-from realm_jax.storage import publish_folder
+from realm_jax.storage import publish_folder, read_json
 from realm_jax.tasks import TASKS
 from realm_jax.train.exported_model import CONFIG, MANIFEST, MODEL, VECTORS, save_tokenizer, write_networks
 from realm_jax.train.model_card import run_card
@@ -150,12 +151,13 @@ def push(workdir: Path, repository: str, private: bool, changes: dict[str, Any])
     """
     hub = open_hub(f"--repo={repository}")  # first, because it fails at once without a token or a package
     if (workdir / ADAPTED).is_file():
-        if not (workdir / MODEL).is_dir():
+        if not read_json(workdir / ADAPTED).get("export"):
             raise UserError(f"--workdir={workdir}: the adaptation is not done; run its command again")
         if changes:
             raise UserError(f"--config.{next(iter(changes))}: changes nothing in an adapted model; leave it out")
         # Without the vectors, which reveal the documents, and the config, which names folders of this machine.
-        return upload_model(hub, workdir / MODEL, repository, private, "--repo", (VECTORS, CONFIG, MANIFEST))
+        secret = (VECTORS, *TOKEN_FILES, CONFIG, MANIFEST)
+        return upload_model(hub, workdir / MODEL, repository, private, "--repo", secret)
     with tempfile.TemporaryDirectory() as work:
         export(workdir, Path(work) / MODEL, changes=changes)
         return upload_model(hub, Path(work) / MODEL, repository, private, "--repo")

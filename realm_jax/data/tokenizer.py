@@ -33,7 +33,6 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 NO_TOKEN = -1  # in place of an id
 MARK = "("  # behind it text goes on without a space, and no tokenizer makes it part of a word
 _SPACES = np.array([code for code in range(0x3001) if chr(code).isspace()], np.uint32)
-_BEHIND_SPACE = "Ġ▁"  # with which byte-level and SentencePiece vocabularies spell a space before a token
 _UNIT = re.compile(r"\w+|[^\w\s]")
 
 
@@ -299,9 +298,9 @@ class Tokenizer:
 
     @cached_property
     def is_word(self) -> NDArray[np.bool_]:
-        """Return True for tokens with a letter or a digit, special ones excluded, [size]."""
-        pieces = [piece.lstrip(_BEHIND_SPACE) for piece in self.pieces(range(self.size))]
-        is_word = np.array([any(map(str.isalnum, piece)) for piece in pieces])
+        """Return True for tokens with a letter or a digit, or a part of a character, special ones excluded, [size]."""
+        texts = self._tokenizer.decode_batch([[token] for token in range(self.size)], skip_special_tokens=False)
+        is_word = np.array([any(map(str.isalnum, text)) or "\N{REPLACEMENT CHARACTER}" in text for text in texts])
         is_word[[*self.special_ids]] = False
         return is_word
 

@@ -4,8 +4,8 @@
     token_projection.npy      float32 [width, dimensions], see `Compression`
     token_frequencies.npy     int32 [vocabulary]
 
-While they are made they are in a hidden folder of the run directory. The exported model then gets them, with checksums
-in its manifest. The same command continues the files of one that was killed. `retrieval/token_rerank.py` has the
+While we compute them, they are in a hidden folder of the run directory. Then the exported model gets them, with
+checksums in its manifest. If a command is killed, the same command continues. `retrieval/token_rerank.py` has the
 equations; `train/exported_model.py` reads the files.
 """
 
@@ -36,7 +36,7 @@ from realm_jax.storage import make_folder, open_atomic
 TOKENS, PROJECTION, FREQUENCIES = FILES = ("tokens.npy", "token_projection.npy", "token_frequencies.npy")
 SAMPLE = 512  # passages to which the projection is fitted
 SAMPLE_BATCH = 32  # of them at a time, because their token vectors are in memory
-COPIED = 1 << 12  # passages whose token vectors are copied at a time
+COPY_BATCH = 1 << 12  # passages whose token vectors are copied at a time
 _FOLDER = ".tokens-"
 
 
@@ -68,7 +68,7 @@ class TokenFile:
         dimensions = self._compression.projection.shape[1]
         shape = run.context.rows, min(STORED_BYTES // dimensions, int(run.corpus.lengths.max())), dimensions
         if not (path := self.folder / TOKENS).is_file():
-            with open_atomic(path) as stream:  # of zeros, because a full disk would end a process that maps a hole
+            with open_atomic(path) as stream:  # with its zeros: a full disk kills a process that maps a sparse file
                 np.lib.format.write_array_header_2_0(stream, {"descr": "|i1", "fortran_order": False, "shape": shape})
                 for _ in range(shape[0]):
                     stream.write(bytes(shape[1] * shape[2]))
@@ -80,7 +80,7 @@ class TokenFile:
         return np.asarray(self._vectors[:, 0].any(axis=1))
 
     def embed(self, rows: NDArray[np.integer], progress: Callable[[int], None] | None = None) -> NDArray[np.float32]:
-        """Store the token vectors of passages, and return their vectors, with the bits of `Run.embed`.
+        """Store the token vectors of passages, and return the passages' vectors, bitwise those of `Run.embed`.
 
         Args:
             rows: of the corpus.
@@ -109,8 +109,8 @@ class TokenFile:
             source: row of each passage in `known`, −1 for none, [rows].
         """
         rows = np.flatnonzero(source >= 0)
-        for start in range(0, len(rows), COPIED):
-            part = rows[start : start + COPIED]
+        for start in range(0, len(rows), COPY_BATCH):
+            part = rows[start : start + COPY_BATCH]
             self._write(part, known[source[part]])
 
     def _write(self, rows: NDArray[np.integer], tokens: NDArray[np.int8]) -> None:
@@ -131,12 +131,16 @@ def remove_unfinished(workdir: Path) -> None:
 def _vectors_and_tokens(
     model: Realm, inputs: tuple[Params, Compression], passages: PassageBatch
 ) -> tuple[jax.Array, jax.Array]:
-    """Return vectors [n, projection] and stored token vectors. The compiler shares the layers that both need."""
+    """Return vectors [n, projection] and stored token vectors. The compiler shares the layers that both need.
+
+    `Run.embedder` compiles once for each function of a module.
+    """
     params, compression = inputs
     return model.embed_documents(params, passages), compressed_tokens(model, params, passages, compression)
 
 
-def _tokens(model: Realm, params: Params, passages: PassageBatch) -> TokenVectors:
+def _token_vectors(model: Realm, params: Params, passages: PassageBatch) -> TokenVectors:
+    """Return token vectors [n, length, width], like `_vectors_and_tokens` for `Run.embedder`."""
     return model.document_tokens(params, passages)
 
 
@@ -144,7 +148,7 @@ def _tokens(model: Realm, params: Params, passages: PassageBatch) -> TokenVector
 
 
 def fit_compression(run: Run, encoders: Params) -> Compression:
-    """Fit the compression of token vectors to a corpus.
+    """Fit the compression of token vectors to a corpus: the principal axes of those of SAMPLE passages.
 
     Args:
         run: has the corpus.
@@ -153,9 +157,9 @@ def fit_compression(run: Run, encoders: Params) -> Compression:
     width, corpus = run.model.bert.width, run.corpus
     sample = corpus.take(np.array(evenly_spaced(range(run.context.rows), SAMPLE)))
     second_moment = np.zeros((width, width))
-    embed = run.embedder(encoders, _tokens)
+    embed = run.embedder(encoders, _token_vectors)
     for _, (vectors, mask) in embedded_batches(embed, sample, SAMPLE_BATCH * run.mesh.size):
-        states = vectors[mask]  # [tokens, width]
+        states = checked_vectors(vectors[mask])  # [tokens, width]
         second_moment += states.T @ states
     projection = principal_axes(second_moment, min(stored_dimensions(int(corpus.lengths.max())), width))
     return Compression(projection, document_frequencies(corpus, run.sources.tokenizer.size))
@@ -174,12 +178,13 @@ def document_frequencies(corpus: CorpusRows, vocabulary_size: int) -> NDArray[np
     return frequencies
 
 
-def fits(compression: Compression, passages: int) -> bool:
-    """Return True unless a compression was fitted to much fewer passages than a corpus has now.
+def can_stay(compression: Compression, passages: int, longest: int) -> bool:
+    """Return True if a compression can stay after an edit: its sample was large enough, and no token would be lost.
 
     Args:
         compression: [CLS] is in every passage that it was fitted to, so its largest frequency is their number.
-        passages: of the corpus now.
+        passages: number of passages of the corpus now.
+        longest: tokens of the longest passage now.
     """
     fitted = int(compression.frequencies.max())
-    return fitted >= SAMPLE or passages < 2 * fitted
+    return (fitted >= SAMPLE or passages < 2 * fitted) and compression.projection.shape[1] <= stored_dimensions(longest)

@@ -51,7 +51,7 @@ def embed_with_cache(
         params: all parameters.
         on_progress: called again and again meanwhile.
         bar: show a progress bar on a terminal.
-        tokens: gets the token vectors that it lacks; they are not in the cache. None to store none.
+        tokens: file to which missing token vectors are written, which the cache has not; None to store none.
 
     Returns:
         [rows, width].

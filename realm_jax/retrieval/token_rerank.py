@@ -1,10 +1,9 @@
 """Token rerank: put the first passages of a search into a new order by their token vectors, without training.
 
 Late interaction (Khattab & Zaharia 2020) with the token states that the retriever's encoders have anyway. MaxSim of a
-query and a passage is the mean over the query's words of the largest cosine with a token of the passage. A passage is
-ordered by z(v) + w z(MaxSim), in which v is the value that the search ordered it by, and z is the z-score over the
-first passages of the question. MaxSim adds to the search, because it ranks worse without it on some collections
-(`benchmarks/search_stages.py` measures it). The retriever's scores, and so p(z|x), stay as they are.
+query and a passage is the mean over the query's words of the largest cosine with a token of the passage. Passages are
+ordered by z(v) + w z(MaxSim). v is the value by which the search ordered them, and z is the z-score over the first
+passages of the question. The retriever's scores, and so p(z|x), stay as they are (`docs/results/search.md`).
 
 The token vectors of passages come from the encoder at query time (`max_sims`), or from the index (`stored_max_sims`),
 which has them in fewer dimensions, of 8 bits each, and at most STORED_BYTES of a passage. The functions
@@ -25,7 +24,7 @@ from realm_jax.models.retriever import Retriever, TokenVectors, unit_vectors
 
 Array = jax.Array
 WEIGHT = 2.0  # w, chosen on MedQuAD's and SQuAD's training questions
-STORED_BYTES = 8192  # of the token vectors of a passage at most
+STORED_BYTES = 8192  # at most, for the token vectors of one passage
 MOST_DIMENSIONS, FEWEST_DIMENSIONS = 64, 24  # of a stored token vector: more gain little, and fewer lose much
 LARGEST = 127  # of int8, so that x and −x are stored alike
 FLAT = 1e-5  # values that differ by a smaller share of the largest one do not differ: rounding in float32
@@ -155,7 +154,9 @@ class StoredTokens(NamedTuple):
 
 
 def stored_dimensions(tokens: int) -> int:
-    """Return the dimensions of stored token vectors. It is better to store all tokens in fewer dimensions.
+    """Return the dimensions of stored token vectors: so few that all tokens of a passage fit into STORED_BYTES.
+
+    If they are below FEWEST_DIMENSIONS, some tokens are dropped.
 
     Args:
         tokens: of the longest passage.

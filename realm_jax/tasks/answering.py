@@ -82,11 +82,11 @@ def trained_reranker(task: str, config: Config) -> Rerank | None:
     return Rerank("cross-encoder", config.rerank.passages, (NAME,), rescore)
 
 
-def compares_tokens(task: str, config: Config) -> bool:
-    """Return True if passages are reranked by token vectors unless the user says otherwise.
+def prefers_tokens(task: str, config: Config) -> bool:
+    """Return True if token rerank is the default.
 
-    We measured it for encoders whose vector is the mean of their token vectors. A reader that was trained on questions
-    was trained on the order of the search.
+    We measured it only for encoders whose vector is the mean of their token vectors. A task that trains a reader on
+    questions keeps the order of the search, because the reader was trained on it.
 
     Args:
         task: its name.
@@ -112,11 +112,11 @@ def search_pipeline(task: str, config: Config, search: str | None = None, rerank
     search, rerank = search or question_search(task, config), rerank or config.answering.rerank
     if not reads_passages(task) or rerank == "none":
         return SearchPipeline(search)
-    if rerank == "tokens" or (rerank == AUTO and compares_tokens(task, config)):
+    trained = trained_reranker(task, config)
+    if rerank == "tokens" or (rerank == AUTO and trained is None and prefers_tokens(task, config)):
         encoders = (SHARED,) if config.model.shared_tower else TOWERS
         tokens = Rerank("tokens", config.answering.rerank_depth, encoders, rescore_by_tokens)
         return SearchPipeline(search, tokens)
-    trained = trained_reranker(task, config)
     if trained is None and rerank != AUTO:
         raise UserError(
             f"--rerank={rerank}: no cross-encoder was trained by the end of task {task}; train one (--config=rerank), "

@@ -168,6 +168,17 @@ class ExportedModel:
             return None
         return self._array(TOKENS, self.manifest["tokens"][TOKENS])
 
+    def has_tokens_of(self, run: Run, params: Params) -> bool:
+        """Return True if it has token vectors of a run's corpus by these encoders.
+
+        Args:
+            run: has corpus and networks.
+            params: with the encoders.
+        """
+        encoders = {name: params[name] for name in run.model.embedder_names}
+        is_current = self.manifest["corpus"] == run.sources.passages.fingerprint
+        return self.stores_tokens and is_current and self.has(encoders)
+
     def token_compression(self) -> Compression | None:
         """Read how token vectors are stored; None if there are none. Raises UserError if a file is damaged."""
         if not self.stores_tokens:
@@ -302,7 +313,7 @@ def export_task(run: Run, task: str, params: Params, trained_reader: bool) -> No
 
 def write_exported_model(
     folder: Path, run: Run, task: str, step: int, params: Params, vectors: NDArray | None, trained_reader: bool,
-    identity: str | None = None, tokens: Path | None = None,
+    identity: str | None = None, token_folder: Path | None = None,
 ) -> None:  # fmt: skip
     """Write an exported model, and replace an earlier one. Every process has to call this.
 
@@ -316,7 +327,7 @@ def write_exported_model(
             is opened.
         trained_reader: true if the reader learned to answer questions.
         identity: see `ExportedModel`; None for a digest of the arrays.
-        tokens: folder with the files of `TokenFile`, by these parameters; None to store no token vectors.
+        token_folder: has the files of `TokenFile`, by these parameters; None to store no token vectors.
 
     Raises:
         UserError: the directory cannot be written.
@@ -338,7 +349,7 @@ def write_exported_model(
             np.save(staged / VECTORS, vectors, allow_pickle=False)
             vectors_checksum = checksums({VECTORS: vectors})[VECTORS]
         write_json_atomic(staged / CONFIG, with_absolute_paths(run.config.to_dict()))
-        token_arrays = _add_token_files(staged, tokens)
+        token_arrays = _add_token_files(staged, token_folder)
         arrays = named_arrays(params) | ({} if vectors is None else {VECTORS: vectors}) | token_arrays
         manifest = {
             "format": FORMAT,
@@ -357,7 +368,7 @@ def write_exported_model(
 
 
 def replace_vectors(
-    folder: Path, run: Run, vectors: NDArray, publish_corpus: Callable[[], None], tokens: Path | None = None
+    folder: Path, run: Run, vectors: NDArray, publish_corpus: Callable[[], None], token_folder: Path | None = None
 ) -> None:
     """Replace the vectors of an exported model by those of the run's corpus. The networks stay as they are.
 
@@ -366,7 +377,7 @@ def replace_vectors(
         run: has the corpus.
         vectors: of all its passages by the model's encoders, [passages, width].
         publish_corpus: called once all files are written, right before they replace the earlier ones.
-        tokens: see `write_exported_model`.
+        token_folder: see `write_exported_model`.
 
     Raises:
         UserError: the directory cannot be written.
@@ -380,7 +391,7 @@ def replace_vectors(
         for name in (VECTORS, *TOKEN_FILES):
             (staged / name).unlink(missing_ok=True)  # else we would write through its link
         np.save(staged / VECTORS, stored[VECTORS], allow_pickle=False)
-        token_arrays = _add_token_files(staged, tokens)
+        token_arrays = _add_token_files(staged, token_folder)
         manifest |= {"corpus": run.sources.passages.fingerprint, "vectors": checksums(stored)[VECTORS]}
         manifest |= {"tokens": checksums(token_arrays) or None}
         manifest["identity"] = arrays_digest(stored | token_arrays, manifest["identity"].encode())
@@ -388,12 +399,17 @@ def replace_vectors(
         publish_corpus()
 
 
-def _add_token_files(folder: Path, tokens: Path | None) -> dict[str, NDArray]:
-    """Link the files of token vectors into a folder, and return their arrays by name; nothing for None."""
-    if tokens is None:
+def _add_token_files(folder: Path, token_folder: Path | None) -> dict[str, NDArray]:
+    """Link the files of token vectors into a folder, and return their arrays by name; nothing for None.
+
+    Args:
+        folder: gets the links.
+        token_folder: has the files.
+    """
+    if token_folder is None:
         return {}
     for name in TOKEN_FILES:
-        _link_or_copy(str(tokens / name), str(folder / name))
+        _link_or_copy(str(token_folder / name), str(folder / name))
     return {name: np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in TOKEN_FILES}
 
 
@@ -469,8 +485,8 @@ class _StagedFolder:
                 ) from None
             return
         flush_folder(self._staged)  # may take long, and there is no model between the two renames
-        shutil.rmtree(self._old, ignore_errors=True)
-        if self._final.exists():
+        if self._final.exists():  # else a command was killed between its renames, and the old model is the only one
+            shutil.rmtree(self._old, ignore_errors=True)
             os.rename(self._final, self._old)
         publish_folder(self._staged, self._final)
         shutil.rmtree(self._old, ignore_errors=True)

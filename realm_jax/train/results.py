@@ -22,6 +22,7 @@ from realm_jax.eval.answer_matching import exact_match, find_answer
 from realm_jax.eval.prediction import GROUPED_BY, Evaluator
 from realm_jax.eval.report import UNTRAINED, write_report
 from realm_jax.eval.retrieval_metrics import is_retrieval_measure
+from realm_jax.forward import SearchPipeline
 from realm_jax.host import usable_cores
 from realm_jax.indexing.vector_cache import embed_with_cache
 from realm_jax.models.layers import Params
@@ -34,7 +35,7 @@ from realm_jax.tasks.answering import (
     evaluation_pipeline,
     needs_vectors,
     question_search,
-    search_pipeline,
+    trained_reranker,
     trains_qa_reader,
 )
 from realm_jax.train.best import keeps_best, selection_metric
@@ -169,7 +170,7 @@ def write_results(run: Run, params: Params, questions: Sequence[Question], comma
     """
     # --- Metrics that the last task did not evaluate: recall of hybrid search, exact match of a reader of `init_from`
     names, last = task_names(run.config), task_names(run.config)[-1]
-    pipeline = search_pipeline(last, run.config)
+    pipeline = SearchPipeline(question_search(last, run.config), trained_reranker(last, run.config))
     if needs_vectors(last, run.config):
         vectors = exported_vectors(run, last)
         index = run.index(run.embed(params) if vectors is None else vectors)

@@ -8,7 +8,7 @@ import pytest
 from tiny import loud_params
 
 from realm_jax.indexing import token_file
-from realm_jax.indexing.token_file import TokenFile, document_frequencies, fits, remove_unfinished
+from realm_jax.indexing.token_file import TokenFile, can_stay, document_frequencies, remove_unfinished
 from realm_jax.models.inputs import PassageBatch
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.retrieval.token_rerank import Compression
@@ -46,7 +46,7 @@ def test_long_passages_keep_as_many_tokens_as_are_stored(run, params, monkeypatc
     assert np.load(file.folder / "tokens.npy").any(axis=2).sum(axis=1).tolist() == [5] * run.context.rows
 
 
-def test_a_killed_command_is_continued_and_another_one_begins_anew(run, params, monkeypatch):
+def test_a_killed_command_is_continued_and_another_key_starts_again(run, params, monkeypatch):
     TokenFile(run, params, "key").embed(np.array([2, 5, 7]))
     with monkeypatch.context() as patch:
         patch.setattr(token_file, "fit_compression", None)
@@ -72,6 +72,7 @@ def test_document_frequencies_count_the_passages_of_a_token():
     assert document_frequencies(corpus, 10).tolist() == [0, 3, 3, 0, 2, 1, 0, 0, 0, 0]
 
 
-def test_a_compression_of_few_passages_fits_until_the_corpus_has_doubled():
-    few, many = (Compression(np.eye(2, dtype=np.float32), np.array([0, n], np.int32)) for n in (10, 512))
-    assert fits(few, 19) and not fits(few, 20) and fits(many, 10_000)
+def test_a_compression_stays_unless_a_small_corpus_doubled_or_passages_grew():
+    few, many = (Compression(np.eye(64, dtype=np.float32), np.array([0, n], np.int32)) for n in (10, 512))
+    assert can_stay(few, 19, 128) and not can_stay(few, 20, 128) and can_stay(many, 10_000, 128)
+    assert not can_stay(many, 10_000, 200), "64 dimensions of 200 tokens have more than 8 KB"
