@@ -161,6 +161,8 @@ def test_the_model_of_other_encoders_has_no_token_vectors(copied):
     """As `realm adapt` replaces that of an index."""
     run = open_run_for_inference(copied)
     params = {**restore(run, for_answers=False).params}
+    assert exported_model(copied).has_tokens_of(run, params)
+    assert not exported_model(copied).has_tokens_of(run, jax.tree.map(lambda array: array + 1, params))
     write_exported_model(copied / "model", run, "index", 1, params, run.embed(params), trained_reader=False)
     assert not exported_model(copied).stores_tokens and not any((copied / "model" / name).exists() for name in FILES)
     model = realm_jax.Model(copied, rerank="tokens")

@@ -187,10 +187,14 @@ def test_what_is_pushed_to_the_hub_is_what_another_run_starts_from(hub, trained_
 
 def test_an_adapted_model_is_pushed_as_it_is_and_privately_where_that_is_asked_for(hub, tmp_path, capsys):
     (tmp_path / "model").mkdir()
-    (tmp_path / "adapt.json").write_text("{}")
+    (tmp_path / "adapt.json").write_text('{"measured": {}}')
     (tmp_path / "model" / "README.md").write_text("# An encoder\n")
-    for name in ("vectors.npy", "config.json", "manifest.json"):  # of the run, and of nobody else's business
+    private = ("vectors.npy", "tokens.npy", "token_projection.npy", "token_frequencies.npy")
+    for name in (*private, "config.json", "manifest.json"):  # these reveal the documents, or folders of this machine
         (tmp_path / "model" / name).write_text("{}")
+    assert push(tmp_path) == 2 and not hub.files
+    assert "the adaptation is not done; run its command again" in capsys.readouterr().err
+    (tmp_path / "adapt.json").write_text('{"export": ["model"]}')
     assert push(tmp_path, "--private") == 0 and push(tmp_path, "--private") == 0
     assert hub.files == {"someone/mine": {"README.md": b"# An encoder\n"}} and hub.private == {"someone/mine": True}
     hub.private["someone/mine"] = False
@@ -204,7 +208,7 @@ def test_an_adapted_model_is_pushed_as_it_is_and_privately_where_that_is_asked_f
 
 def test_without_a_token_that_may_write_nothing_is_pushed_and_no_token_is_shown(hub, tmp_path, monkeypatch, capfd):
     (tmp_path / "model").mkdir()
-    (tmp_path / "adapt.json").write_text("{}")
+    (tmp_path / "adapt.json").write_text('{"export": ["model"]}')
     hub.token = "another"
     assert push(tmp_path) == 2
     error = capfd.readouterr().err

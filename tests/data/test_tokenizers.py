@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_tokenizers import ended
 from ml_collections import ConfigDict
+from pretrained_encoders import byte_pairs
 from tiny_run import PEOPLE, question, tiny_config, write_lines
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -90,6 +91,11 @@ def test_words_are_tokens_with_a_letter_or_a_digit(tokenizer):
     ids = [*tokenizer.encode("was born (1801) .").ids, *tokenizer.special, tokenizer.unk_id]
     words = [piece for piece, is_word in zip(tokenizer.pieces(ids), tokenizer.is_word[ids], strict=True) if is_word]
     assert words == ["▁was", "▁born", "1801"] and len(tokenizer.is_word) == tokenizer.size
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    byte_level = Tokenizer(ended(byte_pairs((*special,), 400, ["born – “in” ’", "in – born “"] * 9), special))
+    ids = byte_level.encode("born – “in” 日").ids
+    words = [byte_level.decode([number]).strip() for number in ids if byte_level.is_word[number]]
+    assert "".join(words).replace("\N{REPLACEMENT CHARACTER}", "") == "bornin"
     pieces = WordPiece([*SPECIAL_PIECES, "18", "##a", "?", "##.", "日"])
     assert pieces.is_word.tolist() == [False] * 5 + [True, True, False, False, True]
 
