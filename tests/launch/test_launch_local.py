@@ -454,6 +454,7 @@ def test_a_builder_in_the_background_that_fails_ends_the_trainer(scripted, tmp_p
 # ---- the real thing
 
 
+@pytest.mark.slow
 def test_two_trainer_processes_and_a_builder_train_a_tiny_run(people, tmp_path):
     config = tiny_config(people)
     config.tasks = "realm"

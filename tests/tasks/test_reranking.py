@@ -19,7 +19,7 @@ from tiny import (  # fmt: skip
 )
 
 from realm_jax.config import QaConfig
-from realm_jax.forward import Rerank, Rescored, SearchPipeline, falling_scores, retrieve_and_rerank
+from realm_jax.forward import Rerank, Rescored, SearchPipeline, falling_scores, gather_passages, retrieve_and_rerank
 from realm_jax.models.networks import Network
 
 ROWS, BEAM, FIRST = 12, 6, 4
@@ -35,8 +35,9 @@ class Bias(Network):
         return {"value": jax.random.normal(key, (1,))}
 
 
-def last_piece(qa, context, params, batch, documents, ranking):
+def last_piece(qa, context, params, batch, index, ranking):
     """Adds to each passage its last piece times a parameter: what no search knows."""
+    documents = gather_passages(index, ranking.rows)
     last = jnp.take_along_axis(documents.ids, documents.lengths[..., None].astype(jnp.int32) - 2, axis=-1)[..., 0]
     scores = ranking.scores + params["bias"]["value"] * last.astype(jnp.float32)
     return Rescored(scores, scores)
