@@ -9,7 +9,7 @@
 The encoder is not trained. --kept holds the token vectors of all passages, 2 bytes per number (3.7 GB for 49,000
 passages of MiniLM), which later calls use again, and the metrics of each question, NAME.npz.
 
---questions: NAME=FILE, or NAME:FIELD=FILE if questions with the same value of a field are one cluster. Otherwise
+--questions: NAME=FILE, or the name of a split for FILE; NAME:FIELD=FILE if questions with the same value of a field are one cluster. Otherwise
 questions are clustered by the title of their gold document, and questions with several gold documents not at all.
 Intervals are at 95 %, Student's t with a cluster-robust error. --tune prints the rules that we compared over hybrid
 search; look at them only on questions that no table reports.
@@ -244,7 +244,10 @@ def main() -> None:
     for argument in args.questions:
         name, _, file = argument.partition("=")
         name, _, field = name.partition(":")
-        questions = [question for question in read_questions(file) if question.gold]
+        splits = run.sources.questions
+        questions = [
+            question for question in (splits[file] if file in splits else read_questions(file)) if question.gold
+        ]
         questions = evenly_spaced(questions, args.most) if args.most else questions
         golds, clusters = [question.gold for question in questions], clusters_of(store, questions, field)
         label = f"{name} | {len(questions):,}, {len({*clusters}):,}"
