@@ -9,8 +9,9 @@
 The encoder is not trained. --kept holds the token vectors of all passages, 2 bytes per number (3.7 GB for 49,000
 passages of MiniLM), which later calls use again, and the metrics of each question, NAME.npz.
 
---questions: NAME=FILE, or the name of a split for FILE; NAME:FIELD=FILE if questions with the same value of a field are one cluster. Otherwise
-questions are clustered by the title of their gold document, and questions with several gold documents not at all.
+--questions: NAME=FILE, in which FILE may also be a split of the prepared folder; NAME:FIELD=FILE if questions with the
+same value of a field are one cluster. Otherwise questions are clustered by the title of their gold document, and
+questions with several gold documents not at all.
 Intervals are at 95 %, Student's t with a cluster-robust error. --tune prints the rules that we compared over hybrid
 search; look at them only on questions that no table reports.
 """
