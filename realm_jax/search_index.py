@@ -426,7 +426,7 @@ def update_index(before: Run, after: Run, params: Params, publish_corpus: Callab
         after: the run over the edited corpus.
         params: parameters of the encoders.
         publish_corpus: makes the edit visible in the dataset directory. It comes after everything that may fail, and
-            before the model is replaced: `refresh_index` completes what is cut off in between.
+            before the model is replaced: `refresh_index` completes an edit that is cut off in between.
 
     Returns:
         The number of passages that were embedded.

@@ -164,6 +164,17 @@ def documents(tmp_path_factory) -> Path:
     return write_articles(tmp_path_factory.mktemp("documents") / "articles.jsonl")
 
 
+@pytest.fixture
+def copied_index(indexed, tmp_path) -> Path:
+    """A copy of the index that the fixture `indexed` of a test module made, for tests that change it."""
+    shutil.copytree(indexed, tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    config = json.loads(path.read_text())
+    config["data"]["path"] = str(tmp_path / "run" / "data")
+    path.write_text(json.dumps(config))
+    return tmp_path / "run"
+
+
 @pytest.fixture(scope="module")
 def encoder(documents) -> Path:
     """A pretrained encoder with the vocabulary of these documents; see `pretrained_encoders.py`."""

@@ -78,16 +78,6 @@ def indexed(documents, encoder, tmp_path_factory) -> Path:
     return output
 
 
-@pytest.fixture
-def copied(indexed, tmp_path) -> Path:
-    """A copy of it, to be changed."""
-    shutil.copytree(indexed, tmp_path / "run")
-    config = read_json(tmp_path / "run" / "config.json")
-    config["data"]["path"] = str(tmp_path / "run" / "data")
-    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
-    return tmp_path / "run"
-
-
 @pytest.fixture(scope="module")
 def questions(documents) -> Path:
     """Judged questions: the words of a passage."""
@@ -196,15 +186,15 @@ def test_an_index_starts_a_run_as_a_source(indexed, tmp_path):
 # --- resume and errors ------------------------------------------------------------------------------------------------
 
 
-def test_the_same_command_on_a_finished_index_does_nothing(copied, documents, encoder, monkeypatch, capsys):
-    before = {path: path.stat().st_mtime_ns for path in copied.rglob("*") if path.is_file()}
+def test_the_same_command_on_a_finished_index_does_nothing(copied_index, documents, encoder, monkeypatch, capsys):
+    before = {path: path.stat().st_mtime_ns for path in copied_index.rglob("*") if path.is_file()}
     for name in ("prepare_documents", "make_run", "write_index"):
         monkeypatch.setattr(search_index, name, None)
-    assert index(documents, encoder, copied) == 0
+    assert index(documents, encoder, copied_index) == 0
     out = capsys.readouterr().out
     assert "has the index of the same documents (60 passages of 60 documents); nothing to do" in out
-    assert f"adapt:  realm adapt {copied}" in out
-    assert before == {path: path.stat().st_mtime_ns for path in copied.rglob("*") if path.is_file()}
+    assert f"adapt:  realm adapt {copied_index}" in out
+    assert before == {path: path.stat().st_mtime_ns for path in copied_index.rglob("*") if path.is_file()}
 
 
 def test_a_run_is_continued_from_another_directory(documents, encoder, tmp_path, monkeypatch, capsys):
@@ -294,14 +284,16 @@ def test_documents_may_be_added_until_the_index_is_finished(documents, encoder, 
 
 
 def test_a_finished_index_without_its_model_is_rebuilt_with_edits_and_questions(
-    copied, documents, encoder, questions, tmp_path
+    copied_index, documents, encoder, questions, tmp_path
 ):
-    assert cli.main(["corpus", "add", str(write_lines(tmp_path / "new.jsonl", [NEW])), f"--workdir={copied}"]) == 0
-    replace_questions(copied / "data", [f"test={questions}"])
-    shutil.rmtree(copied / "model")
-    assert index(documents, encoder, copied) == 0
-    run = open_run_for_inference(copied)
-    assert exported_model(copied).vectors(run.sources.passages.fingerprint).shape == (61, 16)
+    assert (
+        cli.main(["corpus", "add", str(write_lines(tmp_path / "new.jsonl", [NEW])), f"--workdir={copied_index}"]) == 0
+    )
+    replace_questions(copied_index / "data", [f"test={questions}"])
+    shutil.rmtree(copied_index / "model")
+    assert index(documents, encoder, copied_index) == 0
+    run = open_run_for_inference(copied_index)
+    assert exported_model(copied_index).vectors(run.sources.passages.fingerprint).shape == (61, 16)
     assert len(run.sources.questions["test"]) == 12
 
 
@@ -380,42 +372,46 @@ def test_the_language_of_documents_is_detected_or_named(indexed, documents, enco
 # --- edits ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_added_document_is_found_and_nothing_else_is_embedded(copied, tmp_path, embedded, capsys):
-    before = exported_model(copied)
+def test_an_added_document_is_found_and_nothing_else_is_embedded(copied_index, tmp_path, embedded, capsys):
+    before = exported_model(copied_index)
     first = before.vectors(before.manifest["corpus"]).copy()
-    assert cli.main(["corpus", "add", str(write_lines(tmp_path / "new.jsonl", [NEW])), f"--workdir={copied}"]) == 0
+    assert (
+        cli.main(["corpus", "add", str(write_lines(tmp_path / "new.jsonl", [NEW])), f"--workdir={copied_index}"]) == 0
+    )
     assert "embedded 1 of 61 passages" in capsys.readouterr().out and embedded == [1]
-    model = realm_jax.Model(copied)
+    model = realm_jax.Model(copied_index)
     assert model.search(f"{NEW['title']} {NEW['text']}")["candidates"][0]["id"] == "new" and embedded == [1]
     np.testing.assert_array_equal(np.asarray(model.trained.index.vectors)[:60], first)
-    assert exported_model(copied).identity != before.identity and not (copied / "index").exists()
-    assert cli.main(["corpus", "remove", "new", "a3", f"--workdir={copied}"]) == 0
-    assert embedded == [1] and realm_jax.Model(copied).passages == 59
+    assert exported_model(copied_index).identity != before.identity and not (copied_index / "index").exists()
+    assert cli.main(["corpus", "remove", "new", "a3", f"--workdir={copied_index}"]) == 0
+    assert embedded == [1] and realm_jax.Model(copied_index).passages == 59
 
 
 @pytest.mark.slow
-def test_a_service_answers_from_an_index_and_loads_an_edit_by_itself(copied, tmp_path):
-    stop, service = threading.Event(), Service(copied, {}, 1)
+def test_a_service_answers_from_an_index_and_loads_an_edit_by_itself(copied_index, tmp_path):
+    stop, service = threading.Event(), Service(copied_index, {}, 1)
     facts = service.facts()
     assert (facts["task"], facts["search"], facts["answers"], facts["reader"]) == ("index", "hybrid", True, None)
     (reply,) = service.work("ask", ["What was Ada Moss?"])
     assert reply["answer"] is None and len(reply["candidates"]) == 5
     assert not service.renew(stop)
-    assert cli.main(["corpus", "add", str(write_lines(tmp_path / "new.jsonl", [NEW])), f"--workdir={copied}"]) == 0
+    assert (
+        cli.main(["corpus", "add", str(write_lines(tmp_path / "new.jsonl", [NEW])), f"--workdir={copied_index}"]) == 0
+    )
     assert service.renew(stop) and service.model.passages == 61
     (reply,) = service.work("search", [NEW["text"]])
     assert reply["candidates"][0]["id"] == "new"
 
 
-def test_a_failed_edit_leaves_the_index_as_it_was(copied, tmp_path, monkeypatch, capsys):
-    identity = exported_model(copied).identity
+def test_a_failed_edit_leaves_the_index_as_it_was(copied_index, tmp_path, monkeypatch, capsys):
+    identity = exported_model(copied_index).identity
     new = write_lines(tmp_path / "new.jsonl", [NEW])
     with monkeypatch.context() as patch, pytest.raises(KeyError, match="power failure"):
         patch.setattr(search_index, "save_bm25_index", breaks_off(search_index.save_bm25_index))
-        cli.main(["corpus", "add", str(new), f"--workdir={copied}"])
-    assert exported_model(copied).identity == identity and realm_jax.Model(copied).passages == 60
-    assert cli.main(["corpus", "add", str(new), f"--workdir={copied}"]) == 0
-    assert realm_jax.Model(copied).passages == 61
+        cli.main(["corpus", "add", str(new), f"--workdir={copied_index}"])
+    assert exported_model(copied_index).identity == identity and realm_jax.Model(copied_index).passages == 60
+    assert cli.main(["corpus", "add", str(new), f"--workdir={copied_index}"]) == 0
+    assert realm_jax.Model(copied_index).passages == 61
 
 
 def breaks(*_: Any) -> None:
@@ -434,41 +430,41 @@ def breaks(*_: Any) -> None:
 )
 @pytest.mark.parametrize("command", ["corpus", pytest.param("index", marks=pytest.mark.slow)])
 def test_an_edit_that_is_cut_off_is_completed_by_the_next_command(
-    copied, documents, encoder, tmp_path, monkeypatch, embedded, capsys, command, place, passages, repeated
+    copied_index, documents, encoder, tmp_path, monkeypatch, embedded, capsys, command, place, passages, repeated
 ):
     """The index answers meanwhile, and no passage is embedded again."""
     new = write_lines(tmp_path / "new.jsonl", [NEW])
     with monkeypatch.context() as patch, pytest.raises(KeyError, match="power failure"):
         patch.setattr(place, breaks)
-        cli.main(["corpus", "add", str(new), f"--workdir={copied}"])
-    run = open_run_for_inference(copied)
-    assert len(run.sources.passages) == passages and exported_model(copied).task == "index"
+        cli.main(["corpus", "add", str(new), f"--workdir={copied_index}"])
+    run = open_run_for_inference(copied_index)
+    assert len(run.sources.passages) == passages and exported_model(copied_index).task == "index"
     embedded.clear()
     if command == "corpus":
-        assert cli.main(["corpus", "add", str(new), f"--workdir={copied}"]) == repeated
+        assert cli.main(["corpus", "add", str(new), f"--workdir={copied_index}"]) == repeated
         passages = 61
         assert ("'new' is in the corpus already" in capsys.readouterr().err) == bool(repeated)
-    assert index(documents, encoder, copied) == 0
+    assert index(documents, encoder, copied_index) == 0
     assert f"{passages} passages of {passages} documents" in capsys.readouterr().out
-    run = open_run_for_inference(copied)
-    vectors = exported_model(copied).vectors(run.sources.passages.fingerprint)
+    run = open_run_for_inference(copied_index)
+    vectors = exported_model(copied_index).vectors(run.sources.passages.fingerprint)
     assert len(vectors) == passages and embedded == [1] * (passages > 60)
-    assert is_saved(run.sources.passages, run.bm25_language, copied)
+    assert is_saved(run.sources.passages, run.bm25_language, copied_index)
 
 
 def test_an_index_takes_edits_of_its_folder_when_it_is_made_again(
-    copied, documents, encoder, tmp_path, embedded, capsys
+    copied_index, documents, encoder, tmp_path, embedded, capsys
 ):
     new = write_lines(tmp_path / "new.jsonl", [NEW])
-    assert cli.main(["corpus", "add", str(new), f"--data={copied / 'data'}"]) == 0
-    assert index(documents, encoder, copied) == 0
+    assert cli.main(["corpus", "add", str(new), f"--data={copied_index / 'data'}"]) == 0
+    assert index(documents, encoder, copied_index) == 0
     out = capsys.readouterr().out
     assert "indexed 61 passages of 61 documents" in out and embedded == [1]
-    assert cli.main(["corpus", "remove", "a7", f"--workdir={copied}"]) == 0
-    assert index(documents, encoder, copied) == 0
+    assert cli.main(["corpus", "remove", "a7", f"--workdir={copied_index}"]) == 0
+    assert index(documents, encoder, copied_index) == 0
     assert "(60 passages of 60 documents); nothing to do" in capsys.readouterr().out and embedded == [1]
     article = json.loads(documents.read_text().splitlines()[8])
-    assert realm_jax.Model(copied).search(article["text"][:60])["candidates"][0]["id"] == "a8"
+    assert realm_jax.Model(copied_index).search(article["text"][:60])["candidates"][0]["id"] == "a8"
 
 
 # --- adaptation -------------------------------------------------------------------------------------------------------
@@ -476,37 +472,42 @@ def test_an_index_takes_edits_of_its_folder_when_it_is_made_again(
 
 @pytest.mark.slow
 def test_an_index_is_adapted_with_its_data_vectors_and_words(
-    copied, questions, tmp_path, monkeypatch, embedded, capsys
+    copied_index, questions, tmp_path, monkeypatch, embedded, capsys
 ):
     """Its corpus was edited since; and the run answers with the index until the adapted model replaces it."""
     monkeypatch.setattr(evaluate, "passes_promotion_test", lambda *_: True)
     monkeypatch.setattr(search_index, "prepare_documents", None)
     monkeypatch.setenv("REALM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("REALM_CACHE_BYTES", "1000000")
-    assert cli.main(["corpus", "add", str(write_lines(tmp_path / "new.jsonl", [NEW])), f"--workdir={copied}"]) == 0
-    words, base = [*(copied / "words").iterdir()], restore(open_run_for_inference(copied), warn=False).params
+    assert (
+        cli.main(["corpus", "add", str(write_lines(tmp_path / "new.jsonl", [NEW])), f"--workdir={copied_index}"]) == 0
+    )
+    words, base = (
+        [*(copied_index / "words").iterdir()],
+        restore(open_run_for_inference(copied_index), warn=False).params,
+    )
     with monkeypatch.context() as patch:
         patch.setattr(adaptation, "measure", breaks_off(lambda *_: None))
         with pytest.raises(KeyError, match="power failure"):
-            adapt(str(copied), f"--questions={questions}", "--merge=0.5")
-    assert realm_jax.Model(copied).task == "index"
+            adapt(str(copied_index), f"--questions={questions}", "--merge=0.5")
+    assert realm_jax.Model(copied_index).task == "index"
     capsys.readouterr()
     embedded.clear()
-    assert adapt(str(copied), f"--questions={questions}", "--merge=0.5") == 0
+    assert adapt(str(copied_index), f"--questions={questions}", "--merge=0.5") == 0
     out = capsys.readouterr().out
     assert "Adapted: 0.5 × base + 0.5 × trained" in out
     assert "added:  adapted encoders, and the vectors of all passages by them; a reader that learned from hidden" in out
     assert embedded.count(61) == 1, "by the adapted encoder; the vectors of the base encoder are those of the index"
-    assert [*(copied / "words").iterdir()] == words
-    record, model = read_json(copied / "adapt.json"), realm_jax.Model(copied)
+    assert [*(copied_index / "words").iterdir()] == words
+    record, model = read_json(copied_index / "adapt.json"), realm_jax.Model(copied_index)
     assert record["settings"]["from"].endswith("encoder") and record["plan"]["passages"] == model.passages == 61
     assert record["measured"]["table"]["start"]["judged questions: recall@5"]["queries"] == 12
     assert model.task == "realm" and model.ask("What was Ada Moss?")["answer"]
-    config = read_json(copied / "config.json")
+    config = read_json(copied_index / "config.json")
     assert config["tasks"] == "evidence_contrast,realm" and config["data"]["document_length"] == 64
     query = model.trained.params["query_embedder"]
     assert any(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), query, base["query_embedder"])))
-    assert adapt(str(copied), f"--questions={questions}", "--merge=0.5") == 0, "nothing is done again"
+    assert adapt(str(copied_index), f"--questions={questions}", "--merge=0.5") == 0, "nothing is done again"
 
 
 def test_what_is_no_index_is_not_adapted(indexed, documents, encoder, tmp_path, capsys):
@@ -524,7 +525,9 @@ def test_what_is_no_index_is_not_adapted(indexed, documents, encoder, tmp_path, 
     assert "its index is not finished; run its `realm index` command again" in capsys.readouterr().err
 
 
-def test_another_encoder_under_the_name_of_that_of_the_index_is_refused(copied, documents, tmp_path, encoder, capsys):
+def test_another_encoder_under_the_name_of_that_of_the_index_is_refused(
+    copied_index, documents, tmp_path, encoder, capsys
+):
     start = tmp_path / "encoder"
     shutil.copytree(encoder, start)
     assert index(documents, start, tmp_path / "own") == 0
@@ -551,19 +554,19 @@ def test_documents_are_indexed_and_adapted_in_python(documents, encoder, tmp_pat
         realm_jax.index(questions, tmp_path / "run", model=encoder, config=SIZES)
 
 
-def test_questions_of_a_prepared_folder_are_replaced(copied, questions):
-    passages = open_sources(copied / "data").passages.fingerprint
-    replace_questions(copied / "data", [f"test={questions}"])
-    sources = open_sources(copied / "data")
+def test_questions_of_a_prepared_folder_are_replaced(copied_index, questions):
+    passages = open_sources(copied_index / "data").passages.fingerprint
+    replace_questions(copied_index / "data", [f"test={questions}"])
+    sources = open_sources(copied_index / "data")
     assert len(sources.questions["test"]) == 12 and sources.passages.fingerprint == passages
-    replace_questions(copied / "data", [])
-    assert open_sources(copied / "data").questions == {}
+    replace_questions(copied_index / "data", [])
+    assert open_sources(copied_index / "data").questions == {}
 
 
 def test_questions_whose_replacement_is_cut_off_are_replaced_by_the_next_command(
-    copied, questions, tmp_path, monkeypatch
+    copied_index, questions, tmp_path, monkeypatch
 ):
-    replace_questions(copied / "data", [f"test={questions}"])
+    replace_questions(copied_index / "data", [f"test={questions}"])
     few = write_lines(tmp_path / "few.jsonl", [json.loads(line) for line in questions.read_text().splitlines()[:5]])
     write = PosixFolder.write
 
@@ -574,7 +577,7 @@ def test_questions_whose_replacement_is_cut_off_are_replaced_by_the_next_command
 
     with monkeypatch.context() as patch, pytest.raises(KeyError, match="power failure"):
         patch.setattr(PosixFolder, "write", cut)
-        replace_questions(copied / "data", [f"test={few}"])
-    assert open_sources(copied / "data").questions == {}
-    replace_questions(copied / "data", [f"test={few}"])
-    assert len(open_sources(copied / "data").questions["test"]) == 5
+        replace_questions(copied_index / "data", [f"test={few}"])
+    assert open_sources(copied_index / "data").questions == {}
+    replace_questions(copied_index / "data", [f"test={few}"])
+    assert len(open_sources(copied_index / "data").questions["test"]) == 5

@@ -1,7 +1,6 @@
 """`realm index --store-tokens`: who uses the stored token vectors, and what keeps them up to date."""
 
 import json
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from realm_jax.cli import main as cli
 from realm_jax.indexing import token_file
 from realm_jax.indexing.token_file import FILES, TokenFile
 from realm_jax.serving.service import Service
-from realm_jax.storage import read_json
 from realm_jax.train import workdir
 from realm_jax.train.exported_model import exported_model, write_exported_model
 from realm_jax.train.trained_run import open_run_for_inference, restore
@@ -50,16 +48,6 @@ def indexed(documents, encoder, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def copied(indexed, tmp_path) -> Path:
-    """A copy of it, to be changed."""
-    shutil.copytree(indexed, tmp_path / "run")
-    config = read_json(tmp_path / "run" / "config.json")
-    config["data"]["path"] = str(tmp_path / "run" / "data")
-    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
-    return tmp_path / "run"
-
-
-@pytest.fixture
 def only_stored(monkeypatch):
     """Token vectors of passages may come only from the index."""
 
@@ -69,11 +57,11 @@ def only_stored(monkeypatch):
     monkeypatch.setattr(forward, "max_sims", encodes_passages)
 
 
-def embedded_again(copied: Path, folder: Path) -> bytes:
+def embedded_again(copied_index: Path, folder: Path) -> bytes:
     """The token vectors of the run's corpus as it is now, all stored again with the compression that its index has."""
-    run = open_run_for_inference(copied)
+    run = open_run_for_inference(copied_index)
     object.__setattr__(run, "workdir", folder)
-    exported = exported_model(copied)
+    exported = exported_model(copied_index)
     file = TokenFile(run, exported.params(run.model, run.model.embedder_names), "again", exported.token_compression())
     file.embed(np.arange(run.context.rows))
     return (file.folder / FILES[0]).read_bytes()
@@ -108,7 +96,9 @@ def test_token_rerank_takes_stored_vectors_in_every_command(indexed, documents, 
     assert realm_jax.Model(indexed, rerank="none").trained.index.tokens is None, "it is loaded only for token rerank"
 
 
-def test_an_edit_stores_new_passages_only_and_gives_the_file_of_a_new_index(copied, tmp_path, monkeypatch, only_stored):
+def test_an_edit_stores_new_passages_only_and_gives_the_file_of_a_new_index(
+    copied_index, tmp_path, monkeypatch, only_stored
+):
     monkeypatch.setattr(token_file, "SAMPLE", 60)
     embedded: list[int] = []
     embed = TokenFile.embed
@@ -118,17 +108,19 @@ def test_an_edit_stores_new_passages_only_and_gives_the_file_of_a_new_index(copi
         return embed(self, rows, *arguments)
 
     monkeypatch.setattr(TokenFile, "embed", counted)
-    tokens, compression = copied / "model" / FILES[0], exported_model(copied).token_compression()
-    assert cli.main(["corpus", "add", str(write_lines(tmp_path / "new.jsonl", [NEW])), f"--workdir={copied}"]) == 0
+    tokens, compression = copied_index / "model" / FILES[0], exported_model(copied_index).token_compression()
+    assert (
+        cli.main(["corpus", "add", str(write_lines(tmp_path / "new.jsonl", [NEW])), f"--workdir={copied_index}"]) == 0
+    )
     changed = write_lines(tmp_path / "changed.jsonl", [NEW | {"id": "a5", "text": "Short."}])
-    assert cli.main(["corpus", "replace", str(changed), f"--workdir={copied}"]) == 0
-    assert cli.main(["corpus", "remove", "a3", "a59", f"--workdir={copied}"]) == 0
+    assert cli.main(["corpus", "replace", str(changed), f"--workdir={copied_index}"]) == 0
+    assert cli.main(["corpus", "remove", "a3", "a59", f"--workdir={copied_index}"]) == 0
     assert embedded == [1, 1, 0]
     for file, wanted in zip(FILES[1:], compression, strict=True):
-        np.testing.assert_array_equal(np.load(copied / "model" / file), wanted)
-    assert tokens.read_bytes() == embedded_again(copied, tmp_path)
-    assert len(np.load(tokens)) == 59 and not [*copied.glob(".tokens-*")]
-    candidates = realm_jax.Model(copied, rerank="tokens").search(NEW["text"], top=10)["candidates"]
+        np.testing.assert_array_equal(np.load(copied_index / "model" / file), wanted)
+    assert tokens.read_bytes() == embedded_again(copied_index, tmp_path)
+    assert len(np.load(tokens)) == 59 and not [*copied_index.glob(".tokens-*")]
+    candidates = realm_jax.Model(copied_index, rerank="tokens").search(NEW["text"], top=10)["candidates"]
     assert "new" in [one["id"] for one in candidates]
 
 
@@ -160,23 +152,27 @@ def test_an_index_that_was_killed_before_its_export_does_not_embed_again(
         assert (tmp_path / "run" / "model" / name).read_bytes() == (indexed / "model" / name).read_bytes()
 
 
-def test_the_model_of_other_encoders_has_no_token_vectors(copied):
+def test_the_model_of_other_encoders_has_no_token_vectors(copied_index):
     """As `realm adapt` replaces that of an index."""
-    run = open_run_for_inference(copied)
+    run = open_run_for_inference(copied_index)
     params = {**restore(run, for_answers=False).params}
-    assert exported_model(copied).has_tokens_of(run, params)
-    assert not exported_model(copied).has_tokens_of(run, jax.tree.map(lambda array: array + 1, params))
-    write_exported_model(copied / "model", run, "index", 1, params, run.embed(params), trained_reader=False)
-    assert not exported_model(copied).stores_tokens and not any((copied / "model" / name).exists() for name in FILES)
-    model = realm_jax.Model(copied, rerank="tokens")
+    assert exported_model(copied_index).has_tokens_of(run, params)
+    assert not exported_model(copied_index).has_tokens_of(run, jax.tree.map(lambda array: array + 1, params))
+    write_exported_model(copied_index / "model", run, "index", 1, params, run.embed(params), trained_reader=False)
+    assert not exported_model(copied_index).stores_tokens and not any(
+        (copied_index / "model" / name).exists() for name in FILES
+    )
+    model = realm_jax.Model(copied_index, rerank="tokens")
     assert model.trained.index.tokens is None and model.search(QUESTION)["candidates"][0]["ranks"]["tokens"] == 1
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_damaged_token_files_are_rejected_in_one_line_if_they_are_used(copied, name, capsys):
-    content = (copied / "model" / name).read_bytes()
-    (copied / "model" / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert cli.main(["ask", f"--workdir={copied}", "--rerank=tokens", QUESTION]) == 2
+def test_damaged_token_files_are_rejected_in_one_line_if_they_are_used(copied_index, name, capsys):
+    content = (copied_index / "model" / name).read_bytes()
+    (copied_index / "model" / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert cli.main(["ask", f"--workdir={copied_index}", "--rerank=tokens", QUESTION]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith(f"realm: error: {copied / 'model'}: {name} is not as it was written; remove the folder")
-    assert cli.main(["ask", f"--workdir={copied}", "--rerank=none", QUESTION]) == 0
+    assert line.startswith(
+        f"realm: error: {copied_index / 'model'}: {name} is not as it was written; remove the folder"
+    )
+    assert cli.main(["ask", f"--workdir={copied_index}", "--rerank=none", QUESTION]) == 0

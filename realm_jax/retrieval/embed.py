@@ -133,7 +133,7 @@ def embed_corpus(
     """Embed all passages.
 
     Args:
-        embed: see `embedded_batches`, as for the next three; it returns vectors.
+        embed: rows [batch_size, width] → vectors [batch_size, projection]; see `embedded_batches`.
         corpus: the passages.
         batch_size: rows that `embed` takes.
         progress: called with the number of passages done.

@@ -218,7 +218,7 @@ def reader_is_trained(workdir: Path, task: str) -> bool:
 
 
 def has_reader(run: Run, task: str) -> bool:
-    """Return False for an index without a trained reader, of which only retrieval is measured.
+    """Return True unless the run is an index without a trained reader, for which we measure only retrieval.
 
     Args:
         run: has config and run directory.
