@@ -5,7 +5,10 @@ and another passage that supports the hidden span; complete it searches its pass
 average of the three recalls (`MEAN_RECALL`), or of those that a sentence has, must rise. The queries share words with
 their passages, so an encoder that learned only to match words is better at this, while it may be worse at questions.
 Therefore recall of a passage that lacks the sentence (`RECALL_WITHOUT_SENTENCE`) must not fall. Recall of evaluation
-questions, if there are any, must not fall either. Read `measure`.
+questions, if there are any, must not fall either.
+
+The searches are those that users get: hybrid search, with token rerank if it is the default for the encoder. An encoder
+whose vectors are better is of no use if words and token vectors find the same passages without it. Read `measure`.
 """
 
 import logging
@@ -30,9 +33,12 @@ from realm_jax.eval.retrieval_metrics import RANKED
 from realm_jax.eval.significance import clustered_interval, paired_interval
 from realm_jax.forward import SearchPipeline
 from realm_jax.indexing.vector_cache import embed_with_cache
+from realm_jax.models.inputs import PassageBatch
 from realm_jax.models.layers import Params
+from realm_jax.retrieval.bm25 import Bm25, language_of
 from realm_jax.retrieval.embed import CorpusRows
 from realm_jax.run import Run
+from realm_jax.tasks.answering import search_pipeline
 from realm_jax.tasks.base import Task
 from realm_jax.tasks.evidence_contrast import number_names
 from realm_jax.train.checkpoints import SavedCheckpoint
@@ -53,7 +59,7 @@ WEIGHTS = (1.0, 0.5)  # interpolation weights of the trained encoders, in the or
 TOP = 5  # k of recall@k
 DEPTH = RANKED + 1  # retrieved passages, one of which may be the sentence's
 MAX_EXAMPLES = 5  # sentences of each kind in the report
-VECTOR_SEARCH = SearchPipeline("vectors")  # decides whether encoders are promoted
+VECTOR_SEARCH = SearchPipeline("vectors")
 
 BASELINE = "start"  # row of the base encoder
 MASKED, EVIDENCE, SENTENCE = "masked_recall@5", "evidence_recall@5", "sentence_recall@5"
@@ -78,30 +84,36 @@ def measure(run: Run, sentences: Sequence[HeldOutSentence], merge: float | None)
     """
     trained, base = restore_params(run, *last_checkpoint(run)), recorded_start(run, run.workdir)
     evaluator = AdaptEvaluator(run, sentences, run.sources.questions.get(QUESTIONS_SPLIT, []))
+    pipeline = users_pipeline(run)
 
     @lru_cache
     def evaluate_at(weight: float) -> EncoderResult:
         params = interpolate_encoders(run, trained, base, weight)
         vectors = passage_vectors(run, params, weight)
-        return EncoderResult(params, vectors, evaluator.metrics(params, vectors))
+        return EncoderResult(params, vectors, evaluator.metrics(params, vectors, pipeline))
 
-    # --- Decide by vector search
+    # --- Decide by the search that users get
     baseline, documents = evaluate_at(0.0), evaluator.document_numbers
     decision = choose_weight(
-        _decide(weight, baseline.metrics, evaluate_at(weight).metrics, documents)
+        _decide(weight, baseline.metrics, evaluate_at(weight).metrics, documents, pipeline)
         for weight in ((merge,) if merge else WEIGHTS)
     )
     adapted = evaluate_at(decision.weight)
 
-    # --- Rows for information only: the trained encoders without interpolation, and BM25
+    # --- Rows for information only: the trained encoders without interpolation, and searches by one of the two lists
     rows = {BASELINE: baseline.metrics, "adapted": adapted.metrics}
     if decision.weight != 1.0:
         rows["trained"] = evaluate_at(1.0).metrics
+    rows["start_vectors"] = evaluator.metrics(baseline.params, baseline.vectors, VECTOR_SEARCH)
+    rows["vectors"] = evaluator.metrics(adapted.params, adapted.vectors, VECTOR_SEARCH)
     rows["bm25"] = evaluator.metrics(baseline.params, baseline.vectors, SearchPipeline("bm25"))
-    rows["start_hybrid"] = evaluator.metrics(baseline.params, baseline.vectors, SearchPipeline("hybrid"))
-    rows["hybrid"] = evaluator.metrics(adapted.params, adapted.vectors, SearchPipeline("hybrid"))
     examples = _changed_examples(run.sources.passages, sentences, baseline.metrics, adapted.metrics)
     return Measurement(decision, compare_with_baseline(rows, documents), examples)
+
+
+def users_pipeline(run: Run) -> SearchPipeline:
+    """Return how an index with the adapted encoders searches if nothing is set."""
+    return search_pipeline(task_names(run.config)[-1], run.config)
 
 
 class EncoderResult(NamedTuple):
@@ -110,7 +122,7 @@ class EncoderResult(NamedTuple):
     Attributes:
         params: their parameters.
         vectors: of the passages, [rows, width].
-        metrics: of vector search.
+        metrics: of the search that users get.
     """
 
     params: Params
@@ -133,8 +145,18 @@ def choose_weight(decisions: Iterable[Decision]) -> Decision:
     return decision
 
 
-def _decide(weight: float, before: QueryMetrics, after: QueryMetrics, documents: NDArray[np.int64]) -> Decision:
-    """Decide by the metrics of the base encoder and of encoders at a weight; see `compare` for `documents`."""
+def _decide(
+    weight: float, before: QueryMetrics, after: QueryMetrics, documents: NDArray[np.int64], pipeline: SearchPipeline
+) -> Decision:
+    """Decide by the metrics of the base encoder and of encoders at a weight.
+
+    Args:
+        weight: interpolation weight of these encoders.
+        before: metrics of the base encoder.
+        after: metrics of these encoders.
+        documents: see `compare`.
+        pipeline: the search of both.
+    """
     mean_recall = compare(before[MEAN_RECALL], after[MEAN_RECALL], documents)
     without = compare(before[RECALL_WITHOUT_SENTENCE], after[RECALL_WITHOUT_SENTENCE], documents)
     # Questions are compared by the primary metric of retrievers.
@@ -142,7 +164,8 @@ def _decide(weight: float, before: QueryMetrics, after: QueryMetrics, documents:
     name = f"{QUESTION_PREFIX}{metric}"
     questions = compare(before[name], after[name]) if metric else Change()
     promoted = passes_promotion_test(mean_recall, without, questions)
-    return Decision(promoted, weight, mean_recall, without, metric, questions)
+    search = pipeline.search if pipeline.rerank is None else f"{pipeline.search} + {pipeline.reranker}"
+    return Decision(promoted, weight, mean_recall, without, metric, questions, search)
 
 
 def passes_promotion_test(mean_recall: Change, *vetoes: Change) -> bool:
@@ -205,6 +228,22 @@ def find_sentences(
     return held_out_sentences(sources.passages, sources.tokenizer, run.lengths.query, share, max_sentences, evidence)
 
 
+class ShortenedPassages(NamedTuple):
+    """Passages without one of their sentences.
+
+    Attributes:
+        positions: of the sentences, in the order of the passages.
+        rows: of the passages, int64 [shortened].
+        passages: their tokens.
+        texts: row → text without the title.
+    """
+
+    positions: list[int]
+    rows: NDArray[np.int64]
+    passages: CorpusRows
+    texts: dict[int, str]
+
+
 @dataclass(frozen=True)
 class AdaptEvaluator:
     """Measures recall of held-out sentences, and of evaluation questions if there are any.
@@ -226,20 +265,28 @@ class AdaptEvaluator:
         return number_names(store.document_id(sentence.row) for sentence in self.sentences)
 
     @cached_property
-    def shortened_passages(self) -> tuple[list[int], CorpusRows]:
-        """Return positions of sentences whose passage is long enough without them, and these shortened passages."""
-        sources, length = self.run.sources, self.run.lengths.document
-        positions, examples = passages_without(sources.passages, sources.tokenizer, length, self.sentences)
+    def shortened_passages(self) -> ShortenedPassages:
+        """Return the passages of sentences without them, if they are long enough."""
+        sources, store = self.run.sources, self.run.sources.passages
+        found = passages_without(store, sources.tokenizer, self.run.lengths.document, self.sentences)
         names = ("document", "document_length", "document_title_length")
         columns = (
-            np.array([example[name] for example in examples], column.dtype).reshape(-1, *column.shape[1:])
+            np.array([passage.arrays[name] for passage in found], column.dtype).reshape(-1, *column.shape[1:])
             for name, column in zip(names, self.run.corpus, strict=True)
         )
-        return positions, CorpusRows(*columns)
+        positions = [passage.index for passage in found]
+        rows = np.array([self.sentences[position].row for position in positions], np.int64)
+        texts = {int(row): passage.text for row, passage in zip(rows, found, strict=True)}
+        return ShortenedPassages(positions, rows, CorpusRows(*columns), texts)
 
-    def metrics(
-        self, params: Params, vectors: NDArray[np.floating], pipeline: SearchPipeline = VECTOR_SEARCH
-    ) -> QueryMetrics:
+    @cached_property
+    def shortened_bm25(self) -> Bm25:
+        """Return BM25 over the corpus with the shortened passages in their places."""
+        store, texts = self.run.sources.passages, self.shortened_passages.texts
+        corpus_texts = (f"{store.title(row)} {texts.get(row) or store.text(row)}" for row in range(len(store)))
+        return Bm25(corpus_texts, self.run.bm25_language or language_of(store))
+
+    def metrics(self, params: Params, vectors: NDArray[np.floating], pipeline: SearchPipeline) -> QueryMetrics:
         """Return the metrics of a search, an array per metric with a value for each query.
 
         Args:
@@ -252,17 +299,20 @@ class AdaptEvaluator:
         """
         metrics = self.sentence_metrics(params, vectors, pipeline)
 
-        # Recall of passages without the sentence, only by vectors: BM25's index has no such passages.
+        # Recall of passages without the sentence, in a corpus with these in the places of the complete ones.
         without = np.full(len(self.sentences), np.nan)  # [sentences]
-        positions, passages = self.shortened_passages
-        if pipeline == VECTOR_SEARCH and positions:
-            rows = np.array([self.sentences[position].row for position in positions])  # [shortened]
+        shortened = self.shortened_passages
+        if shortened.positions:
             changed_vectors = vectors.copy()  # [rows, width]
-            changed_vectors[rows] = self.run.embed(params, rows=passages)
-            queries = [Question(self.sentences[position].text, []) for position in positions]
+            changed_vectors[shortened.rows] = self.run.embed(params, rows=shortened.passages)
             index = self.run.index(changed_vectors)
-            retrieved = Evaluator(self.run, queries, pipeline).retrieve(params, index, TOP)  # [shortened, TOP]
-            without[positions] = (retrieved == rows[:, None]).any(axis=1)
+            parts = zip(index.documents, shortened.passages, strict=True)
+            documents = PassageBatch(*(part.at[shortened.rows].set(changed) for part, changed in parts))
+            queries = [Question(self.sentences[position].text, []) for position in shortened.positions]
+            bm25 = None if pipeline.search == "vectors" else self.shortened_bm25
+            evaluator = Evaluator(self.run, queries, pipeline, bm25=bm25)
+            retrieved = evaluator.retrieve(params, index._replace(documents=documents), TOP)  # [shortened, TOP]
+            without[shortened.positions] = (retrieved == shortened.rows[:, None]).any(axis=1)
         metrics[RECALL_WITHOUT_SENTENCE] = without
 
         if self.questions:
@@ -271,9 +321,7 @@ class AdaptEvaluator:
             metrics |= {f"{QUESTION_PREFIX}{name}": values for name, values in recalls.items()}
         return metrics
 
-    def sentence_metrics(
-        self, params: Params, vectors: NDArray[np.floating], pipeline: SearchPipeline = VECTOR_SEARCH
-    ) -> QueryMetrics:
+    def sentence_metrics(self, params: Params, vectors: NDArray[np.floating], pipeline: SearchPipeline) -> QueryMetrics:
         """Return the metrics of the sentences over unchanged passages.
 
         Args:

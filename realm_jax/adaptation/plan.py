@@ -27,6 +27,7 @@ from realm_jax.adaptation.evaluate import (
     find_sentences,
     indexed_vectors,
     trains_passage_encoder,
+    users_pipeline,
 )
 from realm_jax.adaptation.record import OTHER, AdaptRequest, CorpusFacts, Estimate, Plan
 from realm_jax.assemble import make_run
@@ -62,6 +63,7 @@ MIN_STEPS = 20  # of a task
 RESERVE = 0.1  # share of the time that is not planned
 MAX_MEASURING = 0.2  # share of the time to compare encoders
 NUM_SAMPLED_PASSAGES = 256  # passages that are embedded to measure the time
+QUERIES = 3  # of a held-out sentence: without a span, complete, and complete for its passage without it
 NUM_TIMED_STEPS = 3  # of each task, after the first
 
 
@@ -126,7 +128,7 @@ def make_plan(request: AdaptRequest, config: ConfigDict, began: float) -> Plan:
         other_run, other_sentences = other_corpus
         encoders = 1 + any(trains_passage_encoder(task) for task in recipe_tasks(run))  # to embed its passages
         embed_other = estimate.passage * len(other_run.sources.passages) * encoders
-        measure_other = estimate.query * 2 * 2 * len(other_sentences)  # two encoders, two queries of a sentence
+        measure_other = estimate.query * 2 * QUERIES * len(other_sentences)  # two encoders
         estimate = dataclasses.replace(
             estimate, embed=estimate.embed + embed_other, measure=estimate.measure + measure_other
         )
@@ -258,14 +260,14 @@ def measure_searches(
     sample = sentences[:: max(1, len(sentences) // 64)]
     evaluator = AdaptEvaluator(run, sample)
     zeros = np.zeros((num_passages, run.model.vector_size), np.float32)  # the values do not change the time
-    query_seconds = _seconds_of(lambda: evaluator.sentence_metrics(params, zeros)) / (2 * len(sample))
-    num_weights = 1 + len(WEIGHTS)  # with the base encoder
-    num_searches = num_weights + 3  # by BM25, and hybrid with the base encoder and with the exported one
+    pipeline = users_pipeline(run)
+    query_seconds = _seconds_of(lambda: evaluator.sentence_metrics(params, zeros, pipeline)) / (2 * len(sample))
+    num_weights = 1 + len(WEIGHTS)  # with the base encoder; searches by one list only are much faster
     num_questions = len(run.sources.questions.get(QUESTIONS_SPLIT, []))
-    affordable = int((longest / (query_seconds * num_searches) - num_questions) / 2)  # two queries per sentence
+    affordable = int((longest / (query_seconds * num_weights) - num_questions) / QUERIES)
     max_sentences = min(MAX_SENTENCES, max(MIN_SENTENCES, affordable))
     num_sentences = min(max_sentences, len(sentences))
-    measure_seconds = query_seconds * num_searches * (2 * num_sentences + num_questions)
+    measure_seconds = query_seconds * num_weights * (QUERIES * num_sentences + num_questions)
 
     embed_seconds = seconds_to_embed(run, params)
     num_passage_tasks = sum(trains_passage_encoder(task) for task in recipe_tasks(run))

@@ -242,6 +242,7 @@ class Decision:
         recall_without_sentence: recall of passages that lack the sentence; must not fall.
         question_metric: metric of the evaluation questions; '' if there are none.
         questions: change of that metric; must not fall.
+        search: the search that all metrics are of, "hybrid + tokens" for example.
     """
 
     promoted: bool
@@ -250,6 +251,7 @@ class Decision:
     recall_without_sentence: Change
     question_metric: str = ""
     questions: Change = Change()
+    search: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the decision's part of the entry `measured`."""
@@ -259,6 +261,7 @@ class Decision:
             "removed": self.recall_without_sentence.to_json(),
             "judged": {"measure": self.question_metric} | self.questions.to_json() if self.question_metric else {},
             "weight": self.weight,
+            "search": self.search,
         }
 
     @classmethod
@@ -267,7 +270,7 @@ class Decision:
         questions = dict(entry["judged"])
         metric = questions.pop("measure", "")
         gain, removed = Change(**entry["gain"]), Change(**entry["removed"])
-        return cls(entry["promoted"], entry["weight"], gain, removed, metric, Change(**questions))
+        return cls(entry["promoted"], entry["weight"], gain, removed, metric, Change(**questions), entry["search"])
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,19 @@ TITLES = {  # encoder in adapt.json → column of the table
     BASELINE: "base encoder",
     "adapted": "adapted",
     "trained": "weight 1",
+    "start_vectors": "vectors of the base encoder",
+    "vectors": "vectors of the adapted one",
     "bm25": "BM25",
-    "start_hybrid": "base encoder with BM25",
-    "hybrid": "adapted with BM25",
 }
 
 
 def headline(decision: Decision) -> str:
     """Return the decision in one line, with its numbers."""
     gain, removed, questions = decision.mean_recall, decision.recall_without_sentence, decision.questions
-    numbers = f"{MEAN_RECALL} of {gain.queries} held-out sentences in {gain.documents} documents: {_change(gain)}"
+    numbers = (
+        f"search {decision.search}, {MEAN_RECALL} of {gain.queries} held-out sentences in {gain.documents} documents: "
+        f"{_change(gain)}"
+    )
     if removed.queries:
         numbers += f"; recall of passages without them: {_change(removed)}"
     if questions.queries:
@@ -79,8 +82,9 @@ def render_report(record: AdaptRecord) -> str:
     assert record.plan is not None and record.measured is not None
     measured, plan, settings = record.measured, record.plan, record.settings
     note = (
-        "Sentences of held-out documents, and judged questions if there are any. Brackets have the 95 % interval of "
-        "the change from the base encoder, for sentences clustered by document."
+        f"Sentences of held-out documents, and judged questions if there are any. Search: {measured.decision.search}, "
+        "unless a column names another. Brackets have the 95 % interval of the change from the base encoder, for "
+        "sentences clustered by document."
     )
     heads, rows = table_cells(measured.table)
     sections = [Section("Metrics", note, heads, rows, len(heads) - 1)]

@@ -25,6 +25,7 @@ from realm_jax.adaptation.evaluate import (
     last_checkpoint,
     measure,
     passage_vectors,
+    users_pipeline,
 )
 from realm_jax.adaptation.plan import count_skipped, make_plan, open_other_corpus
 from realm_jax.adaptation.record import OTHER, RECORD, REPORT, AdaptRecord, AdaptRequest, Decision, Forgetting
@@ -234,10 +235,10 @@ def adapt(request: AdaptRequest) -> AdaptResult:
                 with record.stage("forgetting"):
                     other_run, sentences = open_other_corpus(request, run.config)
                     logger.info("measuring forgetting on %s", request.forgetting)
-                    evaluator = AdaptEvaluator(other_run, sentences)
+                    evaluator, pipeline = AdaptEvaluator(other_run, sentences), users_pipeline(other_run)
                     rows = {
-                        BASELINE: evaluator.metrics(base, embed_with_cache(other_run, base, bar=True)),
-                        "adapted": evaluator.metrics(params, embed_with_cache(other_run, params, bar=True)),
+                        encoder: evaluator.metrics(each, embed_with_cache(other_run, each, bar=True), pipeline)
+                        for encoder, each in ((BASELINE, base), ("adapted", params))
                     }
                     table = compare_with_baseline(rows, evaluator.document_numbers)
                     store = other_run.sources.passages

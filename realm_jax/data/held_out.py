@@ -219,9 +219,23 @@ def _held_out_sentence(
     return HeldOutSentence(row, number, tokenizer.decode(token_ids[:max_tokens]), masked, rows if is_enough else ())
 
 
+class ShortenedPassage(NamedTuple):
+    """A passage without one of its sentences.
+
+    Attributes:
+        index: of the sentence, in the list that `passages_without` got.
+        arrays: the passage as `document_arrays`.
+        text: its text, without the title.
+    """
+
+    index: int
+    arrays: Example
+    text: str
+
+
 def passages_without(
     store: PassageStore, tokenizer: Tokenizer, length: int, sentences: Sequence[HeldOutSentence]
-) -> tuple[list[int], list[Example]]:
+) -> list[ShortenedPassage]:
     """Remove the first sentence of each passage from it, if LEAST_LEFT tokens remain.
 
     A sentence shares all of its words with its passage, but only those of the subject with the rest of it.
@@ -231,14 +245,17 @@ def passages_without(
         tokenizer: gives the special tokens and the dtype.
         length: tokens of a passage.
         sentences: sentences of `held_out_sentences`.
-
-    Returns:
-        Indices of the sentences whose passage is returned, and these passages as `document_arrays`.
     """
-    shortened: dict[int, tuple[int, Example]] = {}  # row → number of the sentence, and the passage without it
-    for index, sentence in enumerate(sentences):
-        row = sentence.row
-        body = pieces_without(store.body_tokens(row), *store.sentences(row)[sentence.number])
+    shortened: dict[int, ShortenedPassage] = {}  # by row
+    for index, (row, number, *_) in enumerate(sentences):
+        tokens, (start, end) = store.body_tokens(row), store.sentences(row)[number].tolist()
+        body = pieces_without(tokens, start, end)
         if row not in shortened and len(body) >= LEAST_LEFT:
-            shortened[row] = index, document_arrays(store.title_tokens(row), body, length, tokenizer)
-    return [index for index, _ in shortened.values()], [arrays for _, arrays in shortened.values()]
+            arrays = document_arrays(store.title_tokens(row), body, length, tokenizer)
+            text, offsets = store.text(row), tokenizer.offsets_of(store.text(row), tokens)
+            if offsets is None:  # the passage was cut within a word
+                text = tokenizer.decode(body.tolist())
+            else:
+                text = f"{text[: offsets[start, 0]]} {text[offsets[end - 1, 1] :]}"
+            shortened[row] = ShortenedPassage(index, arrays, text)
+    return [*shortened.values()]

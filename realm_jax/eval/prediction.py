@@ -38,7 +38,8 @@ from realm_jax.forward import Index, SearchPipeline, StaticContext, read_questio
 from realm_jax.mesh import to_host
 from realm_jax.models.layers import Params
 from realm_jax.models.question_reader import NoReader, PassageReading, QuestionReader, ReaderText
-from realm_jax.retrieval.fusion import FusedRanking
+from realm_jax.retrieval.bm25 import Bm25
+from realm_jax.retrieval.fusion import FUSION_DEPTH, FusedRanking
 from realm_jax.run import Run, put_batch
 
 SPANS = 20  # most probable spans of each passage; more change an answer's probability little
@@ -188,6 +189,7 @@ class Evaluator:
         cloze: the reader gets questions as sentences with a blank (`cloze_pieces`).
         at_a_time: questions of a batch; None for `evaluation.batch_size`.
         reader: reads the passages in place of the run's own; None for the run's.
+        bm25: the index by words of other passages; None for that of the run.
     """
 
     run: Run
@@ -196,6 +198,7 @@ class Evaluator:
     cloze: bool = False
     at_a_time: int | None = None
     reader: QuestionReader | NoReader | None = None
+    bm25: Bm25 | None = None
 
     @property
     def batch_size(self) -> int:
@@ -231,7 +234,10 @@ class Evaluator:
         return self._search_bm25(max(self.depth, self.run.answering_qa.passages))
 
     def _search_bm25(self, depth: int) -> Bm25Hits:
-        return self.run.bm25_search([question.question for question in self.questions], depth)
+        texts = [question.question for question in self.questions]
+        if self.bm25 is not None:
+            return Bm25Hits(*self.bm25.scored(texts, max(depth, FUSION_DEPTH)))
+        return self.run.bm25_search(texts, depth)
 
     @property
     def depth(self) -> int:

@@ -253,22 +253,42 @@ def test_half_of_what_was_trained_is_tried_where_all_of_it_gains_and_loses(gains
 
 
 def test_a_passage_without_its_sentence_is_searched_in_its_place(done):
-    """By the sentence; it lacks that only, and the passages that do not ask are as they are."""
+    """By the sentence, with every search; it lacks that only, and the passages that do not ask are as they are."""
     run = open_run_for_inference(done)
     store = run.sources.passages
-    sentences = evaluate.find_sentences(run, find_evidence(store, *run.lengths.hidden), 1.0)
+    sentences = evaluate.find_sentences(run, find_evidence(store, *run.lengths.hidden), 1.0, max_sentences=40)
     evaluator = AdaptEvaluator(run, sentences)
-    numbers, rows = evaluator.shortened_passages
-    assert len({sentences[number].row for number in numbers}) == len(numbers) == len(rows.title_lengths) > 8
-    for number, ids, length in zip(numbers, rows.ids, rows.lengths, strict=True):
+    numbers, rows, passages, texts = evaluator.shortened_passages
+    assert len(set(rows.tolist())) == len(numbers) == len(passages.title_lengths) > 8
+    for number, row, ids, length in zip(numbers, rows.tolist(), passages.ids, passages.lengths, strict=True):
         sentence = sentences[number]
-        start, end = store.sentences(sentence.row)[sentence.number]
-        body, title = store.body_tokens(sentence.row).tolist(), store.title_tokens(sentence.row).tolist()
+        start, end = store.sentences(row)[sentence.number]
+        body, title = store.body_tokens(row).tolist(), store.title_tokens(row).tolist()
         assert ids[1 : length - 1].tolist() == [*title, run.sources.tokenizer.sep_id, *body[:start], *body[end:]]
+        assert run.sources.tokenizer.encode(texts[row]).ids == [*body[:start], *body[end:]]
+    other = next(row for row in range(len(store)) if row not in texts)
+    words = evaluator.shortened_bm25
+    assert words.search([store.text(other)], 1)[0, 0] == run.bm25().search([store.text(other)], 1)[0, 0] == other
     params, vectors = restore(run, warn=False, for_answers=False).params, np.load(done / "vectors.npy")
-    found = evaluator.metrics(params, vectors)[evaluate.RECALL_WITHOUT_SENTENCE]
-    assert np.flatnonzero(~np.isnan(found)).tolist() == sorted(numbers) and {*found[sorted(numbers)]} <= {0.0, 1.0}
-    assert np.isnan(evaluator.metrics(params, vectors, SearchPipeline("bm25"))[evaluate.RECALL_WITHOUT_SENTENCE]).all()
+    by_search = {}
+    for search in ("vectors", "bm25", "hybrid"):
+        metrics = evaluator.metrics(params, vectors, SearchPipeline(search))
+        found, complete = metrics[evaluate.RECALL_WITHOUT_SENTENCE], metrics[evaluate.SENTENCE]
+        assert np.flatnonzero(~np.isnan(found)).tolist() == sorted(numbers) and {*found[sorted(numbers)]} <= {0.0, 1.0}
+        by_search[search] = found[sorted(numbers)].mean(), complete[sorted(numbers)].mean()
+    assert by_search["bm25"][0] < by_search["bm25"][1] == 1.0, "the words of the sentence are missed"
+
+
+def test_encoders_are_compared_by_the_search_that_users_get(done):
+    """Hybrid search with token rerank, as the adapted index answers."""
+    run = open_run_for_inference(done)
+    pipeline = evaluate.users_pipeline(run)
+    assert (pipeline.search, pipeline.reranker) == ("hybrid", "tokens")
+    assert pipeline == Model(done).trained.pipeline
+    table = read_json(done / "adapt.json")["measured"]["table"]
+    assert {"start", "adapted", "start_vectors", "vectors", "bm25"} <= {*table}
+    adapted, vectors = (table[name][evaluate.MEAN_RECALL]["value"] for name in ("adapted", "vectors"))
+    assert adapted != vectors
 
 
 def test_steps_fit_the_time_and_keep_their_proportion():
