@@ -366,8 +366,9 @@ class RealmConfig(TaskSection):
     marginal: str = key(
         "example",
         "'example': `log Σ_z p(z|x) Π_j p(y_j|z,x)`, the paper's; 'token': the released code's; 'span': the paper's, "
-        "with `p(y|z,x)` of pointing at the hidden span in the passage, for encoders that predict no words",
-        one_of("example", "token", "span"),
+        "with `p(y|z,x)` of pointing at the hidden span in the passage, for encoders that predict no words; 'holds': "
+        "the same with `p(y|z,x)` = 1 for every passage that has the span, so nothing is read and no reader is trained",
+        one_of("example", "token", "span", "holds"),
     )
     retriever_start: int = key(
         0,
@@ -395,11 +396,16 @@ class RealmConfig(TaskSection):
 
     @property
     def uses_span_marginal(self) -> bool:
-        """True if the reader points at what is hidden.
+        """True if what is hidden is a span that passages may have, and no words are predicted.
 
         The retriever then never sees [MASK]: an encoder of sentences does not know it, and no question has it.
         """
-        return self.marginal == "span"
+        return self.marginal in ("span", "holds")
+
+    @property
+    def reads(self) -> bool:
+        """True if the reader reads passages, and is trained."""
+        return self.marginal != "holds"
 
 
 @dataclass(frozen=True)

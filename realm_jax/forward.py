@@ -620,7 +620,9 @@ def read_masked(
     keys = dropout_keys(key, 2)
     stored = candidates.rows if frozen_passages else None
     scores = candidate_scores(context, params, batch, passages, keys[0], index, stored)  # [batch, 1 + k]
-    if realm.uses_span_marginal:
+    if not realm.reads:
+        read = presence_of_targets(context, batch, passages)
+    elif realm.uses_span_marginal:
         # An invalid passage must not be one of the MAX_POINTED that are read.
         rows = jnp.where(candidates.valid, candidates.rows, -1)
         read = point_at_targets(context, params, batch, gather_passages(index, rows), keys[1])
@@ -631,7 +633,8 @@ def read_masked(
     # Lengths of all sequences that packing may have truncated, each with its slots.
     packing = context.packing_for(len(candidates.rows))
     lengths = [(context.model.query_lengths(batch["query_length"]), packing.queries)]
-    lengths.append((read.lengths, packing.reader_inputs))
+    if realm.reads:
+        lengths.append((read.lengths, packing.reader_inputs))
     if not realm.uses_span_marginal:
         lengths.append((reader_query(batch)[1] + 1, packing.null_inputs))
     if not frozen_passages:
@@ -647,7 +650,7 @@ class TargetReading(NamedTuple):
     Attributes:
         log_p: see `MaskedReading`, [batch, 1 + k, m].
         is_top1: see `MaskedReading`, [batch, 1 + k, m].
-        lengths: of the reader's inputs with passages, [batch, n].
+        lengths: of the reader's inputs with passages, [batch, n]; n is 0 if nothing is read.
     """
 
     log_p: Array
@@ -743,6 +746,24 @@ def point_at_targets(
     log_p = jnp.where(is_first, log_p[..., None], 0.0)  # [batch, 1 + k, m]
     is_top1 = jnp.broadcast_to(is_top1[..., None], (*shape, is_first.size))
     return TargetReading(log_p, is_top1, spans.reader_input.lengths)
+
+
+def presence_of_targets(context: StaticContext, batch: Batch, passages: PassageBatch) -> TargetReading:
+    """Return the reading of a reader that is certain: p(y|z,x) is 1 if a passage has the hidden span.
+
+    All others and the null document get LOG_P_UNSEEN_SPAN. The result has the form of `point_at_targets`.
+
+    Args:
+        context: of the run.
+        batch: masked sentences, [batch, …].
+        passages: ids [batch, k, d].
+    """
+    holds_span = has_answer_span(passages, *hidden_span(batch), context.model.reader.span_width)  # [batch, k]
+    is_held = jnp.pad(holds_span, ((0, 0), (1, 0)))[..., None]  # [batch, 1 + k, 1], the null document first
+    is_first = jnp.arange(batch["targets"].shape[1]) == 0  # [m]
+    log_p = jnp.where(is_first & ~is_held, LOG_P_UNSEEN_SPAN, 0.0)  # [batch, 1 + k, m]
+    is_top1 = jnp.broadcast_to(is_held, log_p.shape)
+    return TargetReading(log_p, is_top1, jnp.zeros((len(log_p), 0), jnp.int32))
 
 
 def hidden_span(batch: Batch) -> tuple[Array, Array]:

@@ -39,9 +39,10 @@ from realm_jax.train.init_from import init_from_sources
 from realm_jax.train.trained_run import open_run_for_inference, recorded_metrics, restore
 
 SIZES = {"data.query_length": 32, "data.document_length": 64, "model.dtype": "float32"}
-TRAINING = {
-    "ict.steps": 3, "ict.batch_size": 8, "evidence_contrast.steps": 3, "evidence_contrast.batch_size": 8,
-    "evidence_contrast.learning_rate": 2e-5, "realm.steps": 3, "realm.batch_size": 4, "qa.beam": 8, "log.every": 1,
+TRAINING = {  # the recipe has a stage that trains passages, and one that trains a reader
+    "tasks": "evidence_contrast,realm", "realm.marginal": "span", "ict.steps": 3, "ict.batch_size": 8,
+    "evidence_contrast.steps": 3, "evidence_contrast.batch_size": 8, "evidence_contrast.learning_rate": 2e-5,
+    "realm.steps": 3, "realm.batch_size": 4, "qa.beam": 8, "log.every": 1,
 }  # fmt: skip
 NEW = {"id": "new", "title": "Life 60", "text": "The bardlo of Ada Moss was beck."}
 

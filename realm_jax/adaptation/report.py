@@ -40,16 +40,19 @@ def headline(decision: Decision) -> str:
     return f"Base encoder kept: the adapted encoder {reason} ({numbers})"
 
 
-def additions(decision: Decision, has_reader: bool) -> str:
+def additions(decision: Decision, *, has_new_vectors: bool, has_reader: bool) -> str:
     """Return what an adaptation added to an index, in one line.
 
     Args:
         decision: about its encoders.
+        has_new_vectors: true if the passage encoder was trained.
         has_reader: true if a reader learned to point at answers.
     """
-    encoders = "adapted encoders, and the vectors of all passages by them"
+    encoders = "an adapted query encoder; the passages keep their vectors"
     if not decision.promoted:
         encoders = "no encoders: those of the index, and its vectors, stay"
+    elif has_new_vectors:
+        encoders = "adapted encoders, and the vectors of all passages by them"
     reader = "a reader that learned from hidden names and never saw a question" if has_reader else "no reader"
     return f"{encoders}; {reader}"
 

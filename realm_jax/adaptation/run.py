@@ -25,6 +25,7 @@ from realm_jax.adaptation.evaluate import (
     last_checkpoint,
     measure,
     passage_vectors,
+    trains_passage_encoder,
     users_pipeline,
 )
 from realm_jax.adaptation.plan import count_skipped, make_plan, open_other_corpus
@@ -86,12 +87,14 @@ class AdaptResult:
         decision: whether the base encoder was replaced, and why.
         model: folder of the exported model.
         report: path of the report.
+        has_new_vectors: true if the passage encoder was trained, so that passages have other vectors if it is promoted.
         has_reader: true if a reader learned to point at answers, without questions.
     """
 
     decision: Decision
     model: Path
     report: Path
+    has_new_vectors: bool
     has_reader: bool
 
 
@@ -259,5 +262,6 @@ def adapt(request: AdaptRequest) -> AdaptResult:
 
         # --- Report ---------------------------------------------------------------------------------------------------
         write_atomic(workdir / REPORT, render_report(record))
+    has_new_vectors = any(trains_passage_encoder(task) for task in recipe_tasks(run))
     has_reader = any(trains_cloze_reader(name, run.config) for name in plan.steps)
-    return AdaptResult(decision, workdir / MODEL, workdir / REPORT, has_reader)
+    return AdaptResult(decision, workdir / MODEL, workdir / REPORT, has_new_vectors, has_reader)

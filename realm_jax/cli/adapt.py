@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> None:
     result = adapt(request)
     print(headline(result.decision))
     if args.output is None:
-        print(f"added:  {additions(result.decision, result.has_reader)}")
+        new = {"has_new_vectors": result.has_new_vectors, "has_reader": result.has_reader}
+        print(f"added:  {additions(result.decision, **new)}")
     print(f"model:  {result.model}\nreport: {result.report}")
     print(f'ask:    realm ask --workdir={request.workdir} "question"')

@@ -113,7 +113,7 @@ def masked_word_marginal(scores: Array, word_log_p: Array, weights: Array, valid
         weights: 1 on real predictions, 0 on padding, [batch, m].
         valid: false on excluded candidates, bool [batch, candidates].
         kind: 'example': p(y|x) = Σ_z p(z|x) Π_j p(y_j|z,x), loss is the mean over examples (the paper);
-            'span': the same, of whole spans (`pointing`);
+            'span', 'holds': the same, of whole spans;
             'token': Π_j Σ_z p(z|x) p(y_j|z,x), loss is the mean over predicted tokens (the released code).
 
     Raises:
@@ -123,7 +123,7 @@ def masked_word_marginal(scores: Array, word_log_p: Array, weights: Array, valid
     weights = at_least_float32(weights)
     word_log_p = word_log_p * weights[:, None, :]
     reading = word_log_p.sum(axis=-1)  # log p(y|z,x), [batch, candidates]
-    if kind in ("example", "span"):
+    if kind in ("example", "span", "holds"):
         log_likelihood = jax.nn.logsumexp(prior + reading, axis=-1)  # [batch]
         has_target = weights.max(axis=-1)  # [batch]
         loss = WeightedSum(-jnp.sum(log_likelihood * has_target), has_target.sum())
@@ -132,7 +132,7 @@ def masked_word_marginal(scores: Array, word_log_p: Array, weights: Array, valid
         log_likelihood = per_word.sum(axis=-1)  # [batch]
         loss = WeightedSum(-per_word.sum(), weights.sum())
     else:
-        raise ValueError(f"marginal must be 'example', 'span' or 'token', not {kind!r}")
+        raise ValueError(f"marginal must be 'example', 'span', 'holds' or 'token', not {kind!r}")
     best = jnp.max(jnp.where(valid, reading, NEG_INF)[:, 1:], axis=-1)  # [batch]
     best = jnp.where(valid[:, 1:].any(axis=-1), best, reading[:, 0])
     return Marginal(loss, log_likelihood, reading[:, 0], best, prior)

@@ -30,7 +30,7 @@ def trains_cloze_reader(task: str, config: Config) -> bool:
         task: its name.
         config: of the run.
     """
-    return task == "realm" and config.realm.uses_span_marginal
+    return task == "realm" and config.realm.marginal == "span"
 
 
 def question_search(task: str, config: Config) -> str:

@@ -75,7 +75,8 @@ class RealmTask(Task):
         encoders = run.context.model.embedder_names
         self.refresh_every = run.config.refresh.every
         self.frozen_passages = self.refresh_every == 0  # passages keep the vectors of the index
-        self.trained = (*(encoders[:1] if self.frozen_passages else encoders), "reader")
+        self.trained = encoders[:1] if self.frozen_passages else encoders
+        self.trained += ("reader",) if self.settings.reads else ()
 
     def examples(self, params: Params, embed: EmbedCorpus) -> Examples:
         run, sources = self.run, self.run.sources
@@ -125,7 +126,9 @@ class RealmTask(Task):
             estimator.examples,
             queries=estimator.queries(lengths),
             null_inputs=0 if realm.uses_span_marginal else estimator.null_inputs(lengths),
-            reader_inputs=estimator.reader_inputs(lengths, candidates_read, titles=realm.uses_span_marginal),
+            reader_inputs=(
+                estimator.reader_inputs(lengths, candidates_read, titles=realm.uses_span_marginal) if realm.reads else 0
+            ),
             passages=0 if self.frozen_passages else estimator.documents(candidates),
         )
 

@@ -57,7 +57,9 @@ def _realm(task: RealmTask) -> dict[str, float]:
     document_slots = packing.passages / (packing.examples * candidates)
     document = embedding_flops(config, document_length, packed_length=document_slots)
 
-    if realm.uses_span_marginal:
+    if not realm.reads:
+        reading = 0.0
+    elif realm.uses_span_marginal:
         read = min(MAX_POINTED, candidates)
         reading = read * reader.forward(joint_length(config), None, packing.reader_inputs / (packing.examples * read))
     else:

@@ -169,13 +169,13 @@ class ExportedModel:
         return self._array(TOKENS, self.manifest["tokens"][TOKENS])
 
     def has_tokens_of(self, run: Run, params: Params) -> bool:
-        """Return True if it has token vectors of a run's corpus by these encoders.
+        """Return True if it has token vectors of a run's corpus by this passage encoder.
 
         Args:
             run: has corpus and networks.
             params: with the encoders.
         """
-        encoders = {name: params[name] for name in run.model.embedder_names}
+        encoders = {name: params[name] for name in run.model.embedder_names[-1:]}
         is_current = self.manifest["corpus"] == run.sources.passages.fingerprint
         return self.stores_tokens and is_current and self.has(encoders)
 

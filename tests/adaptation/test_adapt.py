@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from realm_jax.adaptation.report import headline
 from realm_jax.assemble import make_run
 from realm_jax.cli import main as cli
 from realm_jax.cli.prepare import prepare
+from realm_jax.config import load_config, with_values
 from realm_jax.data.evidence import find_evidence
 from realm_jax.data.examples import cloze_pieces, query_arrays
 from realm_jax.data.questions import Question
@@ -45,10 +47,11 @@ from realm_jax.train.init_from import init_from_sources
 from realm_jax.train.restore import restore_params
 from realm_jax.train.trained_run import open_run_for_inference, restore
 
+# The default recipe has no stage that trains passages or a reader, so most tests take one that has both.
 SIZES = """
-data.query_length=32 data.document_length=64 model.dtype=float32 ict.steps=3 ict.batch_size=8
-evidence_contrast.steps=3 evidence_contrast.batch_size=8 evidence_contrast.learning_rate=2e-5
-realm.steps=3 realm.batch_size=4 qa.beam=8 log.every=1
+tasks=evidence_contrast,realm realm.marginal=span data.query_length=32 data.document_length=64 model.dtype=float32
+ict.steps=3 ict.batch_size=8 evidence_contrast.steps=3 evidence_contrast.batch_size=8
+evidence_contrast.learning_rate=2e-5 realm.steps=3 realm.batch_size=4 qa.beam=8 log.every=1
 """.split()
 
 
@@ -154,6 +157,23 @@ def test_what_answers_is_half_of_the_start_and_half_of_what_was_trained(done):
     np.testing.assert_array_equal(vectors, np.load(done / "vectors.npy"))
     np.testing.assert_allclose(vectors, run.embed(found), atol=1e-6)
     assert np.abs(vectors - run.embed(start)).max() > 1e-5
+
+
+def test_the_recipe_trains_only_the_query_encoder(documents, encoder, tmp_path, monkeypatch, capsys):
+    """Passages keep their vectors, and there is no reader, so the run shows passages."""
+    run = tmp_path / "run"
+    monkeypatch.setattr(evaluate, "passes_promotion_test", lambda *_: True)
+    assert adapt(documents, encoder, run, "--config.tasks=realm", "--config.realm.marginal=holds") == 0
+    assert load_config("adapt").tasks == "realm" and load_config("adapt").realm.marginal == "holds"
+    assert read_json(run / "adapt.json")["plan"]["steps"] == {"realm": 3}
+    opened, found = open_run_for_inference(run), towers(run)
+    start = init_from_sources(opened, opened.initial_params())
+    jax.tree.map(np.testing.assert_array_equal, start["document_embedder"], found["document_embedder"])
+    assert largest_change(start["query_embedder"], found["query_embedder"]) > 0
+    np.testing.assert_allclose(np.load(run / "vectors.npy"), opened.embed(start), atol=1e-6)
+    capsys.readouterr()
+    assert cli.main(["ask", f"--workdir={run}", "What was Ada Moss?"]) == 0
+    assert "found by" in capsys.readouterr().out
 
 
 def breaks_off(work: Any, calls: int = 1) -> Any:
@@ -285,6 +305,8 @@ def test_encoders_are_compared_by_the_search_that_users_get(done):
     pipeline = evaluate.users_pipeline(run)
     assert (pipeline.search, pipeline.reranker) == ("hybrid", "tokens")
     assert pipeline == Model(done).trained.pipeline
+    chosen = with_values(run.config, {"qa.search": "vectors", "answering.rerank": "none"})
+    assert evaluate.users_pipeline(replace(run, config=chosen)) == SearchPipeline("vectors")
     table = read_json(done / "adapt.json")["measured"]["table"]
     assert {"start", "adapted", "start_vectors", "vectors", "bm25"} <= {*table}
     adapted, vectors = (table[name][evaluate.MEAN_RECALL]["value"] for name in ("adapted", "vectors"))

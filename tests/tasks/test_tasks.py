@@ -44,7 +44,7 @@ from realm_jax.forward import (
     retrieve,
 )
 from realm_jax.models.inputs import PassageBatch, flatten_passages, reader_inputs
-from realm_jax.models.losses import LOG_P_UNSEEN_SPAN, masked_word_marginal, pointing
+from realm_jax.models.losses import LOG_P_UNSEEN_SPAN, log_prior, masked_word_marginal, pointing
 from realm_jax.tasks import TASKS, make_task
 from realm_jax.tasks.qa import batch_reader_input
 from realm_jax.tasks.realm import realm_metrics
@@ -293,6 +293,32 @@ def test_passages_that_hold_the_span_are_read_first(params, index, candidates, m
     read = np.asarray(log_p[:, 1:, 0]) != LOG_P_UNSEEN_SPAN
     assert (read.sum(axis=1) == 1).all() and read[:, -1].any()
     assert (np.asarray(log_p[:, 1:, 0])[read] > LOG_P_UNSEEN_SPAN).all()
+
+
+def test_a_certain_reader_gives_one_to_passages_that_hold_the_span(params, index, candidates):
+    """−log Σ p(z|x) over them, but for what is guessed without a passage; nothing is read, and no reader learns."""
+    found, scores, _, _ = candidates
+    documents = jax.tree.map(np.asarray, gather_passages(index, found.rows))
+    batch = MASKED | {"weights": np.eye(1, PREDICTIONS).repeat(BATCH, axis=0)}
+    body = documents.title_lengths[:, :1] + 2 + np.arange(PREDICTIONS)
+    batch["targets"] = np.take_along_axis(documents.ids[:, 0], body, axis=1)  # the first of them is hidden
+    certain = loss_of("realm", {"realm.marginal": "holds"})
+    loss, metrics = jax.jit(certain)(params, batch, index, None)
+    prior = np.exp(log_prior(scores, np.pad(found.valid, ((0, 0), (1, 0)), constant_values=True)))
+    held = [
+        [hidden[0] in ids[ids.tolist().index(SPECIAL.sep) + 1 :] for ids in rows]
+        for rows, hidden in zip(documents.ids, batch["targets"], strict=True)
+    ]
+    assert 0 < np.mean(held) < 1
+    likelihood = np.where(np.pad(held, ((0, 0), (1, 0))), 1.0, np.exp(LOG_P_UNSEEN_SPAN))
+    np.testing.assert_allclose(loss, -np.log((prior * likelihood).sum(axis=1)).mean(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["useful_candidates"], np.any(held, axis=1).mean())
+    gradients = jax.jit(jax.grad(lambda p: certain(p, batch, index, None)[0]))(params)
+    assert largest(gradients["query_embedder"]) > 0 and not largest(gradients["reader"])
+    config = default()
+    config.realm.marginal, config.refresh.every = "holds", 0
+    run = SimpleNamespace(context=context(), config=as_config(config), sources=None)
+    assert make_task("realm", run).trained == ("query_embedder",)
 
 
 def test_frozen_documents_keep_their_vectors(params, index):
