@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Example = dict[str, Any]  # arrays of one example; scalars are NumPy scalars
 Maker = Callable[[int, np.random.Generator], Example]
 MINIMUM_SENTENCE = 4  # tokens; shorter ones ("Yes.") tell nothing about their passage
-BLANK = 2  # [MASK]s of a blank; one answers as many questions: `docs/results/adaptation.md`
+BLANK = 2  # [MASK]s of a blank; one answers as many questions: `docs/notebook/adaptation-2026-11-27.md`
 QUESTION_WORDS = re.compile(r"\b(how (many|much|long|old|far)|whom?|whose|what|which|when|where)\b", re.IGNORECASE)
 
 
