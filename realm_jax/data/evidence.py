@@ -5,7 +5,7 @@ Most names recur by coincidence, so these spans are worth hiding.
 A span that is hidden in a sentence x teaches retrieval only if another passage z says what it is. Such a passage
 contains the span y and more of x: evidence(z) is the share of x's words, without those of y, that z has too, each word
 weighted by its inverse document frequency. Words of more than a tenth of all passages do not count.
-`docs/notebook/adaptation-2026-11-27.md` says how often this is right, and for which share of a corpus there is evidence.
+`docs/notebook/adaptation-2026-11-27.md` says how often this is right, and for what share of a corpus there is evidence.
 
 A span that occurs again in another sentence of its passage can be read off the rest of the passage.
 """
