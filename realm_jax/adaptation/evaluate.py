@@ -13,7 +13,7 @@ whose vectors are better is of no use if words and token vectors find the same p
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -31,12 +31,13 @@ from realm_jax.eval.prediction import Evaluator
 from realm_jax.eval.question_metrics import QueryMetrics
 from realm_jax.eval.retrieval_metrics import RANKED
 from realm_jax.eval.significance import clustered_interval, paired_interval
-from realm_jax.forward import SearchPipeline
+from realm_jax.forward import Index, SearchPipeline
+from realm_jax.indexing.token_file import fit_compression, vectors_and_tokens
 from realm_jax.indexing.vector_cache import embed_with_cache
-from realm_jax.models.inputs import PassageBatch
 from realm_jax.models.layers import Params
 from realm_jax.retrieval.bm25 import Bm25, language_of
-from realm_jax.retrieval.embed import CorpusRows
+from realm_jax.retrieval.embed import CorpusRows, embedded_batches
+from realm_jax.retrieval.token_rerank import STORED_BYTES, StoredTokens
 from realm_jax.run import Run
 from realm_jax.tasks.answering import search_pipeline
 from realm_jax.tasks.base import Task
@@ -57,6 +58,7 @@ MAX_SENTENCES = 1000  # held-out sentences, which give an interval of ± 0.02 or
 MIN_SENTENCES = 200  # held-out sentences, however short the time
 WEIGHTS = (1.0, 0.5)  # interpolation weights of the trained encoders, in the order in which they are tried
 TOP = 5  # k of recall@k
+TOKEN_BATCH = 64  # passages that a device encodes at a time for token rerank
 DEPTH = RANKED + 1  # retrieved passages, one of which may be the sentence's
 MAX_EXAMPLES = 5  # sentences of each kind in the report
 VECTOR_SEARCH = SearchPipeline("vectors")
@@ -228,6 +230,48 @@ def find_sentences(
     return held_out_sentences(sources.passages, sources.tokenizer, run.lengths.query, share, max_sentences, evidence)
 
 
+class TokenCache:
+    """Token vectors of the passages that searches have found so far, by one passage encoder, as an index stores them.
+
+    Most searches of an evaluation find the same passages, so each is encoded once.
+    """
+
+    def __init__(self, run: Run, params: Params) -> None:
+        """Begin without any, compressed as the index of the run stores them, or as it would."""
+        exported = find_exported_model(run.workdir / MODEL)
+        stored = None if exported is None else exported.token_compression()
+        self._run, self._encoders = run, {name: params[name] for name in run.model.embedder_names}
+        self._compression = fit_compression(run, self._encoders) if stored is None else stored
+        dimensions = self._compression.projection.shape[1]
+        length = min(STORED_BYTES // dimensions, int(run.corpus.lengths.max()))
+        self._vectors = np.zeros((run.context.rows, length, dimensions), np.int8)
+        self._is_known = np.zeros(run.context.rows, bool)
+
+    def stored(self, rows: NDArray[np.integer], changed: "ShortenedPassages | None" = None) -> StoredTokens:
+        """Return token vectors on the devices, in which only those of some passages are meaningful.
+
+        Args:
+            rows: these passages, −1 for none.
+            changed: passages whose token vectors are those without a sentence; None for none.
+        """
+        new = np.setdiff1d(rows[rows >= 0], np.flatnonzero(self._is_known))
+        self._vectors[new], self._is_known[new] = self._tokens(self._run.corpus.take(new)), True
+        vectors = self._vectors
+        if changed is not None:
+            vectors = vectors.copy()
+            vectors[changed.rows] = self._tokens(changed.passages)
+        return self._run.stored_tokens(vectors, self._compression)
+
+    def _tokens(self, passages: CorpusRows) -> NDArray[np.int8]:
+        """Return the token vectors of passages, [passages, tokens, dimensions]; zeros after the last token."""
+        found = np.zeros((len(passages.ids), *self._vectors.shape[1:]), np.int8)
+        embed = self._run.embedder((self._encoders, self._compression), vectors_and_tokens)
+        for numbers, (_, tokens) in embedded_batches(embed, passages, TOKEN_BATCH * self._run.mesh.size):
+            count = min(tokens.shape[1], found.shape[1])
+            found[numbers, :count] = tokens[:, :count]
+        return found
+
+
 class ShortenedPassages(NamedTuple):
     """Passages without one of their sentences.
 
@@ -274,7 +318,7 @@ class AdaptEvaluator:
             np.array([passage.arrays[name] for passage in found], column.dtype).reshape(-1, *column.shape[1:])
             for name, column in zip(names, self.run.corpus, strict=True)
         )
-        positions = [passage.index for passage in found]
+        positions = [passage.position for passage in found]
         rows = np.array([self.sentences[position].row for position in positions], np.int64)
         texts = {int(row): passage.text for row, passage in zip(rows, found, strict=True)}
         return ShortenedPassages(positions, rows, CorpusRows(*columns), texts)
@@ -298,6 +342,7 @@ class AdaptEvaluator:
             METRICS of the sentences, and recall metrics of the questions; NaN for queries without the metric.
         """
         metrics = self.sentence_metrics(params, vectors, pipeline)
+        index = self.run.index(vectors)
 
         # Recall of passages without the sentence, in a corpus with these in the places of the complete ones.
         without = np.full(len(self.sentences), np.nan)  # [sentences]
@@ -305,21 +350,55 @@ class AdaptEvaluator:
         if shortened.positions:
             changed_vectors = vectors.copy()  # [rows, width]
             changed_vectors[shortened.rows] = self.run.embed(params, rows=shortened.passages)
-            index = self.run.index(changed_vectors)
-            parts = zip(index.documents, shortened.passages, strict=True)
-            documents = PassageBatch(*(part.at[shortened.rows].set(changed) for part, changed in parts))
             queries = [Question(self.sentences[position].text, []) for position in shortened.positions]
             bm25 = None if pipeline.search == "vectors" else self.shortened_bm25
             evaluator = Evaluator(self.run, queries, pipeline, bm25=bm25)
-            retrieved = evaluator.retrieve(params, index._replace(documents=documents), TOP)  # [shortened, TOP]
+            changed_index = self.run.index(changed_vectors)
+            retrieved = self._retrieve(evaluator, params, changed_index, TOP, shortened)  # [shortened, TOP]
             without[shortened.positions] = (retrieved == shortened.rows[:, None]).any(axis=1)
         metrics[RECALL_WITHOUT_SENTENCE] = without
 
         if self.questions:
             evaluator = Evaluator(self.run, self.questions, pipeline)
-            recalls = evaluator.recall_values(evaluator.retrieve(params, self.run.index(vectors)))
+            recalls = evaluator.recall_values(self._retrieve(evaluator, params, index, evaluator.depth))
             metrics |= {f"{QUESTION_PREFIX}{name}": values for name, values in recalls.items()}
         return metrics
+
+    def _retrieve(
+        self, evaluator: Evaluator, params: Params, index: Index, depth: int, changed: ShortenedPassages | None = None
+    ) -> NDArray[np.int64]:
+        """Return the rows that a search finds, with each passage encoded once for token rerank.
+
+        Args:
+            evaluator: has queries and pipeline.
+            params: parameters of the encoders.
+            index: that is searched.
+            depth: passages of each query.
+            changed: passages of the index that lack a sentence; None for none.
+
+        Returns:
+            [queries, depth].
+        """
+        rerank = evaluator.pipeline.rerank
+        if rerank is not None and rerank.name == "tokens":
+            search = replace(evaluator, pipeline=SearchPipeline(evaluator.pipeline.search))
+            first = search.ranking(params, index, rerank.passages).rows  # [queries, rerank.passages]
+            index = index._replace(tokens=self._tokens_by(params).stored(first, changed))
+        return evaluator.retrieve(params, index, depth)
+
+    def _tokens_by(self, params: Params) -> TokenCache:
+        """Return the token vectors by a passage encoder, which is the same for all if only queries' is trained."""
+        passage_encoder = params[self.run.model.embedder_names[-1]]
+        for known, tokens in self._token_caches:
+            if all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), known, passage_encoder))):
+                return tokens
+        self._token_caches.append((passage_encoder, TokenCache(self.run, params)))
+        return self._token_caches[-1][1]
+
+    @cached_property
+    def _token_caches(self) -> list[tuple[Params, TokenCache]]:
+        """Return passage encoders that were used, and their token vectors."""
+        return []
 
     def sentence_metrics(self, params: Params, vectors: NDArray[np.floating], pipeline: SearchPipeline) -> QueryMetrics:
         """Return the metrics of the sentences over unchanged passages.
@@ -333,8 +412,10 @@ class AdaptEvaluator:
         masked_queries = [Question(sentence.masked or sentence.text, []) for sentence in self.sentences]
         unmasked_queries = [Question(sentence.text, []) for sentence in self.sentences]
         # Rows of passages, [sentences, DEPTH] each, −1 for none
-        masked = Evaluator(self.run, masked_queries, pipeline).retrieve(params, index, DEPTH)
-        unmasked = Evaluator(self.run, unmasked_queries, pipeline).retrieve(params, index, DEPTH)
+        masked, unmasked = (
+            self._retrieve(Evaluator(self.run, queries, pipeline), params, index, DEPTH)
+            for queries in (masked_queries, unmasked_queries)
+        )
         store = self.run.sources.passages
         values = np.empty((len(self.sentences), 4))  # [sentences, metrics]
         for number, sentence in enumerate(self.sentences):

@@ -223,12 +223,12 @@ class ShortenedPassage(NamedTuple):
     """A passage without one of its sentences.
 
     Attributes:
-        index: of the sentence, in the list that `passages_without` got.
+        position: of the sentence, in the list that `passages_without` got.
         arrays: the passage as `document_arrays`.
         text: its text, without the title.
     """
 
-    index: int
+    position: int
     arrays: Example
     text: str
 
@@ -247,7 +247,7 @@ def passages_without(
         sentences: sentences of `held_out_sentences`.
     """
     shortened: dict[int, ShortenedPassage] = {}  # by row
-    for index, (row, number, *_) in enumerate(sentences):
+    for position, (row, number, *_) in enumerate(sentences):
         tokens, (start, end) = store.body_tokens(row), store.sentences(row)[number].tolist()
         body = pieces_without(tokens, start, end)
         if row not in shortened and len(body) >= LEAST_LEFT:
@@ -257,5 +257,5 @@ def passages_without(
                 text = tokenizer.decode(body.tolist())
             else:
                 text = f"{text[: offsets[start, 0]]} {text[offsets[end - 1, 1] :]}"
-            shortened[row] = ShortenedPassage(index, arrays, text)
+            shortened[row] = ShortenedPassage(position, arrays, text)
     return [*shortened.values()]

@@ -94,7 +94,7 @@ class TokenFile:
         """
         run = self._run
         vectors = np.empty((len(rows), run.model.vector_size), np.float32)
-        embed = run.embedder((self._encoders, self._compression), _vectors_and_tokens)
+        embed = run.embedder((self._encoders, self._compression), vectors_and_tokens)
         batches = embedded_batches(embed, run.corpus.take(rows), EMBED_BATCH * run.mesh.size, progress)
         for numbers, (batch_vectors, tokens) in batches:
             vectors[numbers] = checked_vectors(batch_vectors)
@@ -128,7 +128,7 @@ def remove_unfinished(workdir: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _vectors_and_tokens(
+def vectors_and_tokens(
     model: Realm, inputs: tuple[Params, Compression], passages: PassageBatch
 ) -> tuple[jax.Array, jax.Array]:
     """Return vectors [n, projection] and stored token vectors. The compiler shares the layers that both need.
@@ -140,7 +140,7 @@ def _vectors_and_tokens(
 
 
 def _token_vectors(model: Realm, params: Params, passages: PassageBatch) -> TokenVectors:
-    """Return token vectors [n, length, width], like `_vectors_and_tokens` for `Run.embedder`."""
+    """Return token vectors [n, length, width], like `vectors_and_tokens` for `Run.embedder`."""
     return model.document_tokens(params, passages)
 
 
