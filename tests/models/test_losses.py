@@ -125,7 +125,7 @@ def test_bfloat16_scores_still_give_a_float32_loss(problem):
 
 
 def test_another_kind_of_marginal_is_refused(problem):
-    with pytest.raises(ValueError, match="'example', 'span' or 'token', not 'other'"):
+    with pytest.raises(ValueError, match="'example', 'span', 'holds' or 'token', not 'other'"):
         masked_word_marginal(*map(jnp.asarray, problem), "other")
 
 
