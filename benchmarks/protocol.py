@@ -79,7 +79,7 @@ class Results:
 
     Attributes:
         clusters: set → number of the cluster of each question.
-        seconds: method → seconds of training, one per seed.
+        seconds: method → file of ranks → seconds of training, one per seed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -105,11 +105,6 @@ class Results:
         """Return nDCG@10 of each question, the mean over seeds, [questions]."""
         by_seed = self._values[name, method, system]
         return np.mean([ndcg(by_seed[seed]) for seed in sorted(by_seed)], axis=0)
-
-    def success(self, name: str, method: str, system: str, k: int) -> float:
-        """Return the share of questions with a relevant document among the first k, the mean over seeds."""
-        by_seed = self._values[name, method, system]
-        return float(np.mean([(ranks > 0) & (ranks <= k) for ranks in by_seed.values()]))
 
 
 def ndcg(values: NDArray) -> NDArray[np.float64]:

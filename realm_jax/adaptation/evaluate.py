@@ -244,8 +244,8 @@ class TokenCache:
         self._compression = fit_compression(run, self._encoders) if stored is None else stored
         dimensions = self._compression.projection.shape[1]
         length = min(STORED_BYTES // dimensions, int(run.corpus.lengths.max()))
-        self._vectors = np.zeros((run.context.rows, length, dimensions), np.int8)
-        self._is_known = np.zeros(run.context.rows, bool)
+        self._vectors = np.zeros((run.context.rows, length, dimensions), np.int8)  # [rows, tokens, dimensions]
+        self._is_known = np.zeros(run.context.rows, bool)  # [rows]
 
     def stored(self, rows: NDArray[np.integer], changed: "ShortenedPassages | None" = None) -> StoredTokens:
         """Return token vectors on the devices, in which only those of some passages are meaningful.
@@ -264,12 +264,12 @@ class TokenCache:
 
     def _tokens(self, passages: CorpusRows) -> NDArray[np.int8]:
         """Return the token vectors of passages, [passages, tokens, dimensions]; zeros after the last token."""
-        found = np.zeros((len(passages.ids), *self._vectors.shape[1:]), np.int8)
+        vectors = np.zeros((len(passages.ids), *self._vectors.shape[1:]), np.int8)
         embed = self._run.embedder((self._encoders, self._compression), vectors_and_tokens)
         for numbers, (_, tokens) in embedded_batches(embed, passages, TOKEN_BATCH * self._run.mesh.size):
-            count = min(tokens.shape[1], found.shape[1])
-            found[numbers, :count] = tokens[:, :count]
-        return found
+            count = min(tokens.shape[1], vectors.shape[1])
+            vectors[numbers, :count] = tokens[:, :count]
+        return vectors
 
 
 class ShortenedPassages(NamedTuple):
@@ -327,7 +327,7 @@ class AdaptEvaluator:
     def shortened_bm25(self) -> Bm25:
         """Return BM25 over the corpus with the shortened passages in their places."""
         store, texts = self.run.sources.passages, self.shortened_passages.texts
-        corpus_texts = (f"{store.title(row)} {texts.get(row) or store.text(row)}" for row in range(len(store)))
+        corpus_texts = (f"{store.title(row)} {texts.get(row, store.text(row))}" for row in range(len(store)))
         return Bm25(corpus_texts, self.run.bm25_language or language_of(store))
 
     def metrics(self, params: Params, vectors: NDArray[np.floating], pipeline: SearchPipeline) -> QueryMetrics:
@@ -342,7 +342,6 @@ class AdaptEvaluator:
             METRICS of the sentences, and recall metrics of the questions; NaN for queries without the metric.
         """
         metrics = self.sentence_metrics(params, vectors, pipeline)
-        index = self.run.index(vectors)
 
         # Recall of passages without the sentence, in a corpus with these in the places of the complete ones.
         without = np.full(len(self.sentences), np.nan)  # [sentences]
@@ -360,7 +359,9 @@ class AdaptEvaluator:
 
         if self.questions:
             evaluator = Evaluator(self.run, self.questions, pipeline)
-            recalls = evaluator.recall_values(self._retrieve(evaluator, params, index, evaluator.depth))
+            recalls = evaluator.recall_values(
+                self._retrieve(evaluator, params, self.run.index(vectors), evaluator.depth)
+            )
             metrics |= {f"{QUESTION_PREFIX}{name}": values for name, values in recalls.items()}
         return metrics
 

@@ -277,8 +277,8 @@ def measure_searches(
     times_embedded += num_passage_tasks + float(num_passage_tasks > 0)
     times_embedded += num_weights * min(num_sentences / num_passages, 1.0)
     if pipeline.rerank is not None:  # a sentence's queries find many of the same passages; each is encoded once
-        num_found = min(2 * pipeline.rerank.passages * num_sentences / num_passages, 1.0)
-        times_embedded += num_found * (num_weights if num_passage_tasks else 1)
+        share_encoded = min(2 * pipeline.rerank.passages * num_sentences / num_passages, 1.0)
+        times_embedded += share_encoded * (num_weights if num_passage_tasks else 1)
     estimate = Estimate(
         passage=embed_seconds / num_passages,
         embed=embed_seconds * times_embedded,

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     result = adapt(request)
     print(headline(result.decision))
     if args.output is None:
-        new = {"has_new_vectors": result.has_new_vectors, "has_reader": result.has_reader}
-        print(f"added:  {additions(result.decision, **new)}")
+        added = additions(result.decision, has_new_vectors=result.has_new_vectors, has_reader=result.has_reader)
+        print(f"added:  {added}")
     print(f"model:  {result.model}\nreport: {result.report}")
     print(f'ask:    realm ask --workdir={request.workdir} "question"')
