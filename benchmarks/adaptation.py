@@ -22,20 +22,23 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from learnable_documents import find_terms
 from numpy.typing import NDArray
 from search_stages import Rule, clusters_of, reordered, unit
 
 from realm_jax.cache import cache_programs
 from realm_jax.config import load_config, with_overrides
+from realm_jax.data import evidence
 from realm_jax.data.evidence import find_evidence
 from realm_jax.data.examples import Example, Examples, batches, query_arrays
 from realm_jax.data.questions import Question, read_questions
+from realm_jax.data.store import PassageStore
 from realm_jax.eval.retrieval_metrics import documents_of, rank_measures
 from realm_jax.forward import (
     Batch,
@@ -62,7 +65,7 @@ from realm_jax.tasks import TASKS
 from realm_jax.tasks.base import EmbedCorpus, Metrics, Task, batch_mean
 from realm_jax.tasks.evidence_contrast import without_span
 from realm_jax.tasks.ict import Ict
-from realm_jax.tasks.realm import RealmTask
+from realm_jax.tasks.realm import MaskedSentences, RealmTask
 from realm_jax.train.recipe import checked_run, starting_params
 from realm_jax.train.results import save_bm25_index
 from realm_jax.train.step import make_step, start_state
@@ -370,6 +373,69 @@ class OwnPassage(UniformPosterior):
         return {"loss": batch_mean(-log_p[:, 1])}  # the null document is first
 
 
+class WordsFail(RealmTask):
+    """REALM with a certain reader that learns only what BM25 lacks.
+
+    It hides terms as well as names, the sentence and its evidence share few words, and p(z|x) includes BM25's score, so
+    that the retriever gets no gradient from a sentence whose words suffice.
+    """
+
+    hides_terms, overlap, adds_bm25 = True, (0.1, 0.35), True
+
+    def examples(self, params: Params, embed: EmbedCorpus) -> Examples:
+        run, sources, default = self.run, self.run.sources, (evidence.LEAST, evidence.MOST)
+        store = sources.passages
+        if self.hides_terms:
+            store = cast(PassageStore, find_terms(store, sources.tokenizer))
+        evidence.find_evidence.cache_clear()  # it does not know the overlap
+        evidence.LEAST, evidence.MOST = self.overlap
+        try:
+            return MaskedSentences(
+                store, sources.tokenizer, run.lengths, "evidence", True, run.bm25_for_masked_sentence,
+                run.training_rows(sources.passages), separate_reader_query=True,
+            ).examples()  # fmt: skip
+        finally:
+            evidence.LEAST, evidence.MOST = default
+            evidence.find_evidence.cache_clear()
+
+    def loss(self, params: Params, batch: Batch, index: Index, key: Array | None) -> Metrics:
+        context = self.context
+        candidates = retrieve(self.settings, context, params, batch, index)
+        passages = gather_passages(index, jnp.where(candidates.valid, candidates.rows, -1))
+        scores = candidate_scores(context, params, batch, passages, key, index, candidates.rows)  # [batch, 1 + k]
+        if self.adds_bm25:  # log odds, as the retriever's; the last of the list is a bound for passages outside of it
+            in_list = batch["bm25_rows"] >= 0  # [batch, list]
+            listed = (candidates.rows[:, :, None] == batch["bm25_rows"][:, None]) & in_list[:, None]
+            least = jnp.where(in_list, batch["bm25_scores"], jnp.inf).min(axis=1, keepdims=True)
+            least = jnp.where(in_list.any(axis=1, keepdims=True), least, 0.0)  # [batch, 1]
+            by_words = jnp.where(listed, batch["bm25_scores"][:, None], 0.0).sum(axis=2)
+            scores += jnp.pad(jnp.where(listed.any(axis=2), by_words, least), ((0, 0), (1, 0)))
+        holds = has_answer_span(passages, *hidden_span(batch), context.model.reader.span_width)  # [batch, k]
+        reading = jnp.where(holds & candidates.valid, 0.0, losses.LOG_P_UNSEEN_SPAN)  # log p(y|z,x)
+        reading = jnp.pad(reading, ((0, 0), (1, 0)), constant_values=losses.LOG_P_UNSEEN_SPAN)
+        valid = jnp.pad(candidates.valid, ((0, 0), (1, 0)), constant_values=True)
+        log_p = jax.nn.logsumexp(losses.log_prior(scores, valid) + reading, axis=1)  # [batch]
+        return {"loss": batch_mean(-log_p)}
+
+
+class Terms(WordsFail):
+    """REALM with a certain reader that hides terms."""
+
+    overlap, adds_bm25 = (evidence.LEAST, evidence.MOST), False
+
+
+class LowOverlap(WordsFail):
+    """REALM with a certain reader whose evidence shares few words with the sentence."""
+
+    hides_terms, adds_bm25 = False, False
+
+
+class Bm25InPrior(WordsFail):
+    """REALM with a certain reader and BM25's score in p(z|x)."""
+
+    hides_terms, overlap = False, (evidence.LEAST, evidence.MOST)
+
+
 # --- Pseudo-queries and their teacher ---------------------------------------------------------------------------------
 
 
@@ -388,11 +454,11 @@ class PseudoQuery(NamedTuple):
 def sentences_without_names(run: Run) -> list[PseudoQuery]:
     """Return a sentence of each passage that has one with a name that another passage supports, without this name."""
     store, rng = run.sources.passages, np.random.default_rng((run.config.seed, 77))
-    evidence = find_evidence(store, *run.lengths.hidden)
+    supported = find_evidence(store, *run.lengths.hidden)
     queries = []
-    for row in rng.permutation(np.unique(evidence.spans.rows)).tolist():
-        span = int(rng.integers(*np.searchsorted(evidence.spans.rows, [row, row + 1])))
-        queries.append(PseudoQuery(row, np.asarray(without_span(store, evidence, span), np.int32)))
+    for row in rng.permutation(np.unique(supported.spans.rows)).tolist():
+        span = int(rng.integers(*np.searchsorted(supported.spans.rows, [row, row + 1])))
+        queries.append(PseudoQuery(row, np.asarray(without_span(store, supported, span), np.int32)))
     return queries
 
 
@@ -505,10 +571,18 @@ class Method(NamedTuple):
 
 
 READER = ("realm.marginal=span", "realm.retriever_start=20")  # a reader that is trained, and gets used to its passages
+EXCLUDED = ("realm.exclude_own=True",)
 METHODS = {
     "certain": Method("realm"),  # the recipe of `realm adapt`
-    "certain_excluded": Method("realm", ("realm.exclude_own=True",)),
+    "certain_excluded": Method("realm", EXCLUDED),
     "own_only": Method("realm", variant=OwnPassage),
+    "uniform": Method("realm", variant=UniformPosterior),
+    # What BM25 lacks. Without their own passage, sentences find only evidence.
+    "terms": Method("realm", variant=Terms),
+    "low_overlap": Method("realm", EXCLUDED, variant=LowOverlap),
+    "bm25_prior": Method("realm", EXCLUDED, variant=Bm25InPrior),
+    "words_fail": Method("realm", EXCLUDED, variant=WordsFail),
+    # A reader that learns, and one whose learning reaches the wrong sentence.
     "realm": Method("realm", READER),
     "shuffled": Method("realm", READER, variant=ShuffledReader),
     "ict": Method("ict", ("ict.steps=100",)),

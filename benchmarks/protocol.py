@@ -1,10 +1,11 @@
 """Write the tables and the plot of docs/results/adaptation.md from the stored rank of each question.
 
     python benchmarks/protocol.py docs/results/adaptation                   print the tables
+    python benchmarks/protocol.py docs/results/adaptation --add=med=runs/medquad
     cd docs/results && python ../../benchmarks/protocol.py adaptation --page=adaptation.md --plot=adaptation.svg
 
-A table of the page is between the lines `<!-- table: NAME -->` and `<!-- end -->`. `benchmarks/adaptation.py` stores
-the ranks. docs/results/protocol.md says what is measured and why.
+A table of the page is between the lines `<!-- table: NAME -->` and `<!-- end -->`. `benchmarks/adaptation.py` makes the
+ranks, and --add copies those of a corpus. docs/results/protocol.md says what is measured and why.
 """
 
 import argparse
@@ -86,16 +87,25 @@ class Results:
         self._values: dict[tuple[str, str, str], dict[int, NDArray]] = {}  # set, method, system → seed → [questions]
         self.clusters: dict[str, NDArray] = {}
         self.seconds: dict[str, dict[str, list[float]]] = {}
+        subsets: dict[str, tuple[str, NDArray]] = {}
         for path in sorted(folder.glob("*.npz")):
             with np.load(path, allow_pickle=False) as arrays:
                 for key, array in arrays.items():
                     match key.split("/"):
+                        case [name, parent, "members"]:
+                            subsets[name] = parent, array
                         case [name, "clusters"]:
                             self.clusters[name] = array
                         case ["seconds", method, _]:
                             self.seconds.setdefault(method, {}).setdefault(path.stem, []).append(float(array))
                         case [name, method, seed, system]:
                             self._values.setdefault((name, method, system), {})[int(seed)] = array
+        for subset, (parent, members) in subsets.items():
+            self.clusters[subset] = self.clusters[parent][members]
+            for (name, method, system), by_seed in list(self._values.items()):
+                if name == parent:
+                    of_subset = {seed: values[members] for seed, values in by_seed.items()}
+                    self._values[subset, method, system] = of_subset
 
     def seeds(self, name: str, method: str, system: str) -> list[int]:
         """Return the seeds that were measured."""
@@ -118,6 +128,29 @@ def ndcg(values: NDArray) -> NDArray[np.float64]:
         return values.astype(np.float64)
     ranks = values.astype(np.float64)
     return np.where((ranks > 0) & (ranks <= DEPTH), 1 / np.log2(1 + np.maximum(ranks, 1)), 0.0)
+
+
+def add(stored: Path, output: Path) -> None:
+    """Copy the ranks of all methods and seeds that `adaptation.py` has measured.
+
+    Args:
+        stored: file of a corpus, changed; other methods of it stay.
+        output: folder with METHOD-SEED.npz.
+    """
+    with np.load(stored, allow_pickle=False) as arrays:
+        content = dict(arrays)
+    for path in sorted(output.glob("*-*.npz")):
+        method, seed = path.stem.rsplit("-", 1)
+        with np.load(path, allow_pickle=False) as arrays:
+            for key, array in arrays.items():
+                name, _, system = key.partition("/")
+                if key == "seconds":
+                    content[f"seconds/{method}/{seed}"] = array.astype(np.float32)
+                elif system == "clusters":
+                    content[key] = array
+                else:
+                    content[f"{name}/{method}/{seed}/{system}"] = array
+    np.savez_compressed(stored, **content)
 
 
 # --- Statistics -------------------------------------------------------------------------------------------------------
@@ -358,7 +391,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="folder of the stored ranks")
     parser.add_argument("--page", type=Path, metavar="FILE.md", help="write the tables into a page, and print nothing")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="write a plot of the reported sets")
+    parser.add_argument("--add", action="append", default=[], metavar="NAME=FOLDER", help="copy ranks into NAME.npz")
     args = parser.parse_args()
+    for argument in args.add:
+        name, _, output = argument.partition("=")
+        add(args.folder / f"{name}.npz", Path(output))
     results = Results(args.folder)
     if args.page:
         args.page.write_text(filled_page(args.page.read_text("utf-8"), results), "utf-8")
