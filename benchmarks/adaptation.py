@@ -11,6 +11,9 @@ of the first relevant document, 0 for none among 50, as uint8; nDCG@10 instead i
 documents. Finished methods are skipped, so the same command continues an interrupted one. `docs/results/protocol.md`
 says what the ranks are for.
 
+--held-out=0.05 trains on the other documents only, and also stores what `realm adapt` would decide by: the metrics of
+held-out sentences, as SET/METRIC, where SET is the name of the folder of --data and "_sentences".
+
 --questions: NAME=FILE; NAME:FIELD=FILE if questions with the same value of a field are one cluster. Otherwise questions
 are clustered by the title of their relevant document, and questions with several not at all.
 """
@@ -32,6 +35,7 @@ from learnable_documents import find_terms
 from numpy.typing import NDArray
 from search_stages import Rule, clusters_of, reordered, unit
 
+from realm_jax.adaptation.evaluate import AdaptEvaluator, find_sentences, users_pipeline
 from realm_jax.cache import cache_programs
 from realm_jax.config import load_config, with_overrides
 from realm_jax.data import evidence
@@ -601,6 +605,7 @@ def open_run(args: argparse.Namespace, folder: Path, overrides: Sequence[str], s
     """Open a run of the recipe of `realm adapt` over the prepared folder."""
     config = load_config("adapt")
     config.data.path, config.init_from, config.seed = args.data, args.model, seed
+    config.evaluation.held_out = args.held_out
     return checked_run(with_overrides(config, [*overrides]), folder)
 
 
@@ -640,6 +645,7 @@ def main() -> None:
     parser.add_argument("--generated", type=Path, help="output of generate_questions.py, for methods that need it")
     parser.add_argument("--methods", nargs="+", choices=METHODS, required=True)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--held-out", type=float, default=0.0, metavar="SHARE", help="documents that nothing trains on")
     args = parser.parse_args()
     if args.generated is None and any("questions" in METHODS[name].queries for name in args.methods):
         parser.error("--generated: is missing; name a file of generate_questions.py")
@@ -653,25 +659,55 @@ def main() -> None:
     bench = Workbench(base, args.questions)
     start = jax.tree.map(np.array, starting_params(base))
     corpus = bench.passages(start, args.output / START)
+    test = PromotionTest(args) if args.held_out else None
     if not (args.output / f"{START}-0.npz").is_file():
-        save(args.output, START, 0, bench.ranks(start, corpus, with_bm25=True) | bench.clusters())
+        values = bench.ranks(start, corpus, with_bm25=True) | bench.clusters()
+        if test is not None:
+            values |= test.metrics(starting_params(test.run), corpus) | test.clusters()
+        save(args.output, START, 0, values)
 
     # --- Each seed and method
     for seed in args.seeds:
         for name in args.methods:
             if not (args.output / f"{name}-{seed}.npz").is_file():
                 logger.info("%s, seed %d", name, seed)
-                run_method(args, bench, name, seed, start, corpus)
+                run_method(args, bench, test, name, seed, start, corpus)
+
+
+class PromotionTest:
+    """The test of `realm adapt` on held-out documents.
+
+    Attributes:
+        name: of its set of sentences.
+        run: of the recipe, which reads shorter queries than the one for questions.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Find the sentences."""
+        self.name, self.run = f"{Path(args.data).name}_sentences", open_run(args, args.output, [], 0)
+        supported = find_evidence(self.run.sources.passages, *self.run.lengths.hidden)
+        self._evaluator = AdaptEvaluator(self.run, find_sentences(self.run, supported, args.held_out))
+
+    def clusters(self) -> dict[str, NDArray]:
+        """Return "SET/clusters" → number of each sentence's document."""
+        return {f"{self.name}/clusters": self._evaluator.document_numbers.astype(np.uint16)}
+
+    def metrics(self, params: Params, corpus: EncodedCorpus) -> dict[str, NDArray]:
+        """Return "SET/METRIC" → value of each sentence."""
+        found = self._evaluator.metrics(params, corpus.vectors, users_pipeline(self.run))
+        return {f"{self.name}/{metric}": values.astype(np.float32) for metric, values in found.items()}
 
 
 def run_method(
-    args: argparse.Namespace, bench: Workbench, name: str, seed: int, start: Params, start_corpus: EncodedCorpus
-) -> None:
+    args: argparse.Namespace, bench: Workbench, test: PromotionTest | None, name: str, seed: int, start: Params,
+    start_corpus: EncodedCorpus,
+) -> None:  # fmt: skip
     """Train by a method, search, and store the ranks.
 
     Args:
         args: of the command.
         bench: searches.
+        test: of `realm adapt`; None to measure questions only.
         name: of the method.
         seed: of the run.
         start: parameters of the public encoder, with positions for the longest question.
@@ -710,7 +746,10 @@ def run_method(
     if run.model.embedder_names[-1] in task.trained:
         corpus = bench.passages(encoders, folder)
         save_encoders(folder / ENCODERS, bench.encoders(trained))
-    save(args.output, name, seed, bench.ranks(encoders, corpus, with_bm25=False), seconds=preparing + seconds)
+    values = bench.ranks(encoders, corpus, with_bm25=False)
+    if test is not None:
+        values |= test.metrics(trained, corpus)
+    save(args.output, name, seed, values, seconds=preparing + seconds)
 
 
 def with_positions(params: Params, start: Params) -> Params:

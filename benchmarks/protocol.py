@@ -229,8 +229,13 @@ METHODS = {  # name in the files → title
     "certain": "REALM with a certain reader (the default)",
     "certain_excluded": "the same, own passage excluded",
     "own_only": "the same, only the own passage is right",
+    "uniform": "the same, uniform posterior",
     "realm": "the same, trained reader",
     "shuffled": "the same, reader shuffled",
+    "terms": "the same, terms instead of names",
+    "words_fail": "the same, evidence that BM25 lacks",
+    "low_overlap": "own passage excluded, little overlap",
+    "bm25_prior": "own passage excluded, BM25 in p(z|x)",
     "ict": "inverse cloze task",
     "sentences_distilled": "sentences, listwise distillation",
     "questions": "generated questions",
@@ -242,7 +247,7 @@ METHODS = {  # name in the files → title
 }
 DEFAULT = "certain"
 CONTROLS = {  # what a method has more than its control shows what the difference between them is worth
-    "certain": ("certain_excluded", "own_only", "realm", "shuffled", "ict"),
+    "certain": ("certain_excluded", "own_only", "uniform", "realm", "shuffled", "terms", "words_fail", "ict"),
     "evidence_realm": ("evidence", "evidence_certain", "evidence_uniform"),
 }
 Table = list[list[str]]  # head, then rows
@@ -251,6 +256,12 @@ Table = list[list[str]]  # head, then rows
 def signed(each: Change) -> str:
     """Return a change with its interval, as text."""
     return f"{each.value:+.3f} [{each.low:+.3f}, {each.high:+.3f}]".replace("-", "−")
+
+
+def short(each: Change, p: float) -> str:
+    """Return a change without its interval, in bold if it is significant after Holm's correction."""
+    text = f"{each.value:+.3f}".replace("-", "−")
+    return f"**{text}**" if p < 1 - LEVEL else text
 
 
 def starred(each: Change, p: float) -> str:
@@ -294,7 +305,7 @@ def table_of_methods(results: Results, system: str) -> Table:
             by_corpus = results.seconds.get(method, {})
             seconds = "–" if not by_corpus else f"{np.mean([np.mean(each) for each in by_corpus.values()]):,.0f}"
             seeds = str(max(len(results.seeds(name, method, system)) for name in names))
-            cells = [starred(*changes[name]) if name in changes else "" for name in names]
+            cells = [short(*changes[name]) if name in changes else "–" for name in names]
             rows.append([title, seconds, seeds, *cells])
     return rows
 
@@ -307,8 +318,30 @@ def table_of_controls(results: Results, system: str) -> Table:
         for control in controls:
             changes = compare(results, names, (control, system), (method, system))
             if changes:
-                cells = [starred(*changes[name]) if name in changes else "" for name in names]
+                cells = [short(*changes[name]) if name in changes else "–" for name in names]
                 rows.append([f"{METHODS[method]}, less {METHODS[control]}", *cells])
+    return rows
+
+
+TESTED = {  # sentences of held-out documents → title, questions of the same corpus by the same encoders
+    "med_sentences": ("MedQuAD", "med_held_out"),
+    "wiki_sentences": ("Wikipedia", "squad_held_out"),
+}
+TEST_METRIC = "mean_ndcg@10"  # by which `realm adapt` decides
+
+
+def table_of_test(results: Results) -> Table:
+    """Return what `realm adapt` decides about the encoders of several methods, and what questions say."""
+    rows = [["collection", "method", "sentences", "the test: change", "questions: change"]]
+    for name, (title, questions) in TESTED.items():
+        for method in (method for method in METHODS if results.seeds(name, method, TEST_METRIC)):
+            of_sentences, of_questions = (
+                change(results.ndcg(each, START, system), results.ndcg(each, method, system), results.clusters[each])
+                for each, system in ((name, TEST_METRIC), (questions, PIPELINE))
+            )
+            count = f"{len(results.clusters[name]):,}"
+            cells = (starred(each, each.p) for each in (of_sentences, of_questions))
+            rows.append([title, METHODS[method], count, *cells])
     return rows
 
 
@@ -327,6 +360,7 @@ def tables(results: Results) -> dict[str, Table]:
         "methods by hybrid + tokens": table_of_methods(results, PIPELINE),
         "controls by vectors": table_of_controls(results, "vectors"),
         "controls by hybrid + tokens": table_of_controls(results, PIPELINE),
+        "test": table_of_test(results),
     }
 
 

@@ -1,8 +1,8 @@
-"""Pages of the site that are not files of docs/, and what is made of every page: hooks of MkDocs (`mkdocs.yml`).
+"""Hooks of MkDocs (`mkdocs.yml`): add pages from outside of docs/, and convert links and formulas of every page.
 
-The commands' page is made from their parsers at every build, so it cannot go stale. Pages that lie elsewhere in the
-repository keep their place there; links to them are turned into links of the site. Formulas (```math, as GitHub
-renders them) become MathML, which browsers show without a script. Not for checking documents: `tests/test_docs.py`.
+Every build makes the page of commands from their parsers, so it cannot become outdated. Files outside of docs/ become
+pages too, and links to them become links of the site. Formulas (```math, as GitHub renders them) become MathML, which
+browsers show without a script. `tests/test_docs.py` checks the pages themselves.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from realm_jax.cli.main import JOBS, module_of
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = "reference/commands.md"
-# Pages of the repository outside of docs/, and their place in the site.
+# File of the repository outside of docs/ → path of its page in the site.
 ELSEWHERE = {
     "benchmarks/README.md": "results/measurements.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -33,46 +33,47 @@ FENCE = re.compile(r"(^```.*?^```[ ]*$)", re.M | re.S)
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
 HEADER = re.compile(r"\A---\n.*?\n---\n", re.S)  # of a skill, for programs
 
-_texts: dict[str, str] = {}  # page → its Markdown as the site has it
+_texts: dict[str, str] = {}  # path of a page → its Markdown, with links of the site
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages that are made here and those that lie elsewhere."""
+    """Add the page of commands, and the pages of files outside of docs/."""
     files.append(File.generated(config, COMMANDS, content=commands_page()))
-    for path, place in ELSEWHERE.items():
-        files.append(File.generated(config, place, content=HEADER.sub("", (ROOT / path).read_text("utf-8"))))
+    for path, page_path in ELSEWHERE.items():
+        files.append(File.generated(config, page_path, content=HEADER.sub("", (ROOT / path).read_text("utf-8"))))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Outside of code: links of the repository as links of the site, and lists that need no empty line before them."""
-    place = page.file.src_uri
-    source = {place: path for path, place in ELSEWHERE.items()}.get(place, f"docs/{place}")
-    parts = FENCE.split(markdown)
-    parts[::2] = [_separate_lists(LINK.sub(lambda link: _in_site(link[1], source, place), part)) for part in parts[::2]]
-    _texts[place] = "".join(parts)
+    """Convert links and formulas, and put an empty line before each list, which Python-Markdown needs."""
+    page_path = page.file.src_uri
+    source = {target: path for path, target in ELSEWHERE.items()}.get(page_path, f"docs/{page_path}")
+    parts = FENCE.split(markdown)  # text, code block, text, …
+    for i, text in enumerate(parts[::2]):
+        parts[2 * i] = _separate_lists(LINK.sub(lambda link: _site_link(link[1], source, page_path), text))
+    _texts[page_path] = "".join(parts)
     parts[1::2] = [_formula(part) for part in parts[1::2]]
     return "".join(parts)
 
 
 def on_post_build(config: Any) -> None:
-    """Writes llms.txt, and beside every page its Markdown, which it lists."""
+    """Write the Markdown of every page next to it, and list these files in llms.txt."""
     site = Path(config.site_dir)
-    for place, text in _texts.items():
-        (site / place).write_text(text, "utf-8")
+    for page_path, text in _texts.items():
+        (site / page_path).write_text(text, "utf-8")
     lines = [f"# {config.site_name}", "", f"> {config.site_description}.", ""]
     lines += ["Every page of this documentation as Markdown.", ""]
     for entry in config.nav:
         ((title, pages),) = entry.items()
-        named = list(_named([entry] if isinstance(pages, str) else pages))
-        lines += [f"## {title}", "", *(f"- [{name}]({place}): {_summary(_texts[place])}" for name, place in named), ""]
+        named = _titles_and_paths([entry] if isinstance(pages, str) else pages)
+        lines += [f"## {title}", "", *(f"- [{name}]({path}): {_summary(_texts[path])}" for name, path in named), ""]
     (site / "llms.txt").write_text("\n".join(lines), "utf-8")
 
 
 def commands_page() -> str:
-    """What each command prints for `--help`, as one page."""
-    lines = ["# Commands", "", "What each command prints for `--help`.", ""]
-    lines += ["| command | what it does |", "|---|---|"]
+    """Return the page with the help of all commands."""
+    lines = ["# Commands", "", "Each command prints this text for `--help`.", ""]
+    lines += ["| command | purpose |", "|---|---|"]
     lines += [f"| [`realm {name}`](#realm-{name}) | {summary} |" for name, summary in JOBS.items()]
     for name, summary in JOBS.items():
         parser = argparse.ArgumentParser(
@@ -81,22 +82,22 @@ def commands_page() -> str:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         importlib.import_module(module_of(name)).add_arguments(parser)
-        for depth, one in _parsers(parser):
-            lines += ["", f"{'#' * depth} {one.prog}", "", "```text", _help(one), "```"]
+        for depth, subparser in _parsers(parser):
+            lines += ["", f"{'#' * depth} {subparser.prog}", "", "```text", _help(subparser), "```"]
     return "\n".join(lines) + "\n"
 
 
 def _parsers(parser: argparse.ArgumentParser, depth: int = 2) -> Iterator[tuple[int, argparse.ArgumentParser]]:
-    """A parser and those of its actions, with the depth of their headings."""
+    """Yield a parser and those of its actions, with the depth of their headings."""
     yield depth, parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for one in action.choices.values():
-                yield from _parsers(one, depth + 1)
+            for subparser in action.choices.values():
+                yield from _parsers(subparser, depth + 1)
 
 
 def _help(parser: argparse.ArgumentParser) -> str:
-    """Its help in lines of one width, whatever the terminal of the build."""
+    """Return the help of a parser in lines of `WIDTH` columns, for any terminal of the build."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = WIDTH
     try:
@@ -108,11 +109,11 @@ def _help(parser: argparse.ArgumentParser) -> str:
             os.environ["COLUMNS"] = before
 
 
-def _in_site(target: str, source: str, place: str) -> str:
-    """A link from the file `source` of the repository, as one from the page `place` of the site."""
+def _site_link(target: str, source: str, page_path: str) -> str:
+    """Return a link of the file `source` of the repository as a link of the page `page_path` of the site."""
     path = normpath(f"{dirname(source)}/{target}" if dirname(source) else target)
-    there = ELSEWHERE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
-    return target if there is None else relpath(there, dirname(place) or ".")
+    target_page = ELSEWHERE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
+    return target if target_page is None else relpath(target_page, dirname(page_path) or ".")
 
 
 def _separate_lists(text: str) -> str:
@@ -126,8 +127,8 @@ def _formula(block: str) -> str:
     return convert(formula.rpartition("```")[0].strip(), display="block")
 
 
-def _named(pages: list[Any]) -> Iterator[tuple[str, str]]:
-    """Titles and places of pages of a section; one without a title has that of its heading."""
+def _titles_and_paths(pages: list[Any]) -> Iterator[tuple[str, str]]:
+    """Yield titles and paths of the pages of a section; the default title is the first heading."""
     for entry in pages:
         if isinstance(entry, str):
             yield re.search(r"^# (.*)$", _texts[entry], re.M)[1], entry  # type: ignore[index]
@@ -136,7 +137,7 @@ def _named(pages: list[Any]) -> Iterator[tuple[str, str]]:
 
 
 def _summary(text: str) -> str:
-    """The first sentence of the first paragraph."""
+    """Return the first sentence of the first paragraph."""
     parts = (part.strip("\n") for part in text.split("\n\n"))
     first = next(part for part in parts if part and not part.startswith(("#", "|", "```", "!", "    ", "<")))
     return re.split(r"(?<=\.)\s", " ".join(first.split()))[0]

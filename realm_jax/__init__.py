@@ -1,16 +1,16 @@
-"""realm_jax: train language models that retrieve before they predict (REALM, Guu et al. 2020).
+"""Search documents, and train and adapt retrieval models without labels, in JAX.
 
-What is public is listed here, and loaded when it is first asked for, so that importing the package needs no JAX:
+The public names are loaded when you first use them, so importing the package does not import JAX:
 
-    index          documents made searchable with a public encoder, in minutes and without training
-    adapt          the encoder of an index, trained on its documents without labels
-    Model          an index or a trained run, opened: ask, search, encode, inspect, evaluate
-    load_config    a config that travels with the package, or of a file, with changes
-    prepare        texts and questions to a folder to train from
-    train_model    a recipe, run or resumed
-    Progress       a record of a run in training, as a callback of train_model gets it
-    Resumable      a UserError of work that was interrupted, and goes on where it is asked for again
-    UserError      what is raised for what the caller can correct, in one line
+    index          make documents searchable with a pretrained encoder, without training
+    adapt          train the encoder of an index on its documents, without labels
+    Model          open an index or a trained run: ask, search, encode, inspect, evaluate
+    load_config    return a built-in config, or that of a file, with changes
+    prepare        convert documents and questions to a folder to train from
+    train_model    train a recipe, or resume it
+    Progress       training record that a callback of train_model receives
+    Resumable      error of interrupted work: the same call again resumes it
+    UserError      error that the caller can correct, with a message of one line
 
 Start reading at `realm_jax/cli/quickstart.py` (the whole recipe) and `realm_jax/train/loop.py` (the train loop).
 """

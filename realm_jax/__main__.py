@@ -1,4 +1,4 @@
-"""`python -m realm_jax`: the command `realm`, for where its script is not on the path."""
+"""`python -m realm_jax`: run the command `realm`, if its script is not on your PATH."""
 
 import sys
 

@@ -49,22 +49,26 @@ def index(
     store_tokens: bool = False,
     config: Mapping[str, Any] | None = None,
 ) -> Model:
-    """Make documents searchable with an encoder as it is, and open the result. Finished stages are skipped.
+    """Make documents searchable with a pretrained encoder, without training, and open the result.
 
-    Several processes prepare all but a few documents; see `prepare` about scripts.
+    A call that was interrupted resumes. It uses several processes unless there are few documents; see `prepare` about
+    scripts.
 
     Args:
-        documents: file, pattern or folder of the documents. Unreadable ones are skipped and counted.
+        documents: file, glob pattern or folder of documents. Unreadable files are skipped and counted.
         output: run directory, created or resumed.
-        model: encoder, a model of sentence-transformers: a folder, 'hf:NAME', or 'py:NAME' of an installed package.
+        model: sentence-transformers model: a folder, 'hf:NAME', or 'py:NAME' of an installed package.
         language: ISO 639-1 code of the language of the documents, 'none' or 'bigrams' (default: detect it).
-        store_tokens: store token vectors of the passages, at most 8 KB each, so that rerank='tokens' need not encode
+        store_tokens: store token vectors of the passages, at most 8 KB each, so that rerank='tokens' does not encode
             passages for each question.
-        config: keys to change, such as {"data.document_length": 256}.
+        config: keys to override, for example {"data.document_length": 256}.
+
+    Returns:
+        The index, opened for search.
 
     Raises:
-        UserError: no document can be read, the model is no encoder, or `output` is another run.
-        Resumable: after SIGTERM; the same call continues.
+        UserError: no document can be read, the model is not a sentence encoder, or `output` is another run.
+        Resumable: after SIGTERM; the same call resumes.
     """
     overrides = _overrides(config)
     changes = f", language={language!r}" if language else ""
@@ -95,21 +99,24 @@ def adapt(
     questions: Path_ | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Model:
-    """Adapt an encoder to documents without labels, and open the result. Finished stages are skipped.
+    """Train an encoder on documents, without labels, and open the result. A call that was interrupted resumes.
 
-    The encoder is replaced only if the adapted one finds significantly more; adapt.json and report.html of the run
-    have the numbers.
+    The adapted encoder is kept only if its recall on held-out documents is significantly higher; adapt.json and
+    report.html in the run directory have the numbers.
 
     Args:
-        source: directory of `index`; or, with `output` and `model`, file, pattern or folder of documents.
+        source: run directory of `index`; or, with `output` and `model`, a file, glob pattern or folder of documents.
         output: run directory, created or resumed (default: the index).
-        model: base encoder, as of `index` (default: that of the index).
-        minutes: time on this machine; up to twice as much if less is not enough.
-        questions: file of evaluation questions; they are measured and can veto, and are never learned from.
-        config: keys to change, such as {"realm.candidates": 8}.
+        model: base encoder, as in `index` (default: the encoder of the index).
+        minutes: time budget on this machine; the run takes up to twice as long if its minimum does not fit.
+        questions: file of labeled questions, for evaluation only; a significant drop rejects the adapted encoder.
+        config: keys to override, for example {"realm.candidates": 8}.
+
+    Returns:
+        The run with the adapted or the base encoder, opened for search.
 
     Raises:
-        UserError: before any training, if there are too few documents or minutes, or `output` is another run.
+        UserError: there are too few documents or minutes, or `output` is another run; raised before training.
         Resumable: after SIGTERM, once the state is saved.
     """
     overrides = _overrides(config)
@@ -134,11 +141,11 @@ def adapt(
 
 @contextmanager
 def _resumable(output: Path_) -> Iterator[None]:
-    """Raise Resumable in the block where a command would end with its exit code after SIGTERM."""
+    """Raise Resumable instead of Preempted, which a SIGTERM causes in the block."""
     try:
         yield
     except Preempted:
-        message = f"{os.fspath(output)}: SIGTERM; the state is saved, make the same call again to resume"
+        message = f"{os.fspath(output)}: stopped by SIGTERM, with the state saved; make the same call again to resume"
         raise Resumable(message) from None
 
 
@@ -148,12 +155,15 @@ def _overrides(changes: Mapping[str, Any] | None) -> list[str]:
 
 
 def load_config(name: str | os.PathLike[str] | None = None, changes: Mapping[str, Any] | None = None) -> ConfigDict:
-    """Return a config.
+    """Return a built-in config, or that of a file, with changes.
 
     Args:
         name: name of a built-in config ('quickstart', 'real_text', 'real_text:argument', …), or path of a Python file
             with get_config(); None for the paper's sizes.
-        changes: {"section.key": value}.
+        changes: keys to override, {"section.key": value}.
+
+    Returns:
+        The config, locked.
 
     Raises:
         UserError: there is no such config or key, or a value does not have the key's type.
@@ -162,19 +172,19 @@ def load_config(name: str | os.PathLike[str] | None = None, changes: Mapping[str
 
 
 def prepare(passages: Path_, output: Path_, **options: Any) -> None:
-    """Write a prepared folder of texts, and of questions about them, and print a summary.
+    """Convert documents and questions to a prepared folder, and print a summary.
 
-    Several processes prepare all but a few texts, and each imports the script that calls this. So put the script's code
+    The call starts worker processes unless there are few texts, and each worker imports your script. So put the call
     under `if __name__ == "__main__":`, as always with multiprocessing, or set workers=1. A notebook needs neither.
 
     Args:
-        passages: file, pattern or folder of the texts to retrieve from.
-        output: the folder to write. If the same inputs and settings made it before, nothing is done.
-        **options: the flags of `realm prepare` with underscores, such as vocab="hf:NAME" and
+        passages: file, glob pattern or folder of documents to search.
+        output: folder to write. If it already holds the same data, nothing is done.
+        **options: flags of `realm prepare` with underscores, for example vocab="hf:NAME" and
             questions=["train=nq-train.json", "dev=nq-dev.json"].
 
     Raises:
-        UserError: the inputs have errors, or `output` was made otherwise.
+        UserError: an input is invalid, or `output` was prepared from other inputs.
     """
     if isinstance(options.get("questions"), str | os.PathLike):
         raise UserError("questions: takes a list of files; put the file into a list")
@@ -189,16 +199,16 @@ def train_model(
     *,
     callback: Callable[[Progress], None] | None = None,
 ) -> dict[str, Any]:
-    """Run the recipe of a config, or resume it.
+    """Train the recipe of a config, or resume it.
 
     Args:
         config: from `load_config`.
         workdir: run directory, created or resumed.
-        callback: called with each recorded `Progress`: metrics of logged steps, and evaluations. An exception
-            in it ends training; the same call then continues from the last save.
+        callback: function that receives every `Progress`: metrics of logged steps, and evaluations. If it raises an
+            exception, training ends; the same call resumes from the last checkpoint.
 
     Returns:
-        The content of results.json; {} if the data have no questions to measure.
+        The content of results.json; {} if the data have no evaluation questions.
 
     Raises:
         UserError: config and data do not fit together.
@@ -209,6 +219,6 @@ def train_model(
     with listening(callback):
         code = run_recipe(open_run(config, Path(workdir)), command)
     if code:
-        raise Resumable(f"{workdir}: SIGTERM; the state is saved, call train_model again to resume")
+        raise Resumable(f"{workdir}: stopped by SIGTERM, with the state saved; call train_model again to resume")
     results = Path(workdir) / "results.json"
     return dict(read_json(results)) if results.is_file() else {}

@@ -35,7 +35,7 @@ def make_run(
         config: validated.
         workdir: the run directory.
         sources: the data.
-        devices: of the mesh; None for all.
+        devices: devices of the mesh; None for all.
 
     Raises:
         UserError: config and data do not fit together.
@@ -71,8 +71,8 @@ def abstract_run(
         config: validated.
         workdir: the run directory.
         rows: number of passages.
-        vocabulary_size: of the tokenizer.
-        devices: of the mesh; None for all.
+        vocabulary_size: size of the tokenizer.
+        devices: devices of the mesh; None for all.
         special: ids of [CLS] and [SEP], by default those of BERT's vocabulary.
         encode: tokenizes prompts.
 
@@ -103,7 +103,7 @@ def make_model(
 
     Args:
         config: validated.
-        vocabulary_size: of the tokenizer.
+        vocabulary_size: size of the tokenizer.
         encode: tokenizes prompts.
         hidden: sharding of hidden states.
 
@@ -117,8 +117,8 @@ def make_model(
     passage_template = compiled(passage, "config.encoder.passage_prompt", True, encode) if passage else None
     if passage_template is None and ARCHITECTURES[model.architecture].segment_types < 2:
         raise UserError(
-            f"config.encoder.passage_prompt: {model.architecture!r} reads no title and body in two segments; set it to "
-            "a template such as '{title} {text}'"
+            f"config.encoder.passage_prompt: {model.architecture!r} does not read title and body as two segments; set "
+            "it to a template such as '{title} {text}'"
         )
     features = encoder.projection or model.width
     if encoder.dimensions > features:
@@ -149,7 +149,7 @@ def longest_inputs(config: Config, query: Template | None, passage: Template | N
     """Return the tokens of the longest query and of the longest passage, including their prompts.
 
     Args:
-        config: of the run.
+        config: config of the run.
         query: the query prompt; None for none.
         passage: the passage prompt; None for none.
     """

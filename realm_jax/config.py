@@ -4,8 +4,8 @@
 
 A config file (`configs/`, or any Python file) has `get_config()`, which returns `default()` or `load_config(NAME)` with
 some keys changed: an `ml_collections.ConfigDict`. `validate` turns it into a `Config`, the frozen dataclasses below.
-Another value of a *training key* on resume is an error that names the key; a *runtime key* may change. None stands for
-the value of the pretrained model of `init_from`. `docs/config.md` is made from this file.
+Another value of a *training key* on resume is an error that names the key; a *runtime key* may change. None means the
+value of the pretrained model of `init_from`. `docs/config.md` is made from this file.
 """
 
 import argparse
@@ -39,7 +39,7 @@ S = TypeVar("S", bound="Section")
 
 
 class Limit(NamedTuple):
-    """What a value must be, in words that follow "must be", and the predicate."""
+    """Condition on a value, in words that follow "must be", and its predicate."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -69,10 +69,10 @@ def key(
 
     Args:
         default: its type is that of the key's values; None needs an annotation such as `int | None`.
-        help: what the key means, for `docs/config.md`.
-        limit: what a value must be.
+        help: meaning of the key, for `docs/config.md`.
+        limit: condition on the value.
         runtime: whether a run may change the key on resume.
-        inherit: whether the key may be None, which stands for the value of the model of `init_from`.
+        inherit: whether the key may be None, which means the value of the model of `init_from`.
         compare: whether sections with different values are different static arguments of a jitted function.
     """
     metadata = {"help": help, "limit": limit, "runtime": runtime, "inherit": inherit}
@@ -80,12 +80,12 @@ def key(
 
 
 def check(condition: bool, name: str, advice: str, kind: str = "config") -> None:
-    """Raise UserError, with the key's name and what to do, unless a condition holds.
+    """Raise UserError, with the key's name and a remedy, unless a condition holds.
 
     Args:
-        condition: what must hold.
+        condition: the condition.
         name: the key; in a `__post_init__` its name in the section, before which `from_config_dict` puts the section's.
-        advice: what is wrong; what to do.
+        advice: the fault, and the remedy after a semicolon.
         kind: the word before the name, "config" or "spec".
     """
     if not condition:
@@ -137,86 +137,99 @@ LOGGED_TO = Limit(
 
 @dataclass(frozen=True)
 class Data(Section):
-    """What a run learns from, and how long texts are."""
+    """Training data, and maximum lengths of texts."""
 
-    path: str = key("", "folder written by `realm prepare`; its content may not change (`data.json`)", runtime=True)
+    path: str = key(
+        "", "prepared folder, written by `realm prepare`; the run checks that its content stays the same", runtime=True
+    )
     text: str = key(
         "pretraining",
-        "X, the text to learn from: that of the prepared folder, or its passages, so that X = Z",
+        "text X that queries are masked in: the pre-training text of the prepared folder, or its passages (X = Z)",
         one_of("pretraining", "passages"),
     )
-    predictions: int = key(0, "predicted positions of a masked sentence at most; 0: sized to the masking", NOT_NEGATIVE)
-    query_length: int = key(96, "tokens of a sentence or question, [CLS] and [SEP] counted", at_least(8))
-    document_length: int = key(288, "tokens of a passage, title and special tokens counted", at_least(16))
+    predictions: int = key(
+        0, "maximum number of masked tokens per sentence; 0: as many as the masking needs", NOT_NEGATIVE
+    )
+    query_length: int = key(
+        96, "maximum length of a sentence or question in tokens, including [CLS] and [SEP]", at_least(8)
+    )
+    document_length: int = key(
+        288, "maximum length of a passage in tokens, including its title and special tokens", at_least(16)
+    )
 
 
 @dataclass(frozen=True)
 class ReaderSizes(Section):
-    """How the reader's network differs from the encoders'; `None`: not at all, or as the model of `reader_from`."""
+    """Sizes of the reader's network that differ from the encoders'. `None`: the same, or that of `reader_from`."""
 
-    layers: int | None = key(None, "Transformer layers", POSITIVE)
-    width: int | None = key(None, "size of a hidden state", POSITIVE)
-    heads: int | None = key(None, "attention heads, which must divide the width", POSITIVE)
-    feed_forward: int | None = key(None, "size of the feed-forward layers", POSITIVE)
-    hidden_act: str | None = key(None, "activation", one_of("gelu", "gelu_new"))
+    layers: int | None = key(None, "number of Transformer layers", POSITIVE)
+    width: int | None = key(None, "features of a hidden state", POSITIVE)
+    heads: int | None = key(None, "number of attention heads, a divisor of the width", POSITIVE)
+    feed_forward: int | None = key(None, "features of the feed-forward layers", POSITIVE)
+    hidden_act: str | None = key(None, "activation of the feed-forward layers", one_of("gelu", "gelu_new"))
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The keys that are set, with their values."""
+        """Return the keys that are set, with their values."""
         return {name: value for name, value in self.to_dict().items() if value is not None}
 
 
 @dataclass(frozen=True)
 class RotarySizes(Section):
-    """Rotary positions and local attention of `model.architecture=modernbert`; other encoders have none."""
+    """Rotary positions and local attention, with `model.architecture=modernbert` only."""
 
     global_theta: float = key(
-        160_000.0, "base of the angles in layers that attend to all tokens", POSITIVE, inherit=True
+        160_000.0, "base of the rotary angles in layers with global attention", POSITIVE, inherit=True
     )
-    local_theta: float = key(10_000.0, "base of the angles in the other layers", POSITIVE, inherit=True)
+    local_theta: float = key(
+        10_000.0, "base of the rotary angles in layers with local attention", POSITIVE, inherit=True
+    )
     global_every: int = key(
-        3, "one layer of so many attends to all tokens, beginning with the first", POSITIVE, inherit=True
+        3, "every how many layers attention is global, starting with the first layer", POSITIVE, inherit=True
     )
-    window: int = key(128, "tokens that the other layers attend to, half of them on each side", POSITIVE, inherit=True)
+    window: int = key(
+        128, "attention window of the local layers in tokens, half of it on each side", POSITIVE, inherit=True
+    )
 
 
 @dataclass(frozen=True)
 class Model(Section):
-    """The network of both encoders; the reader has the same unless `model.reader` says otherwise."""
+    """Network of both encoders, and of the reader unless `model.reader` sets other sizes."""
 
     architecture: str = key(
         "bert",
-        "kind of network, as `model_type` in a config.json, of the encoders and the reader",
+        "type of network of the encoders and the reader, as `model_type` in a config.json of Hugging Face",
         one_of("bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "modernbert"),
         inherit=True,
     )
-    layers: int = key(12, "Transformer layers", POSITIVE, inherit=True)
-    width: int = key(768, "size of a hidden state", POSITIVE, inherit=True)
-    heads: int = key(12, "attention heads, which must divide the width", POSITIVE, inherit=True)
-    feed_forward: int = key(3072, "size of the feed-forward layers", POSITIVE, inherit=True)
-    dropout: float = key(0.1, "dropout probability, also of attention's weights", BELOW_ONE)
+    layers: int = key(12, "number of Transformer layers", POSITIVE, inherit=True)
+    width: int = key(768, "features of a hidden state", POSITIVE, inherit=True)
+    heads: int = key(12, "number of attention heads, a divisor of the width", POSITIVE, inherit=True)
+    feed_forward: int = key(3072, "features of the feed-forward layers", POSITIVE, inherit=True)
+    dropout: float = key(0.1, "dropout probability of hidden states and attention weights", BELOW_ONE)
     dtype: str = key(
         "float32",
-        "of matrix products and stored vectors; LayerNorm, softmax and loss stay float32",
+        "dtype of matrix products and stored vectors; LayerNorm, softmax and loss stay float32",
         one_of("float32", "bfloat16"),
     )
     hidden_act: str = key(
         "gelu_new",
-        "activation: 'gelu_new' has tanh (google-research/bert), 'gelu' erf (Hugging Face's BERTs)",
+        "activation of the feed-forward layers: 'gelu_new' uses tanh (google-research/bert), 'gelu' uses erf (most "
+        "Hugging Face models)",
         one_of("gelu", "gelu_new"),
         inherit=True,
     )
     norm_epsilon: float = key(1e-12, "epsilon of every LayerNorm (BERT: 1e-12; RoBERTa: 1e-5)", POSITIVE, inherit=True)
     remat: str = key(
         "none",
-        "what the backward pass computes again, to save memory: 'dots': all but products with parameters and what is "
-        "attended to; 'layer': all but the input of each layer. Layers are then one compiled loop (minutes less to "
-        "compile twelve, and other dropout draws)",
+        "rematerialization, which saves memory: the backward pass recomputes nothing ('none'), everything except "
+        "products with parameters and attention ('dots'), or everything except the inputs of layers ('layer'). With "
+        "'dots' and 'layer' the layers are one compiled loop, which compiles faster and draws other dropout masks",
         one_of("none", "dots", "layer"),
         runtime=True,
     )
-    span_width: int = key(10, "tokens of an answer at most", POSITIVE)
-    shared_tower: bool = key(False, "one encoder for queries and passages instead of two")
+    span_width: int = key(10, "maximum length of an answer in tokens", POSITIVE)
+    shared_tower: bool = key(False, "use one encoder for queries and passages instead of two")
     rotary: RotarySizes = RotarySizes()
     reader: ReaderSizes = ReaderSizes()
 
@@ -230,46 +243,55 @@ class Model(Section):
 
 @dataclass(frozen=True)
 class Encoder(Section):
-    """How a text's hidden states become its vector."""
+    """Pooling of hidden states to the vector of a text, and prompts."""
 
     pooling: str = key(
         "pooler",
-        "'pooler': [CLS] through BERT's tanh layer (the paper); 'cls': [CLS] itself; 'mean': the mean of all real "
-        "tokens; 'last': the last real token",
+        "pooling of hidden states: 'pooler': [CLS] through BERT's tanh layer (the paper); 'cls': [CLS]; 'mean': "
+        "average of all tokens that are not padding; 'last': the last token that is not padding",
         one_of("pooler", "cls", "mean", "last"),
         inherit=True,
     )
     projection: int = key(
-        128, "width of a linear projection of it, so of a vector; 0: none", NOT_NEGATIVE, inherit=True
+        128,
+        "features of a vector, after a linear projection of the pooled state; 0: no projection",
+        NOT_NEGATIVE,
+        inherit=True,
     )
     dimensions: int = key(
         0,
-        "keep only the first features of a vector (Matryoshka models): after LayerNorm, before length 1; 0: all",
+        "number of leading features of a vector to keep (Matryoshka models), cut after LayerNorm and before "
+        "normalization to length 1; 0: all",
         NOT_NEGATIVE,
         inherit=True,
     )
     normalization: str = key(
         "layer",
-        "of vectors: 'layer': LayerNorm (the paper); 'l2': length 1; 'none'",
+        "normalization of vectors: 'layer': LayerNorm (the paper); 'l2': length 1; 'none'",
         one_of("layer", "l2", "none"),
         inherit=True,
     )
     norm_epsilon: float = key(
-        1e-12, "of that LayerNorm (1e-12: released checkpoints; 1e-3: released ICT code)", POSITIVE, inherit=True
+        1e-12,
+        "epsilon of that LayerNorm (1e-12: released checkpoints; 1e-3: released ICT code)",
+        POSITIVE,
+        inherit=True,
     )
-    norm_scale: float = key(1.0, "its initial scale: the smaller, the closer fresh scores are (reference: 1)", POSITIVE)
+    norm_scale: float = key(
+        1.0, "initial scale of that LayerNorm; a smaller value makes initial scores more alike (paper: 1)", POSITIVE
+    )
     temperature: float = key(
         1.0,
-        "scores are inner products of vectors divided by it (the paper: 1; a folder of sentence-transformers: 0.05 for "
+        "divisor of inner products, which gives the scores (the paper: 1; sentence-transformers models: 0.05 for "
         "vectors of length 1, else 1)",
         POSITIVE,
         inherit=True,
     )
-    query_prompt: str = key("", "template for queries, such as 'query: {text}'; '': the text alone", inherit=True)
+    query_prompt: str = key("", "template for queries, for example 'query: {text}'; '': the text only", inherit=True)
     passage_prompt: str = key(
         "",
-        "template for passages, such as 'passage: {title} {text}'; '': title and body in two segments, as in the "
-        "paper. The reader's input has no prompts",
+        "template for passages, for example 'passage: {title} {text}'; '': title and body as two segments, as in the "
+        "paper. Prompts do not change the reader's input",
         inherit=True,
     )
 
@@ -282,123 +304,130 @@ class Encoder(Section):
 
 @dataclass(frozen=True)
 class Retrieval(Section):
-    """How passages are found, whatever the task."""
+    """Search settings of all tasks."""
 
     backend: str = key(
-        "device", "'device': exact, inside the step; 'scann': approximate, on the hosts", one_of("device", "scann")
+        "device",
+        "'device': exact search on the devices, inside the step; 'scann': approximate search on CPUs with ScaNN",
+        one_of("device", "scann"),
     )
     query_params: str = key(
         "current",
-        "what searches: the current query encoder, or that of the index version (the reference's)",
+        "query encoder that searches: the current one, or the one exported with the index version ('generation', as in "
+        "the released code)",
         one_of("current", "generation"),
     )
     language: str = key(
         "",
-        "of the passages, by whose stems or words BM25 matches; '': that of the prepared folder, or detected; 'none': "
-        "plain words; 'bigrams': pairs of characters. ja, ko, th and zh need the extra `languages`",
+        "language of the passages (ISO 639-1 code), for BM25; '': as in the prepared folder, else detected; 'none': no "
+        "stems or stop words; 'bigrams': pairs of characters. ja, ko, th and zh need the extra `languages`",
         one_of("", *LANGUAGE_CHOICES),
     )
 
 
 @dataclass(frozen=True)
 class Refresh(Section):
-    """When the corpus is embedded again, and by whom."""
+    """Refreshes of the index: when the corpus is embedded again, and by which process."""
 
     mode: str = key(
         "inline",
-        "'inline': the trainer embeds the corpus itself; 'async': `realm build-index` does",
+        "process that embeds the corpus: the trainer ('inline'), or `realm build-index` ('async')",
         one_of("inline", "async"),
     )
     every: int = key(
         500,
-        "REALM steps between two embeddings of the corpus (inline) or exports of the encoders (async); 0: the passage "
-        "encoder and the index stay as they are (inline)",
+        "REALM steps between two refreshes of the index (inline) or two exports of the encoders (async); 0: train only "
+        "the query encoder, and never refresh (inline)",
         NOT_NEGATIVE,
     )
     adopt_after: int = key(
         -1,
-        "async: adopt the index version of export step s exactly at step s + adopt_after, waiting if it is late, which "
-        "promises the same bits on resume; -1: as soon as every process has it",
+        "steps after export step s at which an async run switches to its index version. It waits if the version is "
+        "late, so a resumed run is bitwise identical; -1: switch as soon as every process has the version",
         Limit("-1, or a number of steps", lambda value: value >= -1),
     )
     shared: str = key(
         "",
-        "folder or URL that trainer and builder share; '': the run directory. gs:// needs gcsfs, and s3:// s3fs; "
-        "memory-mapped files are copied to $REALM_STAGING first",
+        "folder or URL that trainer and builder share; '': the run directory. gs:// needs gcsfs, s3:// needs s3fs. "
+        "Memory-mapped files are first copied to $REALM_STAGING",
         runtime=True,
     )
     wait_seconds: float = key(
-        7200.0, "how long the trainer waits for an index version that it cannot do without", POSITIVE, runtime=True
+        7200.0, "maximum seconds that the trainer waits for an index version that it needs", POSITIVE, runtime=True
     )
 
 
 @dataclass(frozen=True)
 class TaskSection(Section):
-    """The training of a task, if `tasks` names it."""
+    """Training of a task, if `tasks` lists it."""
 
     # A loss takes its section as a static argument and reads none of these three: one program serves all their values.
-    steps: int = key(100_000, "optimizer steps", POSITIVE, compare=False)
-    batch_size: int = key(512, "examples of a step", POSITIVE, compare=False)
-    learning_rate: float = key(1e-4, "the largest, after warm-up", POSITIVE, compare=False)
+    steps: int = key(100_000, "number of optimizer steps", POSITIVE, compare=False)
+    batch_size: int = key(512, "examples per step", POSITIVE, compare=False)
+    learning_rate: float = key(1e-4, "peak learning rate, after warm-up", POSITIVE, compare=False)
 
 
 @dataclass(frozen=True)
 class IctConfig(TaskSection):
-    """The training of the inverse cloze task, and its negatives."""
+    """Training of the inverse cloze task, and its negatives."""
 
     negatives: str = key(
         "batch",
-        "'batch': the passages of the batch, both encoders trained (the paper); 'index': the qa.beam passages that the "
-        "sentence retrieves, whose vectors stay, the query encoder trained",
+        "negative passages: those of the batch, which trains both encoders ('batch', the paper); or the qa.beam "
+        "passages that the sentence retrieves from a fixed index, which trains the query encoder ('index')",
         one_of("batch", "index"),
     )
     null_weight: float = key(
         0.0,
-        "'batch': weight of picking the null document when the sentence's own passage is taken away (the paper: 0)",
+        "weight of a loss for choosing the null document if the source passage is removed (the paper: 0); only with "
+        "ict.negatives=batch",
         NOT_NEGATIVE,
     )
 
 
 @dataclass(frozen=True)
 class RealmConfig(TaskSection):
-    """The training of REALM, and how its passages are found."""
+    """Training of REALM, and its search."""
 
     marginal: str = key(
         "example",
-        "'example': `log Σ_z p(z|x) Π_j p(y_j|z,x)`, the paper's; 'token': the released code's; 'span': the paper's, "
-        "with `p(y|z,x)` of pointing at the hidden span in the passage, for encoders that predict no words; 'holds': "
-        "the same with `p(y|z,x)` = 1 for every passage that has the span, so nothing is read and no reader is trained",
+        "objective: 'example': `log Σ_z p(z|x) Π_j p(y_j|z,x)` (the paper); 'token': that of the released code; "
+        "'span': as in the paper, but `p(y|z,x)` is the probability of extracting the masked span from the passage, "
+        "for encoders without an MLM head; 'holds': `p(y|z,x)` = 1 for every passage that contains the span, so there "
+        "is no reader",
         one_of("example", "token", "span", "holds"),
     )
     retriever_start: int = key(
         0,
-        "steps before the retriever moves, while the reader gets used to its passages; after as many more it moves at "
-        "the full learning rate (the paper: 0)",
+        "steps in which only the reader is trained; over the same number of steps after that, the retriever's learning "
+        "rate rises to its full value (the paper: 0)",
         NOT_NEGATIVE,
     )
     masking: str = key(
         "salient",
-        "what queries hide; 'evidence': salient spans that another passage says something about, by the words that it "
-        "shares with the sentence",
+        "spans that are masked in queries; 'evidence': salient spans with a supporting passage, which is another "
+        "passage that shares the span and rare words with the sentence",
         one_of(*KINDS),
     )
     search: str = key(
         "vectors",
-        "what finds candidates: 'bm25': the words that are not masked; 'hybrid': both lists as one. `p(z|x)` is the "
-        "retriever's in every case",
+        "search for candidates: 'vectors': dense; 'bm25': by the words that are not masked; 'hybrid': both result "
+        "lists, fused. `p(z|x)` always comes from the retriever",
         one_of(*SEARCHES),
     )
     candidates: int = key(
-        8, "K: passages in the marginal, the null document counted", at_least(2, " (the null document and one)")
+        8,
+        "number K of passages in the marginal, including the null document",
+        at_least(2, " (the null document and one)"),
     )
-    null_document: bool = key(True, "whether the null document is in the marginal; without it K − 1 passages are")
-    exclude_own: bool = key(True, "whether a masked sentence may not retrieve the passage that it is from")
+    null_document: bool = key(True, "include the null document in the marginal; without it, K − 1 passages remain")
+    exclude_own: bool = key(True, "exclude the source passage of a masked sentence from its search results")
 
     @property
     def uses_span_marginal(self) -> bool:
-        """True if what is hidden is a span that passages may have, and no words are predicted.
+        """True if the reader extracts the masked span from passages, and predicts no masked tokens.
 
-        The retriever then never sees [MASK]: an encoder of sentences does not know it, and no question has it.
+        The retriever then never sees [MASK], because sentence encoders and questions do not have it.
         """
         return self.marginal in ("span", "holds")
 
@@ -410,38 +439,40 @@ class RealmConfig(TaskSection):
 
 @dataclass(frozen=True)
 class QaConfig(TaskSection):
-    """Fine-tuning, and how the passages of questions are found and read."""
+    """Fine-tuning on questions: its objective, search and reading."""
 
     objective: str = key(
         "marginal",
-        "'marginal': `log Σ_z p(z|x) p(y|z,x)`; 'orqa': L_ret + L_read of the released code; 'positive': L_ret, and "
-        "L_read of one passage a question that holds its answer: of its gold document if that is known, else the "
-        "first that is retrieved",
+        "objective: 'marginal': `log Σ_z p(z|x) p(y|z,x)`; 'orqa': L_ret + L_read of the released code; 'positive': "
+        "L_ret, and L_read of one passage per question that contains the answer, from the gold document if it is "
+        "known, else the top retrieved one",
         one_of("marginal", "orqa", "positive"),
     )
     search: str = key(
         "vectors",
-        "what finds the passages of a question; 'bm25': with the reader alone trained, and BM25's scores for `p(z|x)`",
+        "search for passages: 'vectors': dense; 'bm25': by words, which trains only the reader and takes `p(z|x)` from "
+        "BM25 scores; 'hybrid': both, fused",
         one_of(*SEARCHES),
     )
-    passages: int = key(5, "passages read for a question", POSITIVE)
-    titles: bool = key(False, "read them with their titles")
+    passages: int = key(5, "number of passages to read per question", POSITIVE)
+    titles: bool = key(False, "let the reader see the titles of passages")
     beam: int = key(
         5000,
-        "passages that the retriever's term of 'orqa' and 'positive' ranks, and ict with ict.negatives=index",
+        "number of retrieved passages in the retrieval loss L_ret of 'orqa' and 'positive', and of ict with "
+        "ict.negatives=index",
         POSITIVE,
     )
-    answers: int = key(8, "answers a question is trained with at most", POSITIVE)
+    answers: int = key(8, "maximum number of answers per training question", POSITIVE)
     refresh_every: int = key(
         0,
-        "steps between two embeddings of the corpus, the passage encoder trained as well; 0: it and the index stay as "
-        "REALM left them (the paper)",
+        "steps between two refreshes of the index, which also trains the passage encoder; 0: keep the passage encoder "
+        "and the index of REALM (the paper)",
         NOT_NEGATIVE,
     )
 
     @property
     def uses_bm25_only(self) -> bool:
-        """True if words alone find the passages of a question."""
+        """True if only BM25 searches."""
         return self.search == "bm25"
 
     @property
@@ -456,66 +487,68 @@ class QaConfig(TaskSection):
 
 @dataclass(frozen=True)
 class RerankConfig(TaskSection):
-    """The training of the reranker."""
+    """Training of the cross-encoder that reranks passages."""
 
-    passages: int = key(20, "first passages of a search that it puts into a new order", at_least(2), runtime=True)
+    passages: int = key(20, "number of top passages to rerank", at_least(2), runtime=True)
 
 
 @dataclass(frozen=True)
 class Optimizer(Section):
     """Adam, with clipped gradients."""
 
-    warmup: int = key(0, "steps of learning-rate warm-up; 0: min(10000, max(100, steps / 10))", NOT_NEGATIVE)
+    warmup: int = key(0, "learning-rate warm-up in steps; 0: min(10000, max(100, steps / 10))", NOT_NEGATIVE)
     microbatches: int = key(
         1,
-        "parts of a batch whose gradients are added up one after another, to save memory; mlm and closed_book take as "
-        "few as have no more sequences each than realm's, and with ict.negatives=index a batch stays in one part",
+        "number of microbatches whose gradients are accumulated, to save memory, for example 4. mlm and closed_book "
+        "use fewer if theirs are not larger than those of realm; with ict.negatives=index a batch is not split",
         POSITIVE,
         runtime=True,
     )
     preset: str = key(
         "bert",
-        "'bert': as BERT was trained; 'short': for a few hundred steps from pretrained weights: Adam with its bias "
-        "correction (the first steps of BERT's are up to five times as long, which such a run does not survive), "
-        "fresh heads at five times the learning rate, encoders at 1/5 (realm) and 2/15 (qa) of it, word embeddings "
-        "as they are, and a warm-up of 20 steps (40 for questions) if none is set",
+        "optimizer recipe: 'bert': as BERT was trained; 'short': for a few hundred steps from pretrained weights. "
+        "'short' uses the bias correction of Adam, because without it the first updates are up to five times larger "
+        "and such a run diverges. New heads get 5 times the learning rate and encoders 1/5 (realm) or 2/15 (qa) of it; "
+        "word embeddings are frozen; warm-up is 20 steps (qa: 40) if optimizer.warmup is 0",
         one_of("bert", "short"),
     )
 
 
 @dataclass(frozen=True)
 class Mesh(Section):
-    """Devices along each axis; the rest share out the batch (`data`)."""
+    """Devices along each mesh axis. The `data` axis has the remaining devices and shards the batch."""
 
-    fsdp: int = key(1, "shares out the batch, and spreads parameters and moments", POSITIVE, runtime=True)
-    model: int = key(1, "splits heads, feed-forward layers, vocabulary", POSITIVE, runtime=True)
+    fsdp: int = key(1, "devices that shard the batch, the parameters and the optimizer moments", POSITIVE, runtime=True)
+    model: int = key(
+        1, "devices that shard attention heads, feed-forward layers and vocabulary", POSITIVE, runtime=True
+    )
 
 
 @dataclass(frozen=True)
 class Checkpoint(Section):
-    """When training is saved, and which saves stay."""
+    """Checkpoints: how often they are saved, and how many are kept."""
 
-    every: int = key(1000, "steps between two saves", POSITIVE, runtime=True)
-    keep: int = key(3, "newest saves that stay", POSITIVE, runtime=True)
+    every: int = key(1000, "steps between two checkpoints", POSITIVE, runtime=True)
+    keep: int = key(3, "number of newest checkpoints to keep", POSITIVE, runtime=True)
 
 
 @dataclass(frozen=True)
 class Log(Section):
-    """What is recorded of training."""
+    """Metric logs of training."""
 
-    every: int = key(10, "steps between two lines of metrics", POSITIVE, runtime=True)
+    every: int = key(10, "steps between two records of metrics", POSITIVE, runtime=True)
     to: str = key(
         "tensorboard",
-        "where values go in addition to metrics.jsonl and evaluations.jsonl, comma-separated: 'tensorboard' (files in "
-        "the run directory), 'wandb' (a run for each task, which a resumed task continues; its variables say where, "
-        "such as WANDB_PROJECT). '': nowhere",
+        "metric trackers, comma-separated, in addition to metrics.jsonl and evaluations.jsonl: 'tensorboard' (files in "
+        "the run directory), 'wandb' (one W&B run per task, which a resumed task continues; configure it with "
+        "environment variables such as WANDB_PROJECT). '': none",
         LOGGED_TO,
         runtime=True,
     )
     hang_seconds: float = key(
         3600.0,
-        "seconds without the end of a step, a refresh or a measurement after which the process ends with exit code 70 "
-        "(waiting for an index version does not count); 0: never",
+        "seconds without progress (a finished step, refresh or evaluation) after which the process exits with code 70; "
+        "waiting for an index version does not count; 0: never",
         NOT_NEGATIVE,
         runtime=True,
     )
@@ -523,66 +556,66 @@ class Log(Section):
 
 @dataclass(frozen=True)
 class Evaluation(Section):
-    """How answers and retrieval are measured."""
+    """Evaluation of answers and retrieval."""
 
-    batch_size: int = key(64, "questions read at a time", POSITIVE, runtime=True)
+    batch_size: int = key(64, "questions per evaluation batch", POSITIVE, runtime=True)
     every: int = key(
         0,
-        "steps of fine-tuning between two measurements; it ends with the parameters of largest exact match among those "
-        "measured; 0: with the last ones",
+        "fine-tuning steps between two evaluations; the task returns the evaluated parameters with the highest exact "
+        "match; 0: evaluate only at the end, and return the last parameters",
         NOT_NEGATIVE,
     )
     held_out: float = key(
         0.0,
-        "without development questions: share of documents, in thousandths, from which mlm, ict and realm take no "
-        "sentence to learn from. Their masked sentences, which ask for their document, are measured in place of "
-        "questions. Their passages stay in Z, where any task may retrieve or read them",
+        "fraction of documents to hold out if there are no development questions, for example 0.02. mlm, ict and realm "
+        "do not train on their sentences, which serve as evaluation queries for their own documents. The passages "
+        "stay in the corpus Z, so any task may retrieve and read them",
         HELD_OUT,
     )
     keep_best: bool = key(
         False,
-        "whether a task returns the parameters that measured best, its start among them: by recall of the first five "
-        "passages, if an index is measured; fine-tuning by exact match, at the end, every evaluation.every steps, and "
-        "at its start if its reader was trained before",
+        "return the best evaluated parameters of a task, including its initial ones, instead of the last: by recall@5 "
+        "if the task has an index; in fine-tuning by exact match, measured at the end, every evaluation.every steps, "
+        "and at the start if the reader was trained before",
     )
 
 
 @dataclass(frozen=True)
 class Answering(Section):
-    """How a trained run answers questions: `realm ask`, `predict` and `evaluate`."""
+    """Settings of `realm ask`, `predict`, `evaluate` and `serve`."""
 
-    read: int = key(0, "passages read for a question; 0: as in training", NOT_NEGATIVE, runtime=True)
-    retrieved: int = key(20, "passages retrieved for recall", POSITIVE, runtime=True)
+    read: int = key(0, "number of passages to read per question; 0: as in training", NOT_NEGATIVE, runtime=True)
+    retrieved: int = key(20, "number of passages to retrieve per question", POSITIVE, runtime=True)
     rerank: str = key(
         AUTO,
-        "what puts the first passages of a search into a new order: 'tokens': the encoders' token vectors, without "
-        "training; 'cross-encoder': the network that the task rerank trained; 'none'; 'auto': the cross-encoder if it "
-        "was trained, else tokens if encoder.pooling is 'mean' and the task trained no reader on questions",
+        "reranker of the top passages: 'tokens': similarity of the encoders' token vectors, without training; "
+        "'cross-encoder': the network that the task rerank trains; 'none'; 'auto': the cross-encoder if it was "
+        "trained, else 'tokens' if encoder.pooling is 'mean' and no reader was trained on questions, else 'none'",
         one_of(AUTO, *RERANKERS),
         runtime=True,
     )
     rerank_depth: int = key(
         10,
-        "passages that rerank='tokens' puts into a new order; each one more takes as long as embedding it, unless "
-        "the index stores token vectors (the cross-encoder has rerank.passages)",
+        "number of top passages that rerank='tokens' reranks (the cross-encoder uses rerank.passages). Each one costs "
+        "as much as embedding it, unless the index stores token vectors",
         Limit("from 10 to 50", lambda value: 10 <= value <= 50),
         runtime=True,
     )
     aggregate: str = key(
         "marginal",
-        "probability of an answer that occurs several times: 'marginal': the sum over passages and occurrences; 'max': "
-        "that of the most probable occurrence (ORQA's decoding)",
+        "probability of an answer that occurs several times: 'marginal': sum over passages and occurrences; 'max': "
+        "that of the most probable occurrence, as in ORQA",
         one_of("marginal", "max"),
         runtime=True,
     )
     reader: str = key(
         "",
-        "model with a question-answering head that reads the passages in place of the run's reader (`--reader`): a "
-        "folder, hf:NAME or py:NAME; '': the run's",
+        "question-answering model that reads the passages instead of the run's reader (flag `--reader`): a folder, "
+        "hf:NAME or py:NAME; '': the run's reader",
         runtime=True,
     )
     answer_tokens: int = key(
-        30, "tokens of an answer at most, by answering.reader and its tokenizer", POSITIVE, runtime=True
+        30, "maximum length of an answer of answering.reader, in tokens of its tokenizer", POSITIVE, runtime=True
     )
 
 
@@ -590,36 +623,43 @@ class Answering(Section):
 class Scann(Section):
     """Approximate search, with retrieval.backend=scann."""
 
-    ahead: int = key(1, "the search for step t + ahead starts before step t, with its parameters", NOT_NEGATIVE)
+    ahead: int = key(
+        1,
+        "steps that the search for a batch runs ahead of its training step, with older parameters; 0: none",
+        NOT_NEGATIVE,
+    )
     min_recall: float = key(
-        0.9, "an index version whose recall against exact search is lower is not published", SHARE, runtime=True
+        0.9, "minimum recall against exact search; index versions below it are not published", SHARE, runtime=True
     )
     leaves_searched: int = key(
-        0, "leaves of a shard's tree that a query searches; 0: by its size", NOT_NEGATIVE, runtime=True
+        0,
+        "leaves of a shard's tree that a query searches; 0: chosen by the size of the shard",
+        NOT_NEGATIVE,
+        runtime=True,
     )
 
 
 @dataclass(frozen=True)
 class Config(Section):
-    """What is trained, and where it starts."""
+    """Recipe, seed and initial parameters."""
 
     tasks: str = key(
         "mlm,ict,realm,qa",
-        "recipe: tasks in order, comma-separated, each with a section of its name below; closed_book, a reader without "
-        "passages to compare with, stands alone or after mlm; '' only in a run of `realm index`, which trains nothing",
+        "recipe: tasks in order, comma-separated; each has a section of its name below. closed_book (a baseline that "
+        "reads no passages) can only follow mlm. Only runs of `realm index` have no task ('')",
     )
-    seed: int = key(0, "every random choice derives from it and from an example's index", SEED)
+    seed: int = key(0, "random seed; every random choice is derived from it and from the index of an example", SEED)
     init_from: str = key(
         "",
-        "what a fresh run starts from: a run directory, whose final parameters it takes; a folder with "
-        "model.safetensors of an encoder, or with one for each network, as `realm weights` writes them; hf:NAME, a "
-        "model of the Hugging Face hub; py:NAME, that of an installed Python package; '' for none. Keys that are None "
-        "take their values from it",
+        "initial parameters of a new run: a run directory (its final parameters), a folder with the model.safetensors "
+        "of an encoder, a folder of `realm weights`, hf:NAME (a model of the Hugging Face hub) or py:NAME (a model in "
+        "an installed Python package); '': random. Keys that are None take their values from this model",
         runtime=True,
     )
     reader_from: str = key(
         "",
-        "the same for the reader alone: one that was trained on other questions, if few are about these passages",
+        "initial parameters of the reader only, as in init_from; for example a reader trained on other questions, if "
+        "you have few questions about these passages",
         runtime=True,
     )
     data: Data = Data()
@@ -644,7 +684,7 @@ class Config(Section):
     scann: Scann = Scann()
 
     def __post_init__(self) -> None:
-        """Check what several keys must satisfy together."""
+        """Check conditions on several keys."""
         super().__post_init__()
         names, shared = task_names(self), self.model.shared_tower
 
@@ -654,7 +694,11 @@ class Config(Section):
             check(name in known, "tasks", f"there is no task {name!r}; choose among {', '.join(known)}")
         check(len({*names}) == len(names), "tasks", "a task may occur only once in a recipe")
         alone = "closed_book" not in names or names in (["closed_book"], ["mlm", "closed_book"])
-        check(alone, "tasks", "closed_book is a recipe of its own, at most with mlm before it")
+        check(
+            alone,
+            "tasks",
+            "closed_book cannot be combined with other tasks than mlm; set closed_book, or mlm,closed_book",
+        )
         if "rerank" in names:
             taught = "qa" in names[: names.index("rerank")] or self.init_from or self.reader_from
             check(bool(taught), "tasks", "rerank learns from a trained reader; put qa before it, or set init_from")
@@ -671,8 +715,12 @@ class Config(Section):
         # REALM.
         if "realm" in names and self.refresh.every == 0:
             inline, on_devices = self.refresh.mode == "inline", self.retrieval.backend == "device"
-            check(inline, "refresh.every", "0 leaves a builder nothing to do; set refresh.mode=inline")
-            check(on_devices, "refresh.every", "0 takes vectors from the devices; set retrieval.backend=device")
+            check(
+                inline,
+                "refresh.every",
+                "0 never re-embeds the corpus, so there is nothing to build; set refresh.mode=inline",
+            )
+            check(on_devices, "refresh.every", "0 needs the vectors on the devices; set retrieval.backend=device")
             check(not shared, "refresh.every", "0 trains only the query encoder; set model.shared_tower=False")
         if self.retrieval.backend == "scann":
             vectors_alone = "retrieval.backend=scann searches only vectors; set one of the two keys back"
@@ -720,7 +768,7 @@ def reader_section(model: Model) -> Model:
 
 def joint_length(config: Config) -> int:
     """Return the tokens of a query joined with a passage: both layouts less the passage's [CLS] and its title's [SEP],
-    which stays where titles are read."""
+    which stays if titles are read."""
     titles = config.qa.titles or config.realm.marginal == "span"
     return config.data.query_length + config.data.document_length - (1 if titles else 2)
 
@@ -832,8 +880,8 @@ def with_defaults(recorded: dict[str, Any], source: str = "config.json of the ru
         values |= {f"model.reader.{name}": int(size) if size.isdecimal() else size for name, _, size in pairs}
     if unknown := sorted({*values} - {*KEYS}):
         raise UserError(
-            f"{source}: made by another version of realm_jax, with a key {unknown[0]}; there, write its networks with "
-            "`realm weights export`, and start from them with config.init_from"
+            f"{source}: was written by another version of realm_jax (unknown key {unknown[0]}); export its networks "
+            "with that version (`realm weights export`), and start from them with config.init_from"
         )
     config = default()
     try:
@@ -851,7 +899,7 @@ def inherited_keys(config: Config) -> list[str]:
 
 
 def training_keys(config: Config | ConfigDict) -> dict[str, Any]:
-    """Return dotted key → value of what may not change on resume."""
+    """Return dotted key → value of the keys that may not change on resume."""
     return {name: value for name, value in flatten(config.to_dict()).items() if not KEYS[name].runtime}
 
 
@@ -859,7 +907,7 @@ def check_shape(config: ConfigDict, like: dict[str, Any], kind: str = "config") 
     """Raise UserError unless a config has the keys of its default and no others, with values of their types.
 
     Args:
-        config: what a file or a program gave.
+        config: config of a file or a program.
         like: the default, as dictionaries.
         kind: the word before the names of keys, "config" or "spec".
     """
@@ -882,14 +930,14 @@ def check_shape(config: ConfigDict, like: dict[str, Any], kind: str = "config") 
         check(fits, name, f"takes a value of type {wanted_type.__name__}{such_as}, not {given_type}", kind)
     start = "realm_jax.config.default()" if kind == "config" else f"realm_jax.launch.{kind}.default()"
     for name in wanted:
-        check(name in given, name, f"is missing; begin with `{start}` and change what differs", kind)
+        check(name in given, name, f"is missing; begin with `{start}` and change its keys", kind)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return the key of `known` that is most like an unknown one, as advice in a message; if none is, all sections."""
     known = list(known)
     near, top = difflib.get_close_matches(name, known, 1), sorted({name.partition(".")[0] for name in known})
-    return f"did you mean {near[0]}?" if near else f"at the top it has {', '.join(top)}"
+    return f"did you mean {near[0]}?" if near else f"the top level has {', '.join(top)}"
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -906,7 +954,7 @@ NAMED = Path(__file__).with_name("configs")  # what `--config=NAME` finds
 
 
 def config_names() -> list[str]:
-    """Return the names of the configs that travel with the package."""
+    """Return the names of the built-in configs."""
     return sorted(path.stem for path in NAMED.glob("*.py"))
 
 
@@ -1021,7 +1069,7 @@ def parse(text: str, kind: type) -> Any:
     """Return the value of a text, such as `1e-3`, `true`, `('a', 'b')`, or `a` for a tuple of one.
 
     Args:
-        text: as a command line has it.
+        text: value, as on a command line.
         kind: the type of the key.
 
     Raises:
@@ -1045,13 +1093,18 @@ def parse(text: str, kind: type) -> Any:
     return kind(text)
 
 
-def add_config_argument(parser: argparse.ArgumentParser, default: str = "the built-in one") -> None:
-    """Add `--config` and `--help-config`; `realm_jax.cli.main` fills `args.overrides`. default: for the help."""
-    add = parser.add_argument
-    add("--config", metavar="NAME[:ARGUMENT]", help=f"one of {', '.join(config_names())}, or a Python file with "
-        f"get_config(), and what to hand to it; if not given, {default}. Keys of it are set with "
-        "--config.section.key=value")  # fmt: skip
-    add("--help-config", action=PrintPage, nargs=0, const=reference, help="list all keys of configs, and exit")
+def add_config_argument(parser: argparse.ArgumentParser, default: str = "the paper's sizes") -> None:
+    """Add `--config` and `--help-config`; `realm_jax.cli.main` fills `args.overrides`.
+
+    Args:
+        parser: parser of the command.
+        default: the config without `--config`, in words for the help.
+    """
+    group = parser.add_argument_group("config", "Override a key with --config.section.key=value.")
+    group.add_argument("--config", metavar="NAME[:ARGUMENT]", help=f"built-in config ({', '.join(config_names())}) or "
+        "path of a Python file that defines get_config(); text after a colon is its argument (default: "
+        f"{default})")  # fmt: skip
+    group.add_argument("--help-config", action=PrintPage, nargs=0, const=reference, help="list all keys, and exit")
 
 
 class PrintPage(argparse.Action):
@@ -1069,9 +1122,10 @@ INTRODUCTION = """# Keys of a config
 `realm train --help-config` prints this page; it is made from `realm_jax/config.py`.
 
 A config file returns `realm_jax.config.default()` with some keys changed. On the command line a key is set with
-`--config.section.key=value`. After each key stand its default, what a value must be, and `runtime` if it may change on
-resume. All others are training keys: a run directory keeps them, and another value on resume is an error that names the
-key. "or `None`", on the command line `model`, is the value of the pretrained model of `init_from`.
+`--config.section.key=value`, for example `--config.realm.steps=2000`. In parentheses after each key: its default, the
+allowed values, and `runtime` if you may change the key when you resume a run. All other keys are training keys: the run
+directory records them, and a different value on resume is an error. "or `None`" (on the command line `model`) means the
+value of the pretrained model of `init_from`.
 
 """
 
@@ -1082,8 +1136,8 @@ def reference() -> str:
 
 
 def help_text(section: Section, name: str = "") -> str:
-    """Return every key in Markdown: default, limit, what it means. name: of the section, '' for all."""
-    lines, inner, declared = [f"### {f'`{name}`' if name else 'At the top'}\n\n{section.__doc__}\n"], [], keys(section)
+    """Return every key in Markdown: default, limit and meaning. name: of the section, '' for all."""
+    lines, inner, declared = [f"### {f'`{name}`' if name else 'Top level'}\n\n{section.__doc__}\n"], [], keys(section)
     for field in dataclasses.fields(section):
         dotted = f"{name}.{field.name}".lstrip(".")
         if field.name not in declared:

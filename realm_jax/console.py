@@ -91,10 +91,10 @@ class StageProgress:
         """Prepare the progress of a stage.
 
         Args:
-            name: of the stage.
+            name: name of the stage.
             total: its steps; None if unknown.
             start: steps that are finished already, if the stage goes on from a checkpoint.
-            to: where to show it; None for stderr.
+            to: console that shows it; None for stderr.
             every_seconds: between two log lines.
             bar: False for log lines even on a terminal, if it shows another bar.
             clock: returns seconds.

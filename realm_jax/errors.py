@@ -1,8 +1,8 @@
 """The one exception for mistakes that the user can correct.
 
-A `UserError` carries one line: what is wrong, where (file and line, or config key), and what to do.
+A `UserError` has a message of one line: the place (file and line, flag or config key), the fault and the remedy.
 The command line prints it and exits with code 2; no traceback is shown. Its subclasses, such as
-`realm_jax.storage.StorageError`, are for callers that can do something about it.
+`realm_jax.storage.StorageError`, are for callers that can handle them.
 """
 
 import errno
@@ -25,6 +25,11 @@ class UserError(Exception):
 
 class Resumable(UserError):
     """Work that ended early and can be resumed: its finished part is saved."""
+
+
+def install_extra(name: str) -> str:
+    """Return the advice to install an extra of `setup.cfg`, such as `documents`."""
+    return f"run `pip install -e '.[{name}]'` in your clone of realm_jax"
 
 
 def full_disk(error: BaseException | None) -> str:

@@ -37,7 +37,7 @@ class BertSize:
 
         Args:
             length: padded length, at which attention is computed.
-            positions: that the last layer computes; None for all.
+            positions: positions that the last layer computes; None for all.
             packed_length: tokens that are computed for a packed sequence, on average; 0 for a padded sequence.
         """
         queries, tokens = length if positions is None else positions, packed_length or length
@@ -68,7 +68,7 @@ def embedding_flops(config: Config, length: int, packed_length: float = 0) -> fl
     """Return the operations that embed one sequence, forward, without the tokens of prompts.
 
     Args:
-        config: of the run.
+        config: config of the run.
         length: as in `BertSize.forward`.
         packed_length: as in `BertSize.forward`.
     """
@@ -104,9 +104,9 @@ class Chip:
         clock: cycles per second, from the data sheet's peak and the size of the matrix units (128 × 128, for v6e
             256 × 256). With it the compiler's cost model estimates that a product of 4,096³ reaches 0.97 of a v5e's
             peak, 0.96 of a v5p's and 0.87 of a v6e's.
-        bandwidth: of the memory, bytes per second.
+        bandwidth: bandwidth of the memory, bytes per second.
         ici: bytes per second out of a chip, over all its links.
-        axes: of the torus that the links form.
+        axes: axes of the torus that the links form.
         dcn: a chip's share of its host's network, bytes per second.
         cores: number of cores that share a program's kernels.
     """

@@ -76,9 +76,9 @@ class LoadedIndex:
     Attributes:
         index: input of a step.
         vectors: on the host, [rows, width]; None for a generation that the devices search, and if only BM25 searches.
-        step: of its parameters.
+        step: step of its parameters.
         generation: its name; '' if the trainer embedded the corpus.
-        searcher: of the host, if hosts search.
+        searcher: searcher of the host, if hosts search.
         queries: sample queries of its export, [count, width]; None for none.
         facts: recorded when it is adopted.
     """
@@ -96,7 +96,7 @@ class PackingSpec(NamedTuple):
     """Token slots into which each device's share of a batch packs its sequences; 0: it pads them.
 
     Attributes:
-        examples: of the share.
+        examples: examples of the share.
         queries: slots of the queries that search.
         null_inputs: slots of the reader's inputs with the null document.
         reader_inputs: slots of the reader's inputs with passages.
@@ -117,8 +117,8 @@ class StaticContext:
     Attributes:
         model: the networks.
         mesh: the devices.
-        cls_id: of [CLS].
-        sep_id: of [SEP].
+        cls_id: id of [CLS].
+        sep_id: id of [SEP].
         rows: passages in the corpus, without padding.
         packing: how sequences are packed; None: they are padded.
     """
@@ -141,7 +141,7 @@ class Rescored(NamedTuple):
     """The first k passages of a search, rescored by a reranker.
 
     Attributes:
-        values: by which they are ordered, the largest first, [batch, k].
+        values: values by which they are ordered, the largest first, [batch, k].
         scores: new scores, whose softmax is p(z|x), [batch, k].
     """
 
@@ -167,7 +167,7 @@ class Rerank(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SearchPipeline:
-    """How passages of a question are found: search, then rerank. `tasks.answering.search_pipeline` makes it for a run.
+    """Search for the passages of a question, then rerank them. `tasks.answering.search_pipeline` makes it for a run.
 
     Attributes:
         search: one of `config.SEARCHES`.
@@ -186,7 +186,7 @@ class SearchPipeline:
         """Return the ranks of a passage from 1, by the stages that ranked it: {"vectors": 3, "bm25": 1, "tokens": 2}.
 
         Args:
-            ranks: of `FusedRanking`, 0 for a stage that did not rank the passage.
+            ranks: ranks of `FusedRanking`, 0 for a stage that did not rank the passage.
         """
         stages = ["vectors", "bm25"] + ([] if self.rerank is None else [self.rerank.name])
         return {stage: rank for stage, rank in zip(stages, ranks, strict=True) if rank}
@@ -206,7 +206,7 @@ def batch_passages(batch: Batch, prefix: str = "") -> PassageBatch:
 
     Args:
         batch: with "document", "document_length" and "document_title_length".
-        prefix: of these names.
+        prefix: prefix of these names.
     """
     return PassageBatch(*(batch[f"{prefix}document{part}"] for part in ("", "_length", "_title_length")))
 
@@ -221,7 +221,7 @@ def null_candidates(context: StaticContext, batch: Batch) -> PassageBatch:
 
     Args:
         context: with the ids of special tokens.
-        batch: of the texts.
+        batch: batch of the texts.
 
     Returns:
         ids [batch, 1, 3].
@@ -235,7 +235,7 @@ def dropout_keys(key: Array | None, count: int) -> list[Array | None]:
 
     Args:
         key: None for no dropout.
-        count: of the keys.
+        count: count of the keys.
 
     Returns:
         `count` keys, all None without dropout.
@@ -269,11 +269,11 @@ def retrieve(realm: RealmConfig, context: StaticContext, params: Params, batch: 
 
     Args:
         realm: number of candidates, search method and exclusion.
-        context: of the run.
+        context: context of the run.
         params: all parameters.
         batch: masked sentences. If hosts search, their rows are `retrieved_rows`; a search that is not by vectors takes
             BM25's list, `bm25_rows` and `bm25_scores`.
-        index: that is searched.
+        index: index that is searched.
     """
     count = realm.candidates - 1
     if index.vectors is None:
@@ -311,7 +311,7 @@ def embed_searching_queries(
     """Embed the queries that search, without dropout.
 
     Args:
-        context: of the run.
+        context: context of the run.
         params: all parameters.
         batch: with "query" [batch, q].
         query_encoder: parameters of the query encoder; None for those in `params`.
@@ -336,11 +336,11 @@ def retrieve_and_rerank(
 
     Args:
         qa: settings of fine-tuning.
-        context: of the run.
+        context: context of the run.
         params: all parameters.
         batch: questions, with BM25's list as `bm25_rows` and `bm25_scores` if it takes part.
-        index: that is searched; without vectors, the scores are BM25's.
-        key: of dropout; None for none.
+        index: index that is searched; without vectors, the scores are BM25's.
+        key: random key for dropout; None for none.
         beam: passages of each question.
         pipeline: search and reranker; None for `qa.search` without reranker, as in fine-tuning.
 
@@ -383,7 +383,7 @@ def rescore_by_tokens(
         params: all parameters.
         batch: questions.
         index: has the passages.
-        ranking: of the passages, [batch, k].
+        ranking: ranking of the passages, [batch, k].
 
     Returns:
         With the scores of the ranking.
@@ -407,8 +407,8 @@ def retrieve_for_questions(
         context: as in `retrieve_and_rerank`, like all other arguments and the result.
         params: all parameters.
         batch: questions.
-        index: that is searched.
-        key: of dropout; None for none.
+        index: index that is searched.
+        key: random key for dropout; None for none.
         beam: passages of each question.
     """
     depth = min(beam, context.rows)
@@ -440,7 +440,7 @@ def search_passages(
     """Return the `depth` best passages of query vectors, with the retriever's scores.
 
     Args:
-        context: of the run.
+        context: context of the run.
         method: one of `config.SEARCHES`; 'bm25' and 'hybrid' take BM25's list from the batch.
         queries: [batch, projection].
         batch: with `bm25_rows` and `bm25_scores` [batch, list] if the method needs them.
@@ -520,13 +520,13 @@ def candidate_scores(
     """Return inner products with current parameters, the null document first.
 
     Args:
-        context: of the run.
+        context: context of the run.
         params: all parameters.
         batch: with "query" [batch, q].
         passages: ids [batch, k, d].
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
         index: its stored vectors replace those of `passages` if `rows` is not None.
-        rows: of the passages in the index, [batch, k].
+        rows: rows of the passages in the index, [batch, k].
 
     Returns:
         [batch, 1 + k] float32.
@@ -547,9 +547,9 @@ def embed_null(context: StaticContext, params: Params, key: Array | None) -> Arr
     """Embed the null document with the passage encoder.
 
     Args:
-        context: of the run.
+        context: context of the run.
         params: all parameters.
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
 
     Returns:
         [1, projection] float32.
@@ -563,10 +563,10 @@ def embed_candidates(
     """Embed candidates with current parameters.
 
     Args:
-        context: of the run.
+        context: context of the run.
         params: all parameters.
         passages: ids [batch, k, d].
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
         packed_length: token slots, see `PackingSpec`; 0 pads.
 
     Returns:
@@ -608,11 +608,11 @@ def read_masked(
 
     Args:
         realm: how candidates are retrieved and read.
-        context: of the run.
+        context: context of the run.
         params: all parameters.
         batch: `tasks/realm.py: MaskedSentences`, [batch, …].
-        index: that is searched.
-        key: of dropout; None for none.
+        index: index that is searched.
+        key: random key for dropout; None for none.
         frozen_passages: passages keep the vectors of the index.
     """
     candidates = retrieve(realm, context, params, batch, index)
@@ -650,7 +650,7 @@ class TargetReading(NamedTuple):
     Attributes:
         log_p: see `MaskedReading`, [batch, 1 + k, m].
         is_top1: see `MaskedReading`, [batch, 1 + k, m].
-        lengths: of the reader's inputs with passages, [batch, n]; n is 0 if nothing is read.
+        lengths: lengths of the reader's inputs with passages, [batch, n]; n is 0 if nothing is read.
     """
 
     log_p: Array
@@ -666,11 +666,11 @@ def read_candidates(
     The input with the null document is short, so it is read separately and not at the passages' length.
 
     Args:
-        context: of the run.
+        context: context of the run.
         params: all parameters.
         batch: masked sentences, [batch, …].
         passages: ids [batch, k, d].
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
     """
     keys, packing = dropout_keys(key, 2), context.packing_for(len(passages.ids))
     null = read_targets(context, params, batch, null_candidates(context, batch), keys[0], packing.null_inputs)
@@ -686,11 +686,11 @@ def read_targets(
     """Return log p(y_j|z,x) of every target with each passage.
 
     Args:
-        context: of the run.
+        context: context of the run.
         params: all parameters.
         batch: masked sentences, [batch, …].
         passages: ids [batch, k, d].
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
         packed_length: slots of the reader's inputs, see `PackingSpec`; 0 pads.
 
     Returns:
@@ -727,11 +727,11 @@ def point_at_targets(
     null document get LOG_P_UNSEEN_SPAN. A span of more tokens than `span_width` is in no passage.
 
     Args:
-        context: of the run.
+        context: context of the run.
         params: all parameters.
         batch: masked sentences, [batch, …].
         passages: ids [batch, k, d].
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
     """
     holds_span = has_answer_span(passages, *hidden_span(batch), context.model.reader.span_width)  # [batch, k]
     order = jnp.argsort(~holds_span, axis=1, stable=True)[:, :MAX_POINTED]
@@ -754,7 +754,7 @@ def presence_of_targets(context: StaticContext, batch: Batch, passages: PassageB
     All others and the null document get LOG_P_UNSEEN_SPAN. The result has the form of `point_at_targets`.
 
     Args:
-        context: of the run.
+        context: context of the run.
         batch: masked sentences, [batch, …].
         passages: ids [batch, k, d].
     """
@@ -777,11 +777,11 @@ def masked_spans(
     """Read masked texts with passages and their titles, to point at the hidden span.
 
     Args:
-        context: of the run.
+        context: context of the run.
         params: all parameters.
         batch: masked sentences, [batch, …].
         passages: ids [batch, k, d].
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
     """
     reader_input = reader_inputs(*reader_query(batch), passages, titles=True)
     return read_spans(context, params, reader_input, hidden_span(batch), key)
@@ -794,8 +794,8 @@ class QuestionReading(NamedTuple):
     """A question read with the first k passages of its beam.
 
     Attributes:
-        rows: of the passages, [batch, k].
-        scores: of the passages, [batch, k].
+        rows: rows of the passages, [batch, k].
+        scores: scores of the passages, [batch, k].
         reader_input: questions joined with passages, arrays [batch, k, length].
         span_scores: [batch, k, length, width].
         beam: all retrieved passages.
@@ -829,11 +829,11 @@ def read_question(
 
     Args:
         qa: how passages are retrieved and read.
-        context: of the run.
+        context: context of the run.
         params: all parameters.
         batch: questions, with BM25's list if it takes part; without answers no span is correct.
-        index: that is searched.
-        key: of dropout; None for none.
+        index: index that is searched.
+        key: random key for dropout; None for none.
         beam: passages that are retrieved.
         pipeline: search and reranker, see `retrieve_and_rerank`.
     """
@@ -873,7 +873,7 @@ class SpanReading(NamedTuple):
 
     Attributes:
         reader_input: texts joined with passages, arrays [batch, k, length].
-        scores: of the spans.
+        scores: scores of the spans.
         allowed: spans that may be pointed at.
         correct: spans that are an answer.
     """
@@ -892,11 +892,11 @@ def read_spans(
     No span may be pointed at in tokens that packing had no slot for.
 
     Args:
-        context: of the run.
+        context: context of the run.
         params: all parameters.
         reader_input: arrays [batch, k, length].
         answers: ids [batch, a, m] and their lengths [batch, a].
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
     """
     reader, packed_length = context.model.reader, context.packing_for(len(reader_input.ids)).reader_inputs
     compute, length = reader.bert.compute, reader_input.ids.shape[-1]
@@ -910,7 +910,7 @@ def truncated_fraction(context: StaticContext, sequences: list[tuple[Array, int]
     """Return the share of the tokens of sequences that packing has no slot for.
 
     Args:
-        context: of the run.
+        context: context of the run.
         sequences: lengths [batch, …], and the token slots of a device's share, 0 if they are padded.
         longest: no sequence is longer.
     """

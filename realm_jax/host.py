@@ -1,7 +1,7 @@
 """Tune the host for training and handle signals: malloc, open files, compiler stacks, garbage collection. No JAX.
 
 XLA allocates and frees hundreds of megabytes per step. glibc returns such blocks to the system and gets them back page
-by page: a third of a step of the tiny recipe (`benchmarks/README.md` has a measurement for each setting here). So
+by page: a third of a step of the tiny recipe (`benchmarks/README.md` links a measurement of each setting). So
 malloc keeps freed memory, in several arenas, because the compiler's threads would wait for each other in one. The
 settings must precede the first allocation of other threads. If MALLOC_ARENA_MAX is set, nothing is changed.
 
@@ -149,8 +149,8 @@ def signal_handler(number: int, handler: Callable[..., Any] | signal.Handlers) -
     """Handle a signal until the block ends; has no effect outside the main thread.
 
     Args:
-        number: of the signal.
-        handler: as of `signal.signal`.
+        number: number of the signal.
+        handler: as in `signal.signal`.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -164,7 +164,7 @@ def signal_handler(number: int, handler: Callable[..., Any] | signal.Handlers) -
 
 @contextlib.contextmanager
 def delayed_signals() -> Iterator[None]:
-    """Deliver SIGTERM and Ctrl-C only when the block ends, for a library that swallows what their handlers raise."""
+    """Deliver SIGTERM and Ctrl-C only when the block ends, as some libraries swallow exceptions of handlers."""
     received: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:

@@ -46,7 +46,7 @@ def make_mesh(data: int = -1, fsdp: int = 1, model: int = 1, devices: list[jax.D
         data: size of the axis, or −1 for the remaining devices; only one of the sizes may be −1.
         fsdp: as `data`.
         model: as `data`.
-        devices: of the mesh; None for all.
+        devices: devices of the mesh; None for all.
 
     Raises:
         UserError: the sizes do not multiply to the number of devices, or slices do not divide `data`.
@@ -126,9 +126,9 @@ def addressable_parts(mesh: Mesh, name: str, size: int) -> Iterator[tuple[jax.De
     """Yield each device of this process and its range of a dimension, with start and stop.
 
     Args:
-        mesh: of the run.
+        mesh: mesh of the run.
         name: logical name of the dimension.
-        size: of the dimension.
+        size: size of the dimension.
     """
     for device, index in logical_sharding(mesh, name).addressable_devices_indices_map((size,)).items():
         assert index is not None, "devices of this process have a part"
@@ -141,8 +141,8 @@ def row_major(sharding: Sharding, dimensions: int) -> Format:
     By default a TPU stores narrow integers column by column, and a step would copy all of them into this order.
 
     Args:
-        sharding: of the array.
-        dimensions: of the array.
+        sharding: sharding of the array.
+        dimensions: dimensions of the array.
     """
     return Format(Layout(tuple(range(dimensions))), sharding)
 
@@ -157,7 +157,7 @@ def put_with_sharding(array: NDArray, sharding: NamedSharding) -> jax.Array:
 
     Args:
         array: the same in every process.
-        sharding: of the result.
+        sharding: sharding of the result.
     """
     return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
@@ -182,7 +182,7 @@ def parameter_shardings(mesh: Mesh, abstract_boxed: Any) -> Any:
     An axis whose size the mesh does not divide is not sharded.
 
     Args:
-        mesh: of the run.
+        mesh: mesh of the run.
         abstract_boxed: a tree of abstract parameters, boxed with logical axis names.
 
     Raises:

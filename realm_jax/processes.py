@@ -25,11 +25,11 @@ AUTO = "auto"
 def add_process_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--processes`, `--process` and `--coordinator`."""
     group = parser.add_argument_group("several processes (the same command in each of them)")
-    group.add_argument("--processes", default="1", metavar="N", help="number of processes, or 'auto' on machines that "
-        "know it: TPU VMs, GKE, Slurm (default: 1)")  # fmt: skip
-    group.add_argument("--process", type=int, default=0, metavar="I", help="number of this process, from 0 (default: "
+    group.add_argument("--processes", default="1", metavar="N", help="number of processes; 'auto' asks the cluster: "
+        "TPU VMs, GKE, Slurm (default: 1)")  # fmt: skip
+    group.add_argument("--process", type=int, default=0, metavar="I", help="index of this process, from 0 (default: "
         "0)")  # fmt: skip
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="a free port of the machine of process 0")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0: its machine and a free port")
 
 
 def connect_processes(args: argparse.Namespace) -> None:
@@ -82,8 +82,8 @@ def check_process(process: int, count: int) -> None:
     """Check the number of a process.
 
     Args:
-        process: of --process.
-        count: of --processes.
+        process: value of --process.
+        count: value of --processes.
 
     Raises:
         UserError: there is no such process.

@@ -155,8 +155,8 @@ class Run:
         """Return token vectors on the devices, sharded by rows.
 
         Args:
-            vectors: of all passages, [rows, tokens, dimensions].
-            compression: of these vectors.
+            vectors: vectors of all passages, [rows, tokens, dimensions].
+            compression: compression of these vectors.
         """
         (stored,) = self._shard_corpus_arrays([vectors[rows]] for rows in self.local_corpus_slices)
         return StoredTokens(stored, put_with_sharding(compression.projection, replicated(self.mesh)))
@@ -295,7 +295,7 @@ class Run:
         """Return a function that embeds a batch of passages on this run's devices.
 
         Args:
-            inputs: of `embed`, on the devices or on the host.
+            inputs: inputs of `embed`, on the devices or on the host.
             embed: see `embed_program`; None for the vectors of passages, whose input is the parameters of the encoders.
         """
         function = embed or embed_passages
@@ -322,7 +322,7 @@ def embed_passages(model: Realm, params: Params, passages: PassageBatch) -> jax.
 
     Args:
         model: whose passage encoder embeds.
-        params: of the encoders.
+        params: parameters of the encoders.
         passages: ids [n, length].
     """
     return model.embed_documents(params, passages)
@@ -336,8 +336,8 @@ def embed_program(
 
     Args:
         model: whose passage encoder embeds.
-        mesh: of the run.
-        inputs: of `embed`, such as the parameters of the encoders.
+        mesh: mesh of the run.
+        inputs: inputs of `embed`, such as the parameters of the encoders.
         documents: [batch, length].
         embed: a function of a module, because a lambda would be compiled again at each call.
 
@@ -369,8 +369,8 @@ def mesh_for(config: Config, devices: list[jax.Device] | None = None) -> Mesh:
     """Make the mesh of a config.
 
     Args:
-        config: of the run.
-        devices: of the mesh; None for all.
+        config: config of the run.
+        devices: devices of the mesh; None for all.
 
     Raises:
         UserError: the mesh does not fit the devices, or a task's batch cannot be sharded on it.
@@ -384,7 +384,7 @@ def check_batches(config: Config, devices: int) -> None:
     """Check that every task's batch can be sharded.
 
     Args:
-        config: of the run.
+        config: config of the run.
         devices: over which a batch is sharded.
 
     Raises:
@@ -407,8 +407,8 @@ def device_options(mesh: Mesh, dtype: Any) -> dict[str, Any]:
     `benchmarks/README.md`).
 
     Args:
-        mesh: of the run.
-        dtype: of the model.
+        mesh: mesh of the run.
+        dtype: dtype of the model.
     """
     attention = select_attention(mesh, dtype)
     state_dtype = jnp.float32 if mesh.devices.flat[0].platform == "cpu" else None
@@ -421,8 +421,8 @@ def make_bert(model: Model, vocabulary_size: int, length: int, hidden: NamedShar
 
     Args:
         model: the section.
-        vocabulary_size: of the tokenizer.
-        length: of the longest sequence, in tokens.
+        vocabulary_size: size of the tokenizer.
+        length: length of the longest sequence, in tokens.
         hidden: sharding of hidden states.
     """
     return BertConfig(
@@ -451,7 +451,7 @@ def put_batch(mesh: Mesh, batch: Any) -> Any:
     """Put host arrays on the mesh, sharded by their first dimension; every process has all rows.
 
     Args:
-        mesh: of the run.
+        mesh: mesh of the run.
         batch: a tree of arrays [batch, …].
     """
     size = len(jax.tree.leaves(batch)[0])
@@ -462,8 +462,8 @@ def local_rows(mesh: Mesh, batch_size: int) -> NDArray[np.int64]:
     """Return the rows of a global batch that devices of this process hold, in order.
 
     Args:
-        mesh: of the run.
-        batch_size: of the global batch.
+        mesh: mesh of the run.
+        batch_size: size of the global batch.
     """
     parts = [np.arange(batch_size)[part] for _, part in addressable_parts(mesh, "batch", batch_size)]
     return np.unique(np.concatenate(parts))
@@ -473,10 +473,10 @@ def make_global_batch(mesh: Mesh, batch: Any, rows: NDArray[np.int64], batch_siz
     """Put host arrays on the mesh as a global batch of which every process has only its own rows.
 
     Args:
-        mesh: of the run.
+        mesh: mesh of the run.
         batch: a tree of arrays [local batch, …].
-        rows: of the global batch that they hold, in order (`local_rows`).
-        batch_size: of the global batch.
+        rows: rows of the global batch that they hold, in order (`local_rows`).
+        batch_size: size of the global batch.
     """
 
     def put(array: NDArray) -> jax.Array:

@@ -59,10 +59,10 @@ logger = logging.getLogger(__name__)
 RECORD, DATA = "index.json", "data"  # in the run directory
 CONFIG = "adapt"  # its keys are those of `realm adapt`, which may continue from the index
 _COUNTS = ("passages", "documents", "skipped", "token_bytes")  # fields of the result that index.json has
-_AS_BASE = "the vectors are those of --from"
+_AS_BASE = "the vectors come from --from"
 DECIDED = {  # key of the config that the request sets → why
     "data.path": "the folder is prepared from DOCUMENTS",
-    "init_from": "the encoder is that of --from",
+    "init_from": "the encoder comes from --from",
     "model.shared_tower": "two encoders are exported",
     "encoder.pooling": _AS_BASE,
     "encoder.projection": _AS_BASE,
@@ -80,7 +80,7 @@ class IndexRequest:
         workdir: run directory, created or resumed.
         config: from `load_config(CONFIG)`; tasks, `data.path` and `init_from` are set later.
         config_arguments: arguments that made the config; others are rejected later.
-        language: of the documents, one of `languages.CHOICES`; '' to detect it.
+        language: language of the documents, one of `languages.CHOICES`; '' to detect it.
         store_tokens: store token vectors of all passages, for token rerank. You may add them to a finished index.
         command: the command line or Python call of the request.
     """
@@ -109,7 +109,7 @@ class IndexResult:
         passages: number of passages.
         documents: number of documents.
         skipped: reason → number of documents that were left out.
-        token_bytes: of the stored token vectors of a passage, 0 for none.
+        token_bytes: bytes of the stored token vectors of a passage, 0 for none.
         seconds: duration of the command that finished it.
         is_new: false if it was finished before.
     """
@@ -141,11 +141,11 @@ def index(request: IndexRequest) -> IndexResult:
     if has_config and not is_done and not has_empty_recipe(workdir):
         raise UserError(f"--output={workdir}: is the directory of another run; choose another one")
     if not has_config and (workdir / MODEL).exists():
-        raise UserError(f"--output={workdir}: has a {MODEL} that is not of this run; choose another folder")
+        raise UserError(f"--output={workdir}: contains a {MODEL} of another run; choose another folder")
     check_model(request.model)
     check_decided(request.config, DECIDED | {"tasks": "an index trains nothing"}, "leave it out")
-    check_outside(workdir, request.documents, "whose files are documents")
-    check_outside(workdir, str(resolve_model_path(request.model, "--from")), "which is the encoder")
+    check_outside(workdir, request.documents, "the folder of the documents")
+    check_outside(workdir, str(resolve_model_path(request.model, "--from")), "the folder of the encoder")
     has_documents = finished is not None and (workdir / DATA / PREPARED).is_file()
     if has_documents:
         _check_unchanged(request, read_json(workdir / DATA / PREPARED))
@@ -253,8 +253,8 @@ def check_model(name: str) -> None:
     read_architecture(transformer_folder(folder) / SETTINGS)  # raises UserError for a network that cannot be loaded
     if sentence_model(folder) is None:
         raise UserError(
-            f"--from={name}: {folder} has no modules.json with a pooling, so it is no encoder of texts; name a model "
-            "of sentence-transformers"
+            f"--from={name}: {folder} has no modules.json with a pooling layer, so it is not a sentence encoder; name "
+            "a sentence-transformers model"
         )
 
 
@@ -262,9 +262,9 @@ def check_decided(config: ConfigDict, decided: Mapping[str, str], advice: str) -
     """Check that a config does not change keys that the command sets.
 
     Args:
-        config: of the request.
+        config: config of the request.
         decided: key → the reason why the command sets it.
-        advice: what to do instead, for the message.
+        advice: remedy, for the message.
 
     Raises:
         UserError: a key is changed.
@@ -341,7 +341,7 @@ def prepare_documents(
         folder: the dataset directory.
         limit: tokens of a passage at most.
         questions: files of evaluation questions, SPLIT=FILE each.
-        language: of the documents; '' to detect it.
+        language: language of the documents; '' to detect it.
 
     Raises:
         PreparedOtherwise: the folder has other documents or questions.
@@ -365,7 +365,7 @@ def follow_corpus(workdir: Path) -> Sources:
 
 
 def refresh_index(run: Run, params: Params) -> None:
-    """Embed what a model of an earlier version of the corpus lacks.
+    """Embed the passages that a model of an earlier version of the corpus lacks.
 
     `realm corpus --data` edits only the corpus, and an edit may have been killed before it replaced the vectors.
 

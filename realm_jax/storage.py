@@ -70,7 +70,7 @@ def write_json_atomic(path: str | os.PathLike[str], value: Any) -> None:
 
     Args:
         path: the file.
-        value: of types that `json` can write; NaN and infinity raise ValueError.
+        value: value of types that `json` can write; NaN and infinity raise ValueError.
     """
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
@@ -220,7 +220,7 @@ class StorageError(UserError):
 
 
 class Damaged(UserError):
-    """A stored file is missing, or is not what its record says. The message names the file."""
+    """A stored file is missing, or differs from its record. The message names the file."""
 
 
 class FileEntry(NamedTuple):
@@ -302,7 +302,7 @@ class Folder(ABC):
         """Write a file and the folders above it; an earlier file of that name is replaced.
 
         Args:
-            name: of the file.
+            name: name of the file.
             data: its content.
         """
 
@@ -328,8 +328,8 @@ class Folder(ABC):
         """Write a value as JSON.
 
         Args:
-            name: of the file.
-            value: of types that `json` can write; NaN and infinity raise ValueError.
+            name: name of the file.
+            value: value of types that `json` can write; NaN and infinity raise ValueError.
         """
         self.write(name, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
@@ -356,7 +356,7 @@ class Folder(ABC):
         """Write a file and return its entry for a record.
 
         Args:
-            name: of the file.
+            name: name of the file.
             data: its content.
         """
         self.write(name, data)
@@ -446,7 +446,7 @@ class Bucket(Folder):
         """Open a bucket.
 
         Args:
-            url: of the folder, such as gs://bucket/folder.
+            url: URL of the folder, such as gs://bucket/folder.
             filesystem: an fsspec file system to use instead of the URL's, for tests.
             wait: called with the seconds to wait before the next try.
 
@@ -545,10 +545,10 @@ def parallel_map(function: Callable[..., None], *items: Iterable[Any]) -> None:
 
     Args:
         function: the function.
-        *items: an iterable for each argument, as of `map`.
+        *items: an iterable for each argument, as in `map`.
 
     Raises:
-        Exception: of the first failed call, in order; calls that have not begun are canceled.
+        Exception: the first failed call, in order, raised it; calls that have not begun are canceled.
     """
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         try:

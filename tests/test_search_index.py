@@ -338,10 +338,10 @@ def test_a_request_that_cannot_be_met_is_one_line_and_writes_nothing(indexed, do
         (empty, encoder, new, "", "empty"),
         (documents, tmp_path / "nowhere", new, "", "no such folder; write hf:NAME"),
         (documents, encoder, other, "", f"--output={other}: is the directory of another run; choose another one"),
-        (own, encoder, own / "run", "", "whose files are documents; name a folder outside"),
-        (documents, encoder, encoder / "run", "", "which is the encoder; name a folder outside"),
+        (own, encoder, own / "run", "", "the folder of the documents; name a folder outside"),
+        (documents, encoder, encoder / "run", "", "the folder of the encoder; name a folder outside"),
         (documents, encoder, new, "--config.tasks=ict", "config.tasks: an index trains nothing; leave it out"),
-        (documents, encoder, new, "--config.encoder.pooling=cls", "config.encoder.pooling: the vectors are those of"),
+        (documents, encoder, new, "--config.encoder.pooling=cls", "config.encoder.pooling: the vectors come from"),
         (own, encoder, indexed, "", f"--output={indexed}: was started with documents"),
         (documents, encoder, indexed, "--config.qa.passages=3", "was started with config"),
     ]:
@@ -523,7 +523,7 @@ def test_what_is_no_index_is_not_adapted(indexed, documents, encoder, tmp_path, 
     shutil.copytree(indexed, tmp_path / "unfinished")
     (tmp_path / "unfinished" / "index.json").unlink()
     assert adapt(str(documents), f"--from={encoder}", f"--output={tmp_path / 'unfinished'}") == 2
-    assert "its index is not finished; run its `realm index` command again" in capsys.readouterr().err
+    assert "its index is not finished; run the same `realm index` command again" in capsys.readouterr().err
 
 
 def test_another_encoder_under_the_name_of_that_of_the_index_is_refused(

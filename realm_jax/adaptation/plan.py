@@ -55,7 +55,7 @@ from realm_jax.train.step import make_step, start_state
 
 logger = logging.getLogger(__name__)
 
-WANTED_SENTENCES = 750  # held-out sentences with a span to hide
+WANTED_SENTENCES = 1500  # held-out sentences with a span to hide
 MIN_SHARE, MAX_SHARE = 0.02, 0.2  # of the documents that are held out
 MIN_HELD_OUT, MAX_SHARE_OF_FEW = 12, 1 / 3  # hold out so many documents, but no larger share
 REQUIRED_SENTENCES, REQUIRED_DOCUMENTS = 8, 6  # held out; fewer cannot decide anything

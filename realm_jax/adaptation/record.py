@@ -238,8 +238,8 @@ class Decision:
     Attributes:
         promoted: True if they replace the base encoder.
         weight: interpolation weight of the trained encoders.
-        mean_recall: of held-out sentences; must rise.
-        recall_without_sentence: recall of passages that lack the sentence; must not fall.
+        mean_ndcg: of held-out sentences; must rise.
+        without_sentence: nDCG@10 for passages without the sentence; must not fall.
         question_metric: metric of the evaluation questions; '' if there are none.
         questions: change of that metric; must not fall.
         search: the search that all metrics are of, "hybrid + tokens" for example.
@@ -247,8 +247,8 @@ class Decision:
 
     promoted: bool
     weight: float
-    mean_recall: Change
-    recall_without_sentence: Change
+    mean_ndcg: Change
+    without_sentence: Change
     question_metric: str = ""
     questions: Change = Change()
     search: str = ""
@@ -257,8 +257,8 @@ class Decision:
         """Return the decision's part of the entry `measured`."""
         return {
             "promoted": self.promoted,
-            "gain": self.mean_recall.to_json(),
-            "removed": self.recall_without_sentence.to_json(),
+            "gain": self.mean_ndcg.to_json(),
+            "removed": self.without_sentence.to_json(),
             "judged": {"measure": self.question_metric} | self.questions.to_json() if self.question_metric else {},
             "weight": self.weight,
             "search": self.search,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from realm_jax.adaptation.evaluate import BASELINE, MEAN_RECALL, METRICS
+from realm_jax.adaptation.evaluate import BASELINE, MEAN_NDCG, METRICS
 from realm_jax.adaptation.record import AdaptRecord, Change, ChangeTable, Decision
 from realm_jax.eval.format import duration
 from realm_jax.eval.html import Section, render_page
@@ -23,13 +23,13 @@ TITLES = {  # encoder in adapt.json → column of the table
 
 def headline(decision: Decision) -> str:
     """Return the decision in one line, with its numbers."""
-    gain, removed, questions = decision.mean_recall, decision.recall_without_sentence, decision.questions
+    gain, removed, questions = decision.mean_ndcg, decision.without_sentence, decision.questions
     numbers = (
-        f"search {decision.search}, {MEAN_RECALL} of {gain.queries} held-out sentences in {gain.documents} documents: "
+        f"search {decision.search}, {MEAN_NDCG} of {gain.queries} held-out sentences in {gain.documents} documents: "
         f"{_change(gain)}"
     )
     if removed.queries:
-        numbers += f"; recall of passages without them: {_change(removed)}"
+        numbers += f"; passages without them: {_change(removed)}"
     if questions.queries:
         numbers += f"; {decision.question_metric} of judged questions: {_change(questions)}"
     if decision.promoted:
@@ -152,7 +152,7 @@ def model_card(record: AdaptRecord, config: ConfigDict) -> str:
         "",
         "## Metrics",
         "",
-        "Recall and rank on held-out documents: mean, and the 95 % interval of the change from the base encoder.",
+        "nDCG@10 on held-out documents: mean, and the 95 % interval of the change from the base encoder.",
         "",
         *(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)),
         "",

@@ -70,9 +70,9 @@ from realm_jax.train.workdir import INDEX_KEYS, has_checkpoint, recorded_config
 
 logger = logging.getLogger(__name__)
 
-_MEASURED_ONCE = "only the base encoder and the result are measured"
+_MEASURED_ONCE = "only the base and the adapted encoder are measured"
 DECIDED = INDEX_DECIDED | {  # key of the config that the request sets, or that has no effect → why
-    "evaluation.held_out": "the share follows from the documents",
+    "evaluation.held_out": "the share is computed from the documents",
     "evaluation.every": _MEASURED_ONCE,
     "evaluation.keep_best": _MEASURED_ONCE,
     "refresh.mode": "this command has no index builder",
@@ -121,17 +121,17 @@ def adapt(request: AdaptRequest) -> AdaptResult:
         check_settings(workdir, indexed["settings"], {name: settings[name] for name in ("documents", "from")})
     elif (workdir / "config.json").is_file():
         if has_empty_recipe(workdir):
-            raise UserError(f"--output={workdir}: its index is not finished; run its `realm index` command again")
+            raise UserError(f"--output={workdir}: its index is not finished; run the same `realm index` command again")
         raise UserError(f"--output={workdir}: is the directory of another run; choose another one")
     else:
         for name in (MODEL, REPORT, *VECTOR_FILES):
             if (workdir / name).exists():
-                raise UserError(f"--output={workdir}: has a {name} that is not of this run; choose another folder")
+                raise UserError(f"--output={workdir}: contains a {name} of another run; choose another folder")
     check_model(request.model)
     check_decided(request.config, DECIDED, "leave it out, or use `realm train --config=adapt`")
     for source in filter(None, (request.documents, request.forgetting)):
-        check_outside(workdir, source, "whose files are documents")
-    check_outside(workdir, str(resolve_model_path(request.model, "--from")), "which is the base encoder")
+        check_outside(workdir, source, "the folder of the documents")
+    check_outside(workdir, str(resolve_model_path(request.model, "--from")), "the folder of the base encoder")
     if request.forgetting:
         open_texts(request.forgetting)  # reports its errors before the documents are read
 
@@ -172,7 +172,7 @@ def adapt(request: AdaptRequest) -> AdaptResult:
     if request.questions and not prepared["questions"].get(QUESTIONS_SPLIT):
         reasons = count_skipped(prepared["counts"]["questions"])
         skipped = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()) or "there is none"
-        raise UserError(f"--questions={request.questions}: none can be judged ({skipped}); correct them")
+        raise UserError(f"--questions={request.questions}: no question can be evaluated ({skipped}); correct the file")
     if request.forgetting:
         prepare_documents(request.forgetting, request.model, workdir / OTHER / DATA, config.data.document_length)
 
@@ -222,7 +222,7 @@ def adapt(request: AdaptRequest) -> AdaptResult:
                 sentences = find_sentences(run, evidence, plan.held_out, plan.sentences)
                 eval_questions = run.sources.questions.get(QUESTIONS_SPLIT, [])
                 counts = len(sentences), len(eval_questions), duration(plan.estimate.measure)
-                logger.info("measuring on %d held-out sentences and %d questions; about %s left", *counts)
+                logger.info("evaluating %d held-out sentences and %d questions; about %s left", *counts)
                 record.measured = measure(run, sentences, request.merge)
         decision = record.measured.decision
 

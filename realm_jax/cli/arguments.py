@@ -23,7 +23,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, required: bool = True) ->
     """Add `--workdir`, and take `--config.section.key=value` to override its recorded config (see `config_changes`).
 
     Args:
-        parser: of the command.
+        parser: parser of the command.
         required: whether the command needs a run.
     """
     parser.set_defaults(config=None)  # tells `realm_jax.cli.main` that this command takes overrides
@@ -32,9 +32,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, required: bool = True) ->
         type=nonempty,
         required=required,
         metavar="DIR",
-        help="run directory of `realm index`, `adapt` or `train`. Runtime and evaluation keys of its config can be "
-        "overridden with --config.section.key=value, such as --config.data.path=DIR for a prepared folder that was "
-        "moved (`realm train --help-config` lists the keys)",
+        help="run directory of `realm index`, `adapt` or `train`. Override runtime and evaluation keys of its config "
+        "with --config.section.key=value, for example --config.data.path=DIR if the prepared folder was moved "
+        "(`realm train --help-config` lists the keys)",
     )
 
 
@@ -49,7 +49,7 @@ def check_passages(run: Run, args: argparse.Namespace) -> None:
 
     Args:
         run: the run.
-        args: of the command.
+        args: arguments of the command.
 
     Raises:
         UserError: a flag would have no effect, or fewer passages are retrieved than read.
@@ -65,37 +65,38 @@ def check_passages(run: Run, args: argparse.Namespace) -> None:
     read, passages = min(run.answering_qa.passages, run.context.rows), changes.get("answering.retrieved")
     if passages is not None and passages < read:
         raise UserError(
-            f"--config.answering.retrieved={passages}: fewer than the {read} that are read; retrieve more, or read "
+            f"--config.answering.retrieved={passages}: is less than the {read} that are read; retrieve more, or read "
             "fewer with --config.answering.read"
         )
 
 
 def add_search_argument(parser: argparse._ActionsContainer) -> None:
     """Add `--search`."""
-    parser.add_argument("--search", choices=SEARCHES, help="how to search the passages of questions (default: the "
-        "config's qa.search)")  # fmt: skip
+    parser.add_argument("--search", choices=SEARCHES, help="search method: dense vectors, BM25, or both (default: "
+        "qa.search of the config)")  # fmt: skip
 
 
-def add_reader_argument(parser: argparse.ArgumentParser) -> None:
+def add_reader_argument(parser: argparse._ActionsContainer) -> None:
     """Add `--reader`."""
-    parser.add_argument("--reader", type=nonempty, metavar="NAME", help="read the passages with this model, a folder, "
-        "hf:NAME or py:NAME with a question-answering head, in place of the run's reader (default: the config's "
-        "answering.reader)")  # fmt: skip
+    parser.add_argument("--reader", type=nonempty, metavar="NAME", help="question-answering model that reads the "
+        "passages instead of the run's reader: a folder, hf:NAME or py:NAME (default: answering.reader of the "
+        "config)")  # fmt: skip
 
 
-def add_rerank_argument(parser: argparse.ArgumentParser) -> None:
+def add_rerank_argument(parser: argparse._ActionsContainer) -> None:
     """Add `--rerank`."""
-    parser.add_argument("--rerank", choices=RERANKERS, help="rerank the first passages before they are read: by the "
-        "encoders' token vectors, by a trained cross-encoder, or not (default: the config's "
-        "answering.rerank)")  # fmt: skip
+    parser.add_argument("--rerank", choices=RERANKERS, help="reranker of the top passages before they are read: token "
+        "vectors of the encoders, a trained cross-encoder, or none (default: answering.rerank of the "
+        "config)")  # fmt: skip
 
 
 def add_question_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--questions` (see `load_questions`), `--task`, `--search`, `--rerank` and `--reader`."""
-    parser.add_argument("--questions", type=nonempty, metavar="SPLIT|FILE", help="questions of the prepared folder, by "
-        "their split, or a file of questions (default: dev)")  # fmt: skip
-    parser.add_argument("--task", type=nonempty, help="parameters at the end of this task (default: the last with an "
-        "exported model)")  # fmt: skip
-    add_search_argument(parser)
-    add_rerank_argument(parser)
-    add_reader_argument(parser)
+    parser.add_argument("--questions", type=nonempty, metavar="SPLIT|FILE", help="split of the prepared folder, or "
+        "a file of questions (default: dev)")  # fmt: skip
+    parser.add_argument("--task", type=nonempty, help="use the parameters from the end of this task (default: the last "
+        "task with an exported model)")  # fmt: skip
+    group = parser.add_argument_group("search and reading")
+    add_search_argument(group)
+    add_rerank_argument(group)
+    add_reader_argument(group)

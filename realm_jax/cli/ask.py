@@ -58,28 +58,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `realm ask`."""
     parser.epilog = EXAMPLES
     add_run_arguments(parser)
-    how = parser.add_mutually_exclusive_group()
+    group = parser.add_argument_group("search and reading")
+    how = group.add_mutually_exclusive_group()
     add_search_argument(how)
     how.add_argument(
         "--generation",
         type=nonempty,
         metavar="NAME",
-        help="show the nearest passages by this generation of the index (see `realm storage ls`), or by the 'newest', "
-        "without an answer",
+        help="search this index version (see `realm storage ls`), or the 'newest'; shows passages, but no answer",
     )
-    add_rerank_argument(parser)
-    add_reader_argument(parser)
-    parser.add_argument("question", nargs="*", metavar="QUESTION", help="without one, questions are read from stdin")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a question")
+    add_rerank_argument(group)
+    add_reader_argument(group)
     parser.add_argument(
-        "--top", type=positive, metavar="N", help="passages to show (default: all that are read; of a generation 5)"
+        "question",
+        nargs="*",
+        metavar="QUESTION",
+        help="question to answer (default: read one question per line from stdin)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per question")
+    parser.add_argument(
+        "--top",
+        type=positive,
+        metavar="N",
+        help="number of passages to show (default: all passages read; 5 with --generation)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer questions; return 2 if a line from a pipe was no valid question."""
     if args.generation and args.rerank:
-        raise UserError(f"--rerank={args.rerank}: goes without --generation; leave one of them out")
+        raise UserError(f"--rerank={args.rerank}: cannot be combined with --generation; leave one of them out")
     # --- the run, and one warning if its answers cannot be trusted
     opened = open_run_for_inference(Path(args.workdir), config_changes(args), questions=False)
     single = " ".join(args.question) if args.question else None

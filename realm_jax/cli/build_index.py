@@ -28,24 +28,28 @@ from realm_jax.train.workdir import recorded_config, recorded_corpus
 EXAMPLES = """examples:
   realm build-index --config=realm_wiki --config.data.path=data/wiki --workdir=runs/wiki
   realm build-index --workdir=runs/wiki --process=1 --processes=4         the second of four, for an existing run
-  realm build-index --workdir=runs/wiki --once                            the newest export, then end
+  realm build-index --workdir=runs/wiki --once                            the newest export only
 
-The config is the trainer's. Run the same command again to resume.
+Use the same config as the trainer. Run the same command again to resume.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `realm build-index`."""
     parser.epilog = EXAMPLES
-    add_config_argument(parser, "the one that the run in --workdir has recorded, else the paper's sizes")
+    add_config_argument(parser, "the config that the run in --workdir recorded, else the paper's sizes")
     parser.add_argument("--workdir", required=True, metavar="DIR", help="run directory of the trainer")
-    parser.add_argument("--process", type=int, default=0, metavar="I", help="this process among --processes, from 0")
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that share the work")
-    parser.add_argument("--wait", action="store_true", help="wait for the trainer until this command is stopped, not "
-        "until an hour has passed without its heartbeat")  # fmt: skip
+    parser.add_argument(
+        "--process", type=int, default=0, metavar="I", help="index of this process, from 0 (default: 0)"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="number of processes that share the work (default: 1)"
+    )
+    parser.add_argument("--wait", action="store_true", help="wait indefinitely for the trainer (default: end after an "
+        "hour without its heartbeat)")  # fmt: skip
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--once", action="store_true", help="build the generation of the newest export, then end")
-    which.add_argument("--step", type=int, metavar="S", help="build the generation of export step S, then end")
+    which.add_argument("--once", action="store_true", help="build the index version of the newest export, and exit")
+    which.add_argument("--step", type=int, metavar="S", help="build the index version of export step S, and exit")
 
 
 def run(args: argparse.Namespace) -> None:

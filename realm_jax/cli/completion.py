@@ -19,7 +19,7 @@ PATHS = {"FILE": shtab.FILE, "DOCUMENTS": shtab.FILE, "DIR": shtab.DIRECTORY}  #
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `realm completion`."""
     parser.epilog = EXAMPLES
-    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="whose script to print")
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="shell to print the script for")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -62,26 +62,35 @@ EXAMPLES = """examples:
   realm corpus replace new-articles.jsonl --workdir=runs/wiki      give existing ids new text
   realm corpus add more-articles.jsonl --workdir=runs/wiki
   realm corpus remove article-17 article-18 --workdir=runs/wiki
-  realm corpus add more-articles.jsonl --data=data                 only the corpus; `realm ask` embeds the new passages
+  realm corpus add more-articles.jsonl --data=data         edit only the corpus; `realm ask` embeds the new passages
 
-A line of a file is {"id": …, "title": …, "text": …}; other files are read as by `realm prepare`.
+A line of a file is {"id": …, "title": …, "text": …}; other formats are read as in `realm prepare`.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `realm corpus`."""
     parser.epilog = EXAMPLES
-    parser.add_argument("action", choices=("add", "replace", "remove"), help="what to do")
-    parser.add_argument("subjects", nargs="+", metavar="FILE|ID", help="add, replace: one file; remove: document ids")
-    parser.add_argument("--workdir", metavar="DIR", help="a run over the corpus; embed the changed passages for it")
-    parser.add_argument("--data", metavar="DIR", help="the prepared folder (default: the run's)")
+    parser.add_argument("action", choices=("add", "replace", "remove"), help="edit to make")
+    parser.add_argument(
+        "subjects",
+        nargs="+",
+        metavar="FILE|ID",
+        help="one file of documents to add or replace, or ids of documents to remove",
+    )
+    parser.add_argument(
+        "--workdir", metavar="DIR", help="run directory whose corpus to edit; the changed passages are embedded for it"
+    )
+    parser.add_argument("--data", metavar="DIR", help="prepared folder to edit (default: that of the run)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:
     """Edit a copy of the corpus, publish the edit for the run, and move the copy's new files into the folder."""
     if args.data is None and args.workdir is None:
-        raise UserError("realm corpus: name the prepared folder with --data, or a run over it with --workdir")
+        raise UserError(
+            "realm corpus: no corpus is named; pass --data=DIR (prepared folder) or --workdir=DIR (run directory)"
+        )
     workdir = Path(args.workdir) if args.workdir else None
     if workdir is not None:
         # A trainer, which locks the run directory, and its builder use the unedited corpus.
@@ -89,12 +98,12 @@ def run(args: argparse.Namespace) -> None:
         if is_held(workdir) or (trainer is not None and trainer.needs_index):
             stage = f"at step {trainer.step} of {trainer.stage}" if trainer and trainer.step >= 0 else "training"
             raise UserError(
-                f"--workdir={workdir}: the run is {stage} and stays with its corpus; "
+                f"--workdir={workdir}: the run is {stage} and cannot change its corpus; "
                 "edit with --data instead of --workdir (`realm ask` embeds the new passages), or wait until it is done"
             )
     data_path = args.data or recorded_config(Path(args.workdir)).data.path
     if is_remote(data_path):
-        raise UserError(f"{data_path}: a corpus is edited on a disk; edit it there, and copy the folder to its bucket")
+        raise UserError(f"{data_path}: a corpus in a bucket cannot be edited; edit a local copy, and copy that back")
     data = Path(data_path)
     open_sources(data, flag="--data=" if args.data else "config.data.path=")  # checks the folder
     with exclusive_lock(workdir) if workdir else nullcontext(), exclusive_lock(data, PREPARED):
@@ -126,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
     if "generation" in record:
         print(f"generation {record['generation']}: {record['stored_vectors']:,} stored vectors")
     if "written_anew" in record:
-        print(f"written again: {', '.join(record['written_anew'])}")
+        print(f"rewritten: {', '.join(record['written_anew'])}")
 
 
 @contextmanager
@@ -156,7 +165,7 @@ def _publish_copy(copy: Path, data: Path) -> None:
     """Move the new files of a copy into its prepared folder. If it has no new files, nothing changes.
 
     Args:
-        copy: of the prepared folder.
+        copy: copy of the prepared folder.
         data: the prepared folder.
     """
     for path in sorted(copy.rglob("*")):
@@ -187,7 +196,7 @@ def edit(data: Path, action: str, subjects: list[str]) -> tuple[PassageStore, li
     if action == "remove":
         return remove_documents(folder, subjects), []
     if len(subjects) != 1:
-        raise UserError(f"realm corpus {action}: name one file; put the documents of several into one")
+        raise UserError(f"realm corpus {action}: takes one file; merge several files into one")
     file = subjects[0]
     articles = list(read_passages(file))
     if not articles:
@@ -200,11 +209,13 @@ def edit(data: Path, action: str, subjects: list[str]) -> tuple[PassageStore, li
     if action == "replace" and missing:
         raise UserError(f"{file}: document {missing[0]!r} is not in the corpus; use `realm corpus add`")
     if "tagged" in manifest:
-        raise UserError(f"{data}: has the spans of a tagger that this version cannot run; prepare the folder again")
+        raise UserError(f"{data}: was prepared with a tagger that this version cannot run; prepare the folder again")
     settings = manifest["inputs"]["settings"]
     finder = settings["spans"]
     if spans.finder(finder).identity != settings.get("spans_identity"):
-        raise UserError(f"{data}: {finder} is not the span finder used there; restore it, or prepare the folder again")
+        raise UserError(
+            f"{data}: {finder} is not the span finder that prepared the folder; restore it, or prepare the folder again"
+        )
     language = manifest.get("language", PLAIN)
     tokenizer = open_tokenizer(data / "tokenizer")
     try:
@@ -244,4 +255,4 @@ def publish(run: Run, step: int, encoders: Params) -> dict[str, Any]:
             record["written_anew"] = write_vectors(run.workdir, store, vectors, overwrite=True)
         return record
     except (StorageError, Damaged, Rejected) as error:
-        raise UserError(f"{error}; the corpus is not changed, so run the command again") from None
+        raise UserError(f"{error}; the corpus is unchanged, so run the command again") from None

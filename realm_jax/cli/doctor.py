@@ -24,7 +24,7 @@ SETTINGS = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DISABLE_JIT", "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `realm doctor`."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.epilog = (
         "exit code: 0 if runs can start here, 2 if something required is missing\n\n"
         "examples:\n  realm doctor\n  realm doctor --json > environment.json"
@@ -57,7 +57,7 @@ def examine() -> dict[str, Any]:
         version = _version(requirement.name)
         packages[requirement.name] = version or "MISSING"
         if version is None:
-            problems.append(f"{requirement.name} is not installed; run `pip install -e .` in the folder of the source")
+            problems.append(f"{requirement.name} is not installed; run `pip install -e .` in your clone of realm_jax")
         elif not requirement.specifier.contains(version, prereleases=True):
             packages[requirement.name] += f", outside of the tested {requirement.specifier}"
     for extra in sorted(extras):

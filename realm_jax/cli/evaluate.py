@@ -48,7 +48,8 @@ EXAMPLES = f"""examples:
   realm evaluate ict.jsonl realm.jsonl                           test whether the second is significantly better
   realm evaluate --seeds ict-*.jsonl --seeds realm-*.jsonl       the same over seeds: one file per seed
 
-Of two files, {METHODS.replace("; ", chr(10))}.
+Methods for two files:
+{METHODS.replace("; ", chr(10))}
 If stdout is no terminal, a line is `name value`, or `name value low high` with the ends of the interval; for two files
 `name A B difference low high p McNemar questions`, for seeds `name value low high seeds` or `name A B difference …`.
 """
@@ -68,28 +69,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         type=nonempty,
         metavar="FILE",
-        help="a file of `realm predict`, or two of the same questions",
+        help="predictions file of `realm predict`, or two files of the same questions to compare",
     )
     add_run_arguments(parser, required=False)
     add_question_arguments(parser)
-    parser.add_argument(
+    group = parser.add_argument_group("comparison and output")
+    group.add_argument(
         "--unseen",
         type=nonempty,
         metavar="DIR",
-        help="exclude questions whose gold passage is also that of a training question of this prepared folder",
+        help="exclude questions whose gold passage also answers a training question of this prepared folder",
     )
-    parser.add_argument("--trec", type=nonempty, metavar="FILE", help="write the retrieved passages, as a TREC run")
-    parser.add_argument("--qrels", type=nonempty, metavar="FILE", help="write the gold passages, as TREC's judgments")
-    parser.add_argument(
+    group.add_argument(
+        "--trec", type=nonempty, metavar="FILE", help="write the retrieved passages to this TREC run file"
+    )
+    group.add_argument("--qrels", type=nonempty, metavar="FILE", help="write the gold passages to this TREC qrels file")
+    group.add_argument(
         "--seeds",
         type=nonempty,
         nargs="+",
         action="append",
         metavar="FILE",
-        help="files of one system, one per seed; repeat the flag to compare a second system with the same seeds",
+        help="predictions files of one system, one per seed; repeat the flag, with the same seeds, to compare two",
     )
-    parser.add_argument("--no-bm25", action="store_true", help="leave out BM25, which holds the corpus in memory")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    group.add_argument(
+        "--no-bm25", action="store_true", help="skip the BM25 baseline, which keeps the corpus in memory"
+    )
+    group.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -152,7 +158,7 @@ def _check(args: argparse.Namespace) -> None:
     if bool(args.workdir) == bool(args.files) or len(args.files) > 2:
         raise UserError("realm evaluate: name a run with --workdir, or one file of predictions, or two to compare")
     if args.files:
-        reason = f"goes with --workdir; the content of {args.files[0]} is fixed"
+        reason = f"applies only to --workdir, because {args.files[0]} has finished predictions; leave it out"
         for flag in ("questions", "task", "search", "rerank", "reader", "no_bm25"):
             if vars(args)[flag]:
                 raise UserError(f"--{flag.replace('_', '-')}: {reason}")
@@ -160,7 +166,7 @@ def _check(args: argparse.Namespace) -> None:
             raise UserError(f"{args.overrides[0]}: {reason}")
     for flag in ("unseen", "trec", "qrels"):
         if len(args.files) == 2 and vars(args)[flag]:
-            raise UserError(f"--{flag}: goes with one file")
+            raise UserError(f"--{flag}: applies to one file of predictions, not to two; leave it out")
     named = [("the predictions", path) for path in args.files[:1]]
     named += [(f"--{flag}", vars(args)[flag]) for flag in ("questions", "trec", "qrels") if vars(args)[flag]]
     taken: dict[str, str] = {}
@@ -185,10 +191,10 @@ def _evaluate_seeds(args: argparse.Namespace) -> dict[str, Any]:
     run_flags = ("workdir", "questions", "task", "search", "rerank", "reader", "overrides")
     others = ("files", *run_flags, "unseen", "trec", "qrels", "no_bm25")
     if extra := [name for name in others if vars(args)[name]]:
-        raise UserError(f"--seeds: goes only with --json; leave out {', '.join(extra)}")
+        raise UserError(f"--seeds: can only be combined with --json; leave out {', '.join(extra)}")
     sizes = {len(group) for group in args.seeds}
     if len(args.seeds) > 2 or len(sizes) > 1 or sizes == {1}:
-        raise UserError("--seeds: takes two or more files, and for a second system as many, in the order of the seeds")
+        raise UserError("--seeds: needs two or more files; give a second system as many files, in the same seed order")
     groups = [[read_predictions(path) for path in group] for group in args.seeds]
     for paths, group in zip(args.seeds, groups, strict=True):
         for path, records in zip(paths, group, strict=True):
@@ -250,7 +256,7 @@ def show_comparison(report: dict[str, Any], to: Console) -> None:
     """Print a comparison: a table with facts and methods on a terminal, otherwise lines.
 
     Args:
-        report: of `compare` for two files, or of `over_seeds`.
+        report: report of `compare` for two files, or of `over_seeds`.
         to: prints it.
     """
     measures = report["measures"]

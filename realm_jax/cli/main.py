@@ -36,27 +36,40 @@ OVERRIDES = {"config": "overrides", "spec": "spec_overrides"}  # --config.key=va
 
 BROKEN_PIPE = 141  # exit code: as shells report a program that SIGPIPE ended
 
-JOBS = {  # command → summary; its module has the same name
-    "quickstart": "write a small encyclopedia and train all tasks on it",
-    "index": "make your documents searchable with a public encoder, in minutes and without training",
-    "adapt": "adapt a public encoder to your documents, without questions or labels",
-    "prepare": "turn your documents and questions into a prepared folder",
-    "inspect": "show prepared data, or how a trained model predicts a text",
-    "train": "run, or resume, the training recipe of a config file",
-    "launch": "plan a run, start it here, on TPU VMs or on GKE; see it, stop it, remove it",
-    "watch": "show a live view of a run: loss, recall, indexes and jobs",
-    "build-index": "re-embed the corpus alongside a training run, and publish the index",
-    "corpus": "add, replace or remove documents; an index or a trained run then answers from them",
-    "storage": "list, verify and remove checkpoints and indexes of a run",
-    "weights": "write a run's networks for Hugging Face's library, or convert released ones",
-    "predict": "answer a file of questions with a trained run",
-    "evaluate": "measure a trained run or a file of predictions, or test whether two files differ significantly",
-    "ablate": "train variants that differ in one setting, with several seeds, and tabulate the results",
-    "ask": "ask an index or a trained run a question",
-    "serve": "answer questions over HTTP, with a page and an API",
-    "doctor": "list versions, devices, memory, disk and missing packages",
-    "completion": "print a script that completes commands, flags and files in a shell",
+GROUPS = {  # title → command → summary; a command's module has the same name
+    "search your documents": {
+        "index": "make documents searchable with a pretrained encoder, without training",
+        "ask": "answer questions from an index or a trained run",
+        "serve": "answer questions over HTTP (web page and JSON API)",
+        "corpus": "add, replace or remove documents of an index or a trained run",
+    },
+    "adapt and share an encoder": {
+        "adapt": "train a pretrained encoder on your documents, without questions or labels",
+        "weights": "export to Hugging Face format, push to the hub, or convert TensorFlow checkpoints",
+    },
+    "train": {
+        "quickstart": "train the whole recipe on a synthetic encyclopedia, in about five minutes",
+        "prepare": "convert documents and questions to a prepared folder",
+        "train": "train the recipe of a config, or resume it",
+        "ablate": "train and compare variants that differ in one setting, over several seeds",
+    },
+    "evaluate": {
+        "predict": "answer a file of questions and write the predictions",
+        "evaluate": "measure a run or a file of predictions, or compare two files with significance tests",
+        "inspect": "show prepared data, or how passages change a prediction",
+    },
+    "operate": {
+        "launch": "plan, start and manage jobs on this machine, TPU VMs or GKE",
+        "build-index": "re-embed the corpus for a run that is training",
+        "watch": "monitor a run: loss, recall, indexes and jobs",
+        "storage": "list, verify or remove checkpoints and indexes of a run",
+    },
+    "set up": {
+        "doctor": "check versions, devices, memory, disk and missing packages",
+        "completion": "print a shell completion script",
+    },
 }
+JOBS = {name: summary for group in GROUPS.values() for name, summary in group.items()}  # command → summary
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -181,8 +194,18 @@ def import_job(name: str) -> ModuleType:
             raise
         raise UserError(
             f"`realm {name}` needs the Python package {error.name!r}, which is not installed; "
-            "run `pip install -e .` again in the folder of the source, then `realm doctor`"
+            "run `pip install -e .` again in your clone of realm_jax, then `realm doctor`"
         ) from error
+
+
+class CommandHelp(argparse.HelpFormatter):
+    """List the commands in the groups of GROUPS."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if not isinstance(action, argparse._SubParsersAction):
+            return super()._format_action(action)
+        lines = {command.dest: self._format_action(command) for command in action._get_subactions()}
+        return "".join(f"\n{title}:\n{''.join(lines[name] for name in group)}" for title, group in GROUPS.items())
 
 
 def make_parser(jobs: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
@@ -192,12 +215,13 @@ def make_parser(jobs: Mapping[str, ModuleType]) -> argparse.ArgumentParser:
         options["suggest_on_error"] = True
     parser = argparse.ArgumentParser(
         prog="realm",
-        description="Train language models that retrieve before they predict.",
+        description="Search documents, and train and adapt retrieval models without labels, in JAX.",
+        formatter_class=CommandHelp,
         epilog="`realm COMMAND --help` shows a command's arguments, with examples.",
         **options,
     )
     parser.add_argument("--version", action="version", version=f"realm_jax {realm_jax.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title=argparse.SUPPRESS, dest="command", metavar="COMMAND", required=True)
     for name, summary in JOBS.items():
         description = f"{summary[0].upper()}{summary[1:]}."
         formatter = argparse.RawDescriptionHelpFormatter

@@ -43,7 +43,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = F
     """Return a table without lines between its cells.
 
     Args:
-        heads: of the columns.
+        heads: headings of the columns.
         rows: their cells.
         numbers: whether all columns hold numbers, except the first and those without a head, which are notes.
     """
@@ -104,10 +104,10 @@ def checked_output(path: str | Path, flag: str) -> Path:
     if not is_special(target):
         file = Path(os.path.realpath(target))
         if file.is_dir() or not file.parent.is_dir():
-            raise UserError(f"{flag}={target}: name a file in a folder that exists")
+            raise UserError(f"{flag}={target}: is not a file in an existing folder; name such a file")
         make_folder(file.parent, flag)
     if file.exists() and not os.access(file, os.W_OK):
-        raise UserError(f"{flag}={target}: may not be written to; name another")
+        raise UserError(f"{flag}={target}: cannot be written; name another file")
     return file
 
 

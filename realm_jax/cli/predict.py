@@ -56,8 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add_run_arguments(parser)
     add_question_arguments(parser)
-    parser.add_argument("--output", required=True, metavar="FILE", help="file of predictions to write or resume")
-    parser.add_argument("--nbest", type=positive, metavar="N", help=f"answers to write per question (default: {NBEST})")
+    parser.add_argument("--output", required=True, metavar="FILE", help="predictions file, created or resumed")
+    parser.add_argument(
+        "--nbest", type=positive, metavar="N", help=f"number of answers to write per question (default: {NBEST})"
+    )
 
 
 def run(args: argparse.Namespace) -> None:

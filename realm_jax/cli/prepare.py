@@ -21,20 +21,20 @@ EXAMPLES = """examples:
   realm prepare --passages 'enwiki-20261101/*.xml*.bz2' --vocab vocab.txt --output data
   realm prepare --passages psgs_w100.tsv.gz --questions train=nq-train.json dev=nq-dev.json --output data
   realm prepare --passages wiki.jsonl --questions tfds:open_qa/web_questions --output data
-  realm prepare --passages scifact.jsonl --questions scifact --output data      judged questions in a folder of BEIR
+  realm prepare --passages scifact.jsonl --questions scifact --output data      labeled queries in a folder of BEIR
   realm prepare --passages tfds:wikipedia/20230601.en --pretraining 'news:cc-news/*.jsonl.gz' --vocab vocab.txt \\
       --output data
 
-A line of a passage file is {"id": …, "title": …, "text": …}, of a question file {"question": …, "answers": […]} with
-"gold_passage_id" and "split" if known; with a gold passage it needs no answers, but then measures only retrieval.
-"gold_passages": {id: grade} names several. Files of DPR, Atlas, FiD, BEIR, Pyserini, FlashRAG, SQuAD, ORQA, DrQA and
-CuratedTREC are read in their format; of BEIR's folders queries.jsonl and qrels/{train,dev,test}.tsv are the questions,
-of TREC's qrels queries.jsonl.
+A line of a passage file is {"id": …, "title": …, "text": …}. A line of a question file is {"question": …,
+"answers": […]}, with "gold_passage_id" and "split" if known. A question with a gold passage needs no answers, but then
+measures only retrieval. "gold_passages": {id: grade} lists several gold passages.
+Files of DPR, Atlas, FiD, BEIR, Pyserini, FlashRAG, SQuAD, ORQA, DrQA and CuratedTREC are read in their own formats. The
+questions of a BEIR folder are queries.jsonl and qrels/{train,dev,test}.tsv. Put queries.jsonl next to qrels of TREC.
 Files may be packed as .gz, .xz, .bz2 or .zst. Unreadable documents of a folder or pattern are skipped and counted.
 tfds:open_qa/nq_open, …/web_questions and …/curated_trec are the published questions with ORQA's splits train, dev and
-test; they are downloaded, or taken from TFDS_DATA_DIR/downloads/manual. Texts may also be hf:NAME, tfds:NAME or a dump
-of Wikipedia; news:SOURCE is raw news (JSON Lines with text or maintext, title, url, or hf:cc_news), of which English
-prose of a usual length is used, without near-duplicates.
+test. We download them, or read them from TFDS_DATA_DIR/downloads/manual. Texts may also be hf:NAME, tfds:NAME or a dump
+of Wikipedia. news:SOURCE is raw news (JSON Lines with text or maintext, title, url; or hf:cc_news): only English prose
+of a usual length is kept, without near-duplicates.
 Run the same command again to resume an interrupted run.
 """
 
@@ -43,19 +43,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `realm prepare`, one for each field of `Options`."""
     parser.epilog = EXAMPLES
     add = parser.add_argument
-    add("--passages", required=True, metavar="FILE", help="file, pattern or folder of the texts to retrieve from")
+    add("--passages", required=True, metavar="FILE", help="file, glob pattern or folder of documents to search")
     add("--output", required=True, metavar="DIR", help="prepared folder to write")
-    add("--pretraining", metavar="FILE", help="likewise for the texts to pre-train on (default: the passages)")
     add(
+        "--pretraining",
+        metavar="FILE",
+        help="file, pattern or folder of texts for pre-training (default: the passages)",
+    )
+    questions = parser.add_argument_group("questions").add_argument
+    questions(
         "--questions",
         default=[],
         nargs="+",
         action="extend",
         metavar="[SPLIT=]FILE",
-        help="file of questions for a split such as train or dev, BEIR's folder, or tfds:open_qa/NAME; without SPLIT= "
+        help="questions of a split such as train: a file, a folder of BEIR, or tfds:open_qa/NAME; without SPLIT= "
         'the field "split" of each question decides',
     )
-    vocabulary = parser.add_mutually_exclusive_group()
+    text = parser.add_argument_group("tokens, passages and spans")
+    vocabulary = text.add_mutually_exclusive_group()
     vocabulary.add_argument(
         "--vocab",
         metavar="FILE",
@@ -67,70 +73,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_VOCABULARY_SIZE,
         type=positive,
         metavar="N",
-        help="maximum word pieces of a vocabulary learned from the texts, or from every n-th article of large ones "
+        help="maximum size, in word pieces, of a vocabulary learned from the texts (a sample, if they are large) "
         "(default: %(default)s)",
     )
-    add(
+    text.add_argument(
         "--limit",
         default=DEFAULT_LIMIT,
         type=positive,
         metavar="N",
-        help="maximum tokens of a passage, including its title and three special ones (default: %(default)s)",
+        help="maximum length of a passage in tokens, with its title and three special tokens (default: %(default)s)",
     )
-    add(
+    text.add_argument(
         "--spans",
         default="rules",
         metavar="NAME",
-        help=f"finder of salient spans (default: %(default)s): {spans.CHOICES}",
+        help=f"finder of salient spans, such as names and dates (default: %(default)s): {spans.CHOICES}",
     )
-    add_language_argument(parser)
-    add(
+    add_language_argument(text)
+    questions(
         "--question-sources",
         default=[],
         type=lambda names: [name for name in names.split(",") if name],
         metavar="NAME,NAME",
         help='keep only questions whose field "source" is one of these',
     )
-    add(
+    questions(
         "--max-answer-words",
         type=positive,
         metavar="N",
-        help="keep only answers of at most N words, and questions that have one; NQ-open has 5; regular expressions "
-        "stay (default: keep all)",
+        help="drop answers of more than N words, and questions without any other answer (NQ-open: 5); regular "
+        "expressions are kept (default: keep all answers)",
     )
-    add(
+    questions(
         "--ignore-gold",
         action="store_true",
-        help="ignore the gold passages of the questions: for questions made with other passages than these",
+        help="ignore the gold passages of questions, for example because they refer to another corpus",
     )
-    add("--workers", type=positive, metavar="N", help="processes to use (default: one per core)")
-    add(
+    processing = parser.add_argument_group("processing").add_argument
+    processing("--workers", type=positive, metavar="N", help="number of worker processes (default: one per core)")
+    processing(
         "--shards",
         type=positive,
         metavar="N",
-        help="number of parts of a corpus, by hash of the id, packed separately (default: one for each 2 MiB of input)",
+        help="number of shards of a corpus, by hash of the id, packed separately (default: one per 2 MiB of input)",
     )
-    add(
+    processing(
         "--skip-damage",
         action="store_true",
-        help="skip texts and questions that cannot be read, and report them (default: stop)",
+        help="skip unreadable texts and questions, and report them (default: stop)",
     )
-    add(
+    processing(
         "--beam",
         metavar="OPTIONS",
-        help="use Apache Beam instead of processes of this machine, such as --beam='--runner=DataflowRunner "
-        "--project=… --region=… --temp_location=gs://…'; --output may be a bucket then",
+        help="run on Apache Beam with these options instead of processes of this machine, for example "
+        "--beam='--runner=DataflowRunner --project=… --region=… --temp_location=gs://…'; --output may then be a bucket",
     )
 
 
-def add_language_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--language`, which `realm index` has too."""
+def add_language_argument(parser: argparse._ActionsContainer) -> None:
+    """Add `--language`, also for `realm index`."""
     parser.add_argument(
         "--language",
         default="",
         metavar="CODE",
-        help="ISO 639-1 code of the language of the passages, whose sentences are split by its rules, and whose terms "
-        "BM25 matches; none: no language in particular; bigrams: pairs of characters (default: detect it)",
+        help="language of the passages (ISO 639-1 code), for sentence splitting and BM25; 'none': no language in "
+        "particular; 'bigrams': BM25 matches pairs of characters (default: detect the language)",
     )
 
 

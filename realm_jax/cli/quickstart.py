@@ -43,14 +43,19 @@ Afterwards: open report.html in the run directory, or ask:  realm ask --workdir=
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `realm quickstart`."""
     parser.epilog = EXAMPLES
-    add_config_argument(parser, "two layers of 64, four to six minutes on two cores")
+    add_config_argument(parser, "quickstart: two layers of width 64, which train in four to six minutes on two cores")
     add = parser.add_argument
-    add("--workdir", default=DEFAULT_WORKDIR, metavar="DIR", help=f"run directory (default: {DEFAULT_WORKDIR})")
-    entities_help = f"articles of the encyclopedia (default: {ENTITIES})"
+    add(
+        "--workdir",
+        default=DEFAULT_WORKDIR,
+        metavar="DIR",
+        help=f"run directory, created or resumed (default: {DEFAULT_WORKDIR})",
+    )
+    entities_help = f"number of articles of the encyclopedia (default: {ENTITIES})"
     add("--entities", type=int, default=ENTITIES, metavar="N", help=entities_help)
-    add("--data-only", action="store_true", help="only write WORKDIR/data, for `realm train` and `realm launch`")
+    add("--data-only", action="store_true", help="write WORKDIR/data, for `realm train` and `realm launch`, and stop")
     add("--async", action="store_true", dest="asynchronous", help="embed the corpus in a second process, "
-        "`realm build-index`, while training goes on")  # fmt: skip
+        "`realm build-index`, while training continues")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,7 +97,7 @@ def make_data(workdir: Path, entities: int, seed: int, **others: Any) -> None:
     Args:
         workdir: the run directory.
         entities: articles of the encyclopedia.
-        seed: of the encyclopedia.
+        seed: seed of the encyclopedia.
         **others: other fields of `EncyclopediaSettings`.
 
     Raises:

@@ -25,7 +25,7 @@ from realm_jax.cli.arguments import (
     add_search_argument,
     config_changes,
 )
-from realm_jax.errors import UserError
+from realm_jax.errors import UserError, install_extra
 from realm_jax.host import signal_handler
 
 logger = logging.getLogger(__name__)
@@ -42,10 +42,10 @@ EXAMPLES = """examples:
 
   POST /ask, /search    {"question": "…" or ["…", …], "top": N}
   POST /inspect         {"text": "a sentence with a ___ or [blank], or a question", "answer": "…", "pieces": N}
-  POST /v1/embeddings   as OpenAI's clients ask; "model" is "query" or "document"
+  POST /v1/embeddings   compatible with OpenAI clients; "model" is "query" or "document"
   GET  /model, /v1/models, /openapi.json, /health, /ready, /metrics (Prometheus)
 
-The service loads a newer exported model or an edited corpus by itself; requests continue meanwhile.
+The service loads a newer exported model or an edited corpus in the background, without interrupting requests.
 """
 
 
@@ -53,23 +53,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `realm serve`."""
     parser.epilog = EXAMPLES
     add_run_arguments(parser)
-    add = parser.add_argument
+    add = parser.add_argument_group("service").add_argument
     add("--host", type=nonempty, default="127.0.0.1", metavar="ADDRESS", help="address to listen at (default: "
-        "127.0.0.1, only this machine); any other requires a token, which requests carry, in the environment as "
-        f"{TOKEN}")  # fmt: skip
-    add("--port", type=port, default=PORT, metavar="N", help=f"port to listen at, 0 for a free one (default: {PORT})")
-    how = parser.add_mutually_exclusive_group()
+        "127.0.0.1, this machine only). Other addresses need a secret in the environment variable "
+        f"{TOKEN}, which every request must carry")  # fmt: skip
+    add(
+        "--port", type=port, default=PORT, metavar="N", help=f"port to listen at; 0 picks a free port (default: {PORT})"
+    )
+    group = parser.add_argument_group("search and reading")
+    how = group.add_mutually_exclusive_group()
     add_search_argument(how)
-    how.add_argument("--generation", type=nonempty, metavar="NAME", help="search this generation of the index, or the "
-        "'newest', and give no answers")  # fmt: skip
-    add_rerank_argument(parser)
-    add_reader_argument(parser)
-    add("--batch", type=positive, default=8, metavar="N", help="maximum texts per batch (default: 8)")
-    add("--waiting", type=positive, default=256, metavar="N", help="maximum texts in the queue; further requests get "
-        "429 (default: 256)")  # fmt: skip
-    add("--timeout", type=positive, default=60, metavar="SECONDS", help="time for an answer, then 504 (default: 60)")
-    add("--refresh", type=int, default=10, metavar="SECONDS", help="time between two checks for a newer model or "
-        "corpus, 0 for never (default: 10)")  # fmt: skip
+    how.add_argument("--generation", type=nonempty, metavar="NAME", help="search this index version, or the "
+        "'newest'; returns passages only, without answers")  # fmt: skip
+    add_rerank_argument(group)
+    add_reader_argument(group)
+    add("--batch", type=positive, default=8, metavar="N", help="maximum number of texts per batch (default: 8)")
+    add("--waiting", type=positive, default=256, metavar="N", help="maximum number of texts in the queue; further "
+        "requests get HTTP 429 (default: 256)")  # fmt: skip
+    add(
+        "--timeout",
+        type=positive,
+        default=60,
+        metavar="SECONDS",
+        help="seconds until a request gets HTTP 504 (default: 60)",
+    )
+    add("--refresh", type=int, default=10, metavar="SECONDS", help="seconds between two checks for a newer model or "
+        "corpus; 0 turns them off (default: 10)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:
@@ -80,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
     except ValueError:
         local = host.lower() == "localhost"
     if not local and token is None:
-        raise UserError(f"--host={host}: other machines could ask; set {TOKEN} to a secret that requests carry")
+        raise UserError(f"--host={host}: other machines could use it; set {TOKEN} to a secret for requests")
     if not 0 <= args.refresh <= DAY:
         raise UserError(f"--refresh={args.refresh}: give seconds up to a day, or 0 for never")
     try:
@@ -89,9 +98,7 @@ def run(args: argparse.Namespace) -> None:
         from realm_jax.serving.app import Limits, make_app
         from realm_jax.serving.service import Service
     except ModuleNotFoundError as error:
-        raise UserError(
-            f"`realm serve` needs the Python package {error.name!r}; run `pip install 'realm-jax[serve]'`"
-        ) from error
+        raise UserError(f"`realm serve` needs the Python package {error.name!r}; {install_extra('serve')}") from error
 
     # With IPPROTO_TCP, because asyncio disables Nagle's algorithm only then; otherwise every reply takes 40 ms more.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -102,7 +109,8 @@ def run(args: argparse.Namespace) -> None:
             listening.listen(1024)
         except OSError as error:
             raise UserError(
-                f"--host={host} --port={args.port}: cannot listen there ({error.strerror}); choose another"
+                f"--host={host} --port={args.port}: cannot listen there ({error.strerror}); choose another address or "
+                "port"
             ) from None
         options = {name: vars(args)[name] for name in ("search", "rerank", "generation", "reader")}
         options["config"] = config_changes(args)

@@ -29,18 +29,25 @@ EXAMPLES = """examples:
   realm storage ls --workdir=runs/wiki
   realm storage verify --workdir=runs/wiki                every array, vector and index file
   realm storage verify realm/2000 --workdir=runs/wiki
-  realm storage rm 1500-3f09a2c1 --workdir=runs/wiki      a generation; training removes checkpoints (checkpoint.keep)
+  realm storage rm 1500-3f09a2c1 --workdir=runs/wiki      an index version; checkpoint.keep removes checkpoints
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `realm storage`."""
     parser.epilog = EXAMPLES
-    parser.add_argument("action", choices=("ls", "verify", "rm"), help="what to do")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="TASK/STEP or a generation (default of verify: all)")
+    parser.add_argument("action", choices=("ls", "verify", "rm"), help="list, verify or remove")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="checkpoint (TASK/STEP) or index version; `verify` checks all by default",
+    )
     parser.add_argument("--workdir", required=True, metavar="DIR", help="run directory")
-    parser.add_argument("--force", action="store_true", help="rm: also a generation that a run needs to go on")
-    parser.add_argument("--json", action="store_true", help="ls, verify: one JSON object per line")
+    parser.add_argument(
+        "--force", action="store_true", help="rm: remove index versions even if the run needs them to resume"
+    )
+    parser.add_argument("--json", action="store_true", help="ls, verify: print one JSON object per line")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             raise UserError("realm storage rm: name the generations to remove; `realm storage ls` lists them")
         for name in args.names:
             if DAMAGED in name:
-                raise UserError(f"{name}: was set aside as damaged; remove its folder by hand once nobody needs it")
+                raise UserError(f"{name}: was quarantined because it is damaged; remove its folder by hand")
             if name in saved:
                 raise UserError(f"{name}: is a checkpoint, which only training removes; set checkpoint.keep")
     # The shared folder, which may be a bucket, is read only when needed.
@@ -115,7 +122,7 @@ class Checkpoint(NamedTuple):
     def verify(self) -> str:
         """Read every array; return '', because there is nothing to report. Raises UserError if one is damaged."""
         if DAMAGED in self.entry.name:
-            raise UserError(f"{self.entry}: is damaged and was set aside; remove it")
+            raise UserError(f"{self.entry}: is damaged and was quarantined; remove it")
         SavedCheckpoint(self.entry).verify()
         return ""
 

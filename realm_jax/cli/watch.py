@@ -41,7 +41,7 @@ EXAMPLES = """examples:
   realm watch --workdir=gs://bucket/runs/realm --every=60
   realm watch --workdir=runs/wiki --json
 
-Ctrl-C ends it, and so does the end of the run; the run itself is not touched.
+The command ends with the run, or with Ctrl-C. It never changes the run.
 """
 JSON = dict[str, Any]
 
@@ -52,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workdir", type=nonempty, required=True, metavar="DIR", help="run directory: a path, or a URL such as "
         "gs://BUCKET/FOLDER")  # fmt: skip
-    add("--every", type=positive, default=int(HEARTBEAT_SECONDS), metavar="SECONDS", help="time between two updates "
-        f"(default: {HEARTBEAT_SECONDS:g})")  # fmt: skip
+    add("--every", type=positive, default=int(HEARTBEAT_SECONDS), metavar="SECONDS", help="seconds between "
+        f"two updates (default: {HEARTBEAT_SECONDS:g})")  # fmt: skip
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--once", action="store_true", help="print the view once, which is the default if stdout is no "
-        "terminal; waits up to ten seconds for heartbeats")  # fmt: skip
-    how.add_argument("--json", action="store_true", help="print one JSON object, likewise")
+    how.add_argument("--once", action="store_true", help="print the view once, after at most ten seconds; the default "
+        "if stdout is not a terminal")  # fmt: skip
+    how.add_argument("--json", action="store_true", help="print the view once, as a JSON object")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -96,9 +96,9 @@ def view(status: JSON, name: str, console: Console) -> RenderableType:
     """Render the status of a run, as wide as the console.
 
     Args:
-        status: of `run_status`.
+        status: result of `run_status`.
         name: path or URL of the run directory.
-        console: that will print it.
+        console: console that will print it.
     """
     blocks, width = ASCII if console.options.ascii_only else BLOCKS, console.width
     tables = (
@@ -118,7 +118,7 @@ def headline(status: JSON, name: str) -> Text:
     """Render the run directory, the state and stage of the run, and its past and remaining time.
 
     Args:
-        status: of `run_status`.
+        status: result of `run_status`.
         name: path or URL of the run directory.
     """
     state, stage, remaining = status["state"], status["stage"], status["seconds_left"]
@@ -161,7 +161,7 @@ def facts(status: JSON, width: int, blocks: str) -> RenderableType | None:
     """Render a line each for recall, utility, goodput, index, newest checkpoint, exact match and decision.
 
     Args:
-        status: of `run_status`.
+        status: result of `run_status`.
         width: characters of a line.
         blocks: characters of a curve, the lowest first.
     """

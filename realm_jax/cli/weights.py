@@ -27,7 +27,7 @@ from realm_jax.adaptation.record import RECORD as ADAPTED
 from realm_jax.cli.argument_types import nonempty
 from realm_jax.cli.arguments import add_run_arguments, config_changes
 from realm_jax.data.wordpiece import VOCABULARY_FILE, WordPiece
-from realm_jax.errors import UserError
+from realm_jax.errors import UserError, install_extra
 from realm_jax.indexing.token_file import FILES as TOKEN_FILES
 from realm_jax.models import tf_checkpoints
 from realm_jax.models.architectures.table import HF_REALM
@@ -52,9 +52,9 @@ EXAMPLES = """examples:
   realm train --config=qa_wiki --config.init_from=weights/cc_news --config.data.path=data/wiki --workdir=runs/qa
 """
 CONVERTED = {  # flag → its help
-    "embedder": "convert both encoders: folder of a released module, or prefix of a checkpoint",
-    "bert": "convert the reader: likewise, or a BERT of google-research/bert",
-    "finetuned": "convert the query encoder and the reader with its span head: prefix of a fine-tuned ORQA checkpoint",
+    "embedder": "convert both encoders from the folder of a released module, or from the prefix of a checkpoint",
+    "bert": "convert the reader from such a module or checkpoint, or from a BERT of google-research/bert",
+    "finetuned": "convert the query encoder and the reader with its span head from the prefix of an ORQA checkpoint",
 }
 
 
@@ -63,32 +63,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     actions = parser.add_subparsers(dest="action", metavar="export|push|convert", required=True)
     export, push, convert = (
-        actions.add_parser(name, help=summary, description=f"Write {summary}.", allow_abbrev=False)
+        actions.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False)
         for name, summary in (
-            ("export", "a run's networks to folders"),
-            ("push", "a run's networks, or the model of `realm adapt`, with its card to the Hugging Face hub"),
-            ("convert", "TensorFlow's checkpoints to folders"),
+            ("export", "write a run's networks to folders that transformers and sentence-transformers load"),
+            (
+                "push",
+                "upload a run's networks, or the model of `realm adapt`, with a model card to the Hugging Face hub",
+            ),
+            ("convert", "convert released TensorFlow checkpoints to folders that training starts from"),
         )
     )
     for action in (export, push):
         add_run_arguments(action)
     push.add_argument("--repo", type=nonempty, required=True, metavar="NAME",
-        help="repository, USER/NAME: created if it does not exist")  # fmt: skip
+        help="repository as USER/NAME, created if it does not exist")  # fmt: skip
     push.add_argument(
         "--private", action="store_true",
-        help="upload only to a private repository (default: a new one is public, unless your organization makes "
-        "private ones). The token is that of `hf auth login` or HF_TOKEN",
+        help="upload only to a private repository (default: a new repository has the visibility that your organization "
+        "sets, else it is public). Log in with `hf auth login`, or set HF_TOKEN",
     )  # fmt: skip
     export.add_argument("--task", choices=tuple(TASKS),
-        help="export the parameters at the end of this task (default: the last one trained)")  # fmt: skip
+        help="use the parameters from the end of this task (default: the last task trained)")  # fmt: skip
     export.add_argument(
         "--names", choices=("bert", HF_REALM), default="bert",
-        help="names of tensors. 'bert', the default: sentence-transformers and BertModel open the encoders, "
-        "BertForMaskedLM the reader; 'realm': RealmEmbedder and RealmReader of transformers 4.x open them",
+        help="naming of tensors: 'bert' for sentence-transformers, BertModel (encoders) and BertForMaskedLM (reader), "
+        "'realm' for RealmEmbedder and RealmReader of transformers 4 (default: bert)",
     )  # fmt: skip
     for name, summary in CONVERTED.items():
         convert.add_argument(f"--{name}", metavar="PATH", help=summary)
-    convert.add_argument("--vocab", metavar="FILE", help="vocab.txt (default: that of a module's assets)")
+    convert.add_argument(
+        "--vocab", metavar="FILE", help="vocab.txt of the checkpoint (default: the one in the module's assets)"
+    )
     for action in (export, convert):
         action.add_argument("--output", required=True, metavar="DIR", help="folder to write")
 
@@ -117,7 +122,7 @@ def export(
         output: the folder to write.
         names: names of the tensors, 'bert' or 'realm'.
         task: whose final parameters are written; None for the last finished task.
-        changes: overrides of the run's config, as of `config_changes`.
+        changes: overrides of the run's config, as `config_changes` returns them.
 
     Raises:
         UserError: there is no exported model, or RealmEmbedder cannot represent the encoders.
@@ -259,14 +264,16 @@ def read_checkpoint(prefix: Path) -> dict[str, NDArray]:
     try:
         import tensorflow  # here, because it is optional
     except ImportError:
-        raise UserError(f"{prefix}: reading it needs TensorFlow; run `pip install '.[tensorflow]'`") from None
+        raise UserError(f"{prefix}: reading it needs TensorFlow; {install_extra('tensorflow')}") from None
     try:
         reader = tensorflow.train.load_checkpoint(str(prefix))
         names = [name for name in reader.get_variable_to_shape_map() if tf_checkpoints.network_of(name)]
         return {name: reader.get_tensor(name) for name in names}
     except (ValueError, tensorflow.errors.OpError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{prefix}: no checkpoint of TensorFlow that can be read ({reason}); name its prefix") from None
+        raise UserError(
+            f"{prefix}: is not a readable TensorFlow checkpoint ({reason}); name the prefix of one"
+        ) from None
 
 
 # --- The output folder ------------------------------------------------------------------------------------------------

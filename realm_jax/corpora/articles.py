@@ -1,7 +1,7 @@
 """Sources to articles: every record is read, cleaned and sent to a shard by its id; the first half of `realm prepare`.
 
     FOLDER/00007.jsonl     the articles of a shard: [part, number, id, title, text, line, file] a line, in source order
-    FOLDER/COUNTS.json     written last: what became of all records
+    FOLDER/COUNTS.json     written last: counts of all records by outcome
     FOLDER/00007.copies    of the articles of a shard, which are left out as copies (see `near_duplicates`)
 
 A shard depends on nothing but the source: `extract` is a pure function, which local processes (`Processes`, here) and
@@ -91,7 +91,7 @@ class Counts:
     Attributes:
         records: records that were read.
         articles: records that became articles.
-        characters: of these articles.
+        characters: characters of these articles.
         dropped: records that a rule left out, by reason.
         damaged: records that cannot be read, by reason.
         notes: omissions in articles that stay, by kind and name.
@@ -124,8 +124,8 @@ class Counts:
 
         Args:
             record: the record.
-            part: of the source.
-            number: of the record in the part.
+            part: part of the source.
+            number: number of the record in the part.
         """
         (self.damaged if record.is_damage else self.dropped)[record.reason] += 1
         sample = f"{record.where}: {record.sample}" if record.is_damage else record.sample
@@ -191,7 +191,7 @@ class LocatedRecord(NamedTuple):
 
     Attributes:
         part: number of its part.
-        number: of the record in the part.
+        number: number of the record in the part.
         record: the record.
     """
 
@@ -208,8 +208,8 @@ class Extracted(NamedTuple):
 
     Attributes:
         part: number of the part.
-        lines: of the articles, by shard.
-        counts: of the records.
+        lines: lines of the articles, by shard.
+        counts: counts of the records.
     """
 
     part: int
@@ -272,7 +272,7 @@ def check_damage(source: ArticleSource, counts: Counts, skip_damage: bool) -> No
 
     Args:
         source: the source.
-        counts: of its records.
+        counts: counts of its records.
         skip_damage: accept damage.
 
     Raises:
@@ -288,7 +288,7 @@ def check_counts(source: ArticleSource, counts: Counts, skip_damage: bool) -> No
 
     Args:
         source: the source.
-        counts: of all its records.
+        counts: counts of all its records.
         skip_damage: accept damage.
 
     Raises:
@@ -307,7 +307,7 @@ def read_lines(folder: Folder, shard: int) -> Iterator[tuple[str, Article]]:
     """Yield all articles of a shard.
 
     Args:
-        folder: of the shards.
+        folder: folder of the shards.
         shard: its number.
 
     Yields:
@@ -325,7 +325,7 @@ def read_shard(folder: Folder, shard: int) -> Iterator[Article]:
     """Yield the articles of a shard, without copies.
 
     Args:
-        folder: of the shards.
+        folder: folder of the shards.
         shard: its number.
 
     Raises:
@@ -363,7 +363,7 @@ class Processes:
 
         Args:
             source: the source.
-            folder: of the shards.
+            folder: folder of the shards.
             shards: their number.
             skip_damage: accept damage.
             progress: called with the number of records so far.
@@ -417,7 +417,7 @@ class Processes:
 
         Args:
             process: takes the folder and the number of a shard, and returns the number of its articles.
-            folder: of the shards.
+            folder: folder of the shards.
             shards: their numbers.
             progress: called with the number of articles so far.
         """

@@ -42,20 +42,20 @@ from realm_jax.data.input_files import (
 )
 from realm_jax.data.lines import BATCH_ROWS, OTHER_COLUMNS, BadRecord, json_records, sample, table_rows, text_lines
 from realm_jax.data.questions import is_flat_squad
-from realm_jax.errors import UserError
+from realm_jax.errors import UserError, install_extra
 from realm_jax.storage import StorageError
 
 PIECE = 1 << 20  # characters of a large text file that make an article: about a book
 LARGEST = 1 << 27  # bytes of a document that is read at once; text files and files of records may have any size
 SMALL = 1 << 24  # bytes of a file of records, as it is stored, whose articles fit into memory many times over
 UNKNOWN = "of an unknown format"
-BESIDE_ROWS = "metadata of a Hugging Face data set"
+BESIDE_ROWS = "metadata of a Hugging Face dataset"
 LINKED, DANGLING = "links to files that are read", "links to nothing"
 UNNAMED = "with a name that is no text"
 EMPTY, WORDLESS, TOO_LARGE = "empty", "without text", "too large"
 UNFINISHED = "a file that cannot be read to its end"
 _CORPUS, _BESIDE_CORPUS = re.compile(r"corpus\.jsonl(\.\w+)?"), re.compile(r"queries\.jsonl|qrels/")  # of BEIR
-# Files that `datasets` writes next to the rows of a data set.
+# Files that `datasets` writes next to the rows of a dataset.
 _BESIDE_ROWS = re.compile(r"(.*/)?(dataset_info\.json|dataset_dict\.json|state\.json|cache-[^/]*\.arrow)")
 _QUOTED_TITLE = re.compile(r'"(.*)"\n')
 
@@ -108,11 +108,11 @@ def find(source: str) -> list[DocumentFile]:
             f"{source}: {held} has a known ending; name a file or a folder with some of {' '.join(FORMATS)}"
         )
     if zstd is None and any(file.name.lower().endswith(".zst") for file in files):
-        raise UserError(f"{source}: .zst needs backports.zstd; run `pip install 'realm_jax[documents]'`")
+        raise UserError(f"{source}: .zst needs backports.zstd; {install_extra('documents')}")
     for ending in sorted(known):
         for module in FORMATS[ending].needs:
             if find_spec(module) is None:
-                raise UserError(f"{source}: {ending} needs {module}; run `pip install 'realm_jax[documents]'`")
+                raise UserError(f"{source}: {ending} needs {module}; {install_extra('documents')}")
     return files
 
 
@@ -263,7 +263,7 @@ def _article(file: DocumentFile, number: int, where: str, record: dict[str, Any]
 
 
 def _json_objects(file: DocumentFile) -> Iterator[Outcome]:
-    """Yield the articles of objects, one a line or in one array."""
+    """Yield the articles of objects, one per line or in one array."""
     number = 0
     for number, record in json_records(file.path):
         where = f"{file.path}:{number}"
@@ -272,7 +272,7 @@ def _json_objects(file: DocumentFile) -> Iterator[Outcome]:
         else:
             yield _article(file, number, where, record)
     if not number:
-        raise BadRecord("no records", "give one object a line", EMPTY)
+        raise BadRecord("no records", "give one object per line", EMPTY)
 
 
 def _json(file: DocumentFile) -> Iterator[Outcome]:
@@ -347,7 +347,7 @@ def _readable_chunks(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 def _arrow(file: DocumentFile) -> Iterator[Outcome]:
-    """Yield the articles of a Parquet file, or of a file of a Hugging Face data set, which is an Arrow stream."""
+    """Yield the articles of a Parquet file, or of a file of a Hugging Face dataset, which is an Arrow stream."""
     from pyarrow import ipc, parquet
 
     with open_unpacked(file.path) as stream:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import regex
 
 from realm_jax.data.lines import BadRecord
+from realm_jax.errors import install_extra
 
 Notes = Counter[tuple[str, str]]  # how often something was left out or replaced, by kind and name
 
@@ -157,8 +158,8 @@ def _detected(data: bytes) -> Encoding:
     try:
         import chardet
     except ImportError:
-        missing = "it is not UTF-8, and chardet is not installed (pip install 'realm_jax[documents]')"
-        raise BadRecord(missing, "save it as UTF-8", ENCODING) from None
+        missing = "it is not UTF-8, and chardet is not installed"
+        raise BadRecord(missing, f"{install_extra('documents')}, or save it as UTF-8", ENCODING) from None
     era, probable = chardet.EncodingEra.MODERN_WEB, list[Encoding]()
     for candidate in chardet.detect_all(data, ignore_threshold=True, encoding_era=era, max_bytes=len(data)):
         name = candidate["encoding"] and codecs.lookup(candidate["encoding"]).name
@@ -199,7 +200,7 @@ def note_encoding(encoding: Encoding, notes: Notes) -> None:
     """Count a document that is not in UTF-8.
 
     Args:
-        encoding: of the document.
+        encoding: encoding of the document.
         notes: the counts.
     """
     if not encoding.name.startswith("utf-8"):

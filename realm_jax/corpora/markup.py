@@ -637,7 +637,7 @@ def _grouped(text: str) -> str:
 
 
 def _of_html(text: str) -> Plain:
-    """Take title and text of HTML that a converter made, in which nothing is furniture."""
+    """Take title and text of HTML that a converter made, in which nothing is boilerplate."""
     if not text.strip():
         return Plain("", "")
     page = _tree(text)

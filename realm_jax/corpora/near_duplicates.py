@@ -86,7 +86,7 @@ def fingerprint_shard(url: str, shard: int) -> int:
     """Write the fingerprints of a shard, unless they exist.
 
     Args:
-        url: of the folder of the shards.
+        url: URL of the folder of the shards.
         shard: its number.
 
     Returns:
@@ -104,7 +104,7 @@ def drop_near_duplicates(url: str, shards: int) -> Counter[str]:
     """Decide which articles are copies, once all shards have fingerprints.
 
     Args:
-        url: of the folder of the shards.
+        url: URL of the folder of the shards.
         shards: their number.
 
     Returns:

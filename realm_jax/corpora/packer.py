@@ -39,8 +39,8 @@ class PackingSummary:
     Attributes:
         articles: articles that were read.
         documents: articles with passages.
-        passages: of these documents.
-        tokens: of the texts.
+        passages: passages of these documents.
+        tokens: tokens of the texts.
         unknown: tokens that are [UNK].
         wordless: ids of articles that were skipped because they have no words.
         notes: counts of other changes.
@@ -97,7 +97,7 @@ def build_store(
         limit: most tokens of a passage, title and three special tokens included.
         finder: name of a salient-span finder.
         replaces: ids of documents of an existing store that the new segment replaces.
-        language: of the articles, one of `languages.CHOICES`.
+        language: language of the articles, one of `languages.CHOICES`.
 
     Raises:
         UserError: no article has words, or one of `replaces` has none; the folder is then as before.
@@ -154,7 +154,7 @@ def pack_shard(packer: "PassagePacker", store: str, articles: str, shard: int) -
 def check_limit(limit: int) -> None:
     """Raise UserError for a limit that is too small for a title and a body."""
     if limit < SMALLEST_LIMIT:
-        raise UserError(f"a limit of {limit} pieces leaves no room for text; use at least {SMALLEST_LIMIT}")
+        raise UserError(f"a limit of {limit} tokens leaves no room for text; use at least {SMALLEST_LIMIT}")
 
 
 class PassagePacker:

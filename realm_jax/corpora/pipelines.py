@@ -2,7 +2,7 @@
 
 They write the same bytes as local processes (`articles.Processes`), because they call the same functions of records and
 shards, and sort results by their position in the source. An interrupted command resumes after the extraction of a
-source, and after a shard that is packed. Needs `pip install 'realm_jax[beam]'`.
+source, and after a shard that is packed. Needs the extra `beam`.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from realm_jax.corpora.articles import (
     read_part,
     shard_file,
 )
-from realm_jax.errors import UserError
+from realm_jax.errors import UserError, install_extra
 from realm_jax.storage import StorageError, open_folder
 
 try:
@@ -33,7 +33,7 @@ try:
     from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
     from apache_beam.runners.runner import create_runner
 except ImportError as error:
-    raise UserError(f"--beam: {error}; pip install 'realm_jax[beam]'") from None
+    raise UserError(f"--beam: {error}; {install_extra('beam')}") from None
 
 ERROR = "FAULT.json"  # error of a worker
 _Line = tuple[int, int, bytes]  # with its position: part and number
@@ -121,7 +121,7 @@ class Beam(NamedTuple):
             progress: not called.
 
         Raises:
-            UserError: of a worker.
+            UserError: a worker raised it.
         """
         with self._pipeline(folder) as pipeline:
             numbers = pipeline | "shards" >> beam.Create(shards) | "spread shards" >> beam.Reshuffle()

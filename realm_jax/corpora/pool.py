@@ -17,8 +17,7 @@ from realm_jax.errors import Resumable, UserError
 
 SENDING_SECONDS = 10  # for a worker to finish sending its result once it is asked to stop
 NO_WORKER = (
-    'worker processes ended as they started; a script needs `if __name__ == "__main__":` around what it does, or '
-    "workers=1 here"
+    'worker processes ended at startup; in a script, put the call under `if __name__ == "__main__":`, or pass workers=1'
 )
 _BATCHES_WORTH_A_POOL = 4  # starting processes takes about as long as doing this many batches
 
@@ -34,7 +33,7 @@ def ordered_parallel_map(
     A script that uses more than one process needs the usual `if __name__ == "__main__":` guard.
 
     Args:
-        function: of a batch.
+        function: function of a batch.
         batches: the batches.
         workers: number of processes.
         few: fewer batches are done in this process.

@@ -93,8 +93,8 @@ class Prepared:
 
     Attributes:
         manifest: PREPARED.json.
-        counts: of the records of each source, by its name.
-        summaries: of the articles of each source, by its name.
+        counts: counts of the records of each source, by its name.
+        summaries: summaries of the articles of each source, by its name.
         questions: counts of the records of questions.
         vocabulary: number of tokens.
     """
@@ -118,7 +118,7 @@ def prepare(options: Options) -> Prepared | None:
     """
     # --- Check the options, before anything is read -------------------------------------------------------------------
     if not os.fspath(options.output):
-        raise UserError("--output: is empty; name a folder to make")
+        raise UserError("--output: is empty; name a folder to create")
     check_limit(options.limit)
     if options.language not in ("", *LANGUAGE_CHOICES):
         raise UserError(f"--language={options.language}: is not one of {', '.join(LANGUAGE_CHOICES)}; choose one")
@@ -131,9 +131,7 @@ def prepare(options: Options) -> Prepared | None:
     runner: Any = Processes(options.workers or os.cpu_count() or 1)
     if options.beam is not None:
         if options.workers is not None:
-            raise UserError(
-                "--workers: Beam's runners have options of their own for it; leave it out, or leave --beam out"
-            )
+            raise UserError("--workers: Beam runners have their own options for this; leave out --workers or --beam")
         from realm_jax.corpora.pipelines import Beam  # here, since few have Apache Beam
 
         runner = Beam.of(options.beam)
@@ -146,7 +144,9 @@ def prepare(options: Options) -> Prepared | None:
     shards = {name: options.shards or source.shards for name, source in sources.items()}
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - OTHER_FILES
     if options.beam is None and (most := max(shards.values())) > most_files:
-        raise UserError(f"--shards={most}: this machine may open {most_files} files; give fewer, or raise `ulimit -n`")
+        raise UserError(
+            f"--shards={most}: this machine can open only {most_files} files; use fewer, or raise `ulimit -n`"
+        )
     inputs: dict[str, Any] = {"passages": None, "pretraining": None, "vocab": None}
     inputs |= {name: source.identity for name, source in sources.items()}
     settings = {name: getattr(options, name) for name in _SETTINGS} | {"shards": shards}
@@ -301,7 +301,7 @@ def replace_questions(data: Path, questions: Sequence[Path_]) -> None:
 
     Args:
         data: the prepared folder.
-        questions: as of `Options`; empty to remove all.
+        questions: files, as in `Options`; empty to remove all questions.
 
     Raises:
         UserError: a file cannot be read, or no question is left.
@@ -359,7 +359,7 @@ def is_prepared(output: str, inputs: dict[str, Any], skip_damage: bool) -> bool:
 
     Args:
         output: folder or URL.
-        inputs: of the command, as PREPARED.json records them.
+        inputs: inputs of the command, as PREPARED.json records them.
         skip_damage: accept output with damage.
 
     Raises:
@@ -380,15 +380,15 @@ def is_prepared(output: str, inputs: dict[str, Any], skip_damage: bool) -> bool:
     if manifest.get("format_version") != FORMAT_VERSION:
         raise UserError(f"{output} was prepared by another version of this program; {advice}")
     if "tagged" in manifest:
-        raise UserError(f"{output} has the spans of a tagger that this version cannot run; {advice}")
+        raise UserError(f"{output} was prepared with a tagger that this version cannot run; {advice}")
     if manifest.get("inputs") != inputs:
         changed = [name for name, value in inputs.items() if manifest["inputs"].get(name) != value]
         raise PreparedOtherwise(f"{output} was prepared with other {' and '.join(changed)}; {advice}")
     lost = sum(sum(counts["damaged"].values()) for counts in manifest["counts"].values())
     if lost and not skip_damage:
         raise UserError(
-            f"{output} was prepared with --skip-damage, which found damage in {lost} places; give the flag again to "
-            "keep it as it is, or remove the folder"
+            f"{output} was prepared with --skip-damage, which skipped {lost} damaged records; pass the flag again to "
+            "keep the folder as it is, or remove it"
         )
     for store in ("passages", "pretraining") if manifest.get("pretraining") else ("passages",):
         if STORE not in folder.names(store):
@@ -404,7 +404,7 @@ def staged_output(output: str, inputs: dict[str, Any], anywhere: bool, claim: st
 
     Args:
         output: folder or URL.
-        inputs: of the command, as PREPARED.json will record them.
+        inputs: inputs of the command, as PREPARED.json will record them.
         anywhere: workers can write into a bucket.
         claim: random name of the command.
 
@@ -413,7 +413,7 @@ def staged_output(output: str, inputs: dict[str, Any], anywhere: bool, claim: st
     """
     if "://" in output:
         if not anywhere:
-            raise UserError(f"--output={output}: processes of this machine write to its disk; give --beam, or a path")
+            raise UserError(f"--output={output}: only --beam writes to a bucket; add --beam, or name a local folder")
         _resume_or_reset(open_folder(output), inputs, claim)
         yield output
         open_folder(output).remove(ARTICLES)

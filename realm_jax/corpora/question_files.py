@@ -23,8 +23,8 @@ class QuestionFile(NamedTuple):
     """A file of questions.
 
     Attributes:
-        split: of all questions; None if each question names its own.
-        path: of the file.
+        split: split of all questions; None if each question names its own.
+        path: path of the file.
     """
 
     split: str | None
@@ -55,7 +55,7 @@ class SelectedQuestions:
 
     Attributes:
         splits: questions by split.
-        counts: of all records.
+        counts: counts of all records.
         absent: gold passages that do not exist; they count as misses if a question has others.
     """
 
@@ -72,7 +72,7 @@ class SelectedQuestions:
 
         Args:
             existing: ids of the passages.
-            passages: what the user calls these.
+            passages: name of the passages, as the user wrote it.
             skip_damage: count such questions; otherwise raise UserError for the first one.
         """
         # `existing` may be the ids of millions of passages, so we keep only the few that are absent.
@@ -126,7 +126,7 @@ def question_files(argument: str | os.PathLike[str]) -> list[QuestionFile]:
 
 
 def published_questions(file: QuestionFile) -> list[Question] | None:
-    """Return the questions of a published data set; None for a file."""
+    """Return the questions of a published dataset; None for a file."""
     if not file.path.startswith(PUBLISHED):
         return None
     from realm_jax.data import open_qa  # here, because TFDS takes a second to import
@@ -192,7 +192,7 @@ def read_all(
                 selected = replace(question, answers=answers, gold=gold)
                 splits[split].append(LocatedQuestion(selected, f"{file.path}:{line}", number))
         if counts.records == before and not skip_damage:
-            raise UserError(f'{file.path} holds no questions; give one {{"question", "answers"}} object a line')
+            raise UserError(f'{file.path} holds no questions; give one {{"question", "answers"}} object per line')
         counts.dropped += unanswerable
         counts.records += unanswerable.total()
     if files and not splits:

@@ -18,7 +18,7 @@ from typing import Any
 from realm_jax.corpora.articles import Article, Outcome, Skipped
 from realm_jax.data.input_files import PACKED, matching, size_of
 from realm_jax.data.lines import BadRecord, applied, parse_json, read_lines, sample
-from realm_jax.errors import UserError
+from realm_jax.errors import UserError, install_extra
 
 PART_BYTES = 1 << 28  # of a plain JSON Lines file; a packed one is one part, because we can only read it from its start
 PART_RECORDS = 20_000  # of a TensorFlow dataset: about 50 MB of news
@@ -163,7 +163,7 @@ def _read_hub(name: str, split: str, number: int, shards: int) -> Iterator[Outco
 
 def _hub_dataset(name: str, split: str) -> Any:
     """Open a dataset as a stream, which downloads a shard only when it is read."""
-    datasets = _imported("datasets", f"hf:{name}", "run `pip install 'realm_jax[huggingface]'`")
+    datasets = _imported("datasets", f"hf:{name}", install_extra("huggingface"))
     path, _, config = name.partition(":")
     return datasets.load_dataset(path, config or None, split=split, streaming=True)
 
@@ -184,12 +184,12 @@ def _read_tfds(name: str, split: str, start: int, stop: int) -> Iterator[Outcome
 
 
 def _tfds_builder(name: str) -> Any:
-    tfds = _imported("tensorflow_datasets", f"tfds:{name}", "install tensorflow-datasets again")
+    tfds = _imported("tensorflow_datasets", f"tfds:{name}", "run `pip install tensorflow-datasets` again")
     builder = tfds.builder(name)
     if not builder.is_prepared():
         raise UserError(
             f"tfds:{name} is not prepared in {builder.data_dir}; run `tfds build {name} --file_format=array_record`, "
-            "or set TFDS_DATA_DIR to where it is"
+            "or set TFDS_DATA_DIR to the folder that has it"
         )
     return builder
 

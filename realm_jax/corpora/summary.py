@@ -1,4 +1,4 @@
-"""Prepare a folder and print what became of the records: for `realm prepare`, `realm adapt` and the Python API."""
+"""Prepare a folder and print counts of kept and skipped records, for the commands and the Python API."""
 
 import time
 from collections import Counter
@@ -8,7 +8,7 @@ from realm_jax.corpora.preparation import Options, prepare
 
 
 def prepare_and_print(options: Options) -> None:
-    """Write a prepared folder and print a summary: what was made and what was skipped, with samples.
+    """Write a prepared folder and print a summary: counts, and samples of skipped records.
 
     Raises:
         UserError: a fault in the inputs, or the output exists otherwise.

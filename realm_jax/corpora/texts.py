@@ -14,7 +14,7 @@ from realm_jax.corpora import documents, news, raw_records, wikipedia
 from realm_jax.corpora.articles import Article, ArticleSource, Outcome, Skipped
 from realm_jax.data.input_files import is_folder, matching, size_of
 from realm_jax.data.lines import Path_
-from realm_jax.errors import UserError
+from realm_jax.errors import UserError, install_extra
 from realm_jax.storage import file_digest
 
 SHARD_BYTES, MOST_SHARDS = 2 << 20, 512  # of packed input; a worker takes one shard at a time
@@ -25,7 +25,7 @@ _DUMP = re.compile(r"\.xml[\w*?\[\]-]*(\.bz2|\.gz)?$")
 
 
 def open_texts(name: Path_) -> ArticleSource:
-    """Open a source of articles by what a user calls it. Raises UserError if it cannot be read.
+    """Open the source of articles that a user names. Raises UserError if it cannot be read.
 
     `news:SOURCE` is a source of raw news, which we clean, filter and free of copies; `hf:NAME` and `tfds:NAME` are data
     sets of these hubs; a folder with dumps of MediaWiki, a dump, or a pattern of dumps is a dump; every other name is
@@ -66,14 +66,14 @@ def open_texts(name: Path_) -> ArticleSource:
 
 def _require(library: str, subject: str) -> None:
     if find_spec(library) is None:
-        raise UserError(f"{subject} needs {library}; run `pip install 'realm_jax[documents]'`")
+        raise UserError(f"{subject} needs {library}; {install_extra('documents')}")
 
 
 def identity(path: Path_) -> dict[str, Any]:
     """Return name and SHA-256 of a file. Raises UserError for a pipe or device, which cannot be read twice."""
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         raise UserError(
-            f"{path} is not a regular file, and inputs are read more than once; save it to one and name that"
+            f"{path} is not a regular file, and inputs are read more than once; save it to a file and name that file"
         )
     try:
         return {"file": Path(path).name, "sha256": file_digest(path)}

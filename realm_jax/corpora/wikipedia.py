@@ -22,12 +22,12 @@ class Page:
     """A page of a dump.
 
     Attributes:
-        id: of the page.
+        id: id of the page.
         title: its title.
         namespace: "0" for articles.
         is_redirect: True if it only leads to another page.
         model: "wikitext", or another format.
-        wikitext: of its last revision.
+        wikitext: wikitext of its last revision.
         where: file and number of the page.
     """
 

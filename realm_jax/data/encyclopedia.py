@@ -131,7 +131,7 @@ class Entity(NamedTuple):
     """An invented thing.
 
     Attributes:
-        number: of the entity.
+        number: number of the entity.
         name: its plain two-word name.
         values: its value for every relation, in the order of RELATIONS.
     """

@@ -2,8 +2,8 @@
 
 Most names recur by coincidence, so these spans are worth hiding.
 
-A span that is hidden in a sentence x teaches retrieval only if another passage z says what it is. Such a passage
-contains the span y and more of x: evidence(z) is the share of x's words, without those of y, that z has too, each word
+A masked span y of a sentence x teaches retrieval only if another passage z mentions it. Such a passage contains y and
+more of x: evidence(z) is the share of x's words, without those of y, that z has too, each word
 weighted by its inverse document frequency. Words of more than a tenth of all passages do not count.
 `docs/notebook/adaptation-2026-11-27.md` says how often this is right, and for what share of a corpus there is evidence.
 
@@ -57,7 +57,7 @@ class EvidenceSpans(NamedTuple):
         Args:
             store: the passages.
             row: passage of the sentence.
-            number: of the sentence in the passage.
+            number: number of the sentence in the passage.
 
         Returns:
             Ranges of tokens relative to the start of the sentence, int64 [m, 2].
@@ -191,7 +191,7 @@ def recurring_spans(store: PassageStore, max_tokens: int) -> NDArray[np.int32]:
     """List salient spans that end within `max_tokens` of their sentence's start and recur in their passage.
 
     A loop over the rows takes three quarters of an hour for thirteen million passages. So runs of tokens are compared
-    by hashes for a whole segment at once, and what hashes propose is compared by tokens.
+    by hashes for a whole segment at once, and the matches of hashes are then compared by tokens.
 
     Args:
         store: the passages.

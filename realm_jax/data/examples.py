@@ -132,7 +132,7 @@ def masked_arrays(
         sentence: its tokens [n].
         spans: ranges of tokens that may be hidden [m, 2].
         kind: one of `masking.KINDS`.
-        rng: decides what is hidden.
+        rng: decides which spans are masked.
         lengths: sizes of the arrays.
         tokenizer: gives the special tokens and the dtype.
 
@@ -158,7 +158,7 @@ def spans_of(store: PassageStore, row: int, number: int) -> tuple[NDArray, NDArr
     Args:
         store: the passages.
         row: the passage.
-        number: of the sentence in the passage.
+        number: number of the sentence in the passage.
 
     Returns:
         Tokens [n], and spans relative to the sentence, int32 [m, 2].
@@ -363,7 +363,7 @@ def require_passages(
     Args:
         count: number of such passages.
         store: the passages.
-        content: what such a passage has, in words.
+        content: content of such a passage, in words.
         task: the task that needs it, in words.
         is_trained: rows that are not held out [rows]; None for all.
 
@@ -392,8 +392,8 @@ def dataset(
 
     Args:
         examples: the examples of the task.
-        seed: of the run.
-        stream: of the task, so that tasks draw independently.
+        seed: seed of the run.
+        stream: stream of the task, so that tasks draw independently.
         batch_size: examples of a batch, over all processes.
         rows: the examples of each batch that this process makes, in order; None for all.
 
@@ -459,8 +459,8 @@ def batches(
 
     Args:
         examples: the examples of the task.
-        seed: of the run.
-        stream: of the task.
+        seed: seed of the run.
+        stream: stream of the task.
         batch_size: examples of a batch, over all processes.
         start: first step.
         stop: step behind the last one.

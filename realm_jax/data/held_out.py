@@ -62,7 +62,7 @@ def held_out_share(share: float, questions: Mapping[str, Sequence[Question]]) ->
     """Return the share of documents that training must not see, for evaluation without questions.
 
     Args:
-        share: of the config, 0 to 1.
+        share: share of the config, 0 to 1.
         questions: split → questions; with development questions no document is held out.
     """
     return 0.0 if questions.get("dev") else share
@@ -146,10 +146,10 @@ class HeldOutSentence(NamedTuple):
 
     Attributes:
         row: its passage.
-        number: of the sentence in the passage.
+        number: number of the sentence in the passage.
         text: all of it.
         masked: its text without a salient span; empty if there is no span to hide.
-        evidence: rows of other passages that say what is hidden.
+        evidence: rows of other passages that mention the masked span.
     """
 
     row: int
@@ -173,7 +173,7 @@ def held_out_sentences(
         query_length: tokens of a query, special ones included.
         share: share of documents that are held out.
         most: most sentences.
-        evidence: of the store.
+        evidence: evidence of the store.
     """
     # A sentence that occurs twice, held out or not, does not say which passage it is from.
     hashes = [
@@ -223,7 +223,7 @@ class ShortenedPassage(NamedTuple):
     """A passage without one of its sentences.
 
     Attributes:
-        position: of the sentence, in the list that `passages_without` got.
+        position: position of the sentence, in the list that `passages_without` got.
         arrays: the passage as `document_arrays`.
         text: its text, without the title.
     """

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from realm_jax.errors import UserError
+from realm_jax.errors import UserError, install_extra
 from realm_jax.storage import StorageError
 
 try:
@@ -28,7 +28,7 @@ except ImportError:
 
 def _open_zst(stored: Any, _mode: str) -> Any:
     if zstd is None:
-        raise UserError(".zst needs backports.zstd; run `pip install 'realm_jax[documents]'`")
+        raise UserError(f".zst needs backports.zstd; {install_extra('documents')}")
     return zstd.open(stored, "rb")
 
 
@@ -145,7 +145,7 @@ class _RawFile(io.RawIOBase):
 
         Args:
             position: in bytes.
-            whence: what it counts from.
+            whence: origin of the position, as in `io`.
         """
         with storage_errors(self.path):
             return int(self.stream.seek(position, whence))

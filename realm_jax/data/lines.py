@@ -2,7 +2,7 @@
 
 Everything streams, a JSON array of any size too. A record that cannot be read becomes a `BadRecord`, and the reader
 decides: `strictly` raises a UserError with file and line, others count it. We raise an error only if reading cannot
-continue (in an array, in a table, in storage). Not for what the records mean: read `realm_jax.data.questions`, or
+continue (in an array, in a table, in storage). Not for the meaning of the records: read `realm_jax.data.questions`, or
 `realm_jax.corpora.texts` for passages.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
 from realm_jax.data.input_files import PACKED, UNPACKING_ERRORS, open_unpacked
-from realm_jax.errors import UserError
+from realm_jax.errors import UserError, install_extra
 
 SAMPLE = 80  # characters
 OTHER_COLUMNS = "a row with other columns than the first line"  # reason of a bad record
@@ -46,7 +46,7 @@ class BadRecord(UserError):
     """A record of a file that cannot be read, in words that follow file and line, which the caller adds.
 
     Attributes:
-        message: what is wrong.
+        message: the fault.
         reason: the same for all such records, to count them by.
         sample: the beginning of the record.
     """
@@ -74,7 +74,7 @@ def applied(
     """Apply a function to each record; a BadRecord that it raises takes the record's place.
 
     Args:
-        function: of a record.
+        function: function of a record.
         records: records, or BadRecords, with their lines.
 
     Yields:
@@ -153,7 +153,8 @@ def text_lines(path: Path_, encoding: str = "utf-8") -> Iterator[tuple[int, str]
 
     Args:
         path: the file.
-        encoding: of its text; other encodings than UTF-8 were guessed, so we replace the bytes that do not fit.
+        encoding: encoding of its text; other encodings than UTF-8 were guessed, so we replace the bytes that do not
+            fit.
 
     Raises:
         UserError: the file cannot be read, or is not in UTF-8.
@@ -250,7 +251,7 @@ def table_rows(path: Path_, delimiter: str = "\t", encoding: str = "utf-8") -> I
         try:
             row, used = _row(texts, text, delimiter, width) if _SPECIAL.search(text) else (text.split(delimiter), 1)
         except csv.Error as error:
-            raise UserError(f"{path}:{number}: no row of columns ({error}): look at its quotes and line ends") from None
+            raise UserError(f"{path}:{number}: no row of columns ({error}): check its quotes and line ends") from None
         for _ in range(used):
             ahead.popleft()
         if text and row:
@@ -288,7 +289,7 @@ def _quoted_row(texts: Iterator[str], delimiter: str) -> tuple[list[str], int]:
 
 
 def json_records(path: Path_) -> Records:
-    """Yield JSON objects: one a line, or the elements of one array, which may have many lines or a single one.
+    """Yield JSON objects: one per line, or the elements of one array, which may have many lines or a single one.
 
     Reading cannot continue after an error in an array, so that raises UserError.
     """
@@ -312,7 +313,7 @@ def parquet_records(path: Path_) -> Records:
     try:
         from pyarrow import ArrowException, parquet  # here, as it is optional
     except ImportError:
-        raise UserError(f"{path}: Parquet is read by pyarrow; pip install 'realm_jax[documents]'") from None
+        raise UserError(f"{path}: reading Parquet needs pyarrow; {install_extra('documents')}") from None
     with open_unpacked(path) as stream:
         try:
             batches = parquet.ParquetFile(stream).iter_batches(BATCH_ROWS)

@@ -1,4 +1,4 @@
-"""The TFDS data sets `open_qa/nq_open`, `open_qa/web_questions` and `open_qa/curated_trec`, with ORQA's splits.
+"""The TFDS datasets `open_qa/nq_open`, `open_qa/web_questions` and `open_qa/curated_trec`, with ORQA's splits.
 
     import realm_jax.data.open_qa  # registers the names
     builder = tensorflow_datasets.builder("open_qa/web_questions")

@@ -9,7 +9,7 @@
 | `_squad_question` | objects with `context`, `question` and `answers.text` (SQuAD on Hugging Face) |
 | `_json_question` | objects of our own, NQ-open, DrQA, ORQA, WebQuestions, DPR, FiD, Atlas and FlashRAG |
 
-JSON objects are one a line, or in one array, or the rows of a Parquet file. Any file may be packed. Read
+JSON objects are one per line, or in one array, or the rows of a Parquet file. Any file may be packed. Read
 `parse_questions` next. Not for passages: see `realm_jax.corpora.texts`.
 """
 
@@ -42,7 +42,7 @@ from realm_jax.data.lines import (
 )
 from realm_jax.errors import UserError
 
-PUBLISHED = "tfds:"  # begins the name of a data set, `tfds:open_qa/nq_open`, which may replace a file name
+PUBLISHED = "tfds:"  # begins the name of a dataset, `tfds:open_qa/nq_open`, which may replace a file name
 CURATED_TREC = "curatedtrec"  # in a file name: its answers are regular expressions, as in ORQA
 MATCHES = (None, "string", "exact", "norm", "none", "regex")  # only "regex" makes answers regular expressions
 LONGEST_QUESTION = 10_000  # characters; queries of ArguAna are arguments of several thousand
@@ -72,7 +72,7 @@ class Question:
         answers: regular expressions if `is_regex`, else strings.
         gold: grades from 1, by passage id.
         fields: all other fields of the record.
-        line: of its file, from 1; the number of the record in formats without lines.
+        line: line of its file, from 1; the number of the record in formats without lines.
     """
 
     question: str
@@ -88,7 +88,7 @@ class Question:
 
 
 class Unanswerable(BadRecord):
-    """A question that has no answer according to its own data set; it is counted and is no error."""
+    """A question that has no answer according to its own dataset; it is counted and is no error."""
 
 
 # --- Judgments of BEIR and TREC ---------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def has_judgments(path: Path_) -> bool:
     if unclear_line:
         raise UserError(
             f"{path}:{unclear_line}: may be a judgment of TREC or a question of CuratedTREC; write 0 into the second "
-            'column of judgments, or give questions as {"question", "answers", "match": "regex"}, one a line'
+            'column of judgments, or give questions as {"question", "answers", "match": "regex"}, one per line'
         )
     return False
 
@@ -341,7 +341,7 @@ def parse_questions(
     Args:
         path: the file, whose kind is told by its name and its first bytes (see the top of this page).
         need_right: refuse questions with neither answers nor gold passages.
-        dropped: counts, by reason, the questions that have no answer according to their own data set.
+        dropped: counts, by reason, the questions that have no answer according to their own dataset.
 
     Raises:
         UserError: the file as a whole cannot be read.
@@ -362,14 +362,14 @@ def read_questions(path: Path_, need_right: bool = True, dropped: Counter[str] |
     Args:
         path: the file.
         need_right: refuse questions with neither answers nor gold passages.
-        dropped: counts, by reason, the questions that have no answer according to their own data set.
+        dropped: counts, by reason, the questions that have no answer according to their own dataset.
 
     Raises:
         UserError: a record is bad, with file and line; or there are no questions.
     """
     questions = [question for _, question in strictly(path, parse_questions(path, need_right, dropped))]
     if not questions:
-        raise UserError(f'{path} holds no questions; give one {{"question", "answers"}} object a line')
+        raise UserError(f'{path} holds no questions; give one {{"question", "answers"}} object per line')
     return questions
 
 
@@ -384,7 +384,7 @@ def checked_questions(records: Iterable[Mapping[str, Any]]) -> list[Question]:
         except BadRecord as error:
             raise UserError(f"question {number}: {error}") from None
     if not questions:
-        raise UserError("there are no questions; give one at least")
+        raise UserError("there are no questions; give at least one")
     return questions
 
 
@@ -476,7 +476,7 @@ def gold_record(gold: dict[str, int]) -> dict[str, Any]:
 
 
 def question_lines(questions: Iterable[Question]) -> bytes:
-    """Return the bytes of a question file that `read_questions` gives back: the normal form, one object a line."""
+    """Return the bytes of a question file that `read_questions` gives back: the normal form, one object per line."""
     records = (
         {"question": question.question, "answers": question.answers} | gold_record(question.gold) | question.fields
         for question in questions

@@ -118,7 +118,7 @@ class _Rules(NamedTuple):
     """Rules of a language.
 
     Attributes:
-        stop: pattern of what may end a sentence.
+        stop: pattern of a possible end of a sentence.
         words: the English lists and its own.
         ordinals: True if a number with a full stop may be an ordinal before a capital: "am 3. Oktober".
     """

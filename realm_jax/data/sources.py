@@ -26,7 +26,7 @@ class Sources:
         passages: Z.
         pretraining: X; the same store if X is Z.
         questions: by split.
-        language: of the passages as `realm prepare` recorded it, one of `languages.CHOICES`; '' if it did not.
+        language: language of the passages as `realm prepare` recorded it, one of `languages.CHOICES`; '' if it did not.
     """
 
     tokenizer: Tokenizer

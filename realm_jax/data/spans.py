@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from realm_jax.data.sentences import OPENERS, split
-from realm_jax.errors import UserError
+from realm_jax.errors import UserError, install_extra
 
 T = TypeVar("T")
 DATE, NAME = "date", "name"
@@ -53,7 +53,7 @@ class Span(NamedTuple):
 class SpanFinder:
     """Finds the salient spans of texts, and checks that they are in order, do not overlap and are not empty.
 
-    A failure of `find`, and spans that are not what they must be, raise UserError in one line with the finder's name.
+    A failure of `find`, and invalid spans, raise UserError in one line with the finder's name.
 
     Attributes:
         identity: distinguishes models of the same name; None if the name is enough.
@@ -64,7 +64,7 @@ class SpanFinder:
         """Wrap a function from a text to its spans.
 
         Args:
-            name: of the finder, for messages.
+            name: name of the finder, for messages.
             find: the function. Optional attributes are `identity` and `uses_devices` as above, and `find_many`, which
                 takes texts and returns the spans of each, for a model that reads batches.
         """
@@ -109,7 +109,7 @@ class SpanFinder:
 def finder(name: str) -> SpanFinder:
     """Return the finder of that name: "rules", "hf:NAME", "spacy:NAME", or any `package.module:function`.
 
-    Raises UserError if there is no such finder, or if it lacks what it needs.
+    Raises UserError if there is no such finder, or if a package or model that it needs is missing.
     """
     if name == "rules":
         return SpanFinder(name, find_by_rules)
@@ -141,11 +141,11 @@ def spacy_model(name: str) -> Callable[[str], list[Span]]:
     try:
         spacy = importlib.import_module("spacy")
     except ImportError as error:
-        raise UserError(f"{title}: needs spacy, which is not there ({error}); pip install 'realm_jax[spacy]'") from None
+        raise UserError(f"{title}: needs spacy ({error}); {install_extra('spacy')}") from None
     try:
         nlp = spacy.load(name)
     except Exception as error:
-        raise UserError(f"{title}: {_reason(error)}; python -m spacy download {name}") from None
+        raise UserError(f"{title}: {_reason(error)}; run `python -m spacy download {name}`") from None
     if "ner" not in nlp.pipe_names:
         raise UserError(f"{title}: the pipeline has no named entities; choose one with `ner`")
 

@@ -38,7 +38,7 @@ def staged(url: str, flag: str = "config.data.path=") -> Path:
     """Copy a prepared folder to this machine's disk, if it is not there yet.
 
     Args:
-        url: of the folder in a bucket.
+        url: URL of the folder in a bucket.
         flag: precedes the URL in messages, as the user wrote it.
 
     Returns:

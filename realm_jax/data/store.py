@@ -68,7 +68,7 @@ class Segment:
 
     Attributes:
         start: stored row of the store at which the segment begins.
-        dtype: of token ids.
+        dtype: dtype of token ids.
         columns: values by column: [values, …] of a ragged column, one row after another; [rows] of a fixed one.
         offsets: int64 [rows + 1] by ragged column; row `r` has the values from `offsets[r]` to before `offsets[r + 1]`.
     """
@@ -128,8 +128,8 @@ class Segment:
         """Return the values of one row of a ragged column.
 
         Args:
-            name: of the column.
-            row: of the segment.
+            name: name of the column.
+            row: row of the segment.
 
         Returns:
             Values of the column's dtype [n, …].
@@ -145,8 +145,8 @@ class Segment:
         """Return the text of one row of a UTF-8 column.
 
         Args:
-            name: of the column.
-            row: of the segment.
+            name: name of the column.
+            row: row of the segment.
 
         Raises:
             UserError: the file is damaged.
@@ -214,10 +214,10 @@ class PassageStore:
     number. *Stored* rows are counted with them.
 
     Attributes:
-        fingerprint: of the version; it covers content and tokenizer.
+        fingerprint: fingerprint of the version; it covers content and tokenizer.
         versions: fingerprints of all versions, oldest first.
         limit: number of tokens of the longest passages, special tokens included.
-        dtype: of token ids: uint16, or uint32 if the vocabulary is too large for it.
+        dtype: dtype of token ids: uint16, or uint32 if the vocabulary is too large for it.
         span_kinds: kinds of salient spans; spans have indices into it.
         documents: number of documents that the rows come from.
         removed: [first, last): stored rows of each document that the version leaves out.
@@ -289,8 +289,8 @@ class PassageStore:
             if error.errno != errno.EMFILE:
                 raise
             raise UserError(
-                f"{folder}: too many open files; it has {len(manifest['segments']):,} segment(s) with "
-                f"{FILES_PER_SEGMENT} each: raise `ulimit -n`"
+                f"{folder}: too many open files ({len(manifest['segments']):,} segment(s) of "
+                f"{FILES_PER_SEGMENT} each); raise `ulimit -n`"
             ) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -498,7 +498,7 @@ class Passage:
     Attributes:
         document_id: id of its document.
         title: the complete title.
-        text: of the passage.
+        text: text of the passage.
         title_tokens: tokens of the title, truncated [t].
         body_tokens: tokens of the text [b].
         sentences: ranges of tokens of the body [s, 2].
@@ -527,7 +527,7 @@ class SegmentWriter:
         Args:
             folder: the segment's folder.
             tokenizer: fingerprint of the tokenizer.
-            dtype: of token ids.
+            dtype: dtype of token ids.
         """
         self.folder = folder
         self.entry: dict[str, Any] = {}
@@ -660,8 +660,8 @@ def file_type(name: str, token_dtype: np.dtype[Any]) -> tuple[np.dtype[Any], tup
     """Return dtype and shape of one value in a column's file.
 
     Args:
-        name: of the column, or of its offsets.
-        token_dtype: of token ids.
+        name: name of the column, or of its offsets.
+        token_dtype: dtype of token ids.
     """
     dtype, shape = (np.int64, ()) if name.endswith(".offsets") else COLUMNS[name]
     return token_dtype if name == "tokens" else np.dtype(dtype), shape
@@ -672,7 +672,7 @@ def segment_folder(store: Path, number: int) -> Path:
 
     Args:
         store: folder of the store.
-        number: of the segment.
+        number: number of the segment.
     """
     return store / f"segment-{number:05d}"
 

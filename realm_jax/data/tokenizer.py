@@ -40,7 +40,7 @@ class Encoding(NamedTuple):
     """Tokens of one text, without special ones.
 
     Attributes:
-        ids: of the tokens.
+        ids: ids of the tokens.
         offsets: range of characters of each token.
     """
 
@@ -52,7 +52,7 @@ class Tokens(NamedTuple):
     """Tokens of one text, without special ones, as arrays.
 
     Attributes:
-        ids: of the tokens, of the tokenizer's dtype [tokens].
+        ids: ids of the tokens, of the tokenizer's dtype [tokens].
         starts: first character of each, int64 [tokens].
         ends: character behind each, int64 [tokens].
     """
@@ -86,7 +86,7 @@ class Tokenizer:
         """Read a tokenizer.
 
         Args:
-            content: of a `tokenizer.json`; we ignore its padding and truncation.
+            content: content of a `tokenizer.json`; we ignore its padding and truncation.
             source: its name in messages.
 
         Raises:
@@ -97,7 +97,7 @@ class Tokenizer:
             settings = json.loads(content)
         except Exception as error:  # the library has no kind of its own
             reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{source}: not a tokenizer that can be read ({reason}); fetch it again") from None
+            raise UserError(f"{source}: cannot be read as a tokenizer ({reason}); fetch it again") from None
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._content, self._settings = content, settings

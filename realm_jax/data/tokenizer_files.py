@@ -1,8 +1,8 @@
 """Read a tokenizer from the folder of a pretrained encoder, or from that of prepared data.
 
-    vocab.txt               BERT's word pieces, one a line
+    vocab.txt               BERT's word pieces, one per line
     tokenizer.json          of the library tokenizers: any tokenizer, and how text is normalized
-    tokenizer_config.json   of transformers: how text is normalized, if the tokenizer is of a class like BertTokenizer
+    tokenizer_config.json   of transformers: how text is normalized, if the tokenizer has a class like BertTokenizer
     settings.json           ours: true if text is put in lower case, in prepared data that have a vocab.txt
 
 Word pieces with the defaults of BERT become a `WordPiece`; every other tokenizer becomes a `Tokenizer`, which keeps the
@@ -200,7 +200,7 @@ def tokenizer_of(files: Mapping[str, bytes], folder: str) -> Tokenizer | None:
 
     Args:
         files: name → content.
-        folder: of the files, for messages.
+        folder: folder of the files, for messages.
 
     Returns:
         The tokenizer; None if not all of its files are there.
@@ -217,7 +217,7 @@ def _stated_normalizer(folder: Path, settings: dict[str, Any]) -> dict[str, Any]
     """Return the settings of BERT's normalizer in the files next to a tokenizer.json or a vocab.txt.
 
     Args:
-        folder: of the files.
+        folder: folder of the files.
         settings: the tokenizer.json; {} if there is none.
 
     Returns:

@@ -122,7 +122,7 @@ class WordPiece(Tokenizer):
 
         Args:
             files: name → content.
-            folder: of the files, for messages.
+            folder: folder of the files, for messages.
 
         Raises:
             UserError: a file is damaged or of another format version.

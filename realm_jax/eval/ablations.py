@@ -105,7 +105,7 @@ def markdown(rows: Sequence[Row], note: str) -> str:
     """Return the table as Markdown.
 
     Args:
-        rows: of the table.
+        rows: rows of the table.
         note: the data that the table was measured on.
     """
     filled = [[cell.replace("|", r"\|") for cell in line] for line in cells(rows)]

@@ -101,7 +101,7 @@ def contains_pattern(text: str, answers: Sequence[str]) -> bool:
     """Return True if a regular expression matches anywhere in the text.
 
     Args:
-        text: of a passage.
+        text: text of a passage.
         answers: regular expressions, as in `exact_match`.
     """
     return any(patterns.search(answer, text) is not None for answer in answers)
@@ -132,7 +132,7 @@ def find_answer(text: str, answers: Sequence[str]) -> tuple[int, int] | None:
     A word that only NFD would break in two is one word here.
 
     Args:
-        text: of a passage.
+        text: text of a passage.
         answers: the first has precedence.
 
     Returns:

@@ -21,7 +21,7 @@ class Bar(NamedTuple):
 
     Attributes:
         label: its name.
-        value: that the bar shows.
+        value: value that the bar shows.
         text: the value as text.
         maximum: the value of a full bar.
     """
@@ -59,8 +59,8 @@ class Section:
     Attributes:
         heading: its title.
         note: a paragraph below the heading.
-        heads: of the table's columns.
-        rows: of the table.
+        heads: headings of the table's columns.
+        rows: rows of the table.
         numbers: how many of the last columns are aligned to the right.
         bars: below each other.
         curve: from `chart`.
@@ -81,7 +81,7 @@ def render_page(
     """Render a page.
 
     Args:
-        title: of the browser's window.
+        title: title of the browser's window.
         headline: the main finding.
         sections: in order.
         figures: the numbers behind the headline, shown below it.

@@ -50,7 +50,7 @@ class ReadPassage(NamedTuple):
     """A passage that was read for a question.
 
     Attributes:
-        row: of the corpus.
+        row: row of the corpus.
         probability: p(z|x) among the passages that were read.
         span: [start, end) of its best answer in characters.
     """
@@ -64,9 +64,9 @@ class Answer(NamedTuple):
     """An answer, sliced out of its passage.
 
     Attributes:
-        text: of the answer.
+        text: text of the answer.
         probability: p(y|x).
-        row: of the corpus; -1 if no passage was retrieved.
+        row: row of the corpus; -1 if no passage was retrieved.
         span: [start, end) in the passage's characters.
     """
 
@@ -84,7 +84,7 @@ class Prediction(NamedTuple):
         candidates: the passages that were read.
         retrieved: rows of the best passages, [answering.retrieved] int32, those that were read first; -1 if BM25
             returned fewer.
-        scores: of these passages, [answering.retrieved] float32.
+        scores: scores of these passages, [answering.retrieved] float32.
         ranks: their ranks by vectors, by BM25 and, if there is one, by the reranker, [answering.retrieved, 2 or 3]
             int32, see `SearchPipeline.ranks_by_stage`.
         no_answer: p(no answer|x), by a reader that gives one.
@@ -249,7 +249,7 @@ class Evaluator:
 
         Args:
             params: all parameters.
-            index: that is searched.
+            index: index that is searched.
             depth: passages for each question; 0 for `answering.retrieved`.
 
         Returns:
@@ -267,7 +267,7 @@ class Evaluator:
 
         Args:
             params: all parameters.
-            index: that is searched.
+            index: index that is searched.
             depth: passages for each question.
 
         Returns:
@@ -284,7 +284,7 @@ class Evaluator:
 
         Args:
             params: all parameters.
-            index: that is searched.
+            index: index that is searched.
         """
         return self.recall_of(self.retrieve(params, index))
 
@@ -324,7 +324,7 @@ class Evaluator:
 
         Args:
             params: all parameters.
-            index: that is searched.
+            index: index that is searched.
         """
         return [prediction for batch in self.predict_batches(params, index) for prediction in batch]
 

@@ -88,8 +88,8 @@ def too_many_lines_message(name: str | os.PathLike[str], lines: int, questions: 
 
     Args:
         name: the file or flag at the start of the message.
-        lines: of the file.
-        questions: that were to be answered.
+        lines: lines of the file.
+        questions: questions that were to be answered.
     """
     return f"{name}: holds {lines:,} lines for {questions:,} questions; remove the file and predict again"
 
@@ -184,7 +184,7 @@ def question_record(question: Question, number: int) -> Record:
 
     Args:
         question: with answers and gold passages, if it has them.
-        number: of the question, from 1; the id of a question without one.
+        number: number of the question, from 1; the id of a question without one.
     """
     name = next((question.fields[key] for key in ("id", "qid") if question.fields.get(key) is not None), number)
     record: Record = {"id": str(name), "question": question.question}
@@ -208,7 +208,7 @@ def resume(output: Path, settings: dict[str, Any], questions: int) -> int:
 
     Args:
         output: the predictions file, which exists.
-        settings: of this command, with "batch_size".
+        settings: settings of this command, with "batch_size".
         questions: how many are to be answered.
 
     Returns:
@@ -286,7 +286,7 @@ def trec_ids(records: Sequence[Record]) -> list[str]:
     ids = [_trec(record["id"]) for record in records]
     twice = next((name for name, count in Counter(ids).items() if count > 1), None)
     if twice is not None:
-        raise UserError(f"two questions have the id {twice}; TREC's files need one for each")
+        raise UserError(f"two questions have the id {twice}; TREC files need unique ids; change one")
     return ids
 
 

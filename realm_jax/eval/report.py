@@ -19,7 +19,7 @@ METHODS = {
     "ict": "Inverse cloze task",
     "bm25": "BM25 (matching words)",
     "realm": "REALM",
-    "hybrid": "Vectors and words together",
+    "hybrid": "Hybrid search (vectors and BM25)",
 }
 READERS = {"chance": "Most common answer", "retrieval": "This run"}
 DEFAULT_MARGIN = 0.02  # if the number of questions is unknown
@@ -85,8 +85,8 @@ def render_report(data: Data) -> str:
         if any(method in results[measure] for measure in measures)
     ]
     note = (
-        "recall@5: share of questions with the right passage among the first five; answer recall@5: with a passage "
-        "that has the answer among them."
+        "recall@5: share of questions with the right passage in the top 5; answer recall@5: share with a passage "
+        "in the top 5 that has the answer."
     )
     sections.append(Section("Retrieval", note, ["", *map(metric_label, measures)], rows, len(measures)))
 
@@ -191,11 +191,11 @@ def headline(data: Data) -> Headline:
         margin = 2 * math.sqrt((before * (1 - before) + after * (1 - after)) / questions) + 0.5 / questions
     target = "the right passage" if measure == "recall@5" else "a passage with the answer"
     if after < before - margin:
-        sentence = f"Filling in masked words made the retriever worse at finding {target}."
+        sentence = f"Training on masked words made the retriever worse at finding {target}."
     elif after <= before + margin:
-        sentence = f"Filling in masked words did not teach the retriever to find {target}."
+        sentence = f"Training on masked words did not teach the retriever to find {target}."
     else:
-        sentence = f"From filling in masked words, the retriever learned to find {target}. It had seen no question."
+        sentence = f"Training on masked words taught the retriever to find {target}, without any question."
     stage = METHODS.get(before_name, before_name)
     measured_on = f", on {questions:,} held-out questions" if questions else ""
     footnote = f"{share(before)}: {stage[0].lower()}{stage[1:]}; {share(after)}: after REALM{measured_on}."

@@ -43,7 +43,7 @@ def mean_by_group(values: ArrayLike, groups: Sequence[Any]) -> dict[str, float]:
 
     Args:
         values: bool [questions], from `hit_at_k`.
-        groups: of each question.
+        groups: groups of each question.
     """
     values, names = np.asarray(values, bool), np.array([*map(str, groups)])
     return {name: float(values[names == name].mean()) for name in sorted({*names.tolist()}, key=group_order)}
@@ -64,7 +64,7 @@ def gold_hits(store: PassageStore, rows: ArrayLike, golds: Sequence[Collection[s
 
     Args:
         store: the passages.
-        rows: of the candidates, int [questions, depth]; below 0 for no candidate.
+        rows: rows of the candidates, int [questions, depth]; below 0 for no candidate.
         golds: ids of the gold documents of each question.
 
     Returns:
@@ -126,7 +126,7 @@ def answer_hits(
     Args:
         store: the passages.
         rows: see `gold_hits`.
-        answers: of each question.
+        answers: answers of each question.
         is_regex: True if answers are regular expressions, for each question or for all.
 
     Returns:

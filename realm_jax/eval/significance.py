@@ -35,7 +35,7 @@ class Difference(NamedTuple):
         value: mean of b − a.
         low: lower end of the interval; None for fewer than two questions or if all differences are equal.
         high: upper end, like `low`.
-        p: of a paired permutation test.
+        p: p-value of a paired permutation test.
         mcnemar: p of McNemar's exact test; None if not all values are 0 or 1.
         only_a: number of questions on which a is better.
         only_b: number of questions on which b is better.
@@ -60,7 +60,7 @@ def interval(values: ArrayLike, seed: int = 0) -> Ends:
 
     Args:
         values: float [questions], each 0 to 1.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
 
     Returns:
         Both ends; (None, None) for fewer than two values, or if all have the same other value.

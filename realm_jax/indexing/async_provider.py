@@ -1,7 +1,7 @@
 """Asynchronous index: the trainer exports its encoders, another job builds generations, and the trainer adopts them.
 
 `AsyncIndexProvider.maybe_refresh` decides step by step when a generation is adopted; `watcher.py` loads one, and
-`exporter.py` writes exports. The rules: docs/design.md, "Exports and generations".
+`exporter.py` writes exports. The rules: docs/design/contracts.md, "Index versions".
 """
 
 import dataclasses
@@ -214,10 +214,10 @@ class AsyncIndexProvider(InlineIndexProvider):
 
         Args:
             poll: gives a result, or None if there is none within so many seconds.
-            seconds: of the first poll.
+            seconds: seconds of the first poll.
             waiting: logged once, if there is no result at once.
             late: the message of the UserError.
-            fingerprint: of a result, below 2**31.
+            fingerprint: fingerprint of a result, below 2**31.
 
         Raises:
             UserError: there is no result within `refresh.wait_seconds`.
@@ -275,7 +275,7 @@ class AsyncIndexProvider(InlineIndexProvider):
 
         Args:
             generation: named by the checkpoint.
-            step: of the checkpoint.
+            step: step of the checkpoint.
 
         Raises:
             UserError: no generation can be used.
@@ -303,7 +303,7 @@ class AsyncIndexProvider(InlineIndexProvider):
         if broadcast_from_process_0(
             int(export is not None and generation in names_of_export(self._folder, export, corpus))
         ):
-            logger.warning("it has to be built again from its export; the bits will be the same")
+            logger.warning("rebuilding it from its export, with bitwise identical vectors")
             return self._wait(index_step, f"generation {generation} again")
         earlier_step = step + 1
         while True:
@@ -312,8 +312,8 @@ class AsyncIndexProvider(InlineIndexProvider):
             earlier_step = broadcast_from_process_0(max((s for s in steps if s < earlier_step), default=-1))
             if earlier_step < 0:
                 raise UserError(
-                    f"{self._folder.path('index')}: neither generation {generation} nor its export is there, and no "
-                    f"other that can be used at step {step}; put it back, or start in another --workdir"
+                    f"{self._folder.path('index')}: generation {generation} and its export are missing, and no "
+                    f"other fits step {step}; restore it, or start in another --workdir"
                 )
             names = reversed(generation_names(self._folder))
             loaded = self._load_on_all_processes([name for name in names if export_step(name) == earlier_step])

@@ -89,7 +89,7 @@ class Corpus:
     """The corpus of a builder.
 
     Attributes:
-        fingerprint: of the version of the corpus.
+        fingerprint: fingerprint of the version of the corpus.
         tokenizer: its fingerprint.
         segments: fingerprint and number of rows of each.
         read: (first, last) → rows in document layout.
@@ -125,14 +125,14 @@ class Builder:
 
     Attributes:
         folder: shared with the trainer.
-        corpus: that is embedded.
-        dtype: of the stored vectors, 'float32' or 'bfloat16'.
+        corpus: corpus that is embedded.
+        dtype: dtype of the stored vectors, 'float32' or 'bfloat16'.
         chunk_rows: rows of a chunk.
         worker: share of this process.
         check: called between chunks; an exception ends the work.
         on_progress: called with the numbers of finished and of all chunks.
         searches: how hosts search; None if they do not.
-        min_recall: that a searcher must have, 0 to 1.
+        min_recall: minimum recall that a searcher must have, 0 to 1.
     """
 
     folder: Folder
@@ -219,7 +219,7 @@ class Builder:
             recall_before = codebook_source(reusable.manifest)["recall"].get(name, 1.0)
             if value >= max(self.min_recall, recall_before - MAX_RECALL_LOSS):
                 return with_searcher
-            message = "the centroids of generation %s no longer suit: %s %.3f after %.3f; learning new ones"
+            message = "the centroids of generation %s no longer fit: %s %.3f after %.3f; learning new ones"
             logger.info(message, reusable.manifest.generation, name, value, recall_before)
         with_searcher = self._build_and_measure(manifest, queries)
         name, value = next(iter(with_searcher.recall.items()))
@@ -260,7 +260,7 @@ class Builder:
                 (chunk, rows), next_read = next_read, next(reads, None)
                 vectors = embed(rows.result())  # [rows, width]
                 if vectors.shape[1] != width:
-                    raise Damaged(f"the export's encoders give vectors of {vectors.shape[1]}, not {width}")
+                    raise Damaged(f"the exported encoders give vectors of size {vectors.shape[1]}, not {width}")
                 if write is not None:
                     write.result()
                 write = writer.submit(self._write, name, chunk, vectors)
@@ -303,15 +303,15 @@ class Builder:
             )  # [sample]
             if (distances > TOLERANCE * np.linalg.norm(recomputed, axis=1)).any():
                 path = self.folder.path(chunk_file.file.name)
-                raise Damaged(f"{path} holds vectors that are not those of its passages")
+                raise Damaged(f"{path} holds vectors of other passages")
 
 
 def for_embedding(config: Config, devices: int) -> Config:
     """Return the config of a builder, which trains nothing, so that its devices need not divide training batches.
 
     Args:
-        config: of the trainer.
-        devices: of the builder.
+        config: config of the trainer.
+        devices: devices of the builder.
     """
     changes: dict[str, Any] = {"mesh.fsdp": 1, "mesh.model": 1, "optimizer.microbatches": 1}
     changes |= {f"model.reader.{name}": None for name in config.model.reader.changes}  # nothing is read

@@ -31,8 +31,8 @@ def put_control(mesh: Mesh, signal: ControlSignal) -> jax.Array:
     """Put the signal of this process on its devices; the step reduces the signals of all processes.
 
     Args:
-        mesh: of the run.
-        signal: of this process.
+        mesh: mesh of the run.
+        signal: signal of this process.
 
     Returns:
         int32 [devices, 3].

@@ -1,7 +1,7 @@
 """Exports: both encoders of a step and sample query vectors, written while training goes on.
 
 One small program copies the step's parameters on the devices; a thread fetches and writes them. What an export is:
-`indexing/files.py`. Read next: `watcher.py`, which reads what builders make of it.
+`indexing/files.py`. Read next: `watcher.py`, which reads the index versions that builders make of it.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class Exporter:
         """Export the encoders of a step, unless an earlier export is still being written (`flush`).
 
         Args:
-            step: of training.
+            step: step of training.
             params: parameters of the model.
             needed: steps whose exports must stay; other old exports are removed afterwards.
         """
@@ -75,7 +75,7 @@ class Exporter:
         if self.flush(0):
             self._pending = self._pool.submit(self._write, step, [copies], queries, needed)
         else:
-            logger.warning("the export of step %d is left out: an earlier one is still being written", step)
+            logger.warning("skipping the export of step %d: an earlier export is still being written", step)
 
     def flush(self, seconds: float) -> bool:
         """Wait up to `seconds` until everything is written; return True if it is."""
@@ -102,7 +102,7 @@ class Exporter:
             except StorageError as error:
                 logger.warning("the export of step %d is not written yet: %s", step, error)
                 if self._closing.wait(RETRY_SECONDS):
-                    logger.warning("the export of step %d is given up", step)
+                    logger.warning("abandoned the export of step %d", step)
                     return
 
 
@@ -124,8 +124,8 @@ def export_record(run: Run, step: int) -> dict[str, Any]:
     """Return the fields of an `Export` without its files and fingerprint.
 
     Args:
-        run: that exports.
-        step: of the export.
+        run: run that exports.
+        step: step of the export.
     """
     sources = run.sources
     return {

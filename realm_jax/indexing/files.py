@@ -92,7 +92,7 @@ class Export(_Record):
     """The record of an export, in EXPORT.json.
 
     Attributes:
-        step: of training.
+        step: step of training.
         parameters: fingerprint of the encoders.
         tokenizer: its fingerprint.
         corpus: its fingerprint.
@@ -126,7 +126,7 @@ def read_export(folder: Folder, step: int) -> Export | None:
 
     Args:
         folder: the shared folder.
-        step: of the export.
+        step: step of the export.
 
     Raises:
         Damaged: its record cannot be used.
@@ -173,7 +173,7 @@ def intact_export(folder: Folder, step: int) -> Export | None:
 
     Args:
         folder: the shared folder.
-        step: of the export.
+        step: step of the export.
     """
     try:
         export = read_export(folder, step)
@@ -194,7 +194,7 @@ def write_export(folder: Folder, export: Mapping[str, Any], params: Arrays, quer
     Args:
         folder: the shared folder.
         export: the fields of `Export` without parameters, file and queries.
-        params: of both encoders, by path.
+        params: parameters of both encoders, by path.
         queries: vectors of the sample queries, [count, width].
 
     Returns:
@@ -220,7 +220,7 @@ def remove_export(folder: Folder, step: int) -> None:
 
     Args:
         folder: the shared folder.
-        step: of the export.
+        step: step of the export.
     """
     folder.remove(f"exports/{step}/{EXPORT}")  # first, so that nobody takes a half-removed export for a complete one
     folder.remove(f"exports/{step}")
@@ -254,17 +254,17 @@ class Manifest(_Record):
 
     Attributes:
         generation: its name.
-        step: of its export.
+        step: step of its export.
         parameters: fingerprint of the export's encoders.
         corpus: its fingerprint.
         tokenizer: its fingerprint.
-        rows: of the corpus.
+        rows: rows of the corpus.
         width: features of a vector.
         dtype: 'float32', or 'bfloat16', which is stored as uint16.
         chunks: in the order of the rows.
         searcher: settings and files of ScaNN; None if hosts do not search.
         recall: {'recall@k': share} of the searcher against exact search, by the sample queries.
-        seconds: of each part of the build.
+        seconds: seconds of each part of the build.
     """
 
     generation: str
@@ -323,7 +323,7 @@ def read_manifests(folder: Folder, names: Iterable[str]) -> Iterator[Manifest]:
 
     Args:
         folder: the shared folder.
-        names: of generations.
+        names: names of generations.
     """
     for name in names:
         with contextlib.suppress(Damaged):
@@ -336,10 +336,10 @@ def indexes_with_same_encoder(folder: Folder, step: int, parameters: str, dtype:
 
     Args:
         folder: the shared folder.
-        step: of the export.
+        step: step of the export.
         parameters: fingerprint of its encoders.
-        dtype: of the stored vectors.
-        width: of a vector.
+        dtype: dtype of the stored vectors.
+        width: width of a vector.
     """
     names = [name for name in generation_names(folder) if export_step(name) == step]
     for other in read_manifests(folder, names):
@@ -353,7 +353,7 @@ def export_of(folder: Folder, manifest: Manifest) -> Export | None:
 
     Args:
         folder: the shared folder.
-        manifest: of the generation.
+        manifest: manifest of the generation.
 
     Raises:
         Damaged: the export's record cannot be used.
@@ -369,10 +369,10 @@ def load_vectors(
 
     Args:
         folder: the shared folder.
-        manifest: of the generation.
+        manifest: manifest of the generation.
         first: first row.
         last: row after the last one; None for all rows.
-        dtype: of the result; None for that of the generation.
+        dtype: dtype of the result; None for that of the generation.
 
     Returns:
         [last − first, width].
@@ -388,9 +388,9 @@ def load_parts(folder: Folder, manifest: Manifest, parts: Sequence[slice], dtype
 
     Args:
         folder: the shared folder.
-        manifest: of the generation.
+        manifest: manifest of the generation.
         parts: row ranges, with start and stop.
-        dtype: of the results; None for that of the generation.
+        dtype: dtype of the results; None for that of the generation.
 
     Returns:
         [rows of the part, width] for each part.
@@ -400,7 +400,9 @@ def load_parts(folder: Folder, manifest: Manifest, parts: Sequence[slice], dtype
     """
     chunk_ends = np.cumsum([chunk.last - chunk.first for chunk in manifest.chunks], dtype=np.int64).tolist()
     if (chunk_ends or [0])[-1] != manifest.rows:
-        raise Damaged(f"{folder.path('index/' + manifest.generation)}: its chunks hold other rows than it says")
+        raise Damaged(
+            f"{folder.path('index/' + manifest.generation)}: its chunks hold other rows than its manifest lists"
+        )
     part_dtype = dtype or numpy_dtype(manifest.dtype)
     part_vectors = [np.empty((part.stop - part.start, manifest.width), part_dtype) for part in parts]  # [rows, width]
 
@@ -422,7 +424,7 @@ def read_chunk(folder: Folder, manifest: Manifest, chunk: ChunkFile) -> NDArray:
 
     Args:
         folder: the shared folder.
-        manifest: of the generation.
+        manifest: manifest of the generation.
         chunk: one of its chunks.
 
     Raises:
@@ -463,7 +465,7 @@ def check_vectors(vectors: NDArray, path: str) -> None:
 
     Args:
         vectors: [rows, width].
-        path: of their file, for the message.
+        path: path of their file, for the message.
 
     Raises:
         Damaged: a vector is zero or not finite.
@@ -532,7 +534,7 @@ def names_of_export(folder: Folder, export: Export, corpus: str) -> list[str]:
 
     Args:
         folder: the shared folder.
-        export: of the generation.
+        export: export of the generation.
         corpus: fingerprint of the corpus.
     """
     names: list[str] = []
@@ -549,7 +551,7 @@ def current_name(folder: Folder, export: Export, corpus: str) -> str:
 
     Args:
         folder: the shared folder.
-        export: of the generation.
+        export: export of the generation.
         corpus: fingerprint of the corpus.
     """
     return names_of_export(folder, export, corpus)[-1]
@@ -588,8 +590,8 @@ def discard_damaged_file(folder: Folder, manifest: Manifest, path: str, error: D
 
     Args:
         folder: the shared folder.
-        manifest: of the generation that is being built.
-        path: of the file, or of the mark that its shard is done.
+        manifest: manifest of the generation that is being built.
+        path: path of the file, or of the mark that its shard is done.
         error: how it is damaged.
     """
     owner = path.split("/")[1]

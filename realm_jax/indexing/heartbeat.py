@@ -32,7 +32,7 @@ def process_name(job: str, number: int) -> str:
 
     Args:
         job: TRAINER or BUILDER.
-        number: of the process.
+        number: number of the process.
     """
     return f"{job}-{number}"
 
@@ -43,8 +43,8 @@ class Status:
 
     Attributes:
         run: id of the run, the same over restarts.
-        stage: of the job, for people.
-        step: of REALM's training; of a builder, of the export that it builds; −1 for none.
+        stage: stage of the job, for people.
+        step: step of REALM's training; of a builder, of the export that it builds; −1 for none.
         counter: grows while the job is alive.
         done: the job has finished.
         index_done: the trainer needs no further generation.
@@ -93,7 +93,7 @@ def write_status(folder: Folder, job: str, status: Status) -> None:
     Args:
         folder: the shared folder.
         job: its name.
-        status: of the job.
+        status: status of the job.
 
     Raises:
         StorageError: the folder cannot be written to.
@@ -196,7 +196,7 @@ def trainer_status(folder: Folder, workdir: Path, needs_index: bool) -> Iterator
             write_json_atomic(id_file, {"id": uuid.uuid4().hex[:12]})
         run, earlier = str(read_json(id_file)["id"]), read_status(folder, TRAINER)
         if earlier is not None and earlier.run != run:
-            raise UserError(f"config.refresh.shared: {folder.url} is another run's; give each a folder of its own")
+            raise UserError(f"config.refresh.shared: {folder.url} belongs to another run; give each run its own folder")
         before = earlier or Status(run)
         status = dataclasses.replace(
             before, stage="starting", done=False, index_done=not needs_index, counter=before.counter + 1

@@ -88,7 +88,7 @@ class Job:
 
         Args:
             stop: SIGTERM, which raises Preempted between two chunks.
-            step: of the export; None for the newest.
+            step: step of the export; None for the newest.
             once: end after one generation.
 
         Raises:
@@ -145,7 +145,7 @@ class Job:
     def _next_export(self) -> Export | None:
         """Return the export to build next, or None.
 
-        What a restarted trainer needs comes first, then the newest export, or the oldest one with `adopt_after`.
+        The export that a restarted trainer needs comes first, then the newest one, or the oldest with `adopt_after`.
         """
         trainer = read_status(self._folder, TRAINER)
         pinned, used = (trainer.pins, trainer.index) if trainer else ((), 0)
@@ -159,7 +159,7 @@ class Job:
                 export = read_export(self._folder, candidate)
             except Damaged as error:  # other exports must not wait for it
                 if candidate not in self._damaged_exports:
-                    logger.warning("%s; it is skipped", error)
+                    logger.warning("%s; skipping it", error)
                 self._damaged_exports.add(candidate)
                 continue
             if export is None:

@@ -1,4 +1,4 @@
-"""Provide the index of a task: the trainer embeds the corpus itself, or adopts what another job built.
+"""Provide the index of a task: the trainer embeds the corpus itself, or adopts the index that another job built.
 
 The train loop calls `maybe_refresh(step, …)` of both providers: it returns a new index to use from this step on, or
 None. `InlineIndexProvider` embeds the corpus every so many steps; `AsyncIndexProvider` (`async_provider.py`) waits for
@@ -68,7 +68,7 @@ class InlineIndexProvider:
         """Return a new index to use from `step` on, or None to go on with the one in use.
 
         Args:
-            step: of training.
+            step: step of training.
             params: parameters of the model.
             index: the one in use; None if there is none yet.
             control: the reduced signal of two steps ago.
@@ -94,8 +94,8 @@ class InlineIndexProvider:
         """Prepare for the writing of a checkpoint.
 
         Args:
-            step: of the checkpoint.
-            generation: that it names; '' for none.
+            step: step of the checkpoint.
+            generation: generation that it names; '' for none.
         """
 
     def resume(
@@ -104,8 +104,8 @@ class InlineIndexProvider:
         """Return the index that was in use when a checkpoint was saved, from saved vectors or from its generation.
 
         Args:
-            step: of the checkpoint.
-            record: of the checkpoint.
+            step: step of the checkpoint.
+            record: record of the checkpoint.
             vectors: saved with it, [rows or more, width]; None if none were.
             query_encoder: the saved query encoder that searches; None for the current one.
 
@@ -130,7 +130,7 @@ class InlineIndexProvider:
 
         Args:
             generation: its name.
-            step: of the checkpoint.
+            step: step of the checkpoint.
 
         Raises:
             Interrupted: a process was asked to stop.
@@ -151,7 +151,7 @@ class InlineIndexProvider:
         """Return the index for an evaluation before `step`: the one in use, unless the passage encoder has changed.
 
         Args:
-            step: of training.
+            step: step of training.
             params: parameters of the model.
             index: the one in use; None if there is none.
         """

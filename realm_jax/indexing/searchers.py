@@ -1,7 +1,7 @@
 """The approximate searchers of a generation, as files in a shared folder: built in shards, verified, loaded.
 
-    index/<generation>/scann-<settings>/<first>-<last>-<writer>/…      what ScaNN writes for the rows first … last − 1
-    index/<generation>/scann-<settings>/<first>-<last>-<writer>.done   what was chosen; every file, size and checksum
+    index/<generation>/scann-<settings>/<first>-<last>-<writer>/…      files of ScaNN for the rows first … last − 1
+    index/<generation>/scann-<settings>/<first>-<last>-<writer>.done   its settings; every file, size and checksum
 
 Shards are distributed like chunks (`build.py`), and those with a `.done` mark are not built again. Learning the
 centroids of a searcher's tree and the codebook of its quantizer takes a third of a build's time for 13 million rows and
@@ -68,7 +68,7 @@ class ReusableIndex(NamedTuple):
     """A generation whose shards, or centroids and codebooks, another generation can use.
 
     Attributes:
-        manifest: of the earlier generation.
+        manifest: manifest of the earlier generation.
         shared: its first shards, if both begin with the same vectors. If there are none, every new shard takes the
             centroids and codebook of the shard of the same rows.
     """
@@ -82,7 +82,7 @@ class ShardTask(NamedTuple):
 
     Attributes:
         rows: first row, and row after the last.
-        name: of its folder.
+        name: name of its folder.
         earlier: entry of the shard whose centroids and codebook it takes; None to learn them.
     """
 
@@ -103,8 +103,8 @@ def build_searchers(
 
     Args:
         folder: the shared folder.
-        manifest: of the generation.
-        settings: of ScaNN.
+        manifest: manifest of the generation.
+        settings: settings of ScaNN.
         work_order: gives the order in which this process builds so many shards.
         check: called between shards; an exception that it raises ends the work.
         reusable: the generation from which shards or codebooks are taken; None to learn everything.
@@ -161,8 +161,8 @@ def reusable_codebooks(folder: Folder, manifest: Manifest, settings: ScannConfig
 
     Args:
         folder: the shared folder.
-        manifest: of the generation that is being built.
-        settings: of ScaNN.
+        manifest: manifest of the generation that is being built.
+        settings: settings of ScaNN.
     """
     names = [name for name in reversed(generation_names(folder)) if export_step(name) < manifest.step]
     required = (dataclasses.asdict(settings), manifest.rows, manifest.width)
@@ -184,8 +184,8 @@ def reusable_shards(folder: Folder, manifest: Manifest, settings: ScannConfig) -
 
     Args:
         folder: the shared folder.
-        manifest: of the generation that is being built.
-        settings: of ScaNN.
+        manifest: manifest of the generation that is being built.
+        settings: settings of ScaNN.
     """
     best, settings_json = None, dataclasses.asdict(settings)
     for other in indexes_with_same_encoder(folder, manifest.step, manifest.parameters, manifest.dtype, manifest.width):
@@ -208,9 +208,9 @@ def load_searcher(
 
     Args:
         folder: the shared folder.
-        manifest: of the generation.
+        manifest: manifest of the generation.
         vectors: its stored vectors, [stored rows, width].
-        stored_to_row: the row in the corpus of each stored row, as of `Searcher`.
+        stored_to_row: the row in the corpus of each stored row, as in `Searcher`.
 
     Raises:
         Damaged: a file is missing or damaged.
@@ -245,7 +245,7 @@ def measure(folder: Folder, manifest: Manifest, queries: NDArray[np.float32]) ->
 
     Args:
         folder: the shared folder.
-        manifest: of the generation.
+        manifest: manifest of the generation.
         queries: vectors of the export's sample queries, [count, width].
 
     Returns:

@@ -50,7 +50,7 @@ class TokenFile:
             run: has the corpus.
             params: with the encoders.
             key: a digest of everything on which the token vectors depend.
-            compression: of the token vectors; None to fit it to the corpus.
+            compression: compression of the token vectors; None to fit it to the corpus.
         """
         self.folder = run.workdir / f"{_FOLDER}{key[:16]}"
         for other in run.workdir.glob(f"{_FOLDER}*"):
@@ -83,7 +83,7 @@ class TokenFile:
         """Store the token vectors of passages, and return the passages' vectors, bitwise those of `Run.embed`.
 
         Args:
-            rows: of the corpus.
+            rows: rows of the corpus.
             progress: called with the number of embedded passages.
 
         Returns:

@@ -80,8 +80,8 @@ def embed_with_cache(
     are_same = same_on_all_processes(zlib.crc32(np.packbits(known).tobytes()) >> 1)
     has_all = known if tokens is None else known & tokens.is_stored
     missing = np.flatnonzero(~has_all if are_same else np.ones_like(known))
-    counts = len(known), int(known.sum()), cache.path, len(missing)
-    logger.info("%d passages: %d have their vectors in %s, %d are to be embedded", *counts)
+    cached = int(known.sum())
+    logger.info("embedding %d of %d passages (%d cached in %s)", len(missing), len(known), cached, cache.path)
     missing = missing[np.argsort(run.corpus.lengths[missing], kind="stable")]  # so that pieces have few padded lengths
     with show_progress(len(missing)) if len(missing) else contextlib.nullcontext() as progress:
         for start in range(0, len(missing), PIECE):
@@ -168,7 +168,7 @@ class VectorCache:
         try:
             items = self._entry.items()
         except OSError as error:
-            logger.warning("%s; all passages are embedded, and their vectors are not kept", error)
+            logger.warning("%s; embedding all passages, without a cache", error)
             self._usable, items = False, []
         parts: list[tuple[NDArray[np.uint64], NDArray[np.float32]]] = []  # keys and memory-mapped vectors of each item
         for item in items:
@@ -178,7 +178,7 @@ class VectorCache:
             except FileNotFoundError:  # another run made room
                 continue
             except (Damaged, KeyError, ValueError) as error:
-                logger.warning("%s/%s: %s; its passages are embedded again", self.path, item, error)
+                logger.warning("%s/%s: %s; embedding its passages again", self.path, item, error)
         stored = np.concatenate([np.empty((0, 2), np.uint64), *(part_keys for part_keys, _ in parts)])  # [stored, 2]
         if not len(stored):
             return np.zeros(len(keys), np.bool_), None
@@ -197,7 +197,7 @@ class VectorCache:
         """Store vectors, and evict the least recently used items. A failure is logged.
 
         Args:
-            keys: of the rows, see `row_keys`.
+            keys: keys of the rows, see `row_keys`.
             vectors: [rows, width] float32.
         """
         if not self._usable:
@@ -205,9 +205,11 @@ class VectorCache:
         try:
             arrays = {"keys": keys.view(np.uint32), "vectors": vectors}
             if not self._entry.write(sha256_hex(keys.tobytes())[:16], arrays):
-                logger.info("%d vectors are not kept: all together may have %d bytes", len(keys), cache_bytes())
+                logger.info(
+                    "did not cache %d vectors, because the cache is limited to %d bytes", len(keys), cache_bytes()
+                )
         except OSError as error:
-            logger.warning("vectors are not kept for the next run: %s", error)
+            logger.warning("could not cache the vectors for the next run: %s", error)
 
 
 def row_keys(rows: CorpusRows) -> NDArray[np.uint64]:

@@ -166,7 +166,7 @@ class IndexWatcher:
     def _poll(self) -> None:
         if (ready := self.ready) is not None and read_rejection(self._folder, ready.generation) is not None:
             # Another process, which loads other rows of it, found them damaged.
-            self._log_once(f"generation {ready.generation} was refused by another process; another is looked for")
+            self._log_once(f"generation {ready.generation} was rejected by another process; looking for another")
             with self._lock:
                 if self._ready is ready:
                     self._ready = None
@@ -188,16 +188,16 @@ class IndexWatcher:
         try:
             export = read_export(self._folder, export_step(name))
         except Damaged as error:
-            self._log_once(f"{error}; it is skipped")
+            self._log_once(f"{error}; skipping it")
             return None
         if export is None:
             self.missing_steps.add(export_step(name))
-            self._log_once(f"generation {name} has no export, perhaps not yet; it is skipped")
+            self._log_once(f"generation {name} has no export yet; skipping it")
             return None
         if current_name(self._folder, export, str(self._expected["corpus"])) != name:
             return None  # made by parameters that this run never had, or found damaged before
         if (rejected := read_rejection(self._folder, name)) is not None:
-            self._log_once(f"generation {name} is refused: {rejected.reason}; start its builder with other settings")
+            self._log_once(f"generation {name} is rejected: {rejected.reason}; start its builder with other settings")
             return None
         try:
             if read_manifest(self._folder, name) is None:
@@ -206,13 +206,13 @@ class IndexWatcher:
             return None if name in self._incompatible else self.load(name)
         except IncompatibleIndex as error:
             self._incompatible.add(name)
-            self._log_once(f"{error}; it is skipped")
+            self._log_once(f"{error}; skipping it")
             return None
         except Damaged as error:
             if MANIFEST not in self._folder.names(f"index/{name}"):
                 logger.warning("generation %s was removed while it was read", name)
                 return None
-            logger.error("generation %s is refused: %s; the last good one stays", name, error)
+            logger.error("generation %s is rejected: %s; keeping the current one", name, error)
             reject(self._folder, name, str(error), retryable=True)
             return None
 
@@ -228,7 +228,7 @@ def generation_index(run: Run, folder: Folder, manifest: Manifest) -> Index:
     Args:
         run: the run that searches.
         folder: the shared folder.
-        manifest: of the generation.
+        manifest: manifest of the generation.
 
     Raises:
         Damaged: a file is missing or damaged.

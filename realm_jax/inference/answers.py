@@ -21,9 +21,9 @@ class PassageSource(TypedDict):
     """The source of a passage.
 
     Attributes:
-        id: of its document.
+        id: id of its document.
         part: number of the passage in its document, from 0.
-        title: of its document.
+        title: title of its document.
     """
 
     id: str
@@ -36,7 +36,7 @@ class AnswerPassage(PassageSource):
 
     Attributes:
         span: [start, end) of the answer in characters of the passage's text.
-        text: of the passage.
+        text: text of the passage.
     """
 
     span: list[int]
@@ -49,7 +49,7 @@ class ScoredAnswer(TypedDict):
     Attributes:
         answer: text.
         probability: p(y|x).
-        passage: that holds the answer; None if no passage was retrieved.
+        passage: passage that holds the answer; None if no passage was retrieved.
     """
 
     answer: str
@@ -66,7 +66,7 @@ class Candidate(PassageSource):
         probability: p(z|x) among the passages that were read.
         answer: the best answer in it, if a reader was trained.
         span: [start, end) of this answer in characters.
-        text: of the passage.
+        text: text of the passage.
     """
 
     ranks: dict[str, int]
@@ -90,7 +90,7 @@ class Answer(TypedDict):
         answer: the most probable answer, or None.
         probability: p(y|x), or None.
         no_answer: p(no answer|x), only with a reader of `answering.reader`.
-        passage: of the answer, or None.
+        passage: passage of the answer, or None.
         nbest: the most probable answers.
         candidates: the passages that were read.
         measured: metrics that the run recorded, and on which questions or sentences; None if it has no results yet.
@@ -112,7 +112,7 @@ class NearPassage(PassageSource):
     Attributes:
         ranks: see `Candidate`.
         score: inner product of its vector with the query's.
-        text: of the passage.
+        text: text of the passage.
     """
 
     ranks: dict[str, int]
@@ -139,7 +139,7 @@ def answers(trained: TrainedRun, questions: Sequence[str], top: int | None = Non
 
     Args:
         trained: the opened run.
-        questions: which `check_question` accepts.
+        questions: questions that `check_question` accepts.
         top: number of candidates in a reply; None for all passages that were read.
         batch_size: questions of a batch.
     """
@@ -187,7 +187,7 @@ def nearest(trained: TrainedRun, questions: Sequence[str], top: int = NEAREST, b
 
     Args:
         trained: the opened run.
-        questions: which `check_question` accepts.
+        questions: questions that `check_question` accepts.
         top: passages of each question.
         batch_size: questions of a batch.
     """
@@ -215,7 +215,7 @@ def passage_source(trained: TrainedRun, row: int) -> PassageSource:
 
     Args:
         trained: the opened run.
-        row: of the corpus.
+        row: row of the corpus.
     """
     store = trained.run.sources.passages
     document = store.document_id(row)

@@ -53,10 +53,10 @@ class InspectedPassage(TypedDict):
     """A candidate z.
 
     Attributes:
-        id: of its document; None for the null document.
+        id: id of its document; None for the null document.
         part: number of the passage in its document, from 0.
-        title: of its document.
-        text: of the passage.
+        title: title of its document.
+        text: text of the passage.
         prior: p(z|x).
         likelihood: p(y|z,x).
         posterior: p(z|x,y); None if the answer is in none of the passages.
@@ -90,8 +90,8 @@ class Inspection(TypedDict):
 
     Attributes:
         text: sentence or question.
-        task: of the parameters.
-        step: of the parameters.
+        task: task of the parameters.
+        step: step of the parameters.
         answer: y.
         probability: p(y|x), the marginal over the passages, whose priors sum to 1.
         alone: p(y|x) with the null document; None for a question.
@@ -143,7 +143,7 @@ def inspected_task(config: Config, is_question: bool) -> str | None:
     """Return the default task to inspect; None for the last.
 
     Args:
-        config: of the run.
+        config: config of the run.
         is_question: True for a question, False for a sentence with a blank.
     """
     return "realm" if "realm" in task_names(config) and not is_question else None
@@ -153,8 +153,8 @@ def check_has_priors(trained: TrainedRun) -> None:
     """Raise UserError for a run that does not search by vectors."""
     if trained.index.vectors is None:
         raise UserError(
-            f"there is no p(z|x) to look at: task {trained.task} of {trained.run.workdir} finds no passages by their "
-            "vectors"
+            f"task {trained.task} of {trained.run.workdir} does not search by vectors, so there is no p(z|x) to show; "
+            "choose another task"
         )
 
 
@@ -256,7 +256,7 @@ class InspectionOutputs(NamedTuple):
     """The result of `inspect_batch`. Candidates are the null document and k passages.
 
     Attributes:
-        rows: of the passages, [batch, k].
+        rows: rows of the passages, [batch, k].
         prior: log p(z|x), [batch, 1 + k].
         reading: log p(y|z,x), [batch, 1 + k].
         held: see `Inspection`, [batch].
@@ -283,7 +283,7 @@ def inspect_batch(
         frozen_passages: passages keep the vectors of the index.
         params: all parameters.
         batch: masked sentences, [batch, …].
-        index: that is searched.
+        index: index that is searched.
         special: special tokens, which are never predicted, [s] int.
     """
     read = read_masked(realm, context, params, batch, index, None, frozen_passages)
@@ -351,7 +351,7 @@ def inspect_question(trained: TrainedRun, question: str, answer: str | None = No
 
     Args:
         trained: the run.
-        question: which `check_question` accepts.
+        question: question that `check_question` accepts.
         answer: y; None for the most probable answer.
 
     Raises:
@@ -366,7 +366,7 @@ def inspect_question(trained: TrainedRun, question: str, answer: str | None = No
     if not target["answer_lengths"].any():
         if tokens := len(run.sources.tokenizer.encode(answer).ids):
             raise UserError(
-                f"the answer {answer!r} has {tokens} tokens, and this run points at {run.lengths.span_width} at most "
+                f"the answer {answer!r} has {tokens} tokens, but this run extracts at most {run.lengths.span_width} "
                 "(config.model.span_width); give a shorter one"
             )
         raise UserError(f"the answer {answer!r} has no tokens; give a word that a passage may hold")

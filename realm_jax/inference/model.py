@@ -70,7 +70,7 @@ class Model:
 
         Args:
             workdir: the run directory.
-            task: that trained the parameters (default: the last finished task; for blanks, pre-training).
+            task: task that trained the parameters (default: the last finished task; for blanks, pre-training).
             search: 'vectors', 'bm25' or 'hybrid' (default: the config's qa.search).
             rerank: 'tokens', 'cross-encoder' or 'none' (default: the config's answering.rerank).
             generation: name of an index version, or 'newest'; it searches but does not answer.
@@ -86,7 +86,9 @@ class Model:
             if value not in (None, *choices):
                 raise UserError(f"{name}={value}: choose among {', '.join(choices)}")
         if generation is not None and (task, search, rerank, reader) != (None, None, None, None):
-            raise UserError(f"generation={generation}: goes without task, search, rerank and reader; leave them out")
+            raise UserError(
+                f"generation={generation}: cannot be combined with task, search, rerank or reader; leave them out"
+            )
         if is_remote(str(workdir)):
             raise UserError(f"workdir={workdir}: a model is opened from a folder; copy the run to a disk, or mount it")
         if not isinstance(config, Mapping | None):
@@ -153,7 +155,9 @@ class Model:
                 generation.
         """
         if self.generation is not None:
-            raise UserError("this model was opened at a generation of the index: use search, or open it without")
+            raise UserError(
+                "this model was opened with a generation, so it only searches; use search, or open it without"
+            )
         check_reads_passages(self.trained)
         top = None if top is None else _checked_positive(top, "top")
         return self._each(question, batch_size, lambda questions, size: answers(self.trained, questions, top, size))
@@ -210,7 +214,7 @@ class Model:
         Args:
             texts: queries or documents.
             kind: 'query' for the query encoder, 'document' for the passage encoder.
-            titles: of documents (default: empty).
+            titles: titles of documents (default: empty).
             batch_size: queries of a batch; documents are embedded in the batches of the corpus.
 
         Returns:
@@ -221,7 +225,7 @@ class Model:
         vectors = [np.empty((0, self.vector_size), np.float32)]
         if kind == "query":
             if titles is not None:
-                raise UserError("titles: go with kind='document'; leave them out")
+                raise UserError("titles: apply only to kind='document'; leave them out")
             encoder = {name: self.trained.params[name] for name in run.model.embedder_names[:1]}
             size += -size % run.mesh.size
             for start in range(0, len(checked), size):
@@ -281,7 +285,9 @@ class Model:
             check_question(self.run, text)
             return inspect_question(self.trained, text, answer)
         if answer is not None:
-            raise UserError("answer: goes with a question; write the words of the blank into it: [the word]")
+            raise UserError(
+                "answer: applies to questions only; write the answer of a sentence into its blank: [the word]"
+            )
         masked_text(self.run, masked, pieces)
         check_has_priors(self._pretrained)
         return inspect_sentence(self._pretrained, text, masked, pieces)
@@ -332,11 +338,11 @@ def _query_vectors(model: Retriever, params: Params, query: jax.Array, lengths: 
 def _checked_texts(values: Iterable[Any], name: str) -> list[str]:
     """Return texts as a list. Raises UserError for a single text, and for a value that is no text."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise UserError(f"{name}: takes a list of texts; put what you have into one")
+        raise UserError(f"{name}: takes a list of texts; put the value into a list")
     texts = list(values)
     for number, text in enumerate(texts):
         if not isinstance(text, str):
-            raise UserError(f"{name}: number {number} is no text but a {type(text).__name__}")
+            raise UserError(f"{name}: number {number} is a {type(text).__name__}; give a text")
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:

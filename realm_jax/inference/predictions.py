@@ -45,8 +45,8 @@ def describe(
 
     Args:
         run: its fixed parts.
-        task: that trained the parameters.
-        step: of the parameters.
+        task: task that trained the parameters.
+        step: step of the parameters.
         pipeline: how passages are found.
         reader: reads in place of the run's own reader; None for the run's.
     """

@@ -16,7 +16,7 @@ def check_remote_workdir(workdir: str, target: str) -> None:
 
     Args:
         workdir: the run directory.
-        target: of the launch, for the message.
+        target: target of the launch, for the message.
 
     Raises:
         UserError: it is not in a bucket.
@@ -30,11 +30,11 @@ def check_remote_workdir(workdir: str, target: str) -> None:
 
 
 def check_cloud(launch: Launch, target: str) -> None:
-    """Check a launch for what no cloud, or not this one, can start.
+    """Check a launch for settings that no cloud, or not this one, can start.
 
     Args:
         launch: the description.
-        target: of the launch.
+        target: target of the launch.
 
     Raises:
         UserError: a key of the spec, or --config, does not suit it.
@@ -82,15 +82,15 @@ def check_training(launch: Launch, config: Config, builders: int, remote: bool) 
     follows = "realm" in task_names(config)
     if config.refresh.mode == "async" and follows and not builders:
         key = "slices" if remote else "processes"
-        raise UserError(f"spec.builder.{key}=0: config.refresh.mode=async needs an index builder; start one at least")
+        raise UserError(f"spec.builder.{key}=0: config.refresh.mode=async needs an index builder; start at least one")
     if not remote:
         return
     values, mounted = flatten(config.to_dict()), f"{MOUNTED}/{launch.bucket}/"
     for key, prefix in (("data.path", BUCKET), ("init_from", "hf:"), ("reader_from", "hf:")):
         if values[key] and not values[key].startswith((mounted, prefix)):
-            raise UserError(f"config.{key}={values[key]}: the machines do not see it; name {prefix}… or {mounted}…")
+            raise UserError(f"config.{key}={values[key]}: the machines cannot read it; name {prefix}… or {mounted}…")
     if config.refresh.shared not in ("", launch.workdir):
-        raise UserError("config.refresh.shared: in a cloud the jobs meet in --workdir; leave it out")
+        raise UserError("config.refresh.shared: in a cloud all jobs share --workdir; leave it out")
 
     # Mesh and batches must be divisible over the trainer's chips, or the trainer itself would raise.
     from realm_jax.mesh import mesh_sizes  # imported here because listing and stopping need no JAX

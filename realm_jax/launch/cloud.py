@@ -40,13 +40,13 @@ ERROR_HINTS = (
      r"Unknown zone|does not have.*location",
      "there is no such zone for TPUs; see `gcloud compute tpus locations list`, and set spec.gcloud.zone"),
     (r"PERMISSION_DENIED|Forbidden|does not have permission",
-     "not allowed; ask for the roles in docs/launch.md, or name another project"),
+     "not allowed; ask for the roles in docs/howto/tpu-vms.md, or name another project"),
     (r"ALREADY_EXISTS|AlreadyExists|already exists",
      "is there already; see `realm launch status`, and remove it with `realm launch delete`, or set spec.name"),
     (r"SUSPENDED|SUSPENDING|state FAILED",
      "lost its machines; remove it with `realm launch delete`, then start again: training resumes from its checkpoint"),
     (r'no matches for kind "JobSet"|have a resource type "jobset',
-     "the cluster has no JobSet; install it as docs/launch.md says"),
+     "the cluster has no JobSet; install it as docs/howto/gke.md says"),
     (r"namespaces? .*not found", "there is no such namespace; make it, or set spec.kubernetes.namespace"),
     (r"field is immutable|Value is immutable",
      "runs already with other settings; remove it with `realm launch delete`, then start again"),
@@ -60,12 +60,12 @@ class Resource(NamedTuple):
     """A cloud resource of a part of the run.
 
     Attributes:
-        name: of the resource.
+        name: name of the resource.
         state: as the cloud reports it.
         detail: for people.
         owner: the flag of another run with the same name to which it belongs; else ''.
-        script: of a queued resource: the startup script with which it was created; None if unknown.
-        nodes: of a queued resource: its TPU nodes, several for a trainer of several slices.
+        script: script of a queued resource: the startup script with which it was created; None if unknown.
+        nodes: nodes of a queued resource: its TPU nodes, several for a trainer of several slices.
     """
 
     name: str
@@ -132,8 +132,8 @@ def run_tool(words: Sequence[str], about: str, stdin: str | None = None) -> str:
     """Run a tool and return its output.
 
     Args:
-        words: of the command.
-        about: what is requested, for messages.
+        words: words of the command.
+        about: the request, for messages.
         stdin: its input.
 
     Raises:
@@ -151,8 +151,8 @@ def call_json(words: Sequence[str], about: str) -> Any:
     """Run a tool and return the value of its output, which is JSON.
 
     Args:
-        words: of the command.
-        about: what is requested, for messages.
+        words: words of the command.
+        about: the request, for messages.
 
     Raises:
         UserError: as `run_tool`, or the output is not JSON.
@@ -183,7 +183,7 @@ def explain_error(tool: str, about: str, stderr: str) -> str:
 
     Args:
         tool: its name.
-        about: what was requested.
+        about: the request.
         stderr: its messages.
     """
     reply = " ".join(stderr.split())

@@ -54,8 +54,8 @@ class Kernel(NamedTuple):
     """A Pallas kernel.
 
     Attributes:
-        name: of the kernel.
-        shape: of its first result, [batch, length, width] for attention.
+        name: name of the kernel.
+        shape: shape of its first result, [batch, length, width] for attention.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Transfer(NamedTuple):
     """A collective of the devices with the same index in every slice, over the hosts' network.
 
     Attributes:
-        kind: of the collective.
+        kind: kind of the collective.
         size: bytes that a device passes to its host.
     """
 
@@ -126,7 +126,7 @@ class Time(NamedTuple):
     Attributes:
         low: if communication overlaps with computation.
         high: if it does not.
-        parts: of each kind of work: the minimum, as if it did not overlap with other work.
+        parts: parts of each kind of work: the minimum, as if it did not overlap with other work.
     """
 
     low: float
@@ -138,7 +138,7 @@ def program_time(cost: Cost, chip: Chip, slices: Sequence[int]) -> Time:
     """Estimate the time of a program.
 
     Args:
-        cost: of the program.
+        cost: cost of the program.
         chip: on which it runs.
         slices: for each device, in the program's order, the number of its slice.
 

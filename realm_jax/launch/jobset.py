@@ -3,7 +3,7 @@
 So the end of one does not restart another, and GKE does not treat independent slices as one multislice program. A slice
 is one Job of as many pods as it has machines; all slices of the trainer are one JobSet and restart together. Exit code
 2 ends a JobSet, 75 and evictions restart it without counting, every other failure counts. The cluster, its node pools
-and JobSet itself must exist already (docs/launch.md).
+and JobSet itself must exist already (docs/howto/gke.md).
 """
 
 import json

@@ -66,8 +66,8 @@ class Process(NamedTuple):
     """A process to run.
 
     Attributes:
-        name: of the process.
-        words: of its command.
+        name: name of the process.
+        words: words of its command.
         environment: variables in addition to those of this process.
     """
 
@@ -84,7 +84,7 @@ def processes(launch: Launch, port: int | str) -> Jobs:
 
     Args:
         launch: the description.
-        port: of this machine, through which the processes of a trainer connect.
+        port: port of this machine, through which the processes of a trainer connect.
     """
     trainers, builders, local = launch.spec.trainer.processes, launch.spec.builder.processes, launch.spec.local
     jobs = Jobs()
@@ -125,7 +125,7 @@ class Job:
     """Processes that live and die together.
 
     Attributes:
-        name: of the job.
+        name: name of the job.
         read_progress: returns a value that changes when the job makes progress.
         children: its processes.
         failures: since the last progress.
@@ -296,12 +296,12 @@ class Supervisor:
             has_progress = self._try_read(job.read_progress, job.progress) != job.progress
             job.failures = 1 if has_progress else job.failures + 1
             if job.failures > self._restarts:
-                logger.error("%s: %s; failures without progress: %d; given up", job.name, cause, job.failures)
+                logger.error("%s: %s; failures without progress: %d; giving up", job.name, cause, job.failures)
                 self._end(job, code)
                 return
             pause = min(FIRST_PAUSE * 2.0 ** (job.failures - 1), LONGEST_PAUSE)
         job.children, job.resume_at = [], time.monotonic() + pause
-        logger.warning("%s: %s; starting it again in %g s", job.name, cause, pause)
+        logger.warning("%s: %s; restarting it in %g s", job.name, cause, pause)
 
     def _end(self, job: Job, code: int) -> None:
         job.code, job.over_at, job.children = code, time.monotonic(), []
@@ -447,7 +447,7 @@ class Local:
 
     def delete(self) -> None:
         """Raise UserError: there is nothing to delete but the run directory."""
-        raise UserError("--target=local: has nothing to delete but the run directory; remove that yourself")
+        raise UserError("--target=local: has nothing to delete except the run directory; remove that yourself")
 
     def _running(self) -> dict[str, int] | None:
         """Return the record of the supervisor; None if it is dead and does not lock the folder of the logs."""

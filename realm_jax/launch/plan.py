@@ -1,7 +1,7 @@
 """Estimate memory, collectives, time and cost of a run before it starts (`realm launch plan`).
 
 We compile the real step and the real embedding program ahead of time for the slices of the spec. That needs no TPU,
-only its compiler (`pip install 'realm_jax[tpu]'`). Memory and collectives are the compiler's; times are ranges, from
+only its compiler (the extra `tpu`). Memory and collectives are the compiler's; times are ranges, from
 its own estimate and the arithmetic in `cost.py`, and were not measured. Reading storage and waiting for hosts are not
 included.
 """
@@ -27,7 +27,7 @@ from realm_jax.config import load_config, task_names, validate, with_values
 from realm_jax.data.sources import open_sources
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.tokenizer import id_dtype
-from realm_jax.errors import LESS_MEMORY, UserError
+from realm_jax.errors import LESS_MEMORY, UserError, install_extra
 from realm_jax.flops import Chip, chip, embedding_flops
 from realm_jax.forward import Index
 from realm_jax.host import enlarge_compiler_stacks
@@ -100,13 +100,13 @@ def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]
 
 
 def plan(trainer: Run, builder: Run | None, task: str, price: float | None = None, builders: int = 1) -> dict[str, Any]:
-    """Return memory, collectives, FLOPs and times as [low, high] of a task, and what follows from them.
+    """Return memory, collectives, FLOPs and times as [low, high] of a task, and values derived from them.
 
     Args:
         trainer: an abstract run on the devices to compile for.
         builder: an index builder's run on its own devices, for a task that has one.
         task: the task to plan.
-        price: of a chip and hour.
+        price: price of a chip and hour.
         builders: how many share the work.
     """
     config, chips, rows = trainer.config, trainer.mesh.size, trainer.context.rows
@@ -219,7 +219,7 @@ def tpu_devices(launch: Launch, job: str, slices: int) -> list[jax.Device]:
         return devices_to_compile_for(name, slices)
     except Exception as error:  # RuntimeError, ValueError or XLA's own, by version
         reason = " ".join(str(error).split())[:200]
-        advice = "the compiler comes with `pip install 'realm_jax[tpu]'`"
+        advice = f"to get the compiler, {install_extra('tpu')}"
         raise UserError(f"spec.{job}.slice={name}: {reason}; {advice}") from None
 
 
@@ -295,7 +295,7 @@ def collectives(cost: Cost, slices: Sequence[int]) -> dict[str, dict[str, float]
     """Return how often collectives run and how many bytes a device sends, by kind, number of devices and of slices.
 
     Args:
-        cost: of the program.
+        cost: cost of the program.
         slices: for each device, in the program's order, the number of its slice.
     """
     by_name: dict[str, Counter[str]] = {}
@@ -371,8 +371,8 @@ def abstract_sharded(run: Run, shape: tuple[int, ...], dtype: Any, axis: str) ->
 
     Args:
         run: the abstract run.
-        shape: of the array.
-        dtype: of the array.
+        shape: shape of the array.
+        dtype: dtype of the array.
         axis: logical axis as which the first dimension is sharded.
     """
     sharding = logical_sharding(run.mesh, axis, *[None] * (len(shape) - 1))
@@ -401,7 +401,7 @@ def show(planned: dict[str, Any]) -> None:
     for name, value in planned["flops_by_part"].items():
         add(f"  {name}", f"{value / 1e12:,.1f} T")
     if useful := planned.get("useful"):
-        means = f"queries of {useful['query']:.0f} and passages of {useful['passage']:.0f} pieces on average"
+        means = f"queries of {useful['query']:.0f} and passages of {useful['passage']:.0f} tokens on average"
         add("  of tokens, not padding", f"{useful['share']:.0%}: {means}")
     if "hours" in planned:
         add("a step (estimated)", between(planned["seconds"], 1e3, " ms"))
@@ -435,7 +435,7 @@ def between(values: Sequence[float], factor: float = 1, unit: str = "", digits: 
 
     Args:
         values: low and high.
-        factor: by which they are multiplied.
+        factor: factor by which they are multiplied.
         unit: after the last number.
         digits: after the decimal point.
     """

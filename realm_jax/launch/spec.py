@@ -108,8 +108,8 @@ def parse(name: str, key: str) -> Slice:
     """Return the slice of a name such as 'v5e:8x8'.
 
     Args:
-        name: of the slice.
-        key: of the spec, for messages.
+        name: name of the slice.
+        key: key of the spec, for messages.
 
     Raises:
         UserError: there is no such slice.
@@ -132,31 +132,33 @@ def parse(name: str, key: str) -> Slice:
 
 @dataclass(frozen=True)
 class Trainer(Section):
-    """The processes that train together."""
+    """Processes that train together."""
 
-    slice: str = key("v5e:8x8", "TPU slice")
-    slices: int = key(1, "how many of them train together", NOT_NEGATIVE)
-    processes: int = key(1, "of target `local`: processes that train together", NOT_NEGATIVE)
-    priority: str = key("", "of target `jobset`: priority class of its pods; '' for none")
+    slice: str = key("v5e:8x8", "TPU slice as VERSION:TOPOLOGY")
+    slices: int = key(1, "number of slices that train together", NOT_NEGATIVE)
+    processes: int = key(1, "number of processes that train together, with target `local`", NOT_NEGATIVE)
+    priority: str = key("", "priority class of the trainer's pods, with target `jobset`; '': none")
 
 
 @dataclass(frozen=True)
 class Builder(Section):
-    """The index builder's processes, which are independent of each other."""
+    """Index builders, which are independent of each other."""
 
-    slice: str = key("v5e:2x4", "TPU slice of one machine")
-    slices: int = key(2, "how many; 0: none", NOT_NEGATIVE)
-    processes: int = key(1, "of target `local`: builder processes; 0: none", NOT_NEGATIVE)
-    priority: str = key("", "as the trainer's; lower, so that the builder makes room")
+    slice: str = key("v5e:2x4", "TPU slice of one machine, as VERSION:TOPOLOGY")
+    slices: int = key(2, "number of builders, with one slice each; 0: none", NOT_NEGATIVE)
+    processes: int = key(1, "number of builder processes, with target `local`; 0: none", NOT_NEGATIVE)
+    priority: str = key(
+        "", "priority class of the builders' pods; give a lower one than the trainer's, so that builders make room"
+    )
 
 
 @dataclass(frozen=True)
 class Here(Section):
     """This machine."""
 
-    devices: int = key(0, "CPU devices that each process emulates; 0: those that are there", NOT_NEGATIVE)
+    devices: int = key(0, "number of CPU devices that each process emulates; 0: the real devices", NOT_NEGATIVE)
     gpus: tuple[str, ...] = key(
-        (), "CUDA_VISIBLE_DEVICES of each process, trainers first, such as ('0,1', '2'); (): as they are"
+        (), "CUDA_VISIBLE_DEVICES of each process, trainers first, for example ('0,1', '2'); (): unchanged"
     )
 
 
@@ -164,36 +166,36 @@ class Here(Section):
 class Gcloud(Section):
     """Queued resources of TPU VMs."""
 
-    project: str = key("", "project of the machines")
-    zone: str = key("", "zone of the machines")
-    capacity: str = key("on-demand", "of machines", one_of("on-demand", "spot", "reserved"))
-    service_account: str = key("", "of the machines; '' for the project's own")
-    network: str = key("", "'' for the default one")
+    project: str = key("", "Google Cloud project")
+    zone: str = key("", "Google Cloud zone, for example us-west4-a")
+    capacity: str = key("on-demand", "kind of capacity", one_of("on-demand", "spot", "reserved"))
+    service_account: str = key("", "service account of the machines; '': the default of the project")
+    network: str = key("", "network of the machines; '': the default network")
 
 
 @dataclass(frozen=True)
 class Kubernetes(Section):
     """JobSets of GKE."""
 
-    context: str = key("", "kubectl's; '' for the current one")
-    namespace: str = key("default", "of the JobSets")
-    queue: str = key("", "Kueue's local queue; '' for none")
+    context: str = key("", "context of kubectl; '': the current context")
+    namespace: str = key("default", "namespace of the JobSets")
+    queue: str = key("", "local queue of Kueue; '': none")
     restarts: int = key(
-        1000, "failures in a JobSet's whole life, with progress or without, after which it is given up", NOT_NEGATIVE
+        1000, "maximum number of failures of a JobSet, with or without progress between them", NOT_NEGATIVE
     )
-    service_account: str = key("", "with access to the bucket (Workload Identity)")
+    service_account: str = key("", "Kubernetes service account with access to the bucket (Workload Identity)")
 
 
 @dataclass(frozen=True)
 class Spec(Section):
-    """The description of a launch."""
+    """Name, image and restarts of a launch."""
 
-    name: str = key("realm", "of the run, a DNS label: what clouds call its parts begins with it")
-    image: str = key("", "container with this package (`launch/Dockerfile`); clouds need one")
+    name: str = key("realm", "name of the run (a DNS label), and prefix of the names of its cloud resources")
+    image: str = key("", "container image with this package, built from `launch/Dockerfile`; required in a cloud")
     restarts: int = key(
-        10, "failures without progress after which a job is given up; preemptions do not count", NOT_NEGATIVE
+        10, "maximum number of failures of a job without progress between them; preemptions do not count", NOT_NEGATIVE
     )
-    grace_seconds: int = key(120, "from SIGTERM to SIGKILL: long enough to save", NOT_NEGATIVE)
+    grace_seconds: int = key(120, "seconds from SIGTERM to SIGKILL, in which jobs save their state", NOT_NEGATIVE)
     trainer: Trainer = Trainer()
     builder: Builder = Builder()
     local: Here = Here()
@@ -277,11 +279,11 @@ class JobSpec(NamedTuple):
     """A part of a launch that a cloud creates, restarts and ends separately.
 
     Attributes:
-        name: of the part.
+        name: name of the part.
         job: 'trainer' or 'builder'.
         slice: its chips.
         slices: how many.
-        words: of its command.
+        words: words of its command.
     """
 
     name: str
@@ -308,8 +310,8 @@ def process_flags(number: int, count: int) -> list[str]:
     """Return the flags of one of several processes.
 
     Args:
-        number: of the process.
-        count: of processes.
+        number: number of the process.
+        count: count of processes.
     """
     return [f"--process={number}", f"--processes={count}"]
 
@@ -319,7 +321,7 @@ def choose(job: str, names: Iterable[str]) -> str:
 
     Args:
         job: the value of --job.
-        names: of the processes.
+        names: names of the processes.
 
     Raises:
         UserError: there is no such process; the message lists the choices.
@@ -335,7 +337,7 @@ def describe(spec: ConfigDict, config: str, overrides: Sequence[str], workdir: s
     """Return the description of a launch after checking it.
 
     Args:
-        spec: of the launch.
+        spec: spec of the launch.
         config: the value of --config.
         overrides: --config.key=value.
         workdir: a folder of this machine, or gs://BUCKET/FOLDER.

@@ -49,7 +49,7 @@ class JobState(NamedTuple):
     """A job and its state.
 
     Attributes:
-        name: of the job.
+        name: name of the job.
         status: its last status.
         state: 'done', 'alive', 'late' if it should be alive but has had no heartbeat while we polled, 'stopped' if it
             need not be alive, UNKNOWN until that is clear.
@@ -192,7 +192,7 @@ def poll_jobs(heartbeats: Heartbeats, wait: Callable[[float], None] = time.sleep
     """Poll jobs until none is UNKNOWN: for STALE_AFTER seconds if one has no heartbeat, for less if all have one.
 
     Args:
-        heartbeats: of the run.
+        heartbeats: heartbeats of the run.
         wait: called with the seconds to wait.
     """
     waited = 0.0
@@ -246,8 +246,8 @@ def read_object(folder: Folder, name: str) -> dict[str, Any]:
     """Return the JSON object of a file; {} if it is missing or damaged.
 
     Args:
-        folder: of the file.
-        name: of the file.
+        folder: folder of the file.
+        name: name of the file.
     """
     try:
         return folder.read_json(name)
@@ -259,8 +259,8 @@ def read_records(folder: Folder, name: str) -> list[dict[str, Any]]:
     """Return the complete lines of a file of records; [] if it is missing.
 
     Args:
-        folder: of the file.
-        name: of the file.
+        folder: folder of the file.
+        name: name of the file.
     """
     try:
         return parse_lines(folder.read(name))
@@ -293,7 +293,7 @@ def status_line(state: RunState, jobs: Mapping[str, Status]) -> str:
     """Return step, loss and speed, the index's age, the last checkpoint, and the stages of the builders.
 
     Args:
-        state: of the run.
+        state: state of the run.
         jobs: job → status.
     """
     parts = ["not started"]
@@ -312,8 +312,8 @@ def describe_status(name: str, status: Status) -> str:
     """Return a job's stage in words.
 
     Args:
-        name: of the job.
-        status: of the job.
+        name: name of the job.
+        status: status of the job.
     """
     if status.done:
         return "done"
@@ -332,7 +332,7 @@ def run_status(folder: Folder, jobs: Sequence[JobState]) -> JSON:
     * state: one of `STATES`' values, or 'not begun'; 'unknown' also of a run without a trainer's status.
     * stage: as the trainer reports it, '' if it does not.
     * tasks: of the recipe, each {"name", "state": 'waiting', 'running', 'stopped' or 'done', "step", "steps",
-      "seconds", "seconds_left", "loss": curve, "end": as of `compare_with_start`}.
+      "seconds", "seconds_left", "loss": curve, "end": as in `compare_with_start`}.
     * recall: {"measure", "points": [{"task", "step", "value", "refresh": true if the index was new}]}, or None.
     * retrieval_utility: {"value": nats, "curve"}, or None.
     * goodput, waits: shares of the time of the newest task; the latter by their reasons.

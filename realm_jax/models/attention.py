@@ -43,7 +43,7 @@ def dropout_seeds(key: Array, batch: int, heads: int) -> Array:
     """Draw the seeds of `AttentionDropout`.
 
     Args:
-        key: of dropout.
+        key: random key for dropout.
         batch: number of sequences.
         heads: attention heads.
 
@@ -64,9 +64,9 @@ def attend(
         query: [batch, positions, width]; packed like keys if all positions are computed.
         key: [batch, length, width], or packed, [parts, slots, width].
         value: like `key`.
-        layout: of the sequences in keys and values.
+        layout: layout of the sequences in keys and values.
         heads: attention heads.
-        dropout: of the weights; None for none.
+        dropout: dropout of the weights; None for none.
         bias: added to scores, broadcasts to [batch, heads, positions, length]; None for none.
 
     Returns:
@@ -90,7 +90,7 @@ def select_attention(mesh: Mesh, dtype: Any) -> str:
 
     Args:
         mesh: the devices.
-        dtype: of the matrix products.
+        dtype: dtype of the matrix products.
     """
     device = mesh.devices.flat[0]
     if device.platform == "tpu":
@@ -137,9 +137,9 @@ def packed_attention(
         query: [parts, slots, width].
         key: like `query`.
         value: like `query`.
-        layout: of the packed sequences.
+        layout: layout of the packed sequences.
         heads: attention heads.
-        dropout: of the weights; None for none.
+        dropout: dropout of the weights; None for none.
 
     Returns:
         [parts, slots, width], zeros in unused slots.
@@ -180,7 +180,7 @@ def tpu_attention(
         value: like `key`.
         mask: [batch, length] bool, or the layout of packed sequences.
         heads: attention heads.
-        dropout: of the weights; None for none.
+        dropout: dropout of the weights; None for none.
         mesh: the devices over which the arrays are sharded; None for one device.
 
     Returns:
@@ -333,7 +333,7 @@ class KernelSettings(NamedTuple):
 
     Attributes:
         heads: attention heads.
-        rate: of dropout.
+        rate: rate of dropout.
         mesh: the devices that the arrays are spread over; None for one.
     """
 
@@ -355,7 +355,7 @@ def fused_attention(
         value: like `query`.
         bias: [batch, 1, length] float32, added to scores; or the layout of packed sequences, each of which attends to
             itself.
-        seeds: of dropout, [batch, heads] uint32.
+        seeds: seeds of dropout, [batch, heads] uint32.
         settings: heads, dropout and mesh.
 
     Returns:
@@ -413,7 +413,7 @@ def _run(
 def _call(kernel: Kernel, results: int, size: int, rate: float, seeds: Array, *arrays: Array) -> Any:
     """Run a kernel for every sequence and group of heads.
 
-    size: of a head. arrays: states [batch, length, width], with the bias as the fourth.
+    size: size of a head. arrays: states [batch, length, width], with the bias as the fourth.
     """
     batch, length, width = arrays[0].shape
     groups = width // LANES
@@ -434,7 +434,8 @@ def _call(kernel: Kernel, results: int, size: int, rate: float, seeds: Array, *a
 def _call_packed(kernel: Kernel, results: int, size: int, rate: float, length: int, *arrays: Array) -> Any:
     """Run a kernel like `_call` for packed sequences.
 
-    length: of the longest sequence, in whole tiles. arrays: starts and lengths [1, n], seeds [1, n, heads], then states
+    length: length of the longest sequence, in whole tiles. arrays: starts and lengths [1, n], seeds [1, n, heads], then
+        states
     [1, slots, width] of the one part that a device has. The kernel's name says how many sequences there are and how
     long a window is, as a compiled program says it nowhere else.
     """
@@ -475,8 +476,8 @@ class Work(NamedTuple):
         seeds: a reference, [1, heads of the group].
         bias: added to scores, [1, length] float32.
         first: the row of the sequence's first token.
-        size: of a head.
-        rate: of dropout.
+        size: size of a head.
+        rate: rate of dropout.
     """
 
     seeds: Any

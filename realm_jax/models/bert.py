@@ -54,7 +54,7 @@ def constrained(x: Array, compute: Compute) -> Array:
 class Layer(nn.Module):
     """One post-norm transformer layer; queries may be fewer than keys.
 
-    A fresh layer hands on what it attends to unchanged: its value matrix is orthogonal and its output matrix the
+    A new layer returns the values that it attends to: its value matrix is orthogonal and its output matrix the
     inverse. So a model without BERT's weights copies and compares words from its first steps, instead of after the
     hundreds that two random matrices need to find each other (measured: `benchmarks/README.md`).
     """
@@ -70,9 +70,9 @@ class Layer(nn.Module):
         Args:
             queries: [batch, positions, width]; packed like keys if all positions are computed.
             keys: [batch, length, width], or packed, [parts, slots, width].
-            layout: of the sequences in `keys`.
+            layout: layout of the sequences in `keys`.
             deterministic: without dropout.
-            bias: of attention, see `attend`.
+            bias: bias of attention, see `attend`.
 
         Returns:
             Hidden states like `queries`.
@@ -161,11 +161,11 @@ class Bert(nn.Module):
         return self.blocks[-1](queries, x, layout, deterministic, self.attention_bias(mask.shape[1], positions))
 
     def attention_bias(self, length: int, positions: Array | None = None) -> Array | None:
-        """Return what is added to the scores of attention, nothing in a BERT.
+        """Return the bias that is added to attention scores; zero for a BERT.
 
         Args:
-            length: of the sequences, in tokens.
-            positions: of the queries, [batch, m] int; None for all.
+            length: length of the sequences, in tokens.
+            positions: positions of the queries, [batch, m] int; None for all.
 
         Returns:
             An array that broadcasts to [batch, heads, length or m, length]; None for nothing.
@@ -212,7 +212,7 @@ def apply(
         params: its parameters.
         inputs: ids, segments, mask [batch, length], and the method's other arrays [batch, …].
         method: its name.
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
         packed_length: see `Compute`. Packed sequences are read in balanced order, and results returned in theirs.
     """
     config: BertConfig = network.config.with_compute(packed_length=packed_length)

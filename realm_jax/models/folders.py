@@ -18,7 +18,7 @@ from typing import Any
 
 from realm_jax.data.tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE
 from realm_jax.data.wordpiece import VOCABULARY_FILE
-from realm_jax.errors import UserError
+from realm_jax.errors import UserError, install_extra
 from realm_jax.models.sentence_transformers import (
     INPUT,
     MODULES,
@@ -86,7 +86,7 @@ def open_hub(feature: str) -> Any:
     """Return the hub's `HfApi` with the user's token.
 
     Args:
-        feature: that needs it, for messages.
+        feature: feature that needs it, for messages.
 
     Raises:
         UserError: if library or token is missing.
@@ -101,11 +101,11 @@ def upload_model(hub: Any, folder: Path, name: str, private: bool, flag: str, ex
     """Upload a folder to a repository of the hub, create it if needed, and return its address.
 
     Args:
-        hub: of `open_hub`.
+        hub: module of `open_hub`.
         folder: to upload.
-        name: of the repository.
+        name: name of the repository.
         private: make a new repository private, and require an existing one to be; otherwise the hub's default holds.
-        flag: that names the repository.
+        flag: flag that names the repository.
         excluded: names of files in `folder` that stay on this machine.
 
     Raises:
@@ -136,7 +136,7 @@ def _hub(feature: str, alternative: str = "") -> ModuleType:
     try:
         import huggingface_hub  # here, since it is optional
     except ImportError:
-        advice = f"run `pip install '.[huggingface]'`{alternative}"
+        advice = f"{install_extra('huggingface')}{alternative}"
         raise UserError(f"{feature}: needs Hugging Face's hub; {advice}") from None
     return huggingface_hub
 
@@ -167,7 +167,7 @@ def network_folder(folder: Path, network: str) -> Path | None:
     """Find the folder of a network's weights in a model.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
         network: its name.
 
     Returns:

@@ -129,7 +129,7 @@ def query_sequences(query: Array, lengths: Array, template: Template | None = No
 
     Args:
         query: [batch, q] int.
-        lengths: of the queries, [batch].
+        lengths: lengths of the queries, [batch].
         template: None for none.
 
     Returns:
@@ -149,7 +149,7 @@ def document_text_mask(passages: PassageBatch, texts: EncoderInput, template: Te
     Args:
         passages: ids [batch, d].
         texts: the same passages laid out by `document_sequences`, arrays [batch, length].
-        template: with which they were laid out.
+        template: template with which they were laid out.
 
     Returns:
         [batch, length] bool.
@@ -169,7 +169,7 @@ def query_text_mask(texts: EncoderInput, template: Template | None = None) -> Ar
 
     Args:
         texts: queries laid out by `query_sequences`, arrays [batch, length].
-        template: with which they were laid out.
+        template: template with which they were laid out.
 
     Returns:
         [batch, length] bool.

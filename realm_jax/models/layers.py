@@ -34,17 +34,17 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {  # names as in Hugging Face
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """How an encoder is computed: speed, memory and rounding.
+    """Settings of an encoder's computation: speed, memory and rounding.
 
     Attributes:
-        dtype: of the matrix products, float32 or bfloat16; parameters, LayerNorm and softmax are always float32.
-        state_dtype: of hidden states and attention weights; None: like `dtype`.
+        dtype: dtype of the matrix products, float32 or bfloat16; parameters, LayerNorm and softmax are always float32.
+        state_dtype: dtype of hidden states and attention weights; None: like `dtype`.
         attention: a key of `attention.ATTENTION`.
         remat: a key of `bert.REMAT`: the values that are stored for the backward pass.
         scan: all layers but the last are one compiled loop over their stacked parameters; the parameter tree is the
             same.
-        hidden_sharding: of hidden states [batch, length, width]. Without it the compiler may shard them like parameters
-            and keep all batches on every device.
+        hidden_sharding: sharding of hidden states [batch, length, width]. Without it the compiler may shard them
+            like parameters and keep all batches on every device.
         packed_length: token slots into which a device's share of the batch is packed (`packing.py`); 0: sequences stay
             padded.
     """
@@ -104,9 +104,9 @@ class BertConfig:
         dropout: probability, on embeddings, attention weights and both residual branches.
         hidden_act: the activation of the feed-forward layers, a key of ACTIVATIONS.
         architecture: a key of `architectures.table.ARCHITECTURES`.
-        norm_epsilon: of every LayerNorm.
+        norm_epsilon: epsilon of every LayerNorm.
         segment_types: rows of the table of segments; with one all tokens have the first, 0 for no table.
-        rotary: of ModernBERT.
+        rotary: rotary sizes of ModernBERT.
         compute: precision, speed and memory.
     """
 
@@ -163,7 +163,7 @@ def matrix_product(x: Array, kernel: Array, dtype: Any) -> Array:
     Args:
         x: [..., inputs].
         kernel: [inputs, outputs].
-        dtype: that operands are rounded to.
+        dtype: dtype that operands are rounded to.
 
     Returns:
         [..., outputs] in the dtype of `x`.
@@ -211,10 +211,10 @@ def dense(
     Args:
         features: outputs.
         axes: logical axis names of (inputs, outputs), see `mesh.RULES`.
-        config: of the encoder that it belongs to.
-        name: of its parameters.
+        config: config of the encoder that it belongs to.
+        name: name of its parameters.
         kernel_init: None for BERT's initializer.
-        dtype: of the product and its result; None for those of the config.
+        dtype: dtype of the product and its result; None for those of the config.
         has_bias: add a bias.
     """
 
@@ -250,7 +250,7 @@ def layer_norm(
     """Make a LayerNorm in float32, for states of any dtype.
 
     Args:
-        name: of its parameters.
+        name: name of its parameters.
         epsilon: added to the variance.
         scale: initial value of its scale.
         has_bias: add a bias.
@@ -269,10 +269,10 @@ def embedding(rows: int, width: int, axis: str | None, name: str) -> nn.Embed:
     """Make a lookup table [rows, width] with BERT's initializer.
 
     Args:
-        rows: of the table.
+        rows: rows of the table.
         width: features.
         axis: logical axis name of the rows, see `mesh.RULES`.
-        name: of its parameters.
+        name: name of its parameters.
     """
     init = nn.with_logical_partitioning(initializer(width), (axis, "embed"))
     return nn.Embed(rows, width, embedding_init=init, name=name)
@@ -318,9 +318,9 @@ def keep_mask(
     Args:
         seed: uint32, a scalar or one that broadcasts to the shape.
         shape: [..., rows, columns].
-        rate: of dropout.
+        rate: rate of dropout.
         first: row and column that count as 0; those before it are not used.
-        rows: what rows count as, if they belong to several sequences; columns then are features.
+        rows: numbers of the rows, if they belong to several sequences; columns then are features.
 
     Returns:
         bool, of the shape.

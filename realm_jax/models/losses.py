@@ -40,7 +40,7 @@ def log_sum_selected(log_p: Array, selected: Array, axis: int | tuple[int, ...])
     """Return log Σ exp(log_p) over selected entries.
 
     Args:
-        log_p: of any shape.
+        log_p: log-probabilities of any shape.
         selected: bool, like `log_p`.
         axis: over which to sum.
 
@@ -182,8 +182,8 @@ def answer_log_probabilities(scores: Array, span_scores: Array, allowed: Array, 
     """Return (log p(z|x), log p(span|z,x)) of a model that was fine-tuned with `objective`.
 
     Args:
-        scores: of the passages.
-        span_scores: of the spans.
+        scores: scores of the passages.
+        span_scores: scores of the spans.
         allowed: spans that may be answers.
         objective: 'marginal': one softmax over the passages, and one over the spans of each. 'orqa' and 'positive': a
             single softmax over all spans of all passages, each with its passage's score; p(z|x) is then the sum over
@@ -208,7 +208,7 @@ def answer_marginal(scores: Array, span_scores: Array, allowed: Array, correct: 
     """Compute −log Σ_z p(z|x) Σ_{correct spans} p(span|z,x), mean over the examples that have a correct span.
 
     Args:
-        scores: of the passages, [batch, passages].
+        scores: scores of the passages, [batch, passages].
         span_scores: [batch, passages, length, width].
         allowed: spans that may be answers, like `span_scores`.
         correct: spans that are answers, like `span_scores`.
@@ -228,7 +228,7 @@ def orqa_retriever_loss(beam_scores: Array, beam_correct: Array) -> Array:
 
     Args:
         beam_scores: [batch, c].
-        beam_correct: which passages hold an answer, bool [batch, c].
+        beam_correct: True for passages that hold an answer, bool [batch, c].
 
     Returns:
         [batch].
@@ -243,7 +243,7 @@ def orqa_reader_loss(scores: Array, span_scores: Array, allowed: Array, correct:
     With one passage its score cancels out.
 
     Args:
-        scores: of the passages, [batch, passages].
+        scores: scores of the passages, [batch, passages].
         span_scores: [batch, passages, length, width].
         allowed: spans that may be answers, like `span_scores`.
         correct: spans that are answers, like `span_scores`.
@@ -264,10 +264,10 @@ def orqa_loss(
     The mean is over all examples, those without a correct entry as well.
 
     Args:
-        beam_scores: of the retriever's beam, [batch, c].
-        beam_correct: which passages of the beam hold an answer, bool [batch, c].
-        scores: of the passages that the reader reads.
-        span_scores: of their spans.
+        beam_scores: scores of the retriever's beam, [batch, c].
+        beam_correct: True for passages of the beam that hold an answer, bool [batch, c].
+        scores: scores of the passages that the reader reads.
+        span_scores: scores of their spans.
         allowed: spans that may be answers.
         correct: spans that are answers.
     """

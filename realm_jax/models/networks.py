@@ -44,8 +44,8 @@ class Realm(Retriever):
     Methods are pure functions of their arguments; `key` turns dropout on (None: off).
 
     Attributes:
-        reader: of passages.
-        networks: of tasks.
+        reader: reader of passages.
+        networks: networks of tasks.
     """
 
     reader: Reader = dataclasses.field(kw_only=True)

@@ -114,7 +114,7 @@ def packing(mask: Array, parts: int, packed_length: int, alignment: int = 1) -> 
     Args:
         mask: [batch, length] bool, true on the first tokens of each sequence. If a part has more tokens than slots, its
             longest sequences are cut to one length, the largest that fits.
-        parts: of the batch.
+        parts: parts of the batch.
         packed_length: slots of a part; at least `alignment` for each sequence.
         alignment: sequences begin at multiples of it.
     """
@@ -143,7 +143,7 @@ def fitting_lengths(lengths: Array, longest: int, packed_length: int, alignment:
     """Cut lengths [parts, n] to the largest multiple of `alignment` with which each part's sequences fit.
 
     Args:
-        lengths: of sequences.
+        lengths: lengths of sequences.
         longest: no sequence is longer.
         packed_length: slots of a part.
         alignment: sequences begin at multiples of it.
@@ -213,7 +213,7 @@ def snake_order(sequences: int, parts: int) -> NDArray[np.int64]:
 
     Args:
         sequences: how many, a multiple of `parts`.
-        parts: of a batch.
+        parts: parts of a batch.
 
     Returns:
         Ranks, part after part, [sequences].
@@ -227,7 +227,7 @@ def packed_lengths(lengths: Array, longest: int, packed_length: int, mesh: Mesh 
     """Return the number of tokens of each sequence that have a slot, if they are packed in balanced order.
 
     Args:
-        lengths: of the sequences, [batch, …].
+        lengths: lengths of the sequences, [batch, …].
         longest: no sequence is longer.
         packed_length: slots of a device's share; 0: the sequences are padded.
         mesh: the devices that share the batch; None for one.

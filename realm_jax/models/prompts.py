@@ -45,7 +45,7 @@ def parse(template: str, key: str, titles: bool) -> tuple[str, str, bool]:
 
     Args:
         template: see the docstring of this module.
-        key: of the config, for messages.
+        key: key of the config, for messages.
         titles: `{title}` may be used.
 
     Returns:
@@ -100,7 +100,7 @@ def compiled(template: str, key: str, titles: bool, encode: Encode) -> Template:
 
     Args:
         template: see the docstring of this module.
-        key: of the config, for messages.
+        key: key of the config, for messages.
         titles: `{title}` may be used.
         encode: text → ids of its tokens.
 
@@ -129,7 +129,7 @@ def query_lengths(lengths: Any, template: Template | None) -> Any:
     """Return the number of tokens of queries that the query encoder reads.
 
     Args:
-        lengths: of `[CLS] text [SEP]`, a number or an array.
+        lengths: lengths of `[CLS] text [SEP]`, a number or an array.
         template: around queries; None for none.
     """
     return lengths + (template.size if template else 0)
@@ -152,7 +152,7 @@ def longest_passage(length: int, template: Template | None) -> int:
     """Return the number of tokens of the longest passage that the passage encoder reads.
 
     Args:
-        length: of the two segments `[CLS] title [SEP] body [SEP]`; one text has one [SEP] less.
+        length: length of the two segments `[CLS] title [SEP] body [SEP]`; one text has one [SEP] less.
         template: around passages; None for two segments.
     """
     return length if template is None else length - 1 + template.size

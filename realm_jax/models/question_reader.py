@@ -47,9 +47,9 @@ class ReaderText(NamedTuple):
     """A passage to read for a question.
 
     Attributes:
-        question: of the user.
+        question: question of the user.
         title: read in a line before the text; '' for none. No answer is taken from it.
-        text: of the passage.
+        text: text of the passage.
     """
 
     question: str
@@ -215,7 +215,7 @@ class QuestionReader:
         Windows of like length share a batch, and batches have few shapes, so that few programs are compiled.
 
         Args:
-            windows: of any passages.
+            windows: windows of any passages.
 
         Returns:
             [tokens, 2] of each window.
@@ -253,7 +253,7 @@ def best_spans(
 
     Args:
         part: the passage.
-        windows: of the passage, in order.
+        windows: windows of the passage, in order.
         scores: start and end of each window's tokens, [tokens, 2].
         answer_tokens: tokens of an answer at most.
         top: spans at most.

@@ -83,7 +83,7 @@ class ReaderNetwork(nn.Module):
             ids: tokens of the reader input.
             segments: 0 or 1.
             mask: false on padding.
-            positions: of the targets, [batch, m] int.
+            positions: positions of the targets, [batch, m] int.
             targets: [batch, m] int.
             deterministic: without dropout.
 
@@ -152,8 +152,8 @@ class Reader:
         Args:
             params: all parameters.
             reader_input: texts joined with passages.
-            positions: of masked tokens, [batch, m].
-            key: of dropout; None for none.
+            positions: positions of masked tokens, [batch, m].
+            key: random key for dropout; None for none.
 
         Returns:
             [batch, m, vocabulary] float32.
@@ -170,9 +170,9 @@ class Reader:
         Args:
             params: all parameters.
             reader_input: texts joined with passages.
-            positions: of masked tokens, [batch, m].
+            positions: positions of masked tokens, [batch, m].
             targets: [batch, m] int.
-            key: of dropout; None for none.
+            key: random key for dropout; None for none.
             packed_length: see `layers.Compute`.
 
         Returns:
@@ -189,7 +189,7 @@ class Reader:
         Args:
             params: all parameters.
             reader_input: texts joined with passages.
-            key: of dropout; None for none.
+            key: random key for dropout; None for none.
             packed_length: see `layers.Compute`.
 
         Returns:

@@ -4,7 +4,7 @@ hidden states → pooled → linear projection → normalized. The paper's: [CLS
 LayerNorm. With unit scale such a vector's norm is about √128, so inner products range over about ±128. Public encoders
 for retrieval take the mean, have no projection, and divide by the length.
 
-Read next: `bert.py` for the network, `inputs.py` for what it reads.
+Read next: `bert.py` for the network, `inputs.py` for its inputs.
 """
 
 import dataclasses
@@ -105,8 +105,8 @@ class Encoder(nn.Module):
     Attributes:
         config: sizes of its transformer.
         projection: size of a linear layer after the pooling, 0 for none.
-        norm_epsilon: of the LayerNorm.
-        norm_scale: of the LayerNorm. A fresh vector's length is norm_scale × √size, so scores are within
+        norm_epsilon: epsilon of the LayerNorm.
+        norm_scale: scale of the LayerNorm. A fresh vector's length is norm_scale × √size, so scores are within
             ± norm_scale² × size.
         pooling: a key of POOLINGS.
         normalization: "layer" (LayerNorm), "l2" (length 1) or "none".
@@ -183,8 +183,8 @@ class Retriever:
     Attributes:
         bert: sizes of both encoders.
         projection: see `Encoder`, as for the next five.
-        norm_epsilon: of the LayerNorm.
-        norm_scale: of the LayerNorm.
+        norm_epsilon: epsilon of the LayerNorm.
+        norm_scale: scale of the LayerNorm.
         pooling: a key of POOLINGS.
         normalization: "layer", "l2" or "none".
         dimensions: first features of a vector that are kept; 0 for all.
@@ -245,8 +245,8 @@ class Retriever:
         Args:
             params: all parameters.
             query: tokens of `[CLS] text [SEP]`, [batch, q] int.
-            lengths: of the queries, [batch].
-            key: of dropout; None for none.
+            lengths: lengths of the queries, [batch].
+            key: random key for dropout; None for none.
             packed_length: see `layers.Compute`.
 
         Returns:
@@ -270,7 +270,7 @@ class Retriever:
         Args:
             params: all parameters.
             passages: ids [batch, d].
-            key: of dropout; None for none.
+            key: random key for dropout; None for none.
             packed_length: see `layers.Compute`.
 
         Returns:
@@ -287,7 +287,7 @@ class Retriever:
         Args:
             params: all parameters.
             query: tokens of `[CLS] text [SEP]`, [batch, q] int.
-            lengths: of the queries, [batch].
+            lengths: lengths of the queries, [batch].
 
         Returns:
             Arrays [batch, q + the template's tokens, …].

@@ -87,7 +87,7 @@ class Module(NamedTuple):
     Attributes:
         kind: its class.
         layer: prefix of its tensors' names.
-        activation: of a Dense.
+        activation: activation of a Dense.
     """
 
     kind: str
@@ -106,7 +106,7 @@ class SentenceModel(NamedTuple):
     """A folder of sentence-transformers.
 
     Attributes:
-        folder: of the model.
+        folder: folder of the model.
         transformer: folder of the transformer, which is the first module.
         encoder: key of the config's section → value.
         modules: layer → the folder of its weights.
@@ -135,7 +135,7 @@ def transformer_folder(folder: Path, route: str = "document") -> Path:
     """Return the folder of the transformer and its tokenizer: a folder itself, or its first module if it has modules.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
         route: QUERIES or PASSAGES, for a Router.
 
     Raises:
@@ -162,7 +162,7 @@ def sentence_model(folder: Path, route: str = "document") -> SentenceModel | Non
     `similarity`.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
         route: QUERIES or PASSAGES, for a Router.
 
     Raises:
@@ -320,7 +320,7 @@ def find_encoder(model: SentenceModel, config: BertConfig, parts: Sequence[Part]
     Args:
         model: the folder.
         config: sizes of the transformer.
-        parts: of the encoder.
+        parts: parts of the encoder.
 
     Raises:
         UserError: like `weights.find`, and if a module has no safetensors, or tensors of another size.
@@ -353,9 +353,9 @@ def write_modules(
     """Write the library's files around an encoder's transformer, which is in `folder`.
 
     Args:
-        folder: of the transformer.
+        folder: folder of the transformer.
         model: all networks.
-        params: of the encoder.
+        params: parameters of the encoder.
         encoder: the config's section.
         lengths: purposes of the encoder ('query', 'document', or both if it is shared) → tokens of its longest input.
     """

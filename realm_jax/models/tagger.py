@@ -1,4 +1,4 @@
-"""BERT for token classification as a finder of salient spans, `hf:NAME`: what REALM tagged its names with.
+"""BERT for token classification as a finder of salient spans, `hf:NAME`, as REALM's authors used one.
 
 REALM's names came from a BERT that was fine-tuned on CoNLL-2003 (Guu et al. 2020, section 3.4). Here it is any
 `BertForTokenClassification` of Hugging Face: a folder, or a repository of the hub, with `config.json` (its `id2label`
@@ -48,8 +48,8 @@ class LoadedTagger(NamedTuple):
 
     Attributes:
         network: without parameters.
-        params: of the network.
-        tokenizer: of the model.
+        params: parameters of the network.
+        tokenizer: tokenizer of the model.
         labels: the name of each label.
     """
 
@@ -60,7 +60,7 @@ class LoadedTagger(NamedTuple):
 
 
 def load_tagger(folder: Path) -> LoadedTagger:
-    """Load a BERT for token classification. Raises UserError, naming the file, for what is missing or does not fit."""
+    """Load a BERT for token classification. Raises UserError, naming the file, if a part is missing or does not fit."""
     path = folder / SETTINGS
     settings = read_settings(path)
     if (kind := settings.get("model_type", BERT.model_type)) != BERT.model_type:
@@ -94,7 +94,7 @@ class NetworkFinder:
     """A finder of names by a network, sentence by sentence, and of dates by rules.
 
     Attributes:
-        identity: of weights, labels and tokenizer.
+        identity: identity of weights, labels and tokenizer.
         uses_devices: JAX's devices belong to one process, so only one process of a machine runs it.
     """
 
@@ -168,10 +168,10 @@ def entities(
     or after O, E, L, S or U; so a sequence that a scheme forbids is read as CoNLL's scorer reads it.
 
     Args:
-        tokens: of the window, [tokens]; one at least.
-        starts: which tokens are the first of a word or mark, bool [tokens].
+        tokens: tokens of the window, [tokens]; one at least.
+        starts: True for tokens that are the first of a word or mark, bool [tokens].
         tags: the label of each token, [tokens].
-        probabilities: of these labels, [tokens].
+        probabilities: probabilities of these labels, [tokens].
 
     Returns:
         Spans of characters, each with the mean probability of its words' tags as its score.

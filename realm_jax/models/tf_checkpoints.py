@@ -63,7 +63,7 @@ def tensor_name(network: str, name: str) -> str:
 
     Args:
         network: EMBEDDER or READER.
-        name: of the variable in this network.
+        name: name of the variable in this network.
 
     Raises:
         KeyError: for an unknown variable.
@@ -84,7 +84,7 @@ def epsilons(network: str, names: Iterable[str]) -> dict[str, float]:
 
     Args:
         network: EMBEDDER or READER.
-        names: of its variables, which tell if Keras's layer was used, with Keras's default.
+        names: names of its variables, which tell if Keras's layer was used, with Keras's default.
     """
     if network == READER:
         return {"reader_layer_norm_eps": SPAN_NORM_EPSILON}
@@ -96,8 +96,8 @@ def map_variables(names: Iterable[str], path: str) -> dict[str, dict[str, str]]:
     """Map the variables of a checkpoint: network → Hugging Face's name → the variable's.
 
     Args:
-        names: of all variables.
-        path: of the checkpoint, for messages.
+        names: names of all variables.
+        path: path of the checkpoint, for messages.
 
     Raises:
         UserError: for an unknown variable of a network, for two that are the same tensor, and for a network without a

@@ -71,8 +71,8 @@ class LoadedClassifier(NamedTuple):
 
     Attributes:
         network: without parameters.
-        params: of the network.
-        tokenizer: of the model.
+        params: parameters of the network.
+        tokenizer: tokenizer of the model.
     """
 
     network: TokenClassifier
@@ -86,10 +86,10 @@ def load_token_classifier(
     """Load an encoder with a linear layer over its tokens.
 
     Args:
-        folder: of the model, with `config.json`, `model.safetensors` and a tokenizer.
+        folder: folder of the model, with `config.json`, `model.safetensors` and a tokenizer.
         labels: outputs of the linear layer.
         head_of: sizes of the encoder → the part of the file that holds the layer.
-        purpose: what the model is for, as Hugging Face names it, for messages.
+        purpose: purpose of the model, in the words of Hugging Face, for messages.
 
     Raises:
         UserError: something is missing or does not fit; the message names the file.
@@ -116,8 +116,8 @@ def digest_of(folder: Path, tokenizer: Tokenizer) -> str:
     """Return digits that change with any weight, setting or token of a model.
 
     Args:
-        folder: of the model.
-        tokenizer: of the model.
+        folder: folder of the model.
+        tokenizer: tokenizer of the model.
     """
     digest = hashlib.sha256()
     shards = sorted(path.name for path in folder.glob("model-*.safetensors"))  # if there is no single file

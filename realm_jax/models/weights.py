@@ -69,7 +69,7 @@ class Part(NamedTuple):
 
     Attributes:
         title: for messages.
-        tensors: of the part.
+        tensors: tensors of the part.
         settings: required values of config.json, because shapes do not determine them: its key → (our key, our value).
     """
 
@@ -178,7 +178,7 @@ class StoredTensor(NamedTuple):
 
     Attributes:
         tensor: its path and shape.
-        path: of the file.
+        path: path of the file.
         name: in the file.
     """
 
@@ -249,9 +249,9 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
     """Find the parts of a network that a folder has, without reading numbers.
 
     Args:
-        folder: of the network.
+        folder: folder of the network.
         config: sizes of its encoder.
-        parts: of the network. The folder must have the first one, the encoder.
+        parts: parts of the network. The folder must have the first one, the encoder.
 
     Raises:
         UserError: if the folder has no safetensors or no readable files, if a tensor is missing, has another shape or
@@ -267,7 +267,9 @@ def find(folder: Path, config: BertConfig, parts: Sequence[Part]) -> NetworkFile
         prefixes = "", architecture.prefix, f"{HF_REALM}."
         prefix = next((prefix for prefix in prefixes if prefix + architecture.words in files), None)
         if prefix is None:
-            raise UserError(f"{path}: has no {architecture.words}; it is no {architecture.base_class}")
+            raise UserError(
+                f"{path}: has no {architecture.words}, so it is not a {architecture.base_class}; choose another model"
+            )
         _check_extent(files, prefix, path, config, settings)
         present = [part for part in parts if part == parts[0] or _has(files, prefix, part, architecture)]
         stored = []
@@ -342,9 +344,9 @@ def check_tensor(files: Tensors, name: str, tensor: Tensor, path: Path) -> None:
 
     Args:
         files: the opened tensors.
-        name: of the tensor in the file.
+        name: name of the tensor in the file.
         tensor: the expected parameter.
-        path: of the file, for messages.
+        path: path of the file, for messages.
 
     Raises:
         UserError: it is not a float, or has another shape.
@@ -424,7 +426,7 @@ def save(folder: Path, params: Params, parts: Sequence[Part], kind: str, setting
 
     Args:
         folder: to create.
-        params: of the network.
+        params: parameters of the network.
         parts: to write.
         kind: 'bert' for the architecture's names of tensors, 'realm' for those of `RealmEmbedder` and `RealmReader`.
         settings: content of config.json.
@@ -445,7 +447,7 @@ def write_json(path: Path, value: Any) -> None:
     """Write a JSON file in the format of Hugging Face's library.
 
     Args:
-        path: of the file.
+        path: path of the file.
         value: settings.
     """
     path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")

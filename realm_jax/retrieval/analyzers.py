@@ -18,7 +18,7 @@ from typing import Any
 import regex
 
 from realm_jax.data.languages import BIGRAMS, LANGUAGES, PLAIN
-from realm_jax.errors import UserError
+from realm_jax.errors import UserError, install_extra
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,7 @@ def check_available(language: str) -> None:
     """Raise UserError if `retrieval.language` names a language whose library is not installed."""
     if missing := _missing(language):
         raise UserError(
-            f"{KEY}={language}: needs {' and '.join(missing)}; run `pip install 'realm_jax[languages]'`, or set "
-            f"{KEY}={BIGRAMS}"
+            f"{KEY}={language}: needs {' and '.join(missing)}; {install_extra('languages')}, or set {KEY}={BIGRAMS}"
         )
 
 
@@ -100,10 +99,10 @@ def _missing(language: str) -> list[str]:
 @cache  # once in a process
 def _warn_of_missing(language: str) -> None:
     logger.warning(
-        "words: without %s BM25 matches pairs of characters in %s texts; run `pip install 'realm_jax[languages]'`, or "
-        "set %s=%s",
-        " and ".join(_missing(language)),
+        "BM25 matches pairs of characters in %s texts without %s; %s, or set %s=%s",
         LANGUAGES[language].capitalize(),
+        " and ".join(_missing(language)),
+        install_extra("languages"),
         KEY,
         BIGRAMS,
     )

@@ -52,7 +52,9 @@ def language_of(store: PassageStore) -> str:
     rows = np.unique(np.linspace(0, len(store) - 1, min(NUM_SAMPLED_PASSAGES, len(store))).astype(int)).tolist()
     choice, code = most_common_language(store.text(row) for row in rows)
     if choice == PLAIN and code:
-        logger.info("words: the corpus seems to be in %r, without stems or stop words here; using plain words", code)
+        logger.info(
+            "words: the corpus seems to be in %r, for which BM25 has no stems or stop words; matching plain words", code
+        )
     return available(choice)
 
 
@@ -129,7 +131,7 @@ class Bm25:
         """Load an index that was saved, memory-mapped.
 
         Args:
-            folder: of the index.
+            folder: folder of the index.
             max_checked_bytes: files of more bytes are only compared by size, not by checksum; None: all checksums are.
 
         Raises:
@@ -225,11 +227,13 @@ def _load_saved(store: PassageStore, language: str, workdir: Path, max_checked_b
         return None
     if saved.libraries != library_versions(saved.language):
         installed = library_versions(saved.language) or "no such library"
-        logger.warning("%s was made with %s, here is %s; rebuilding the index", folder, saved.libraries, installed)
+        logger.warning(
+            "%s was built with %s, but %s is installed; rebuilding the index", folder, saved.libraries, installed
+        )
         return None
     # A corpus without a recorded language: an earlier version of this program, or a missing library, may have decided.
     if not language and saved.language in (PLAIN, BIGRAMS) and language_of(store) != saved.language:
-        logger.warning("%s was made of %s; rebuilding the index", folder, _TERMS[saved.language])
+        logger.warning("%s was built from %s; rebuilding the index", folder, _TERMS[saved.language])
         return None
     return saved
 

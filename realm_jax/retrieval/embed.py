@@ -105,7 +105,7 @@ def embedded_batches(
         progress: called with the number of passages done.
 
     Yields:
-        Row numbers [≤ batch_size], and what `embed` returned for them, on the host.
+        Row numbers [≤ batch_size], and the results of `embed` for them, on the host.
     """
     pending: list[tuple[NDArray[np.int64], Any]] = []
     done = 0

@@ -5,7 +5,7 @@ of its scores, as in the marginal likelihood, and p_w(z|x) the softmax of BM25's
 already (Robertson & Spärck Jones 1976) and so need no temperature. A passage is ranked by √p_v + √p_w: the mean of
 exponent ½ of the two, half-way between a mixture (one search that is sure is enough) and a product (both have to
 agree), also known as the α-mean for α = 0 (Amari 2007). How sure a search is decides its weight for each question by
-itself: nothing is fitted. `benchmarks/README.md` has what it was compared with.
+itself: nothing is fitted. `benchmarks/README.md` links the comparison with other rules.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,8 @@ class FusedRanking(NamedTuple):
         scores: float32 [queries, depth].
         ranks: rank of each passage in the list of vectors and in that of BM25, from 1; 0 if it is not in it; int32
             [queries, depth, 2]. A reranker adds a third column, its own ranks.
-        values: by which the search ordered the passages, float32 [queries, depth]; without meaning for a row of −1.
+        values: values by which the search ordered the passages, float32 [queries, depth]; without meaning for a row of
+            −1.
     """
 
     rows: Any
@@ -41,9 +42,9 @@ def fuse(
 
     Args:
         vector_rows: by vectors, best first, [queries, a].
-        vector_scores: of these rows, as the retriever's softmax takes them, [queries, a].
+        vector_scores: vector scores of these rows, as the retriever's softmax takes them, [queries, a].
         bm25_rows: by BM25, best first, [queries, b].
-        bm25_scores: of these rows, [queries, b].
+        bm25_scores: BM25 scores of these rows, [queries, b].
         bm25_vector_scores: the retriever's scores of these rows, [queries, b].
         depth: rows of the result, at most a + min(b, FUSION_DEPTH).
     """

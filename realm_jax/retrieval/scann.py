@@ -34,12 +34,12 @@ BLOCK = 65_536  # rows scored at a time by `exact_rows`
 
 @dataclasses.dataclass(frozen=True)
 class ScannConfig:
-    """How the shards of an index are built and searched.
+    """Settings for building and searching the shards of an index.
 
     Attributes:
         budget: rows that every shard returns, and that are scored exactly.
         searched: leaves of a shard's tree that are searched; 0: they follow from the size of the shard.
-        leaves: of a shard's tree; 0: they follow from the size of the shard.
+        leaves: leaves of a shard's tree; 0: they follow from the size of the shard.
         shard_rows: rows of a shard at most, which decides the memory to build one: 1 GB of vectors of 128, and twice
             that.
         tree_from: rows from which a shard has a tree; we score all of a smaller one, which takes no longer.
@@ -69,7 +69,7 @@ class Shard(NamedTuple):
     Attributes:
         first: first row.
         last: row after the last.
-        searcher: of ScaNN.
+        searcher: searcher of ScaNN.
     """
 
     first: int
@@ -81,7 +81,7 @@ def shard_ranges(rows: int, shard_rows: int, start: int = 0) -> list[tuple[int, 
     """Divide a corpus into shards of nearly equal size.
 
     Args:
-        rows: of the corpus.
+        rows: rows of the corpus.
         shard_rows: most rows of a shard.
         start: first row.
 
@@ -99,7 +99,7 @@ def build_shard(vectors: NDArray[np.float32], settings: ScannConfig, folder: Pat
     Args:
         vectors: [rows, width].
         settings: how it is built.
-        folder: of its files.
+        folder: folder of its files.
 
     Returns:
         The sizes of its tree, to be recorded.
@@ -128,7 +128,7 @@ def renew_shard(vectors: NDArray[np.float32], trained: Path, folder: Path) -> No
     Args:
         vectors: [rows, width], as many as before.
         trained: folder of the earlier searcher.
-        folder: of the new one.
+        folder: folder of the new one.
     """
     searcher = load_shard(trained, 0, len(vectors)).searcher.searcher
     with _quiet():
@@ -142,7 +142,7 @@ def load_shard(folder: Path, first: int, last: int) -> Shard:
     """Load a shard's searcher from its files, which the caller has verified. Nothing is unpickled.
 
     Args:
-        folder: of its files.
+        folder: folder of its files.
         first: first row of the shard.
         last: row after the last.
     """
@@ -174,7 +174,7 @@ class Searcher:
 
         Args:
             vectors: [rows, width].
-            settings: of the shards.
+            settings: settings of the shards.
         """
         shards = []
         for first, last in shard_ranges(len(vectors), settings.shard_rows):
@@ -252,7 +252,7 @@ def recall(rows: NDArray[np.int32], exact: NDArray[np.int32]) -> float:
     """Return recall: the share of the exact rows that the search returned, mean over the queries.
 
     Args:
-        rows: of the approximate search, [queries, n].
+        rows: rows of the approximate search, [queries, n].
         exact: rows of exact search, [queries, k].
 
     Returns:
@@ -267,7 +267,7 @@ def round_to_dtype(queries: NDArray, dtype: Any) -> NDArray[np.float32]:
 
     Args:
         queries: [n, width].
-        dtype: of the stored vectors.
+        dtype: dtype of the stored vectors.
 
     Returns:
         [n, width] float32.
@@ -301,7 +301,7 @@ def load_scann() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide what ScaNN logs to the process's stderr from C++ while it builds and loads."""
+    """Hide the log of ScaNN on the process's stderr from C++ while it builds and loads."""
     saved, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     sys.stderr.flush()
     os.dup2(nowhere, 2)

@@ -34,9 +34,9 @@ def max_sim(query_vectors: Array, query_mask: Array, passage_vectors: Array, pas
     """Return the mean over query tokens of the largest inner product with a passage token.
 
     Args:
-        query_vectors: of length 1, [batch, q, width].
+        query_vectors: query vectors of length 1, [batch, q, width].
         query_mask: True on tokens that take part, [batch, q] bool.
-        passage_vectors: of length 1, [batch, d, width].
+        passage_vectors: passage vectors of length 1, [batch, d, width].
         passage_mask: like `query_mask`, [batch, d] bool.
 
     Returns:
@@ -71,7 +71,7 @@ def combined_values(values: Array, similarities: Array, is_passage: Array) -> Ar
     """Return z(value) + WEIGHT · z(MaxSim), by which passages are ordered.
 
     Args:
-        values: by which the search ordered the passages, [batch, k].
+        values: values by which the search ordered the passages, [batch, k].
         similarities: MaxSim, [batch, k].
         is_passage: False for a missing passage, [batch, k] bool.
 
@@ -94,7 +94,7 @@ def query_words(model: Retriever, params: Params, query: Array, query_lengths: A
         model: both encoders.
         params: with the query encoder.
         query: tokens of `[CLS] text [SEP]`, [batch, q] int.
-        query_lengths: of the queries, [batch].
+        query_lengths: lengths of the queries, [batch].
         is_word: True for words, bool [vocabulary].
 
     Returns:
@@ -130,7 +130,7 @@ def max_sims(model: Retriever, params: Params, queries: TokenVectors, passages: 
 
 
 class Compression(NamedTuple):
-    """How token vectors are stored. It is fitted to a corpus, and stays when the corpus is edited.
+    """Compression of stored token vectors. It is fitted to a corpus, and stays when the corpus is edited.
 
     Attributes:
         projection: its columns are the principal axes of token vectors, [width, dimensions] float32.
@@ -159,7 +159,7 @@ def stored_dimensions(tokens: int) -> int:
     If they are below FEWEST_DIMENSIONS, some tokens are dropped.
 
     Args:
-        tokens: of the longest passage.
+        tokens: tokens of the longest passage.
     """
     return min(max(STORED_BYTES // tokens, FEWEST_DIMENSIONS), MOST_DIMENSIONS)
 
@@ -213,9 +213,9 @@ def compressed_tokens(model: Retriever, params: Params, passages: PassageBatch, 
 
     Args:
         model: both encoders.
-        params: of the encoders.
+        params: parameters of the encoders.
         passages: ids [batch, d].
-        compression: of the corpus.
+        compression: compression of the corpus.
 
     Returns:
         int8 [batch, min(STORED_BYTES / dimensions, length), dimensions]; zero vectors after the last token.
@@ -233,8 +233,8 @@ def stored_max_sims(queries: TokenVectors, stored: StoredTokens, rows: Array) ->
 
     Args:
         queries: from `query_words`.
-        stored: of the corpus.
-        rows: of the passages, [batch, k]; a missing one (below 0) gets any value.
+        stored: stored token vectors of the corpus.
+        rows: rows of the passages, [batch, k]; a missing one (below 0) gets any value.
 
     Returns:
         float32 [batch, k].

@@ -27,7 +27,7 @@ def write_vectors(
     """Write the files that are not there yet, each atomically.
 
     Args:
-        folder: of the files.
+        folder: folder of the files.
         store: the passages.
         vectors: [passages, width], rows as in the store.
         overwrite: write all of them, because the passages were edited.

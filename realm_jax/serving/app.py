@@ -51,14 +51,14 @@ HEADERS = {
 }
 # Status → meaning, for OpenAPI; a request without a body only fails with 401.
 ERRORS = {
-    400: "the text cannot be answered as it is",
+    400: "the text cannot be answered; the message says why",
     401: "the token is missing or wrong",
-    408: "the body did not come in time",
+    408: "the body did not arrive in time",
     413: "the body is too large",
     415: "the body is not declared as application/json",
-    422: "the body does not have the form that is described",
-    429: "too many texts wait already; come again",
-    503: "the model is not ready, or stops",
+    422: "the body does not match the schema",
+    429: "too many texts are waiting; try again later",
+    503: "the model is not ready, or is stopping",
     504: "the answer took too long",
 }
 T = TypeVar("T")
@@ -71,7 +71,9 @@ Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_TEXTS)]
 # JSON has one kind of number, so 2.0 is an integer. Limits come before the validator and apply to the number, because
 # pydantic leaves them out of OpenAPI otherwise.
 Integer = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
-Top = Annotated[Annotated[int, Field(ge=1, le=DEPTH), Integer] | None, Field(description="passages to give")]
+Top = Annotated[
+    Annotated[int, Field(ge=1, le=DEPTH), Integer] | None, Field(description="number of passages to return")
+]
 
 
 class _Request(BaseModel):
@@ -105,7 +107,7 @@ class EmbeddingsRequest(_Request):
     Attributes:
         input: a text or a list of texts.
         model: 'query' for the query encoder, 'document' for the passage encoder.
-        encoding_format: of the vectors.
+        encoding_format: encoding format of the vectors.
         user: ignored.
     """
 
@@ -191,7 +193,7 @@ def make_app(
     Args:
         service: the model that answers.
         limits: bounds of batches, of the queue and of times.
-        token: what requests must carry, if anything.
+        token: secret that requests must carry; None for none.
         hosts: names that clients may call the service by; empty for any.
         give_up: called if not even an example can be answered.
     """
@@ -201,10 +203,10 @@ def make_app(
     batcher = Batcher(service.work, limits.most, limits.waiting, batch_sizes.observe)
     gauges: dict[str, tuple[str, Callable[[], float]]] = {
         "realm_waiting": ("Texts that wait", lambda: batcher.waiting),
-        "realm_ready": ("Whether examples of all requests were answered", lambda: service.ready),
+        "realm_ready": ("1 if an example of every request was answered, else 0", lambda: service.ready),
         "realm_step": ("Step of the parameters", lambda: service.model.step),
         "realm_passages": ("Passages of the corpus", lambda: service.model.passages),
-        "realm_models_taken_up": ("Newer models that were taken up", lambda: service.renewed),
+        "realm_models_taken_up": ("Newer models that were loaded", lambda: service.renewed),
         "realm_models_failed": ("Newer models that could not be opened", lambda: service.failed),
     }
     for name, (meaning, value) in gauges.items():
@@ -278,7 +280,9 @@ def make_app(
         try:
             return await _while_connected(request, batcher.submit(kind, payloads), limits.seconds)
         except Full:
-            raise RequestError(429, "busy", "too many texts wait already; come again", {"retry-after": "1"}) from None
+            raise RequestError(
+                429, "busy", "too many texts are waiting; try again later", {"retry-after": "1"}
+            ) from None
         except UserError as error:
             raise RequestError(400, "text", str(error)) from None
 
@@ -348,7 +352,7 @@ def make_app(
         except ValueError:
             host = None
         if hosts and host not in hosts:
-            return _error_reply(400, "host", "this service is not known by that name; ask localhost")
+            return _error_reply(400, "host", "unknown host name; use localhost")
         if token is None or scope["path"] in open_paths:
             return None
         scheme, _, sent_token = headers.get(b"authorization", b"").partition(b" ")
@@ -413,7 +417,7 @@ async def _parsed(request: Request, schema: type[Schema]) -> Schema:
     except ClientDisconnect:
         raise RequestError(GONE, "gone", "the client went away") from None
     except TimeoutError:
-        raise RequestError(408, "body", f"the body did not come within {BODY_SECONDS} seconds") from None
+        raise RequestError(408, "body", f"the body did not arrive within {BODY_SECONDS} seconds") from None
     try:
         return schema.model_validate_json(bytes(body))
     except ValidationError as error:

@@ -67,7 +67,7 @@ class Batcher:
         """Compute payloads in the next batches.
 
         Args:
-            kind: of the payloads.
+            kind: kind of the payloads.
             payloads: to compute.
 
         Returns:

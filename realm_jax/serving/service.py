@@ -36,8 +36,8 @@ class ModelFacts(TypedDict):
 
     Attributes:
         run: name of the run directory.
-        task: that trained the parameters.
-        step: of the parameters.
+        task: task that trained the parameters.
+        step: step of the parameters.
         search: one of `config.SEARCHES`.
         rerank: one of `config.RERANKERS`.
         passages: number of passages in the corpus.
@@ -168,7 +168,7 @@ class Service:
         """Compute payloads of one kind.
 
         Args:
-            kind: of the payloads.
+            kind: kind of the payloads.
             payloads: questions for 'ask' and 'search'; texts to embed for 'query' and 'document'; keyword arguments of
                 `Model.inspect` for 'inspect'.
 

@@ -1,4 +1,4 @@
-"""How questions are answered with the parameters of a task, by the task's name, because few tasks differ.
+"""Settings that answer questions with the parameters of a task, by the task's name, because few tasks differ.
 
 Evaluation, inference and the index call these functions to choose search, reranker and reader.
 """
@@ -28,7 +28,7 @@ def trains_cloze_reader(task: str, config: Config) -> bool:
 
     Args:
         task: its name.
-        config: of the run.
+        config: config of the run.
     """
     return task == "realm" and config.realm.marginal == "span"
 
@@ -38,7 +38,7 @@ def question_search(task: str, config: Config) -> str:
 
     Args:
         task: its name.
-        config: of the run.
+        config: config of the run.
     """
     return config.qa.search if reads_passages(task) else "vectors"
 
@@ -48,7 +48,7 @@ def evaluation_search(task: str, config: Config) -> str:
 
     Args:
         task: its name.
-        config: of the run.
+        config: config of the run.
     """
     return config.qa.search if trains_qa_reader(task) else "vectors"
 
@@ -60,7 +60,7 @@ def needs_vectors(task: str, config: Config, search: str | None = None) -> bool:
 
     Args:
         task: its name.
-        config: of the run.
+        config: config of the run.
         search: one of `config.SEARCHES`; None for that of `evaluation_search`.
     """
     if not reads_passages(task):
@@ -74,7 +74,7 @@ def trained_reranker(task: str, config: Config) -> Rerank | None:
 
     Args:
         task: name of the last trained task.
-        config: of the run.
+        config: config of the run.
     """
     names = task_names(config)
     if task not in names or "rerank" not in names[: names.index(task) + 1]:
@@ -90,7 +90,7 @@ def prefers_tokens(task: str, config: Config) -> bool:
 
     Args:
         task: its name.
-        config: of the run.
+        config: config of the run.
     """
     return config.encoder.pooling == "mean" and not trains_qa_reader(task)
 
@@ -100,7 +100,7 @@ def search_pipeline(task: str, config: Config, search: str | None = None, rerank
 
     Args:
         task: its name.
-        config: of the run.
+        config: config of the run.
         search: one of `config.SEARCHES`; None for that of `question_search`.
         rerank: one of `config.RERANKERS`; None for `answering.rerank`.
 
@@ -130,6 +130,6 @@ def evaluation_pipeline(task: str, config: Config) -> SearchPipeline:
 
     Args:
         task: its name.
-        config: of the run.
+        config: config of the run.
     """
     return SearchPipeline(evaluation_search(task, config), trained_reranker(task, config))

@@ -119,7 +119,7 @@ class Task(abc.ABC):
             params: all parameters.
             batch: arrays of `example_spec`, [batch, …].
             index: the corpus; None if the task retrieves nothing.
-            key: of dropout; None for none.
+            key: random key for dropout; None for none.
         """
 
 
@@ -166,7 +166,7 @@ def query_spec(run: Run, name: str = "query") -> ExampleSpec:
 
     Args:
         run: whose lengths and vocabulary are used.
-        name: of the array of tokens; that of the lengths is `<name>_length`.
+        name: name of the array of tokens; that of the lengths is `<name>_length`.
     """
     ids = id_dtype(run.model.bert.vocabulary_size)
     return {name: ((run.lengths.query,), ids), f"{name}_length": ((), np.int32)}

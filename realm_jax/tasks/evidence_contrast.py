@@ -96,7 +96,7 @@ def evidence_loss(context: StaticContext, params: Params, batch: Batch, key: Arr
         context: static arguments of the step.
         params: all parameters.
         batch: arrays of `evidence_examples`, [batch, …].
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
 
     Returns:
         loss: the loss that is minimized.
@@ -130,7 +130,7 @@ def evidence_examples(
 
     Args:
         store: the corpus.
-        tokenizer: of the corpus.
+        tokenizer: tokenizer of the corpus.
         lengths: sizes of the arrays.
         evidence: spans, and which passages are evidence for them.
         rows: passages with such a span, in groups of GROUP, in the order of the examples.
@@ -216,7 +216,7 @@ def group_neighbors(
     Groups end when the rows that remain have too few documents.
 
     Args:
-        vectors: of all rows, [rows, width]; neighbors have large inner products.
+        vectors: vectors of all rows, [rows, width]; neighbors have large inner products.
         documents: document of each row.
         allowed: True for rows that may be in a group, bool [rows].
         max_groups: number of groups at most.

@@ -92,7 +92,7 @@ def ict_vectors(context: StaticContext, params: Params, batch: Batch, key: Array
         context: static arguments of the step.
         params: all parameters.
         batch: arrays of `ict_examples`, [batch, …].
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
     """
     keys = dropout_keys(key, 3)
     queries = context.model.embed_queries(params, batch["query"], batch["query_length"], keys[0])
@@ -106,7 +106,7 @@ def ict_null_vector(ict: IctConfig, context: StaticContext, params: Params, key:
         ict: settings of the task.
         context: static arguments of the step.
         params: all parameters.
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
     """
     return embed_null(context, params, dropout_keys(key, 3)[2]) if ict.null_weight else None
 
@@ -119,7 +119,7 @@ def in_batch_softmax(vectors: tuple[Array, Array], null: Array | None, null_weig
     p(null) near 0, and a query without helpful candidates teaches the retriever which one harms least.
 
     Args:
-        vectors: of sentences and of their passages, [batch, projection] both.
+        vectors: vectors of sentences and of their passages, [batch, projection] both.
         null: vector of the null document, [1, projection]; None if it is no candidate.
         null_weight: weight of choosing the null document when the sentence's passage is excluded.
 
@@ -141,9 +141,9 @@ def _ict_loss_with_null(scores: Array, null: Array, weight: float) -> Array:
     """Return −log p(passage | all passages and null) − weight · log p(null | all other passages and null).
 
     Args:
-        scores: of sentences and passages, [batch, batch].
+        scores: scores of sentences and passages, [batch, batch].
         null: scores of the null document, [batch, 1].
-        weight: of the second term.
+        weight: weight of the second term.
 
     Returns:
         The loss of each sentence, [batch].
@@ -169,7 +169,7 @@ def retrieved_ict_loss(
         params: all parameters.
         batch: arrays of `ict_examples`, [batch, …].
         index: the corpus.
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
 
     Returns:
         loss: the loss that is minimized.
@@ -211,7 +211,7 @@ def ict_examples(
 
     Args:
         store: the corpus.
-        tokenizer: of the corpus.
+        tokenizer: tokenizer of the corpus.
         lengths: sizes of the arrays.
         mask_rate: share of the examples whose passage is without the sentence.
         rows: passages of two or more sentences each, in the order of the examples.

@@ -98,7 +98,7 @@ def mlm_loss(context: StaticContext, params: Params, batch: Batch, key: Array | 
         context: static arguments of the step.
         params: all parameters.
         batch: arrays of `warmup_examples`, [batch, …].
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
 
     Returns:
         loss: mean over the masked tokens.
@@ -147,7 +147,7 @@ def warmup_examples(
     Args:
         passages: the corpus.
         pretraining: the pre-training text.
-        tokenizer: of both.
+        tokenizer: tokenizer of both.
         lengths: sizes of the arrays.
         null_rate: share of examples with the null document.
         unrelated_rate: share of examples with a random passage.
@@ -197,7 +197,7 @@ def _excerpt_example(
         unrelated: True for an excerpt of a random passage, made in the same way, so that its length reveals nothing.
         rng: draws all choices.
         lengths: sizes of the arrays.
-        tokenizer: of the corpus.
+        tokenizer: tokenizer of the corpus.
     """
     row, number, span_number, other = map(int, recurring)
     start, end = store.sentences(row)[number]

@@ -1,7 +1,7 @@
 """Estimate the token slots into which a step packs its sequences, from the lengths of its data.
 
 Most passages, sentences and questions are shorter than their rows, so a fifth to a quarter of padded reader inputs is
-padding, and half of those of the warm-up. We do not know which passages will be retrieved, so we draw random ones;
+padding, and half in reader pre-training. We do not know which passages will be retrieved, so we draw random ones;
 retrieved ones are a little longer (`LONGER`). We draw sequences and divide them into parts of a batch as a step does
 (`models/packing.py`).
 """
@@ -70,7 +70,7 @@ class PackingEstimator:
         """Count the slots of the reader's texts with retrieved passages.
 
         Args:
-            lengths: of the texts.
+            lengths: lengths of the texts.
             passages: number of passages per text.
             titles: True if passages are read with their titles.
         """

@@ -113,7 +113,7 @@ def qa_loss(
         params: all parameters.
         batch: arrays of `question_examples`, [batch, …].
         index: the corpus.
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
 
     Returns:
         loss: the loss that is minimized.
@@ -145,7 +145,7 @@ def top1_is_correct(scores: Array, correct: Array) -> Array:
     """Return True for examples whose span of largest score is correct, bool [batch].
 
     Args:
-        scores: of spans, [batch, …].
+        scores: scores of spans, [batch, …].
         correct: True for correct spans, bool [batch, …].
     """
     flat = scores.reshape(len(scores), -1)
@@ -166,7 +166,7 @@ def positive_qa_loss(
         params: all parameters.
         batch: arrays of `positive_examples`, [batch, …].
         index: the corpus.
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
 
     Returns:
         loss: the loss that is minimized, the sum of the next two.

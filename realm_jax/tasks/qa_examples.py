@@ -304,7 +304,7 @@ def gold_row(store: PassageStore, question: Question, tokenizer: Tokenizer, leng
     Args:
         store: the corpus.
         question: with answers as strings.
-        tokenizer: of the corpus.
+        tokenizer: tokenizer of the corpus.
         lengths: tokens of a passage that are read.
 
     Returns:
@@ -329,7 +329,7 @@ def first_row_with_answer(
         store: the corpus.
         question: with answers as strings.
         rows: rows in order; negative ones are skipped.
-        tokenizer: of the corpus.
+        tokenizer: tokenizer of the corpus.
         lengths: tokens of a passage that are read.
     """
     answers = answer_ids(question, tokenizer, lengths)
@@ -369,7 +369,7 @@ def positive_examples(
         questions: with answers as strings.
         rows: row of the passage of each question.
         store: the corpus.
-        tokenizer: of the corpus.
+        tokenizer: tokenizer of the corpus.
         lengths: sizes of the arrays.
         titles: True if passages are read with their titles.
     """

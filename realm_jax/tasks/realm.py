@@ -145,7 +145,7 @@ def realm_loss(
         params: all parameters.
         batch: arrays of `MaskedSentences`, [batch, …].
         index: the corpus.
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
         frozen_passages: True if candidates are scored by the vectors of the index, False if they are embedded again.
 
     Returns:
@@ -208,7 +208,7 @@ class MaskedSentences:
         store: the pre-training text.
         tokenizer: its tokenizer.
         lengths: sizes of the arrays.
-        masking: kind of masking, as of `masking.mask`.
+        masking: kind of masking, as in `masking.mask`.
         pretraining_is_corpus: True if `store` is the corpus, so that `own_row` is the passage that may not be
             retrieved; otherwise it is −1.
         bm25_lookup: returns BM25's list for the words that are not hidden; None if examples have no list.

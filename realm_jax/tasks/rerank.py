@@ -83,7 +83,7 @@ def rerank_loss(
         params: all parameters.
         batch: arrays of `question_examples`, [batch, …].
         index: the corpus.
-        key: of dropout of the cross-encoder; None for none.
+        key: random key for dropout of the cross-encoder; None for none.
 
     Returns:
         loss: the loss that is minimized, a mean over the questions that have an answer in these passages.
@@ -154,7 +154,7 @@ class CrossEncoder(Network):
         Args:
             params: all parameters.
             joint: reader inputs, arrays [batch, length].
-            key: of dropout; None for none.
+            key: random key for dropout; None for none.
         """
         scores: Array = apply(
             CrossEncoderNetwork(self.bert), params[NAME], (joint.ids, joint.segments, joint.mask), "__call__", key
@@ -169,7 +169,7 @@ def scores_of(context: StaticContext, params: Params, joint: ReaderInput, key: A
         context: has the networks.
         params: all parameters.
         joint: reader inputs, arrays [batch, k, length].
-        key: of dropout; None for none.
+        key: random key for dropout; None for none.
     """
     network: Any = next(network for network in context.model.networks if network.name == NAME)
     return network.scores(params, flatten_passages(joint), key).reshape(joint.ids.shape[:2])
@@ -188,7 +188,7 @@ def rescore(
         params: all parameters.
         batch: arrays of questions, [batch, …].
         index: has the passages.
-        ranking: of the passages, [batch, k].
+        ranking: ranking of the passages, [batch, k].
     """
     added_scores = added(qa, context, params, batch, gather_passages(index, ranking.rows))  # [batch, k]
     return Rescored(falling_scores(ranking.scores) + added_scores, ranking.scores + added_scores)

@@ -62,7 +62,7 @@ class BestParameters:
         if saved is None or saved.step == step:
             return None
         value = saved.record["value"]
-        logger.info("%s ends with the parameters of step %d, which measured %.4f", self._task.name, saved.step, value)
+        logger.info("%s: keeping the parameters of step %d, the best with %.4f", self._task.name, saved.step, value)
         return saved.step, saved.params(self._task.trained, self._task.run.param_shardings)
 
 

@@ -170,7 +170,7 @@ def saved_folders(folder: Path) -> list[Path]:
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint differs from what was saved."""
+    """A checkpoint differs from the saved data."""
 
 
 class CheckpointRemoved(Exception):
@@ -181,7 +181,7 @@ class SavedCheckpoint:
     """Reads a complete checkpoint. It changes nothing in the folder, so a run may write at the same time.
 
     All methods that read files raise `CheckpointRemoved` if the checkpoint was removed meanwhile, `DamagedCheckpoint`,
-    a UserError, if it differs from what was saved, and `StorageError` if the storage failed, perhaps not for long.
+    a UserError, if it differs from the saved data, and `StorageError` if the storage failed, perhaps not for long.
 
     Attributes:
         step: number of steps that are done.
@@ -195,7 +195,7 @@ class SavedCheckpoint:
             # Not the metadata of all arrays, which take Orbax most of a second.
             self._record = dict(read_json(path / METADATA)["custom_metadata"])
             if self.record["digest"] != record_digest(self.record):
-                raise ValueError("its record is not as it was saved")
+                raise ValueError("its record does not match its checksum")
 
     @classmethod
     def newest(cls, folder: Path) -> Self | None:
@@ -226,7 +226,7 @@ class SavedCheckpoint:
         call this, and all load the same checkpoint. No other program may write in the folder.
 
         Args:
-            folder: of the checkpoints.
+            folder: folder of the checkpoints.
             load: reads the items that are needed.
 
         Returns:
@@ -356,7 +356,7 @@ class SavedCheckpoint:
 
 
 def _like(metadata: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
-    """Return what makes Orbax load an array onto devices, or for None onto the host."""
+    """Return the arguments with which Orbax loads an array onto devices, or for None onto the host."""
     if sharding is None:
         return np.empty(metadata.shape, metadata.dtype)
     return jax.ShapeDtypeStruct(metadata.shape, metadata.dtype, sharding=sharding)

@@ -108,7 +108,7 @@ class ExportedModel:
         """Read networks, and compare them with their checksums.
 
         Args:
-            model: of the run, with the sizes of all networks.
+            model: model of the run, with the sizes of all networks.
             names: keys of networks in the parameters.
 
         Returns:
@@ -128,7 +128,7 @@ class ExportedModel:
             except (UserError, OSError, SafetensorError) as error:
                 raise self._damaged(f"{name} cannot be read ({error})") from None
         if wrong := mismatched(self.manifest["arrays"], checksums(params)):
-            raise self._damaged(f"{wrong[0]} is not as it was written")
+            raise self._damaged(f"{wrong[0]} does not match its checksum")
         return params
 
     def vectors(self, corpus: str) -> NDArray[np.float32] | None:
@@ -192,7 +192,7 @@ class ExportedModel:
         except (OSError, ValueError, EOFError):
             raise self._damaged(f"{name} cannot be read") from None
         if checksums({name: array})[name] != recorded:
-            raise self._damaged(f"{name} is not as it was written")
+            raise self._damaged(f"{name} does not match its checksum")
         return array
 
     def _damaged(self, reason: str) -> UserError:
@@ -211,8 +211,8 @@ def find_exported_model(folder: Path) -> ExportedModel | None:
     manifest = read_json(folder / MANIFEST)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise UserError(
-            f"{folder / MANIFEST}: is not of the format {FORMAT} that this version reads; remove the folder, and "
-            "repeat the command that trained the run"
+            f"{folder / MANIFEST}: has another format than {FORMAT}, the format of this version; remove the folder, "
+            "and repeat the command that trained the run"
         )
     return ExportedModel(folder, manifest)
 
@@ -323,8 +323,8 @@ def write_exported_model(
         task: name of the task that trained the parameters.
         step: number of steps of the task.
         params: all parameters, on the devices or on the host.
-        vectors: of all passages by these parameters, [passages, width]; None to embed the passages whenever the model
-            is opened.
+        vectors: vectors of all passages by these parameters, [passages, width]; None to embed the passages whenever the
+            model is opened.
         trained_reader: true if the reader learned to answer questions.
         identity: see `ExportedModel`; None for a digest of the arrays.
         token_folder: has the files of `TokenFile`, by these parameters; None to store no token vectors.
@@ -373,9 +373,9 @@ def replace_vectors(
     """Replace the vectors of an exported model by those of the run's corpus. The networks stay as they are.
 
     Args:
-        folder: of the exported model.
+        folder: folder of the exported model.
         run: has the corpus.
-        vectors: of all its passages by the model's encoders, [passages, width].
+        vectors: vectors of all its passages by the model's encoders, [passages, width].
         publish_corpus: called once all files are written, right before they replace the earlier ones.
         token_folder: see `write_exported_model`.
 
@@ -421,8 +421,8 @@ def write_networks(
 
     Args:
         folder: gets a subfolder for each network.
-        config: of the run.
-        model: of the run.
+        config: config of the run.
+        model: model of the run.
         params: trees of arrays on the devices or on the host, by network.
         tokenizer: written next to each network.
         names: 'bert' for the names of `BertModel`, 'realm' for those of transformers' `RealmEmbedder`.

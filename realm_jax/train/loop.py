@@ -299,7 +299,7 @@ def make_index_provider(
         task: only REALM uses a builder.
         status: the trainer's status file, which the builder reads; None if there is no builder.
         start_step: the step that training starts or resumes from.
-        checkpoints: of the task; a restart may need their generations.
+        checkpoints: checkpoints of the task; a restart may need their generations.
         should_stop: polled while the trainer waits for an index.
         on_progress: called between batches while the corpus is embedded.
     """

@@ -110,12 +110,12 @@ class MetricLogger:
         """Open the files and the bar.
 
         Args:
-            folder: of the files; its name is the bar's title.
+            folder: folder of the files; its name is the bar's title.
             task: its name, for the error of a loss that is not finite.
             start: number of steps that are done.
             total: number of steps of the task.
-            cost: of a step.
-            record: of the checkpoint that the task resumes from, {} for none; we read `seconds` (spent) and
+            cost: cost of a step.
+            record: record of the checkpoint that the task resumes from, {} for none; we read `seconds` (spent) and
                 `first_started` (Unix time).
             last_saved: returns the newest saved step.
             monitors: each returns a warning or None for a record.
@@ -257,7 +257,7 @@ class RecordWriter:
     """Appends records {"step": …, name: value, …} to `folder/name.jsonl`, in process 0.
 
     Attributes:
-        earlier_records: those that were in the file and stay.
+        earlier_records: records that were in the file and stay.
     """
 
     def __init__(self, folder: Path, name: str, last: int):
@@ -265,7 +265,7 @@ class RecordWriter:
 
         Args:
             folder: made if it is missing.
-            name: of the file, without ending.
+            name: name of the file, without ending.
             last: step after which records are removed.
         """
         folder.mkdir(parents=True, exist_ok=True)

@@ -24,8 +24,8 @@ def run_card(run: Run, task: str, step: int, networks: Collection[str], names: s
     """Return the card of the networks of `realm weights export`.
 
     Args:
-        run: that trained the networks.
-        task: that trained the parameters.
+        run: run that trained the networks.
+        task: task that trained the parameters.
         step: number of steps of the task.
         networks: names of their folders.
         names: 'bert' or 'realm'; cards of the latter have no front matter, because hubs know no library for it.
@@ -56,7 +56,7 @@ def run_card(run: Run, task: str, step: int, networks: Collection[str], names: s
     if metrics := recorded_metrics(run, task):
         lines += ["## Measures", "", f"On {metrics.on or 'the questions of the run'}:", ""]
         lines += [] if metrics.exact_match is None else [f"* exact match: {metrics.exact_match:.3f}"]
-        lines += [] if metrics.recall is None else [f"* right passage among the first five: {metrics.recall:.3f}"]
+        lines += [] if metrics.recall is None else [f"* right passage in the top 5: {metrics.recall:.3f}"]
         lines += [""]
     source = f"{len(passages):,} passages of {passages.documents:,} documents, fingerprint `{passages.fingerprint}`"
     lines += ["## Data and recipe", "", f"* {source}", *recipe_lines(config, steps)]

@@ -44,8 +44,8 @@ class TruncationMonitor:
             return None
         self._warned = True
         return (
-            f"step {record['step']}: packing had no slot for {dropped:.1%} of the tokens, so the longest sequences "
-            "lost their last ones; texts or passages of batches are longer than those of the data (tasks/packed.py)"
+            f"step {record['step']}: packing truncated {dropped:.1%} of the tokens, because texts or passages of "
+            "this batch are longer than the sample that set the packed lengths (tasks/packed.py)"
         )
 
 
@@ -142,7 +142,7 @@ class CollapseMonitor:
 
         Args:
             step: number of training steps that made the index.
-            recall: of the gold passage or of an answer, 0 to 1.
+            recall: recall of the gold passage or of an answer, 0 to 1.
 
         Returns:
             A warning in one line, or None.

@@ -28,7 +28,7 @@ class BertAdamState(NamedTuple):
 
     Attributes:
         first: exponential means of gradients, shaped like the parameters.
-        second: of squared gradients, shaped like the parameters.
+        second: second moments: averages of squared gradients, shaped like the parameters.
     """
 
     first: Any
@@ -86,8 +86,8 @@ class RateScales(NamedTuple):
     """Learning rates of parts of the model, as multiples of a task's.
 
     Attributes:
-        retriever: of all networks except the reader.
-        heads: of the reader's heads, which pretrained weights lack.
+        retriever: learning rate of all networks except the reader.
+        heads: learning rate of the reader's heads, which pretrained weights lack.
         words: false to freeze the word embeddings.
     """
 

@@ -115,7 +115,7 @@ def _with_possible_tasks(config: Config, sources: Sources) -> Config:
             f"but {' and '.join(missing)}; prepare some, or set config.tasks"
         )
     for name, data in missing.items():
-        logger.info("%s has no %s: %s left out of the recipe", config.data.path, data, name)
+        logger.info("skipping task %s of the recipe: %s has no %s", name, config.data.path, data)
     return with_values(config, {"tasks": ",".join(possible)}) if missing else config
 
 
@@ -170,7 +170,7 @@ def _warn_of_cut_passages(run: Run) -> None:
     cut = int((run.sources.passages.counts("tokens") + 3 > length).sum())
     if cut:
         logger.warning(
-            "%d of %d passages are longer than config.data.document_length=%d and are cut to it",
+            "%d of %d passages are longer than config.data.document_length=%d and are truncated",
             cut,
             len(run.sources.passages),
             length,
@@ -235,11 +235,13 @@ def warn_if_few_sentences(run: Run, questions: Sequence[Question]) -> None:
     if run.sources.questions.get("dev") or len(questions) >= FEW_SENTENCES or not is_process_0():
         return
     held_out = f"evaluation.held_out={run.config.evaluation.held_out}"
-    few = f"{len(questions)} masked sentences of documents that {held_out} keeps out of training" if questions else ""
+    sentences = f"{len(questions)} held-out sentences" if questions else "no sentence"
     logger.warning(
-        "%s has no development questions: the run is measured on %s; prepare questions, or hold out more documents",
+        "%s has no development questions, and %s leaves %s to evaluate on; prepare questions, or hold out more "
+        "documents",
         run.config.data.path,
-        few or f"nothing, as {held_out} keeps no sentence out of training",
+        held_out,
+        sentences,
     )
 
 
@@ -318,7 +320,7 @@ def show(results: dict[str, Any], workdir: Path, question: str) -> None:
     """Print the results as a table, and the next commands.
 
     Args:
-        results: of `write_results`.
+        results: result of `write_results`.
         workdir: the run directory.
         question: example for `realm ask`.
     """

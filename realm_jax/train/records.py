@@ -123,7 +123,7 @@ def describe_regression(task: str, stage: Mapping[str, Any] | None, measure: str
 
     Args:
         task: its name.
-        stage: of `compare_with_start`.
+        stage: stage of `compare_with_start`.
         measure: metric that selected its best parameters, '' if it was not measured; None if the task kept none.
     """
     if stage is None:

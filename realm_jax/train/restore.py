@@ -32,7 +32,7 @@ class Restored(NamedTuple):
     Attributes:
         state: on this run's devices.
         record: see `SavedCheckpoint.record`.
-        vectors: of an index that the trainer embedded, [passages, width].
+        vectors: vectors of an index that the trainer embedded, [passages, width].
         query_encoder: parameters that search this index, on this run's devices.
         in_flight: rows of searches under way, [n, batch, depth] int32.
     """
@@ -99,7 +99,7 @@ def restore_params(run: Run, task: str, saved: SavedCheckpoint | None = None) ->
 def saved_vectors(run: Run, saved: SavedCheckpoint) -> NDArray | None:
     """Read the passage vectors of a checkpoint, if its passage encoder gives them.
 
-    It does if the index is of the same step, or if the task does not train the passage encoder.
+    It does if the index has the same step, or if the task does not train the passage encoder.
 
     Args:
         run: has the number of passages.

@@ -60,23 +60,23 @@ NUM_EXAMPLES = 6  # questions in the report
 # Task → its title and its training signal, for the report.
 STAGES = {
     "mlm": (
-        "Warm-up: masked words",
-        "Names and dates hidden in a sentence, read with other sentences of the same passage in which they occur "
-        "again, with a random passage, or without text. No questions, no labels.",
+        "Reader pre-training",
+        "Masked names and dates of a sentence, read with other sentences of the same passage that mention them, with a "
+        "random passage, or without text. No questions, no labels.",
     ),
     "ict": (
         "Inverse cloze task",
-        "Which passage was this sentence taken from? Passages only; no questions, no labels.",
+        "Sentences, and the passages that they come from. No questions, no labels.",
     ),
     "realm": (
         "REALM",
-        "Names and dates hidden in the pre-training text. Nobody says which passage helps: the retriever learns from "
-        "how well the reader fills the gap.",
+        "Masked names and dates of the pre-training text. No labels: the retriever learns which passages help the "
+        "reader to predict them.",
     ),
-    "qa": ("Fine-tuning", "Questions with answer strings. Nobody says which passage holds the answer."),
+    "qa": ("Fine-tuning", "Questions with answer strings, without a label for the right passage."),
     "closed_book": (
         "Without passages",
-        "Questions with answer strings, and names and dates hidden in a sentence; no passages.",
+        "Questions with answer strings, and masked names and dates of sentences; no passages.",
     ),
     "rerank": ("Reranker", "Questions with answer strings, and how much each passage helps the trained reader."),
     "evidence_contrast": (
@@ -86,8 +86,8 @@ STAGES = {
     ),
 }
 POSITIVE_QUESTIONS = (  # of fine-tuning with qa.objective=positive
-    "Questions with answer strings, each read with one passage that holds an answer: of its gold document if that "
-    "is known, else the first that was retrieved."
+    "Questions with answer strings, each read with one passage that holds an answer: from its gold document if that "
+    "is known, else the top retrieved one."
 )
 
 
@@ -119,7 +119,7 @@ def measure_baselines(run: Run, evaluator: Evaluator) -> None:
 
     Args:
         run: has the passages and the run directory.
-        evaluator: of the development questions.
+        evaluator: evaluator of the development questions.
     """
     path = run.workdir / "baselines.json"
     if broadcast_from_process_0(path.is_file()):
@@ -264,7 +264,7 @@ def collect_results(run: Run, questions: Sequence[Question], by_question_search:
 
     Args:
         run: has the records in its directory.
-        questions: that were measured.
+        questions: questions that were measured.
         by_question_search: metrics that the last task did not evaluate; their method is the name of the search.
     """
     measured = {UNTRAINED: {}, "bm25": {}} | read_json(run.workdir / "baselines.json")

@@ -159,8 +159,8 @@ def gradients(
         trained: parameters to differentiate by.
         frozen: all other parameters.
         batch: arrays [batch, …].
-        index: of a task that retrieves, else None.
-        key: of dropout; None for none.
+        index: index of a task that retrieves, else None.
+        key: random key for dropout; None for none.
         num_microbatches: a divisor of the batch size.
 
     Returns:

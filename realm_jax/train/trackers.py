@@ -161,7 +161,9 @@ def check_installed(log_to: str) -> None:
         # wandb makes a folder `wandb` in the current directory, which Python takes for a package without files.
         is_folder = spec is not None and spec.origin is None and bool(spec.submodule_search_locations)
         if spec is None or is_folder:
-            raise UserError(f"config.log.to={log_to}: {name} is not installed; `pip install {name}`, or leave it out")
+            raise UserError(
+                f"config.log.to={log_to}: {name} is not installed; run `pip install {name}`, or leave it out"
+            )
 
 
 def open_trackers(log_to: str, run: TaskRun) -> CompositeTracker:

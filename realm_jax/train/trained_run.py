@@ -78,7 +78,7 @@ class TrainedRun:
         run: its fixed parts.
         task: name of the task that trained the parameters.
         step: number of steps of the task.
-        params: those that answers need, on the devices.
+        params: parameters that answers need, on the devices.
         index: the corpus, embedded with these parameters.
         pipeline: how passages of questions are found.
         model: has the other parameters; None for a published generation.
@@ -132,7 +132,7 @@ def load_questions(run: Run, name: str | None, need_right: bool) -> list[Questio
 
     Args:
         run: has the splits.
-        name: of a split, or path of a file; None for the split `dev`.
+        name: name of a split, or path of a file; None for the split `dev`.
         need_right: true to reject questions with neither answers nor gold passages.
 
     Raises:
@@ -142,10 +142,12 @@ def load_questions(run: Run, name: str | None, need_right: bool) -> list[Questio
     max_tokens = run.config.data.query_length - 2
     encoded = run.sources.tokenizer.encode_batch([question.question for question in questions])
     if cut := sum(len(encoding.ids) > max_tokens for encoding in encoded):
-        logger.warning("%d questions are longer than the %d tokens that the run reads; they are cut", cut, max_tokens)
+        logger.warning("truncating %d questions that have more than the %d tokens that the run reads", cut, max_tokens)
     gold = {name for question in questions for name in question.gold}
     if missing := [name for name in gold if not run.sources.passages.rows_of(name)]:
-        logger.warning("%d gold passages, such as %r, are not in the corpus: misses", len(missing), min(missing))
+        logger.warning(
+            "%d gold passages, such as %r, are not in the corpus and count as misses", len(missing), min(missing)
+        )
     return questions
 
 
@@ -222,7 +224,7 @@ def has_reader(run: Run, task: str) -> bool:
 
     Args:
         run: has config and run directory.
-        task: that trained the parameters.
+        task: task that trained the parameters.
     """
     return task != INDEX or bool(run.config.answering.reader) or reader_is_trained(run.workdir, task)
 
@@ -310,7 +312,7 @@ def open_reader(run: Run, task: str) -> QuestionReader | None:
 
     Args:
         run: has the config and the mesh.
-        task: that trained the parameters.
+        task: task that trained the parameters.
 
     Returns:
         None if the run's own reader answers.
@@ -451,7 +453,7 @@ def open_generation(run: Run, name: str) -> TrainedRun:
 
     Args:
         run: has the corpus and the shared folder.
-        name: of the generation, or 'newest' for the newest one of this version of the corpus.
+        name: name of the generation, or 'newest' for the newest one of this version of the corpus.
 
     Raises:
         UserError: there is no such generation, or its export was removed.
@@ -460,13 +462,15 @@ def open_generation(run: Run, name: str) -> TrainedRun:
     manifest = next(_generations(run), None) if name == "newest" else read_manifest(folder, name)
     if manifest is None and name == "newest":
         raise UserError(
-            f"{folder.path('index')}: no generation of the corpus as it is now; train with refresh.mode=async, or "
+            f"{folder.path('index')}: no index of the current corpus; train with refresh.mode=async, or "
             "publish one with `realm corpus`"
         )
     if manifest is None:
         raise UserError(f"{folder.path('index')}: there is no generation {name}; `realm storage ls` lists them")
     if manifest.corpus != run.sources.passages.fingerprint:
-        raise UserError(f"generation {manifest.generation} is of another corpus than {run.config.data.path}")
+        raise UserError(
+            f"generation {manifest.generation} was built for another corpus than {run.config.data.path}; name another"
+        )
     encoders = _exported_encoders(run, manifest)
     if encoders is None:
         raise UserError(

@@ -82,7 +82,7 @@ def absolute_path(name: str) -> str:
 def _check_training_keys(run: Run, path: Path) -> None:
     """Raise UserError if a training key differs from the config that `path` records.
 
-    An index has trained nothing yet, so any recipe may follow that keeps what its vectors and words follow from.
+    An index has trained nothing yet, so any recipe may follow that keeps the keys that determine its vectors and words.
     """
     recorded_config = with_defaults(read_json(path))
     recorded, current = training_keys(recorded_config), training_keys(run.config)
@@ -132,7 +132,7 @@ def recorded_config(workdir: Path, name: str = "--workdir") -> Config:
 
     Args:
         workdir: the run directory.
-        name: of the flag or key that names it, for messages.
+        name: name of the flag or key that names it, for messages.
 
     Raises:
         UserError: there is no run, or its config.json is malformed.

@@ -166,14 +166,14 @@ def test_the_shipped_rows_hold_together_and_differ():
         ("changes", ("data.maskng=uniform",), "data.maskng"),
         ("changes", ("realm.masking=none",), "realm.masking: must be one of"),
         ("changes", "realm.candidates=32", "config.rows.realm.changes: takes a tuple"),
-        ("changes", ("seed=9",), "config.rows.realm.changes: seed follows from tasks, start and seeds"),
+        ("changes", ("seed=9",), "config.rows.realm.changes: seed is computed from tasks, start and seeds"),
         ("tasks", "realm", "config.rows.realm.tasks: a row of the table has to end with qa or closed_book"),
         ("paper", (1.0,), "config.rows.realm.paper: takes exact match and recall@5"),
         ("seeds", (), "config.seeds: takes at least one whole number"),
         ("seeds", (0, -1), "config.seeds: takes at least one whole number"),
         ("seeds", "x", "config.seeds: takes at least one whole number"),
         ("encyclopedia", {"entitees": 3200}, "config.encyclopedia: takes entities, held_out"),
-        ("encyclopedia", {}, "config.encyclopedia: needs entities; or name a prepared folder"),
+        ("encyclopedia", {}, "config.encyclopedia: has no entities; set them, or name a prepared folder"),
     ],
 )
 def test_a_config_that_cannot_be_trained_is_refused(key, value, told):
@@ -227,8 +227,8 @@ def test_what_was_trained_with_another_config_is_left_out_and_named(tmp_path, ca
     evaluated(tmp_path / "seed-0.old" / "baseline", now, 0.5)
     found = {row.title: sorted(row.seeds) for row in ablate.table_rows(config, tmp_path, warn=True)}
     assert found["Baseline (ORQA)"] == [0]
-    assert "seed-1/baseline is left out of the table: baseline has qa.steps=2, the config 300" in caplog.text
-    assert "seed-2/baseline is left out of the table: start has mlm.steps=9, the config 1600" in caplog.text
+    assert "seed-1/baseline in the table: baseline has qa.steps=2, the config 300" in caplog.text
+    assert "seed-2/baseline in the table: start has mlm.steps=9, the config 1600" in caplog.text
 
 
 def test_titles_are_no_markup(tmp_path, capsys):

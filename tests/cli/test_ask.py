@@ -260,7 +260,7 @@ def test_a_reranker_puts_passages_into_its_order_and_says_so(trained_run, capsys
     line = refused(capsys, f"--workdir={trained_run.workdir}", "--rerank=cross-encoder", QUESTION)
     assert "--rerank=cross-encoder: no cross-encoder was trained by the end of task qa" in line
     line = refused(capsys, f"--workdir={trained_run.workdir}", "--rerank=tokens", "--generation=newest", QUESTION)
-    assert "--rerank=tokens: goes without --generation" in line
+    assert "--rerank=tokens: cannot be combined with --generation" in line
 
 
 def test_words_alone_need_a_word(trained_run, capsys):

@@ -100,7 +100,8 @@ def test_help_lists_every_command_and_the_help_of_a_job_shows_its_examples(job, 
         cli.main(["--help"])
     assert end.value.code == 0
     listed = capsys.readouterr().out
-    assert all(f"    {name}" in listed for name in cli.JOBS)
+    for title, commands in cli.GROUPS.items():
+        assert all(f"\n  {name} " in listed.partition(f"\n{title}:")[2] for name in commands)
     with pytest.raises(SystemExit):
         cli.main(["fake", "--help"])
     assert "  realm fake --workdir=runs/first\n" in capsys.readouterr().out
@@ -364,7 +365,7 @@ def test_of_two_overrides_of_a_key_the_wrong_one_is_named():
     [
         ("--config.train.stepps=1", "stepps: there is no such key in the config; did you mean train.steps"),
         ("--config.trainsteps=1", "did you mean train.steps?"),
-        ("--config.zzz=1", "zzz: there is no such key in the config; at the top it has retrieval, seed, train"),
+        ("--config.zzz=1", "zzz: there is no such key in the config; the top level has retrieval, seed, train"),
         ("--config.train={'steps': 1}", "--config.train: train is a section; set its keys, such as --config.train."),
         ("--config.train.steps", "--config.train.steps: no value; write --config.train.steps=VALUE"),
         ("--config.train.steps=ten", "--config.train.steps=ten: this key takes a value of type int, such as 10"),

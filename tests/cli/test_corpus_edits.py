@@ -160,7 +160,7 @@ def test_a_removed_gold_passage_is_a_miss_beside_one_that_stays(workdir, capsys)
     file, output = write_lines(workdir.parent / "asked.jsonl", [asked]), workdir.parent / "p.jsonl"
     assert corpus(workdir, "remove", "p9") == 0
     assert cli.main(["predict", f"--workdir={workdir}", f"--questions={file}", f"--output={output}"]) == 0
-    assert "1 gold passages, such as 'p9', are not in the corpus: misses" in capsys.readouterr().err
+    assert "1 gold passages, such as 'p9', are not in the corpus and count as misses" in capsys.readouterr().err
     assert cli.main(["evaluate", str(output), "--json"]) == 0
     measures = json.loads(capsys.readouterr().out)["measures"]
     rank = 1 + [one["id"] for one in json.loads(output.read_text())["retrieved"]].index("p3")
@@ -243,8 +243,8 @@ def tag_with_what_is_gone(workdir):
     [
         (remove_model, "no exported model yet"),
         (damage_model, "remove the folder, and repeat the command that trained the run"),
-        (change_span_finder, "rules is not the span finder used there"),
-        (tag_with_what_is_gone, "has the spans of a tagger that this version cannot run"),
+        (change_span_finder, "rules is not the span finder that prepared the folder"),
+        (tag_with_what_is_gone, "was prepared with a tagger that this version cannot run"),
         (lambda workdir: (workdir / "config.json").write_text("{"), "config.json is not readable JSON"),
         (lambda workdir: (workdir / "config.json").unlink(), "no run there"),
         (lambda workdir: (workdir / "data.json").write_text('{"passages": "another"}'), "not the data of the run"),
@@ -267,7 +267,7 @@ def test_the_corpus_of_a_run_that_trains_is_not_edited(workdir, capsys, mode, li
     write_status(PosixFolder(workdir), "trainer", Status("one", stage="realm", step=5, index_done=mode == "inline"))
     with exclusive_lock(workdir) if lives else nullcontext():
         assert corpus(workdir, "remove", "p3") == 2
-    assert "the run is at step 5 of realm and stays with its corpus; edit with --data" in capsys.readouterr().err
+    assert "the run is at step 5 of realm and cannot change its corpus; edit with --data" in capsys.readouterr().err
     assert content(workdir.parent / "data") == before
     write_status(PosixFolder(workdir), "trainer", Status("one", stage="realm", step=8, done=True))
     assert corpus(workdir, "remove", "p3") == 0
@@ -281,7 +281,7 @@ def test_an_edit_that_cannot_be_published_changes_nothing(workdir, capsys, monke
     monkeypatch.setattr(corpus_command, "write_export", fail)
     before = content(workdir.parent / "data")
     assert corpus(workdir, "remove", "p3") == (130 if isinstance(fault, KeyboardInterrupt) else 2)
-    assert isinstance(fault, KeyboardInterrupt) or "; the corpus is not changed" in capsys.readouterr().err
+    assert isinstance(fault, KeyboardInterrupt) or "; the corpus is unchanged" in capsys.readouterr().err
     assert content(workdir.parent / "data") == before
 
 

@@ -30,7 +30,7 @@ def test_doctor_reports_a_missing_package_and_exits_with_2(monkeypatch, capsys):
     monkeypatch.setattr(importlib.metadata, "requires", lambda _: ["no-such-package>=1", "jax<0.5", "flax; extra=='x'"])
     assert cli.main(["doctor"]) == 2
     out = capsys.readouterr().out
-    assert "no-such-package is not installed; run `pip install -e .` in the folder of the source" in out
+    assert "no-such-package is not installed; run `pip install -e .` in your clone of realm_jax" in out
     assert f"jax  {jax.__version__}, outside of the tested <0.5" in out and "flax" not in out
 
 

@@ -86,7 +86,7 @@ def test_texts_cannot_steer_the_terminal_or_use_its_markup(tmp_path, capsys):
         ("--rows=-1", "--rows=-1: must be at least 0"),
         ("--config.seed=-1", "config.seed: must be from 0"),
         ("--config.data.query_length=0", "config.data.query_length: must be at least 8"),
-        ("--html=absent/page.html", "--html=absent/page.html: name a file in a folder that exists"),
+        ("--html=absent/page.html", "--html=absent/page.html: is not a file in an existing folder"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_shown(data, capsys, flag, message):

@@ -238,7 +238,7 @@ def test_the_command_shows_json_and_pages(trained_run, tmp_path, capsys):
     assert cli.main([*asked, "--answer=1800", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["task"] == "qa"
     assert cli.main([*asked, f"--answer={'1800 ' * 20}"]) == 2
-    assert "has 20 tokens, and this run points at " in capsys.readouterr().err
+    assert "has 20 tokens, but this run extracts at most " in capsys.readouterr().err
     assert cli.main([*asked, "--answer=\N{ZERO WIDTH SPACE}"]) == 2
     assert "has no tokens; give a word that a passage may hold" in capsys.readouterr().err
 
@@ -246,10 +246,10 @@ def test_the_command_shows_json_and_pages(trained_run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["who?", "--workdir=x", "--bert=y"], "--bert: goes with a sentence that has a blank"),
-        (["a [b]", "--workdir=x", "--answer=y"], "--answer: goes with a question"),
-        (["a [b]", "--workdir=x", "--pieces=2"], "--pieces: goes with a blank that is to be filled"),
-        (["a [b]", "--workdir=x", "--html=no/x.html"], "--html=no/x.html: name a file in a folder that exists"),
+        (["who?", "--workdir=x", "--bert=y"], "--bert: needs a sentence with a blank"),
+        (["a [b]", "--workdir=x", "--answer=y"], "--answer: applies to questions only"),
+        (["a [b]", "--workdir=x", "--pieces=2"], "--pieces: needs a sentence with an empty blank"),
+        (["a [b]", "--workdir=x", "--html=no/x.html"], "--html=no/x.html: is not a file in an existing folder"),
         (["x\udcff [b]", "--workdir=x"], "the text: is not valid UTF-8; type or save it as UTF-8 text"),
         (["who?", "--workdir=x", "--answer=\udcff"], "--answer: is not valid UTF-8"),
     ],
@@ -286,7 +286,7 @@ def test_the_run_beside_has_the_same_vocabulary(trained_run, unrestored, monkeyp
     monkeypatch.setattr(job, "open_run_for_inference", lambda *_: runs.pop(0))
     workdir = trained_run.workdir
     assert cli.main(["inspect", "text", SENTENCE, f"--workdir={workdir}", f"--bert={workdir}"]) == 2
-    assert f"--bert={workdir}: its vocabulary is not that of --workdir={workdir}" in capsys.readouterr().err
+    assert f"--bert={workdir}: has another vocabulary than --workdir={workdir}" in capsys.readouterr().err
 
 
 # ---- what is shown

@@ -40,8 +40,8 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("nowhere/run.txt", "--trec=nowhere/run.txt: name a file in a folder that exists"),
-        (".", "--trec=.: name a file in a folder that exists"),
+        ("nowhere/run.txt", "--trec=nowhere/run.txt: is not a file in an existing folder"),
+        (".", "--trec=.: is not a file in an existing folder"),
         ("/proc/run.txt", "--trec=/proc: cannot be written to"),
     ],
 )
@@ -54,7 +54,7 @@ def test_a_file_that_may_not_be_written_to_is_refused(tmp_path, monkeypatch):
     (tmp_path / "there").write_text("kept")
     monkeypatch.setattr(os, "access", lambda *_: False)  # the administrator may write to all files
     for path in (tmp_path / "there", "/dev/null"):
-        with pytest.raises(UserError, match=f"--output={path}: may not be written to"):
+        with pytest.raises(UserError, match=f"--output={path}: cannot be written"):
             checked_output(path, "--output")
 
 

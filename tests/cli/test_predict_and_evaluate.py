@@ -312,7 +312,7 @@ def test_gold_passages_that_are_not_there_and_questions_that_are_cut_are_warned_
     out, err = capsys.readouterr()
     assert json.loads(out)["measures"]["recall@5"] == {"value": 0, "low": None, "high": None, "questions": 1}
     assert "1 gold passages, such as 'elsewhere'" in err
-    assert "1 questions are longer than the 14 tokens" in err
+    assert "truncating 1 questions that have more than the 14 tokens" in err
 
 
 def test_patterns_are_measured_in_both_senses(measured, quick, tmp_path):
@@ -362,12 +362,12 @@ def on_terminal(show, found: dict) -> str:
     [
         (["--questions=test"], "--questions=test: {data} has no such questions (it has: train, dev)"),
         (["--task=realm"], "--task=realm: the run in {run} has no such task; choose among ict, qa"),
-        (["--trec=nowhere/run.txt"], "--trec=nowhere/run.txt: name a file in a folder that exists"),
+        (["--trec=nowhere/run.txt"], "--trec=nowhere/run.txt: is not a file in an existing folder"),
         (["--questions=none.jsonl"], "cannot read none.jsonl"),
-        (["--config.answering.retrieved=2"], "config.answering.retrieved=2: fewer than the 3 that are read"),
+        (["--config.answering.retrieved=2"], "config.answering.retrieved=2: is less than the 3 that are read"),
         (
             ["--config.answering.retrieved=2", "--config.answering.read=6"],
-            "config.answering.retrieved=2: fewer than the 6 that are read",
+            "config.answering.retrieved=2: is less than the 6 that are read",
         ),
         (["--config.data.path=nowhere"], "nowhere: the prepared folder of the run in {run} is not there"),
         (["file.jsonl"], "name a run with --workdir, or one file of predictions, or two to compare"),
@@ -406,10 +406,12 @@ def test_an_empty_argument_is_not_taken_for_an_absent_one(flag, capsys):
 def test_what_is_in_files_is_fixed(capsys):
     for arguments in (["--config.answering.retrieved=5"], ["--no-bm25"], ["--task=qa"], ["--questions=dev"]):
         assert run("evaluate", "a.jsonl", *arguments) == 2
-        assert f"{arguments[0].partition('=')[0]}" in (line := last_line(capsys)) and "goes with --workdir" in line
+        assert (
+            f"{arguments[0].partition('=')[0]}" in (line := last_line(capsys)) and "applies only to --workdir" in line
+        )
     for arguments in (["--unseen=data"], ["--trec=run.txt"], ["--qrels=qrels.txt"]):
         assert run("evaluate", "a.jsonl", "b.jsonl", *arguments) == 2
-        assert f"{arguments[0].partition('=')[0]}: goes with one file" in last_line(capsys)
+        assert f"{arguments[0].partition('=')[0]}: applies to one file of predictions" in last_line(capsys)
 
 
 def test_two_questions_of_one_id_are_told_before_anything_is_measured(trained_run, quick, tmp_path, capsys):
@@ -432,7 +434,7 @@ def test_a_corpus_has_no_more_passages_to_read_than_it_has(monkeypatch):
     monkeypatch.setattr(run_arguments, "find_task", lambda *_: SimpleNamespace(task="qa"))
     small = SimpleNamespace(answering_qa=SimpleNamespace(passages=5), context=SimpleNamespace(rows=3))
     check_passages(small, Namespace(task=None, overrides=["--config.answering.retrieved=3"]))
-    with pytest.raises(UserError, match="retrieved=2: fewer than the 3 that are read"):
+    with pytest.raises(UserError, match="retrieved=2: is less than the 3 that are read"):
         check_passages(small, Namespace(task=None, overrides=["--config.answering.retrieved=2"]))
 
 
@@ -494,9 +496,9 @@ def test_files_of_several_seeds_are_one_system(predicted, better, capsys):
 @pytest.mark.parametrize(
     ("others", "told"),
     [
-        ((), "takes two or more files, and for a second system as many"),
-        (("--seeds", "b.jsonl", "c.jsonl"), "takes two or more files, and for a second system as many"),
-        (("--trec=run.txt",), "goes only with --json; leave out trec"),
+        ((), "needs two or more files; give a second system as many"),
+        (("--seeds", "b.jsonl", "c.jsonl"), "needs two or more files; give a second system as many"),
+        (("--trec=run.txt",), "can only be combined with --json; leave out trec"),
     ],
 )
 def test_seeds_that_are_no_pairs_are_refused(others, told, capsys):

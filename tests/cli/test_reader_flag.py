@@ -147,7 +147,7 @@ def test_a_run_that_reads_no_passages_takes_no_reader(trained_run):
 def test_a_reader_does_not_go_with_a_generation_or_a_file(untrained, reader, tmp_path, capsys):
     assert run("ask", f"--workdir={untrained}", f"--reader={reader}", "--generation=newest", QUESTION) == 2
     assert "shows passages without an answer; leave one of them out" in last_line(capsys)
-    with pytest.raises(UserError, match="goes without task, search, rerank and reader"):
+    with pytest.raises(UserError, match="cannot be combined with task, search, rerank or reader"):
         realm_jax.Model(untrained, reader=reader, generation="newest")
     assert run("evaluate", tmp_path / "predictions.jsonl", f"--reader={reader}") == 2
-    assert "--reader: goes with --workdir" in last_line(capsys)
+    assert "--reader: applies only to --workdir" in last_line(capsys)

@@ -95,7 +95,7 @@ def test_articles_without_words_are_dropped_and_counted(tmp_path):
 def test_what_gives_no_passage_is_refused(tmp_path):
     with pytest.raises(UserError, match="none of 1 articles has words"):
         built(tmp_path, Article("a", "", "\u200b"))
-    with pytest.raises(UserError, match="a limit of 8 pieces leaves no room"):
+    with pytest.raises(UserError, match="a limit of 8 tokens leaves no room"):
         built(tmp_path, Article("a", "", SENTENCE), limit=8)
 
 

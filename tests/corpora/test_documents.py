@@ -286,7 +286,7 @@ def test_a_folder_of_a_saved_hugging_face_data_set_is_read(tmp_path):
         write(tmp_path / beside, "{}")
     found = records(tmp_path)
     assert [one.text for one in found if isinstance(one, Article)] == list(TEXTS.values())
-    assert [one.reason for one in found if isinstance(one, Skipped)] == ["metadata of a Hugging Face data set"] * 2
+    assert [one.reason for one in found if isinstance(one, Skipped)] == ["metadata of a Hugging Face dataset"] * 2
 
 
 def test_of_a_folder_of_beir_the_corpus_is_read(tmp_path):
@@ -490,5 +490,5 @@ def test_a_library_that_is_missing_for_an_ending_ends_the_reading(tmp_path, monk
 def test_a_missing_library_is_named_with_how_to_install_it(tmp_path, monkeypatch):
     write(tmp_path / "a.pdf", pdf_file([[PROSE]]))
     monkeypatch.setattr(documents, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match=r"\.pdf needs pypdfium2; run `pip install 'realm_jax\[documents\]'`"):
+    with pytest.raises(UserError, match=r"\.pdf needs pypdfium2; run `pip install -e '.\[documents\]'`"):
         open_texts(tmp_path)

@@ -44,7 +44,7 @@ def test_a_script_without_its_guard_is_named(tmp_path):
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
     # Python's tracker of semaphores, a process of its own, may have the last word
     (error,) = [line for line in ended.stderr.splitlines() if line.startswith("realm_jax.errors.UserError:")]
-    assert ended.returncode == 1 and 'needs `if __name__ == "__main__":`' in error
+    assert ended.returncode == 1 and 'put the call under `if __name__ == "__main__":`' in error
     script.write_text(code.replace("print", "if __name__ == '__main__': print"))
     assert subprocess.run([sys.executable, script], capture_output=True, text=True).stdout == f"{[*range(9)]}\n"
 

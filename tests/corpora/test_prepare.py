@@ -222,7 +222,7 @@ def test_a_vocabulary_that_is_named_itself_is_read_as_the_tokenizer_beside_it_sa
 @pytest.mark.parametrize(
     "files, message",
     [
-        ({"tokenizer": {"model": {"type": "BPE", "vocab": {}}}}, "tokenizer.json: not a tokenizer that can be read"),
+        ({"tokenizer": {"model": {"type": "BPE", "vocab": {}}}}, "tokenizer.json: cannot be read as a tokenizer"),
         ({"tokenizer": {"model": {"type": "WordPiece", "vocab": {"a": 7}}}}, "not numbered from 0 to 0; fetch it"),
         ({"tokenizer_config": []}, "tokenizer_config.json: has no JSON object of settings; fetch it again"),
         (None, "^--vocab=.*/model: .* has no vocab.txt and no tokenizer.json; name"),
@@ -252,7 +252,9 @@ def test_a_pipe_is_refused_since_it_can_be_read_once_only(tmp_path, passages, as
     inputs = {"passages": passages} | {as_what: f"/dev/fd/{reader}"}
     if as_what == "questions":
         inputs["questions"] = [f"train=/dev/fd/{reader}"]
-    with pytest.raises(UserError, match=rf"^/dev/fd/{reader} is not a regular file, .*; save it to one and name that$"):
+    with pytest.raises(
+        UserError, match=rf"^/dev/fd/{reader} is not a regular file, .*; save it to a file and name that file$"
+    ):
         prepare(output=tmp_path / "data", **inputs)
     os.close(reader)
 
@@ -284,7 +286,7 @@ def test_a_tagged_folder_is_not_what_prepare_would_make(tmp_path, passages):
     path = tmp_path / "data" / "PREPARED.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tagged": {"spans": "tagger:x"}}))
     with pytest.raises(
-        UserError, match="of a tagger that this version cannot run; choose another --output or remove the folder"
+        UserError, match="with a tagger that this version cannot run; choose another --output or remove the folder"
     ):
         prepare(passages, tmp_path / "data", vocabulary_size=300)
 
@@ -350,7 +352,7 @@ def test_damaged_questions_are_counted_with_a_sample_where_damage_is_skipped(tmp
     out = capsys.readouterr().out
     assert "questions: dev 1; dropped 3 that cannot be read, 1 whose gold passage is not there\n" in out
     assert "  that cannot be read, such as: q.jsonl:2: not JSON" in out
-    with pytest.raises(UserError, match="found damage in 4 places"):
+    with pytest.raises(UserError, match="skipped 4 damaged records"):
         prepare(passages, tmp_path / "data", questions=[f"dev={questions}"], vocabulary_size=300)
 
 
@@ -503,7 +505,7 @@ def test_news_is_filtered_and_every_record_is_accounted_for(tmp_path, passages, 
         prepare(passages, tmp_path / "strict", **options)
     prepare(passages, tmp_path / "data", **options, skip_damage=True)
     with pytest.raises(
-        UserError, match="prepared with --skip-damage, which found damage in [0-9]+ places; give the flag"
+        UserError, match="prepared with --skip-damage, which skipped [0-9]+ damaged records; pass the flag"
     ):
         prepare(passages, tmp_path / "data", **options)
     prepare(passages, tmp_path / "data", **options, skip_damage=True)
@@ -599,14 +601,14 @@ def test_a_command_that_lost_its_bucket_to_another_says_so(tmp_path, passages, m
     "options, message",
     [
         ({"vocabulary_size": 3}, "vocabulary size 3"),
-        ({"limit": 15}, "a limit of 15 pieces leaves no room for text"),
+        ({"limit": 15}, "a limit of 15 tokens leaves no room for text"),
         ({"spans": "magic"}, "span finder 'magic'.*there is no such finder"),
         ({"beam": "--runner=NoSuch"}, "NoSuch"),
         ({"beam": "--runer=DirectRunner"}, "there is no option --runer=DirectRunner"),
         ({"beam": "--runner=DirectRunner", "workers": 2}, "--workers"),
         ({"shards": 10**9}, "--shards=1000000000"),
         ({"max_answer_words": 5}, "need --questions"),
-        ({"output": ""}, "^--output: is empty; name a folder to make$"),
+        ({"output": ""}, "^--output: is empty; name a folder to create$"),
     ],
 )
 def test_arguments_are_checked_before_a_text_is_read(tmp_path, passages, monkeypatch, options, message):

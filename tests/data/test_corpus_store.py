@@ -210,7 +210,7 @@ def test_a_store_of_more_files_than_may_be_open_says_so(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], limits[1]))  # leaves seven of them
     try:
-        with pytest.raises(UserError, match=r"too many open files; it has 1 segment\(s\) with 15 each: raise"):
+        with pytest.raises(UserError, match=r"too many open files \(1 segment\(s\) of 15 each\); raise"):
             PassageStore.open(tmp_path / "store")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

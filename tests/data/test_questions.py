@@ -444,7 +444,7 @@ def test_a_run_is_measured_by_the_judgments_of_a_folder(trained_run, tmp_path, c
     folder, output = beir(tmp_path / "set", queries, test=lines), tmp_path / "p.jsonl"
     command = [f"--workdir={trained_run.workdir}", f"--questions={folder}/qrels/test.tsv"]
     assert cli.main(["predict", *command, f"--output={output}"]) == 0
-    assert "1 gold passages, such as 'gone', are not in the corpus: misses" in capsys.readouterr().err
+    assert "1 gold passages, such as 'gone', are not in the corpus and count as misses" in capsys.readouterr().err
     first = json.loads(output.read_text().splitlines()[0])
     assert first["gold_passages"] == {"p0": 2, "p1": 1} and first["id"] == "q0"
     assert cli.main(["evaluate", str(output), "--json", f"--qrels={tmp_path}/qrels.txt"]) == 0

@@ -79,14 +79,14 @@ def test_spacy_gives_names_and_the_rules_dates(spacy):
 
 def test_an_absent_library_is_reported_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "spacy", None)
-    with pytest.raises(UserError, match=r"spacy:en'.*needs spacy.*pip install 'realm_jax\[spacy\]'"):
+    with pytest.raises(UserError, match=r"spacy:en'.*needs spacy.*pip install -e '.\[spacy\]'"):
         finder("spacy:en")
 
 
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("spacy:xx_none", r"OSError: \[E050\] Can't find model 'xx_none'.*; python -m spacy download xx_none"),
+        ("spacy:xx_none", r"OSError: \[E050\] Can't find model 'xx_none'.*; run `python -m spacy download xx_none`"),
         ("spacy:en_blank", "the pipeline has no named entities"),
     ],
 )

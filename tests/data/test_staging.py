@@ -77,10 +77,10 @@ def test_a_damaged_copy_is_refused_and_made_again(in_bucket, disk):
 def test_what_cannot_be_staged_is_said(disk, passages, capsys):
     with pytest.raises(UserError, match=f"config.data.path={URL}: not a prepared folder"):
         open_sources(URL)
-    with pytest.raises(UserError, match=f"--output={URL}: processes of this machine write to its disk; give --beam"):
+    with pytest.raises(UserError, match=f"--output={URL}: only --beam writes to a bucket; add --beam"):
         prepare(passages, URL)
     assert cli.main(f"corpus remove paris --data={URL}".split()) == 2
-    assert "a corpus is edited on a disk" in capsys.readouterr().err
+    assert "a corpus in a bucket cannot be edited" in capsys.readouterr().err
 
 
 def test_a_disk_without_room_is_named(in_bucket, disk, monkeypatch):

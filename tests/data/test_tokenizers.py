@@ -112,7 +112,7 @@ def test_what_lacks_a_token_is_refused(tmp_path):
     plain = json.loads(unigram(1000))
     with pytest.raises(UserError, match=r"tokenizer.json: has no token for \[CLS\] \[SEP\]; choose"):
         Tokenizer(json.dumps(plain | {"post_processor": None}).encode())
-    with pytest.raises(UserError, match="model.json: not a tokenizer that can be read"):
+    with pytest.raises(UserError, match="model.json: cannot be read as a tokenizer"):
         Tokenizer(b"{}", "model.json")
 
 

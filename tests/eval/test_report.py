@@ -94,7 +94,7 @@ class Balance(HTMLParser):
 
 def test_the_page_begins_with_what_the_retriever_learned():
     page = Balance(render_report(sample_data()))
-    sentence = "From filling in masked words, the retriever learned to find the right passage. It had seen no question."
+    sentence = "Training on masked words taught the retriever to find the right passage, without any question."
     assert page.text.index(f"{sentence} recall@5 0.48 → 0.99") < 100
 
 
@@ -134,14 +134,14 @@ def test_real_data_without_gold_passages_is_judged_by_the_answer_in_the_passage(
     data["results"]["answer_recall@5"] = data["results"].pop("recall@5")
     for point in data["recall_history"]:
         point["answer_recall@5"] = point.pop("recall@5")
-    assert "learned to find a passage with the answer." in headline(data).sentence
+    assert "taught the retriever to find a passage with the answer," in headline(data).sentence
     assert headline(data).figures == "answer recall@5 0.48 → 0.99"
     assert "answer recall@5 during training, from 0.03 to 0.98" in Balance(render_report(data)).text
 
 
 @pytest.mark.parametrize(
     ("realm", "expected"),
-    [(0.987, "learned to find the right passage"), (0.49, "did not teach"), (0.30, "made the retriever worse")],
+    [(0.987, "taught the retriever to find"), (0.49, "did not teach"), (0.30, "made the retriever worse")],
 )
 def test_the_headline_does_not_claim_more_than_the_numbers(realm: float, expected: str):
     data = sample_data()
@@ -153,7 +153,7 @@ def test_the_headline_does_not_claim_more_than_the_numbers(realm: float, expecte
 def test_few_questions_make_a_difference_uncertain():
     data = sample_data()
     data["results"]["recall@5"] = {"ict": 0.5, "realm": 0.6}
-    assert "learned to find" in headline(data).sentence
+    assert "taught the retriever to find" in headline(data).sentence
     data["corpus"]["dev_questions"] = 50
     assert "did not teach" in headline(data).sentence
 

@@ -225,7 +225,7 @@ def test_vectors_that_are_not_those_of_the_passages_are_never_published(folder, 
     for message, tower, queries in (
         ("zero or not finite", lambda rows: embed(rows) * np.nan, QUERIES),
         ("vectors of 4, not 8", embed, np.ones((3, 8), np.float32)),
-        ("holds vectors that are not those of its passages", lambda rows: embed(rows) + 10 * next(shift), QUERIES),
+        ("holds vectors of other passages", lambda rows: embed(rows) + 10 * next(shift), QUERIES),
     ):
         with pytest.raises(Damaged, match=message):
             build(folder, make_export(folder, 10, scale=len(message)), tower, queries)
@@ -269,7 +269,7 @@ def test_a_manifest_that_was_cut_or_is_of_another_version_is_named(folder, publi
 
 
 def test_rows_that_are_missing_are_noticed(folder, published):
-    with pytest.raises(Damaged, match="other rows than it says"):
+    with pytest.raises(Damaged, match="other rows than its manifest lists"):
         generations.load_vectors(folder, dataclasses.replace(published, chunks=published.chunks[:-1]))
 
 

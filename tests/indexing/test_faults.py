@@ -444,8 +444,8 @@ def test_the_disk_is_full_for_exports(people, tmp_path, before_write, watch, log
     train_with_builder(run)
     watch.check(run)
     assert "the export of step 2 is not written yet: " in log.text and "No space left on device" in log.text
-    assert "the export of step 4 is left out: an earlier one is still being written" in log.text
-    assert "the export of step 2 is given up" in log.text
+    assert "skipping the export of step 4: an earlier export is still being written" in log.text
+    assert "abandoned the export of step 2" in log.text
     assert {index for _, index in adoptions(run)} == {0}
 
 

@@ -92,7 +92,7 @@ def test_a_second_run_embeds_nothing_and_has_the_same_bits(tiny, params, cache, 
     assert counted == []
     np.testing.assert_array_equal(first, anew, strict=True)
     np.testing.assert_array_equal(second, anew, strict=True)
-    assert "16 passages: 16 have their vectors in" in caplog.text and "0 are to be embedded" in caplog.text
+    assert "embedding 0 of 16 passages (16 cached in " in caplog.text
 
 
 def test_of_an_edited_corpus_only_what_changed_is_embedded(tiny, params, cache, counted):
@@ -137,7 +137,7 @@ def test_damage_is_told_and_embedded_again(tiny, params, cache, counted, caplog,
     counted.clear()
     np.testing.assert_array_equal(embed_with_cache(tiny, params), anew)
     assert counted == [16]
-    assert "its passages are embedded again" in caplog.text
+    assert "embedding its passages again" in caplog.text
     counted.clear()
     embed_with_cache(tiny, params)
     assert counted == [], "what replaced it is whole"
@@ -189,7 +189,7 @@ def test_more_vectors_than_may_be_kept_are_not(cache, monkeypatch):
 def test_a_folder_that_cannot_be_written_to_is_told(cache, caplog):
     cache.write_text("a file")
     VectorCache("a").add(np.zeros((1, 2), np.uint64), np.ones((1, 8), np.float32))
-    assert "vectors are not kept for the next run" in caplog.text
+    assert "could not cache the vectors for the next run" in caplog.text
 
 
 def test_training_goes_on_without_a_cache_that_cannot_be_read(tiny, params, cache, counted, caplog, monkeypatch):
@@ -198,7 +198,7 @@ def test_training_goes_on_without_a_cache_that_cannot_be_read(tiny, params, cach
     embed_with_cache(tiny, params)
     assert counted == [8, 8]
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "all passages are embedded, and their vectors are not kept" in warning.getMessage()
+    assert "embedding all passages, without a cache" in warning.getMessage()
 
 
 def test_a_size_that_is_no_number_is_refused(monkeypatch):

@@ -150,7 +150,7 @@ def test_a_write_that_fails_leaves_the_model_before(trained_run, tmp_path, monke
 def test_another_format_is_named(trained_run, tmp_path):
     path = shutil.copytree(trained_run.workdir / "model", tmp_path / "model") / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 9}))
-    with pytest.raises(UserError, match="manifest.json: is not of the format 1"):
+    with pytest.raises(UserError, match="manifest.json: has another format than 1"):
         exported_model(tmp_path)
 
 

@@ -168,7 +168,7 @@ os.kill(os.getpid(), signal.SIGSEGV)
 def test_what_follows_from_the_end_of_a_process(scripted, caplog, script, changes, code, runs):
     supervisor = scripted(script, **changes)
     assert (supervisor.run(), supervisor.runs) == (code, runs)
-    assert ("exit code 9; failures without progress: 3; given up" in caplog.text) == (code == 9)
+    assert ("exit code 9; failures without progress: 3; giving up" in caplog.text) == (code == 9)
 
 
 def test_a_folder_that_cannot_be_looked_at_ends_nothing(scripted, monkeypatch, caplog):

@@ -286,5 +286,5 @@ def test_an_encoder_of_one_segment_needs_a_template_for_passages(tmp_path):
     save_encoder(tmp_path / "model", "roberta")
     tokenizer = folder_tokenizer(tmp_path / "model")
     assert config_of(tmp_path / "model").encoder.passage_prompt == " {title} {text}"
-    with pytest.raises(UserError, match="config.encoder.passage_prompt: 'roberta' reads no title and body in two"):
+    with pytest.raises(UserError, match="config.encoder.passage_prompt: 'roberta' does not read title and body as two"):
         load(config_of(tmp_path / "model", **{"encoder.passage_prompt": ""}), tokenizer)

@@ -133,7 +133,7 @@ def test_queries_and_passages_take_the_prompts_of_the_library_alone(people, tmp_
         encoder = fill_from_pretrained(config).encoder
     assert (encoder.query_prompt, encoder.passage_prompt) == (query, passage)
     unused = ", ".join(name for name, text in prompts.items() if text and name not in ("query", "document"))
-    assert (f"prompts that neither queries nor passages take: {unused}" in caplog.text) == bool(unused)
+    assert (f"ignoring prompts that neither queries nor passages use: {unused}" in caplog.text) == bool(unused)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_run_starts_from_shards_of_a_model(people, tmp_path):
 
 
 def test_a_folder_without_a_model_says_what_to_name(people, tmp_path):
-    says = "init_from=.*: is no run directory and has no model.safetensors; name one of them"
+    says = "init_from=.*: is not a run directory and has no model.safetensors; name such a folder"
     with pytest.raises(UserError, match=says):
         fill_from_pretrained(config_for(people, tmp_path))
     config = tiny_config(people)

@@ -203,7 +203,7 @@ def test_converting_says_what_is_wrong_and_leaves_nothing(tensorflow, tmp_path):
     tensorflow["bert.ckpt"] = checkpoint(BERT, 0)
     wrong = {
         "--embedder=bert.ckpt: has no embedder; it has reader": ({"embedder": "bert.ckpt"}, words),
-        "nowhere: no checkpoint of TensorFlow .*; name its prefix": ({"bert": "nowhere"}, words),
+        "nowhere: is not a readable TensorFlow checkpoint .*; name the prefix": ({"bert": "nowhere"}, words),
         "there is no bert.ckpt/assets/vocab.txt; name .* --vocab": ({"bert": "bert.ckpt"}, None),
         "--finetuned: has a reader already": ({"bert": "bert.ckpt", "finetuned": "bert.ckpt"}, words),
         "name a checkpoint with": ({}, words),
@@ -220,7 +220,7 @@ def test_converting_says_what_is_wrong_and_leaves_nothing(tensorflow, tmp_path):
 def test_without_tensorflow_one_line_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     with pytest.raises(
-        UserError, match=r"model.ckpt: reading it needs TensorFlow; run `pip install '.\[tensorflow\]'`"
+        UserError, match=r"model.ckpt: reading it needs TensorFlow; run `pip install -e '.\[tensorflow\]'`"
     ):
         job.convert({"bert": "model.ckpt"}, tmp_path / "out", vocabulary(tmp_path))
 

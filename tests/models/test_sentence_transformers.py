@@ -50,7 +50,7 @@ def paragraphs() -> list[Passage]:
     Without "[": the library makes special tokens of "[CLS]" in a text, and ours never does.
     """
     found, title = [], ""
-    for name in ("docs/design.md", "README.md"):
+    for name in ("docs/design.md", "docs/design/contracts.md", "docs/design/decisions.md", "README.md"):
         for line in (Path(__file__).parents[2] / name).read_text("utf-8").replace("[", "(").splitlines():
             title = line.strip("# ") if line.startswith("#") else title
             if len(line.split()) > 8:

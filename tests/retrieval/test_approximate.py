@@ -151,7 +151,7 @@ def test_what_no_longer_suits_is_learnt_anew(folder, caplog):
     turn = np.linalg.qr(np.random.default_rng(1).normal(size=(32, 32)))[0].astype(np.float32)
     with caplog.at_level("INFO"):
         second = make(folder, few, step=2, vectors=VECTORS[::-1] @ turn, asked=ASKED @ turn)
-    assert "no longer suit: recall@8" in caplog.text
+    assert "no longer fit: recall@8" in caplog.text
     assert second.searcher["trained"] is None and learnt(folder, first) != learnt(folder, second)
     assert second.recall["recall@8"] > 0.9
 

@@ -275,9 +275,9 @@ FACTS = {"run": "r", "task": "qa", "step": 1, "search": "vectors", "rerank": "no
     ("reader", "exact", "on", "said"),
     [
         ("questions", 0.876, "development questions", "this run answers 87.6% of its development questions right and "
-         "finds the right passage among the first five for 50%"),
+         "finds the right passage in the top 5 for 50%"),
         ("blanks", None, "sentences", "never saw a question: check its answers. By its own measurement this run finds "
-         "the right passage among the first five for 50% of its sentences."),
+         "the right passage in the top 5 for 50% of its sentences."),
         ("questions", None, None, "This run has not measured how often it is right."),
     ],
 )  # fmt: skip
@@ -359,9 +359,9 @@ def test_what_may_pass_can_be_tried_again(page):
         (503, "Ask again in half a minute."),
         (504, "Ask again: the first request of a kind takes longest"),
     ):
-        gives(page, "/ask", {"error": {"type": "busy", "message": "too many texts wait"}}, status)
+        gives(page, "/ask", {"error": {"type": "busy", "message": "too many texts are waiting"}}, status)
         ask(page)
-        expect(page.get_by_role("alert")).to_contain_text(f"Too many texts wait. {said}")
+        expect(page.get_by_role("alert")).to_contain_text(f"Too many texts are waiting. {said}")
     gives(page, "/ask", answer(candidate()))
     page.get_by_role("button", name="Try again").press("Enter")
     expect(page.get_by_label(FIELD)).to_be_focused()

@@ -126,7 +126,7 @@ def test_openapi_names_the_limits_of_numbers(client, path, field, most):
         ("/ask/", {"question": "a"}, 404, "Not Found"),
         ("/search", {"question": "a", "top": 101}, 422, "top: "),
         ("/inspect", {"text": "___ ___"}, 400, "2 blanks"),
-        ("/inspect", {"text": "a [b]", "answer": "c"}, 400, "goes with a question"),
+        ("/inspect", {"text": "a [b]", "answer": "c"}, 400, "applies to questions only"),
         ("/v1/embeddings", {"input": "a", "model": "other"}, 422, "model: "),
     ],
 )

@@ -136,8 +136,8 @@ def test_the_probability_is_of_the_pieces_up_to_the_end(alone):
     "words, message",
     [
         (["ask", QUESTION], "its task closed_book answers without passages; use `realm predict`"),
-        (["inspect", "text", "Ada was born in [1803]."], "there is no p(z|x) to look at: task closed_book"),
-        (["inspect", "text", QUESTION], "there is no p(z|x) to look at: task closed_book"),
+        (["inspect", "text", "Ada was born in [1803]."], "does not search by vectors"),
+        (["inspect", "text", QUESTION], "does not search by vectors"),
     ],
 )
 def test_there_is_nothing_to_show_beside_its_answers(alone, capsys, words, message):

@@ -135,7 +135,7 @@ def test_goes_on_without_the_source(trained_run, tmp_path):
 
 
 def test_names_what_does_not_fit(trained_run, tmp_path):
-    with pytest.raises(UserError, match="init_from=.*is no run directory"):
+    with pytest.raises(UserError, match="init_from=.*is not a run directory"):
         check(heir(trained_run, tmp_path, init_from=str(tmp_path / "nowhere")))
     with pytest.raises(UserError, match=r"init_from: .* is \(.*set config.model"):
         check(heir(trained_run, tmp_path, model={"feed_forward": 64}))

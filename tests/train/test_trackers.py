@@ -72,7 +72,9 @@ def test_a_tracker_that_is_not_installed_is_named_before_anything_begins(people,
         specs = {"wandb": wandb}
         monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name, specs=specs: specs.get(name, there))
         check_installed("tensorboard")
-        with pytest.raises(UserError, match="config.log.to=tensorboard,wandb: wandb is not installed; `pip install"):
+        with pytest.raises(
+            UserError, match="config.log.to=tensorboard,wandb: wandb is not installed; run `pip install"
+        ):
             check_installed("tensorboard,wandb")
 
 

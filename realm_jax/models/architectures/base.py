@@ -20,8 +20,8 @@ class Tensor(NamedTuple):
 
     Attributes:
         path: in the network's parameter tree.
-        name: of the tensor in Hugging Face's files, without the prefix.
-        shape: of the parameter.
+        name: name of the tensor in Hugging Face's files, without the prefix.
+        shape: shape of the parameter.
         first_row: row of the file's table that is row 0 of the parameter. We write zeros before it.
         is_table: the file may have more rows than the parameter. We do not read these.
         is_optional: the file may lack the tensor. The parameter is then 0.
@@ -44,8 +44,8 @@ def linear(path: tuple[str, ...], name: str, shape: tuple[int, int], has_bias: b
     """Return the tensors of a linear layer.
 
     Args:
-        path: of the layer in the parameter tree.
-        name: of the layer in Hugging Face's files.
+        path: path of the layer in the parameter tree.
+        name: name of the layer in Hugging Face's files.
         shape: inputs and outputs.
         has_bias: the layer has a bias.
     """
@@ -57,8 +57,8 @@ def norm(path: tuple[str, ...], name: str, width: int, has_bias: bool = True) ->
     """Return the tensors of a LayerNorm.
 
     Args:
-        path: of the layer in the parameter tree.
-        name: of the layer in Hugging Face's files.
+        path: path of the layer in the parameter tree.
+        name: name of the layer in Hugging Face's files.
         width: features.
         has_bias: the layer has a bias.
     """
@@ -72,7 +72,7 @@ class WordHead(NamedTuple):
     Attributes:
         transform: the linear layer.
         norm: the LayerNorm.
-        bias: of the vocabulary.
+        bias: bias of the vocabulary.
         tied: the output layer, which some files store. It has to equal the word embeddings.
         has_biases: the linear layer and the LayerNorm have biases.
     """
@@ -95,7 +95,7 @@ class Architecture:
         words: tensor of the word embeddings.
         positions: tensor of the position embeddings; '' if there are none.
         layers: beginning of the names of layers, up to their number.
-        prefix: of the encoder's tensors in a file that has a head too.
+        prefix: prefix of the encoder's tensors in a file that has a head too.
         head: tensors of word prediction.
         masked_lm_class: transformers' class for masked language models.
         base_class: transformers' class without a head.

@@ -31,7 +31,7 @@ def rotate(states: Array, angles: Array, heads: int) -> Array:
 
     Args:
         states: queries or keys, [..., tokens, width].
-        angles: of each token, [..., tokens, head size / 2] float32.
+        angles: angles of each token, [..., tokens, head size / 2] float32.
         heads: attention heads.
 
     Returns:
@@ -49,7 +49,7 @@ class ModernLayer(nn.Module):
 
     Attributes:
         config: sizes of the network.
-        number: of the layer. The first has no norm before attention, because the embeddings have one.
+        number: number of the layer. The first has no norm before attention, because the embeddings have one.
     """
 
     config: BertConfig
@@ -63,7 +63,7 @@ class ModernLayer(nn.Module):
 
         Args:
             x: [batch, length, width], or packed, [parts, slots, width].
-            layout: of the sequences in `x`.
+            layout: layout of the sequences in `x`.
             deterministic: without dropout.
             positions: [batch, m] int, the only ones that are computed; None for all.
 

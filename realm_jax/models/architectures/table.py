@@ -56,8 +56,8 @@ def model_values(architecture: Architecture, settings: Settings) -> dict[str, An
     """Return the values of a config.json by field of BertConfig, None for a value that it lacks.
 
     Args:
-        architecture: of the network.
-        settings: of `read_architecture`.
+        architecture: architecture of the network.
+        settings: settings of `read_architecture`.
     """
     rotary = {f"rotary.{name}": value for name, value in dataclasses.asdict(Rotary()).items()}
     defaults = rotary | {name: None for name in architecture.settings} | architecture.defaults

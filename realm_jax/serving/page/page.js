@@ -319,7 +319,7 @@ function trust(measured) {
   const found = measured?.["recall@5"] ?? null;
   if (answered !== null) parts.push(`answers ${share(answered)} of ${on} right`);
   if (found !== null) {
-    parts.push(`finds the right passage among the first five for ${share(found)}${parts.length ? "" : ` of ${on}`}`);
+    parts.push(`finds the right passage in the top 5 for ${share(found)}${parts.length ? "" : ` of ${on}`}`);
   }
   if (parts.length) said.push(`By its own measurement this run ${parts.join(" and ")}.`);
   else if (!said.length) said.push("This run has not measured how often it is right.");
