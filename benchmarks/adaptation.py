@@ -112,9 +112,9 @@ class EncodedCorpus(NamedTuple):
 
     Attributes:
         vectors: [rows, width].
-        tokens: token vectors of all passages, one passage after the other, [tokens, MOST_DIMENSIONS] int8.
+        tokens: token vectors of all passages, one passage after the other, [tokens, dimensions] int8.
         offsets: first token of each passage, and the number of tokens, [rows + 1].
-        axes: onto which token vectors are projected, [width, MOST_DIMENSIONS].
+        axes: onto which token vectors are projected, [width, dimensions].
     """
 
     vectors: NDArray[np.float32]
@@ -126,7 +126,7 @@ class EncodedCorpus(NamedTuple):
         """Return MaxSim of a query with a passage.
 
         Args:
-            words: projected vectors of the query's words, of length 1, [words, MOST_DIMENSIONS].
+            words: projected vectors of the query's words, of length 1, [words, dimensions].
             row: of the passage.
         """
         tokens = unit(self.tokens[self.offsets[row] : self.offsets[row + 1]].astype(np.float32))
@@ -169,9 +169,11 @@ class Workbench:
         sets: name → questions.
     """
 
-    def __init__(self, run: Run, arguments: Sequence[str]) -> None:
-        """Read questions, each argument NAME[:FIELD]=FILE, and search them by BM25."""
+    def __init__(self, run: Run, arguments: Sequence[str], dimensions: int) -> None:
+        """Read questions, each argument NAME[:FIELD]=FILE, and search them by BM25; `dimensions`: of token vectors."""
         self.run, store, model = run, run.sources.passages, run.model
+        self._dimensions = dimensions
+        self._reranked = "+tokens" if dimensions == MOST_DIMENSIONS else f"+{dimensions} dimensions"
         self.sets: dict[str, QuestionSet] = {}
         for argument in arguments:
             name, _, file = argument.partition("=")
@@ -252,10 +254,10 @@ class Workbench:
         for rows in sample:
             _, states, mask = encode(rows, width)
             moment += states[mask].astype(np.float64).T @ states[mask].astype(np.float64)
-        axes = principal_axes(moment, MOST_DIMENSIONS)
+        axes = principal_axes(moment, self._dimensions)
         compress = jax.jit(lambda states: quantized(states.astype(jnp.float32) @ axes))
         vectors = np.zeros((count, self.run.config.model.width), np.float32)
-        tokens: list[NDArray] = [np.zeros((0, MOST_DIMENSIONS), np.int8)] * count
+        tokens: list[NDArray] = [np.zeros((0, self._dimensions), np.int8)] * count
         for rows, padded in batches_of_rows(corpus, EMBED_BATCH):
             vectors[rows], states, mask = encode(rows, padded)
             compressed = np.asarray(compress(pad_rows(states, EMBED_BATCH)))
@@ -315,7 +317,9 @@ class Workbench:
             for search, ranking in rankings.items():
                 sims = corpus.max_sims(queries.words, ranking.rows[:, : RULE.depth])
                 found[f"{name}/{search}"] = self._rank(questions.questions, ranking.rows)
-                found[f"{name}/{search}+tokens"] = self._rank(questions.questions, reordered(ranking, sims, RULE))
+                found[f"{name}/{search}{self._reranked}"] = self._rank(
+                    questions.questions, reordered(ranking, sims, RULE)
+                )
         return found
 
     def _rank(self, questions: Sequence[Question], rows: NDArray) -> NDArray:
@@ -645,6 +649,7 @@ def main() -> None:
     parser.add_argument("--generated", type=Path, help="output of generate_questions.py, for methods that need it")
     parser.add_argument("--methods", nargs="+", choices=METHODS, required=True)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--dimensions", type=int, default=MOST_DIMENSIONS, help="of token vectors (default: as stored)")
     parser.add_argument("--held-out", type=float, default=0.0, metavar="SHARE", help="documents that nothing trains on")
     args = parser.parse_args()
     if args.generated is None and any("questions" in METHODS[name].queries for name in args.methods):
@@ -656,7 +661,7 @@ def main() -> None:
     # --- The public encoder, which reads longer questions than training does
     base = open_run(args, args.output, ["tasks=ict", f"data.query_length={LONGEST_QUESTION}"], 0)
     save_bm25_index(base)
-    bench = Workbench(base, args.questions)
+    bench = Workbench(base, args.questions, args.dimensions)
     start = jax.tree.map(np.array, starting_params(base))
     corpus = bench.passages(start, args.output / START)
     test = PromotionTest(args) if args.held_out else None

@@ -28,9 +28,10 @@ SYSTEMS = {  # name in the files → title
     "vectors": "vectors",
     "bm25": "BM25",
     "hybrid": "hybrid",
-    "hybrid+tokens": "hybrid + tokens",
+    "hybrid+tokens": "hybrid + stored tokens",
+    "hybrid+384 dimensions": "hybrid + tokens",
 }
-PIPELINE = "hybrid+tokens"  # what a user of `realm index` gets
+PIPELINE = "hybrid+tokens"  # what a user of `realm index --store-tokens` gets
 
 
 class QuestionSet(NamedTuple):
@@ -226,30 +227,27 @@ def compare(
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 METHODS = {  # name in the files → title
-    "certain": "REALM with a certain reader (the default)",
-    "certain_excluded": "the same, own passage excluded",
-    "own_only": "the same, only the own passage is right",
-    "uniform": "the same, uniform posterior",
-    "realm": "the same, trained reader",
-    "shuffled": "the same, reader shuffled",
-    "terms": "the same, terms instead of names",
-    "words_fail": "the same, evidence that BM25 lacks",
-    "low_overlap": "own passage excluded, little overlap",
-    "bm25_prior": "own passage excluded, BM25 in p(z|x)",
-    "ict": "inverse cloze task",
-    "sentences_distilled": "sentences, listwise distillation",
+    "certain": "hidden name (the default)",
+    "certain_excluded": "hidden name, source passage excluded",
+    "own_only": "hidden name, only the source passage",
+    "uniform": "hidden name, uniform posterior",
+    "realm": "hidden name, trained reader",
+    "shuffled": "hidden name, shuffled reader",
+    "terms": "hidden term",
+    "words_fail": "hidden term, BM25 in p(z|x)",
+    "low_overlap": "hidden name, little overlap",
+    "bm25_prior": "hidden name, BM25 in p(z|x)",
+    "ict": "complete sentence (ICT)",
+    "sentences_distilled": "hidden name, distilled",
     "questions": "generated questions",
-    "questions_distilled": "generated questions, listwise",
-    "evidence": "both encoders: evidence contrast",
-    "evidence_certain": "… then REALM, certain reader",
-    "evidence_realm": "… then REALM, trained reader",
-    "evidence_uniform": "… then uniform weights",
+    "questions_distilled": "generated questions, distilled",
+    "evidence": "evidence contrast, both encoders",
+    "evidence_certain": "evidence contrast, then hidden name",
+    "evidence_realm": "evidence contrast, then trained reader",
+    "evidence_uniform": "evidence contrast, then uniform posterior",
 }
 DEFAULT = "certain"
-CONTROLS = {  # what a method has more than its control shows what the difference between them is worth
-    "certain": ("certain_excluded", "own_only", "uniform", "realm", "shuffled", "terms", "words_fail", "ict"),
-    "evidence_realm": ("evidence", "evidence_certain", "evidence_uniform"),
-}
+CONTROLS = ("certain_excluded", "own_only", "uniform", "realm", "shuffled", "terms", "words_fail", "ict")
 Table = list[list[str]]  # head, then rows
 
 
@@ -275,7 +273,10 @@ def table_of_stages(results: Results) -> Table:
     for name, each in SETS.items():
         if name in results.clusters:
             counts = [f"{len(results.clusters[name]):,}", f"{len(np.unique(results.clusters[name])):,}"]
-            means = [f"{results.ndcg(name, START, system).mean():.3f}" for system in SYSTEMS]
+            means = [
+                f"{results.ndcg(name, START, system).mean():.3f}" if results.seeds(name, START, system) else "–"
+                for system in SYSTEMS
+            ]
             rows.append([("*tuned on:* " if each.is_tuned_on else "") + each.title, *counts, *means])
     return rows
 
@@ -290,7 +291,9 @@ def table_of_recipe(results: Results) -> Table:
         for system in systems:
             if name in columns[system]:
                 cells.append(f"{results.ndcg(name, DEFAULT, system).mean():.3f}, {starred(*columns[system][name])}")
-        if cells:
+            else:
+                cells.append("–")
+        if set(cells) != {"–"}:
             rows.append([("*tuned on:* " if each.is_tuned_on else "") + each.title, *cells])
     return rows
 
@@ -304,22 +307,22 @@ def table_of_methods(results: Results, system: str) -> Table:
         if changes:
             by_corpus = results.seconds.get(method, {})
             seconds = "–" if not by_corpus else f"{np.mean([np.mean(each) for each in by_corpus.values()]):,.0f}"
-            seeds = str(max(len(results.seeds(name, method, system)) for name in names))
+            counts = {len(results.seeds(name, method, system)) for name in changes}
+            seeds = str(max(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
             cells = [short(*changes[name]) if name in changes else "–" for name in names]
             rows.append([title, seconds, seeds, *cells])
     return rows
 
 
 def table_of_controls(results: Results, system: str) -> Table:
-    """Return what a method has more than each of its controls, by one system."""
+    """Return the default less each of its controls by one system: a row per control and a column per set."""
     names = [name for name in SETS if name in results.clusters]
-    rows = [["", *(SETS[name].title for name in names)]]
-    for method, controls in CONTROLS.items():
-        for control in controls:
-            changes = compare(results, names, (control, system), (method, system))
-            if changes:
-                cells = [short(*changes[name]) if name in changes else "–" for name in names]
-                rows.append([f"{METHODS[method]}, less {METHODS[control]}", *cells])
+    rows = [["the default less", *(SETS[name].title for name in names)]]
+    for control in CONTROLS:
+        changes = compare(results, names, (control, system), (DEFAULT, system))
+        if changes:
+            cells = [short(*changes[name]) if name in changes else "–" for name in names]
+            rows.append([METHODS[control], *cells])
     return rows
 
 
@@ -357,9 +360,9 @@ def tables(results: Results) -> dict[str, Table]:
         "stages": table_of_stages(results),
         "recipe": table_of_recipe(results),
         "methods by vectors": table_of_methods(results, "vectors"),
-        "methods by hybrid + tokens": table_of_methods(results, PIPELINE),
+        "methods by hybrid + stored tokens": table_of_methods(results, PIPELINE),
         "controls by vectors": table_of_controls(results, "vectors"),
-        "controls by hybrid + tokens": table_of_controls(results, PIPELINE),
+        "controls by hybrid + stored tokens": table_of_controls(results, PIPELINE),
         "test": table_of_test(results),
     }
 

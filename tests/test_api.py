@@ -135,7 +135,7 @@ def test_a_run_is_measured_on_a_split_and_on_records(model):
         (lambda model: model.search(QUESTION, top=1.5), "top=1.5: give a whole number from 1"),
         (lambda model: model.encode([QUESTION], batch_size=0), "batch_size=0"),
         (lambda model: model.encode(["a", "b"], "document", titles="xy"), "titles: takes a list"),
-        (lambda model: model.inspect(None), "text: number 0 is no text"),
+        (lambda model: model.inspect(None), "text: number 0 is a NoneType; give a text"),
         (lambda model: model.inspect(QUESTION, answer="\ud800"), "answer: number 0 is not valid UTF-8"),
         (lambda model: model.inspect("a ___", pieces=0), "pieces=0"),
         (lambda model: model.evaluate(["who?"]), "question 0: is no record"),

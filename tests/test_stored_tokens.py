@@ -175,6 +175,6 @@ def test_damaged_token_files_are_rejected_in_one_line_if_they_are_used(copied_in
     assert cli.main(["ask", f"--workdir={copied_index}", "--rerank=tokens", QUESTION]) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith(
-        f"realm: error: {copied_index / 'model'}: {name} is not as it was written; remove the folder"
+        f"realm: error: {copied_index / 'model'}: {name} does not match its checksum; remove the folder"
     )
     assert cli.main(["ask", f"--workdir={copied_index}", "--rerank=none", QUESTION]) == 0

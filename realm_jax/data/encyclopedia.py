@@ -47,11 +47,11 @@ class Phrasings(NamedTuple):
 PHRASINGS: dict[str, Phrasings] = {
     "discoverer": Phrasings(
         statement=(
-            "{The} was first described by {value}.", "Some books name {value} as finder of {the}.",
+            "{The} was first described by {value}.", "Some books say that {value} was the finder of {the}.",
             "The finder of {the} was {value}.", "It was {value} who first drew {the}.",
             "The first notes on {the} are by {value}.", "At first only {value} knew of {the}.",
-            "Those who ask who discovered {the} are told of {value}.",
-            "It is known by whom {the} was found: by {value}.",
+            "If you ask who discovered {the}, most books name {value}.",
+            "The person by whom {the} was found is {value}.",
         ),
         question=(
             "who first described the {name}?", "who discovered the {name}?", "who was the finder of the {name}?",
@@ -62,8 +62,8 @@ PHRASINGS: dict[str, Phrasings] = {
         statement=(
             "{The} is found only in {value}.", "In {value} {the} is very common.", "The home of {the} is {value}.",
             "Many people see {the} in {value}.", "{The} came from the hills of {value}.",
-            "Those who seek {the} travel to {value}.", "Those who ask where {the} is found are sent to {value}.",
-            "The region in which {the} is common is {value}.",
+            "To see {the}, people travel to {value}.", "If you ask where {the} is found, people name {value}.",
+            "The region in which {the} is most common is {value}.",
         ),
         question=(
             "where is the {name} found?", "in which region is the {name} common?",
@@ -74,13 +74,13 @@ PHRASINGS: dict[str, Phrasings] = {
         statement=(
             "{The} was first seen in {value}.", "In {value} {the} was found.",
             "The first record of {the} is from {value}.", "Some say {the} has been known since {value}.",
-            "When {value} came, {the} was still new.", "It was in {value} that {the} was listed.",
-            "Those who ask when {the} was discovered are told {value}.",
-            "In what year {the} was first seen is known: {value}.",
+            "{The} was still new in {value}.", "It was in {value} that {the} was listed.",
+            "If you ask when {the} was discovered, most books say {value}.",
+            "The year in which {the} was first seen is {value}.",
         ),
         question=(
             "when was the {name} discovered?", "in which year was the {name} first seen?",
-            "since when is the {name} known?", "what is the year of the first record of the {name}?",
+            "since when has the {name} been known?", "from which year is the first record of the {name}?",
         ),
     ),
 }

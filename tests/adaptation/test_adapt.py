@@ -423,7 +423,7 @@ def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp
         (documents, encoder, done, "--merge=0.25", "was started with questions"),
         (documents, encoder, done, "--merge=0.25", "use the same, or another --output"),
         (documents, encoder, other, "", "is the directory of another run"),
-        (documents, encoder, other / "vectors", "", "has a vectors.npy of another run"),
+        (documents, encoder, other / "vectors", "", "contains a vectors.npy of another run"),
         (documents, encoder, new, "--merge=2", "--merge=2: give a weight"),
         *[(documents, encoder, new, f"--minutes={x}", f"={x}: give a number above 0") for x in ("0", "inf", "nan")],
         *[
@@ -492,7 +492,7 @@ def test_a_document_that_is_added_is_found_and_nothing_else_is_embedded(
     monkeypatch.setattr(Run, "embed", counted)
     added = write_lines(tmp_path / "new.jsonl", [new])
     assert cli.main(["corpus", "add", str(added), f"--workdir={run}"]) == 0
-    assert "written again: vectors.npy" in capsys.readouterr().out
+    assert "rewritten: vectors.npy" in capsys.readouterr().out
     vectors = np.load(run / "vectors.npy")
     assert vectors.shape == (61, 16) and np.isfinite(vectors).all() and vectors.any(axis=1).all()
     np.testing.assert_array_equal(vectors[:60], before)

@@ -177,7 +177,7 @@ def test_a_flipped_bit_in_a_model_is_found(trained_run, tmp_path, capsys, file):
     content[-3] ^= 1
     path.write_bytes(content)
     line = refused(capsys, f"--workdir={tmp_path}/run", QUESTION)
-    assert "is not as it was written; remove the folder, and repeat the command that trained the run" in line
+    assert "does not match its checksum; remove the folder, and repeat the command that trained the run" in line
 
 
 @pytest.mark.parametrize("content", ["[]", "", "{"])

@@ -224,7 +224,7 @@ def test_vectors_that_are_not_those_of_the_passages_are_never_published(folder, 
     shift = iter([0] * 5 + [1] * 5)  # some are embedded again, which shows it
     for message, tower, queries in (
         ("zero or not finite", lambda rows: embed(rows) * np.nan, QUERIES),
-        ("vectors of 4, not 8", embed, np.ones((3, 8), np.float32)),
+        ("vectors of size 4, not 8", embed, np.ones((3, 8), np.float32)),
         ("holds vectors of other passages", lambda rows: embed(rows) + 10 * next(shift), QUERIES),
     ):
         with pytest.raises(Damaged, match=message):

@@ -291,7 +291,7 @@ def test_a_generation_is_damaged(run, ends_the_same, monkeypatch, log, fault):
     monkeypatch.setattr(IndexWatcher, "_poll", gated)
     monkeypatch.setattr(build_job.Builder, "build", spoiled)
     ends_the_same(run)
-    assert f"generation {damaged[0]} is refused: " in log.text
+    assert f"generation {damaged[0]} is rejected: " in log.text
 
 
 @contextmanager
@@ -420,7 +420,7 @@ def test_a_generation_of_another_tokenizer_or_corpus(people, sturdy, stops, tmp_
 
 def test_a_shared_folder_of_another_run(people, sturdy, tmp_path):
     run = open_tiny(people, tmp_path / "run", shared=str(sturdy.run.workdir))
-    with pytest.raises(UserError, match=r"config.refresh.shared: .* is another run's"):
+    with pytest.raises(UserError, match=r"config.refresh.shared: .* belongs to another run"):
         train(run)
 
 

@@ -257,7 +257,7 @@ def test_a_vector_is_that_of_what_has_a_place(pooling):
 def test_lost_pieces_are_said_once():
     monitor = TruncationMonitor()
     assert monitor({"step": 1, "unplaced": 0.005}) is None and monitor({"step": 2, "recall@5": 0.5}) is None
-    assert "step 3: packing had no slot for 2.0% of the tokens" in monitor({"step": 3, "unplaced": 0.02})
+    assert "step 3: packing truncated 2.0% of the tokens" in monitor({"step": 3, "unplaced": 0.02})
     assert monitor({"step": 4, "unplaced": 0.02}) is None
 
 

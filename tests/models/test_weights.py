@@ -186,7 +186,7 @@ def test_other_files_are_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"nothing of the kind")
     with pytest.raises(UserError, match="model.safetensors: cannot be read"):
         load_bert(tmp_path, config())
-    with pytest.raises(UserError, match="it is no BertModel"):
+    with pytest.raises(UserError, match="it is not a BertModel"):
         load_bert(save_tensors(tmp_path / "other", {"lstm.weight": np.zeros((2, 2), np.float32)}), config())
     folder = save_tensors(tmp_path / "settings", random_weights())
     (folder / "config.json").write_text("[1]")
