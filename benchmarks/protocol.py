@@ -269,13 +269,14 @@ def starred(each: Change, p: float) -> str:
 
 def table_of_stages(results: Results) -> Table:
     """Return nDCG@10 of the public encoder, a row per set and a column per system."""
-    rows = [["question set", "questions", "clusters", *SYSTEMS.values()]]
+    systems = [system for system in SYSTEMS if any(results.seeds(name, START, system) for name in SETS)]
+    rows = [["question set", "questions", "clusters", *(SYSTEMS[system] for system in systems)]]
     for name, each in SETS.items():
         if name in results.clusters:
             counts = [f"{len(results.clusters[name]):,}", f"{len(np.unique(results.clusters[name])):,}"]
             means = [
                 f"{results.ndcg(name, START, system).mean():.3f}" if results.seeds(name, START, system) else "–"
-                for system in SYSTEMS
+                for system in systems
             ]
             rows.append([("*tuned on:* " if each.is_tuned_on else "") + each.title, *counts, *means])
     return rows
@@ -283,7 +284,7 @@ def table_of_stages(results: Results) -> Table:
 
 def table_of_recipe(results: Results) -> Table:
     """Return what the default recipe changes, a row per set and a column per system."""
-    systems = [system for system in SYSTEMS if system != "bm25"]
+    systems = [system for system in SYSTEMS if any(results.seeds(name, DEFAULT, system) for name in SETS)]
     rows = [["question set", *(f"{SYSTEMS[system]}: after, change" for system in systems)]]
     columns = {system: compare(results, SETS, (START, system), (DEFAULT, system)) for system in systems}
     for name, each in SETS.items():

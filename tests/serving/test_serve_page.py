@@ -296,7 +296,7 @@ def test_without_a_reader_the_passages_are_shown_alone(page):
     gives(page, "/ask", {"question": "q", "measured": None, "candidates": [found]} | nothing)
     ask(page)
     told = page.get_by_role("region", name="No answer")
-    expect(told).to_contain_text("No reader was trained (task qa): showing the retrieved passages.")
+    expect(told).to_contain_text("This run has no reader, so you see passages.")
     expect(page.locator("#passages li")).to_contain_text("found by vectors (2nd) and words (13th)")
     placed = candidate(span=None, ranks={"vectors": 2, "bm25": 13, "tokens": 1})
     gives(page, "/ask", {"question": "q", "measured": None, "candidates": [placed]} | nothing)

@@ -331,7 +331,7 @@ function answerParts(reply) {
     return [make("p", {}, "No passage shares a word with the question; ask with other words.")];
   }
   if (reply.passage === null && !reply.nbest.length) {
-    return [make("p", {}, `No reader was trained (task ${facts.task}): showing the retrieved passages.`)];
+    return [make("p", {}, "This run has no reader, so you see passages. For answers, start the service with --reader.")];
   }
   const { answer, probability: chance, passage } = reply;
   const heading = make(
@@ -360,7 +360,7 @@ function showAnswer(text, reply) {
   );
   showPassages(
     reply.candidates,
-    "Passages that were read",
+    answered ? "Passages that were read" : "Passages",
     answered
       ? "p(z|x) is the weight of a passage z in the answer; its own best answer is marked."
       : "p(z|x) is the weight that the search gives a passage z.",
