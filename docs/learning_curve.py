@@ -1,7 +1,6 @@
-"""Draws how retrieval is learned in a run, as an SVG file: `python docs/learning_curve.py RUN FILE.svg`.
+"""Draw recall@5 by training step of a run, as an SVG file: `python docs/learning_curve.py RUN FILE.svg`.
 
-Recall of the first five passages at every measurement, one stage after the
-other, and BM25's as a level. For the README and the documentation; all numbers are those of the run folder.
+The stages follow one another, and BM25 is a horizontal line. All numbers are read from the run directory.
 """
 
 import argparse
@@ -25,7 +24,7 @@ text { font-size: 13px; fill: #586373; } .axis { font-size: 12.5px; } .grid { st
 .level { stroke: #7b6bb0; stroke-dasharray: 6 5; stroke-width: 1.8; }
 </style>
 <rect width="{{ width }}" height="{{ height }}" fill="#fff"/>
-<text x="46" y="20">right passage among the first five, share of {{ questions }} held-out questions</text>
+<text x="46" y="20">recall@5 ({{ questions }} held-out questions)</text>
 <svg y="{{ top }}" width="{{ width }}" height="{{ height - top }}">
 {{ curve(plot) }}
 </svg>
@@ -35,17 +34,17 @@ text { font-size: 13px; fill: #586373; } .axis { font-size: 12.5px; } .grid { st
 
 
 def draw(run: Path) -> str:
-    """The picture of a finished run of `realm quickstart`, as the text of an SVG file."""
+    """Draw a finished run of `realm quickstart`; return the text of an SVG file."""
     recall = read_json(run / "results.json")[MEASURE]
     questions = read_json(run / "data" / "PREPARED.json")["questions"]["dev"]
     points, refreshes, bands = measured(run)
     points = [(0, recall["untrained"]), *points]
     description = (
-        f"Share of questions whose passage is among the first five: {recall['untrained']:.2f} untrained, "
+        f"Recall@5: {recall['untrained']:.2f} untrained, "
         f"{recall['ict']:.2f} after the inverse cloze task, {recall['realm']:.2f} after REALM, "
         f"{recall['qa']:.2f} after fine-tuning; BM25 has {recall['bm25']:.2f}"
     )
-    x_label = "training steps after the warm-up; a triangle: all passages embedded again"
+    x_label = "training step after the warm-up (a triangle: the index is refreshed)"
     plot = chart(points, description, x_label, (0, 1), bands, refreshes, recall["bm25"])
     assert plot is not None, "the baselines are always there"
     (width, height), top = plot["size"], 28
@@ -60,7 +59,7 @@ def draw(run: Path) -> str:
 
 
 def measured(run: Path) -> tuple[list[tuple[float, float]], list[float], list[Band]]:
-    """Recall by step, the steps at which the index was made anew, and the stages; from the first measured stage on."""
+    """Return recall by step, the steps at which the index was refreshed, and the stages that have measurements."""
     config, start = read_json(run / "config.json"), 0
     points, refreshes, bands = list[tuple[float, float]](), list[float](), list[Band]()
     for name in config["tasks"].split(","):

@@ -134,8 +134,8 @@ def run(args: argparse.Namespace) -> None:
         print(f"embedded {record['embedded']:,} of {len(after):,} passages")
     if "generation" in record:
         print(f"generation {record['generation']}: {record['stored_vectors']:,} stored vectors")
-    if "written_anew" in record:
-        print(f"rewritten: {', '.join(record['written_anew'])}")
+    if "rewritten" in record:
+        print(f"rewritten: {', '.join(record['rewritten'])}")
 
 
 @contextmanager
@@ -234,7 +234,7 @@ def publish(run: Run, step: int, encoders: Params) -> dict[str, Any]:
         encoders: parameters of the run's final encoders, on its devices.
 
     Returns:
-        {"generation", "stored_vectors"}; for an adaptation also "written_anew", the names of its vector files.
+        {"generation", "stored_vectors"}; for an adaptation also "rewritten", the names of its vector files.
 
     Raises:
         UserError: storage fails, or the generation is damaged or fails its checks.
@@ -252,7 +252,7 @@ def publish(run: Run, step: int, encoders: Params) -> dict[str, Any]:
         record: dict[str, Any] = {"generation": newest.generation, "stored_vectors": newest.rows}
         if (run.workdir / VECTORS).is_file():
             vectors = load_vectors(folder, newest)[store.visible_rows]
-            record["written_anew"] = write_vectors(run.workdir, store, vectors, overwrite=True)
+            record["rewritten"] = write_vectors(run.workdir, store, vectors, overwrite=True)
         return record
     except (StorageError, Damaged, Rejected) as error:
         raise UserError(f"{error}; the corpus is unchanged, so run the command again") from None

@@ -434,7 +434,7 @@ def test_another_run_or_other_settings_are_refused(done, documents, encoder, tmp
         (own, encoder, own / "deep" / "run", "", "the folder of the documents"),
         (own / "**" / "*.jsonl", encoder, own / "deep" / "run", "", "the folder of the documents"),
         (own / "*" / "*" / "*.json*", encoder, own / "deep" / "run", "", "the folder of the documents"),
-        (documents, encoder, encoder / "run", "", "which is the base encoder"),
+        (documents, encoder, encoder / "run", "", "the folder of the base encoder"),
         (nowhere, encoder, new, "", "nowhere"),
         (documents, encoder, new, f"--forgetting={nowhere}", "nowhere"),
         (documents, nowhere, new, "", "no such folder; write hf:NAME"),
