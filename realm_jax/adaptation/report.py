@@ -15,14 +15,31 @@ TITLES = {  # encoder in adapt.json → column of the table
     BASELINE: "base encoder",
     "adapted": "adapted",
     "trained": "weight 1",
-    "start_vectors": "vectors of the base encoder",
-    "vectors": "vectors of the adapted one",
-    "bm25": "BM25",
+    "start_vectors": "base encoder, vectors only",
+    "vectors": "adapted, vectors only",
+    "bm25": "BM25 only",
 }
 
 
 def headline(decision: Decision) -> str:
     """Return the decision in one line, with its numbers."""
+    return f"{verdict(decision)} ({figures(decision)})"
+
+
+def verdict(decision: Decision) -> str:
+    """Return the decision without its numbers."""
+    if decision.promoted:
+        mean = f"{1 - decision.weight:g} × base + {decision.weight:g} × trained encoder"
+        return f"Adapted: {mean if decision.weight < 1 else 'the trained encoder'} replaces the base encoder"
+    reason = "is not significantly better"
+    losses = (decision.without_sentence, decision.questions)
+    if decision.mean_ndcg.is_significant_gain and any(change.is_significant_loss for change in losses):
+        reason = "is better at held-out sentences, but significantly worse at another metric"
+    return f"Base encoder kept: the adapted encoder {reason}"
+
+
+def figures(decision: Decision) -> str:
+    """Return the numbers of the decision, in one line."""
     gain, removed, questions = decision.mean_ndcg, decision.without_sentence, decision.questions
     numbers = (
         f"search {decision.search}, {MEAN_NDCG} of {gain.queries} held-out sentences in {gain.documents} documents: "
@@ -32,12 +49,7 @@ def headline(decision: Decision) -> str:
         numbers += f"; passages without them: {_change(removed)}"
     if questions.queries:
         numbers += f"; {decision.question_metric} of judged questions: {_change(questions)}"
-    if decision.promoted:
-        return f"Adapted: {1 - decision.weight:g} × base + {decision.weight:g} × trained ({numbers})"
-    reason = "is not significantly better"
-    if gain.is_significant_gain and (removed.is_significant_loss or questions.is_significant_loss):
-        reason = "is better at held-out sentences, but significantly worse at another metric"
-    return f"Base encoder kept: the adapted encoder {reason} ({numbers})"
+    return numbers
 
 
 def additions(decision: Decision, *, has_new_vectors: bool, has_reader: bool) -> str:
@@ -118,7 +130,8 @@ def render_report(record: AdaptRecord) -> str:
         "command": record.command,
     }
     sections.append(Section("Data, recipe and times", rows=[*facts.items()]))
-    return render_page("REALM: adaptation", headline(measured.decision), sections, notes=plan.notes)
+    notes = [figures(measured.decision), *plan.notes]
+    return render_page("REALM: adaptation", verdict(measured.decision), sections, notes=notes)
 
 
 def model_card(record: AdaptRecord, config: ConfigDict) -> str:
