@@ -201,6 +201,19 @@ def test_links_and_modules_of_a_page_are_there(page):
         assert any(place.exists() for place in places), module
 
 
+def test_numbers_of_readme_home_and_tutorials_are_on_a_results_page():
+    """A number lives on a results page, and others repeat it, rounded to two decimals or not."""
+    code = re.compile(r"^```.*?^```|^ {4}.*?$|`[^`]*`", re.M | re.S)
+
+    def decimals(path: Path) -> set[str]:
+        return set(re.findall(r"(?<![\d.])0\.\d{2,3}(?!\d)", code.sub("", path.read_text("utf-8"))))
+
+    results = set().union(*map(decimals, (ROOT / "docs" / "results").glob("*.md")))
+    results |= {f"{float(number):.2f}" for number in results}
+    for page in (ROOT / "README.md", ROOT / "docs" / "index.md", *(ROOT / "docs" / "tutorials").glob("*.md")):
+        assert decimals(page) <= results, f"{page}: {decimals(page) - results}"
+
+
 def test_functions_on_the_paths_of_the_design_are_there():
     """A row is `file.py  function` or `file.py  Class.method`; without a file it belongs to the file above."""
     path = ""
