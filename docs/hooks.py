@@ -132,8 +132,12 @@ def _titles_and_paths(pages: list[Any]) -> Iterator[tuple[str, str]]:
     for entry in pages:
         if isinstance(entry, str):
             yield re.search(r"^# (.*)$", _texts[entry], re.M)[1], entry  # type: ignore[index]
-        else:
-            yield from entry.items()
+            continue
+        for title, page in entry.items():
+            if isinstance(page, str):
+                yield title, page
+            else:
+                yield from _titles_and_paths(page)
 
 
 def _summary(text: str) -> str:

@@ -41,7 +41,7 @@ def test_the_picture_of_learning_shows_the_numbers_of_a_run(tmp_path):
         (tmp_path / task / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     picture = learning_curve().draw(tmp_path)
     root = ElementTree.fromstring(picture)
-    assert "share of 600 held-out questions" in picture and "BM25, 0.50" in picture
+    assert "recall@5 (600 held-out questions)" in picture and "BM25, 0.50" in picture
     assert "0.25 after the inverse cloze task, 1.00 after REALM, 0.75 after fine-tuning" in picture
     dots = [
         (float(one.attrib["cx"]), float(one.attrib["cy"])) for one in root.iter("{http://www.w3.org/2000/svg}circle")
