@@ -101,7 +101,7 @@ def adapt(
 ) -> Model:
     """Train an encoder on documents, without labels, and open the result. A call that was interrupted resumes.
 
-    The adapted encoder is kept only if its recall on held-out documents is significantly higher; adapt.json and
+    The adapted encoder is kept only if its nDCG@10 on held-out documents is significantly higher; adapt.json and
     report.html in the run directory have the numbers.
 
     Args:

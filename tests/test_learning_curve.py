@@ -1,22 +1,10 @@
 """The picture of learning in the README and the documentation, drawn from a run folder."""
 
-import importlib.util
 import json
-from pathlib import Path
-from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
-
-
-def learning_curve() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("learning_curve", ROOT / "docs" / "learning_curve.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from scripts import script
 
 
 def test_the_picture_of_learning_shows_the_numbers_of_a_run(tmp_path):
@@ -39,7 +27,7 @@ def test_the_picture_of_learning_shows_the_numbers_of_a_run(tmp_path):
         (tmp_path / task).mkdir()
         rows = [{"step": step, "recall@5": value, "refresh": is_new} for step, value, is_new in lines]
         (tmp_path / task / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    picture = learning_curve().draw(tmp_path)
+    picture = script("docs/learning_curve.py").draw(tmp_path)
     root = ElementTree.fromstring(picture)
     assert "recall@5 (600 held-out questions)" in picture and "BM25, 0.50" in picture
     assert "0.25 after the inverse cloze task, 1.00 after REALM, 0.75 after fine-tuning" in picture

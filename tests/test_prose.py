@@ -54,26 +54,31 @@ def pages() -> list[tuple[Path, int, str]]:
 
 
 @functools.cache
+def nodes() -> list[tuple[Path, ast.AST]]:
+    """Return all nodes of the package's syntax trees with their files."""
+    paths = sorted((ROOT / "realm_jax").rglob("*.py"))
+    return [(path, node) for path in paths for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+
+
+@functools.cache
 def strings() -> list[tuple[Path, int, str]]:
     """Return the docstrings and messages of the package without code: path, first line, text."""
-    found = []
-    for path in sorted((ROOT / "realm_jax").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-                found.append((path, node.lineno, re.sub(r"`[^`]*`", "…", node.value)))
-    return found
+    texts = []
+    for path, node in nodes():
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            texts.append((path, node.lineno, re.sub(r"`[^`]*`", "…", node.value)))
+    return texts
 
 
 @functools.cache
 def docstrings() -> list[tuple[Path, int, str]]:
     """Return the docstrings of the package: path, first line, text."""
-    found = []
-    for path in sorted((ROOT / "realm_jax").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                if text := ast.get_docstring(node):
-                    found.append((path, node.body[0].lineno, text))
-    return found
+    texts = []
+    for path, node in nodes():
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if text := ast.get_docstring(node):
+                texts.append((path, node.body[0].lineno, text))
+    return texts
 
 
 def matches(pattern: str, texts: list[tuple[Path, int, str]]) -> list[str]:

@@ -355,10 +355,9 @@ class AdaptEvaluator:
             without[shortened.positions] = first_hit_ndcg(retrieved == shortened.rows[:, None])
         metrics[WITHOUT_SENTENCE] = without
 
-        # The mean of both searches, or of the one that a sentence has; without any it is that of the sentence.
-        both = np.ma.masked_invalid(np.stack([metrics[MASKED], without]))  # [2, sentences]
-        metrics[MEAN_NDCG] = both.mean(axis=0).filled(np.nan)
-        metrics[MEAN_NDCG] = np.where(both.mask.all(axis=0), metrics[SENTENCE], metrics[MEAN_NDCG])
+        # The mean of both searches, or the one that a sentence has; if it has none, that of the complete sentence.
+        mean = np.ma.masked_invalid(np.stack([metrics[MASKED], without])).mean(axis=0)  # [sentences]
+        metrics[MEAN_NDCG] = np.where(np.ma.getmaskarray(mean), metrics[SENTENCE], np.ma.getdata(mean))
         metrics = {name: metrics[name] for name in METRICS}
 
         if self.questions:
@@ -422,12 +421,12 @@ class AdaptEvaluator:
             for queries in (masked_queries, unmasked_queries)
         )
         store = self.run.sources.passages
-        hits = np.zeros((3, len(self.sentences), RANKED), bool)
+        hits = np.zeros((3, len(self.sentences), RANKED), bool)  # of document, of evidence, of passage
         for number, sentence in enumerate(self.sentences):
-            own, rows = store.document_id(sentence.row), masked[number]
-            others = rows[rows != sentence.row][:RANKED]
-            hits[0, number] = [row >= 0 and store.document_id(int(row)) == own for row in rows[:RANKED]]
-            hits[1, number, : len(others)] = np.isin(others, sentence.evidence)
+            document, rows = store.document_id(sentence.row), masked[number]  # rows: [DEPTH]
+            other_rows = rows[rows != sentence.row][:RANKED]
+            hits[0, number] = [row >= 0 and store.document_id(int(row)) == document for row in rows[:RANKED]]
+            hits[1, number, : len(other_rows)] = np.isin(other_rows, sentence.evidence)
             hits[2, number] = unmasked[number, :RANKED] == sentence.row
         of_document, of_evidence, of_passage = map(first_hit_ndcg, hits)
         return {

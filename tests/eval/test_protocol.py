@@ -1,11 +1,11 @@
 """The page of adaptation results: every number of its tables follows from the stored ranks."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
+from scripts import script
 
 ROOT = Path(__file__).parents[2]
 FOLDER, PAGE = ROOT / "docs" / "results" / "adaptation", ROOT / "docs" / "results" / "adaptation.md"
@@ -13,11 +13,7 @@ FOLDER, PAGE = ROOT / "docs" / "results" / "adaptation", ROOT / "docs" / "result
 
 @pytest.fixture(scope="module")
 def protocol() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("protocol", ROOT / "benchmarks" / "protocol.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("benchmarks/protocol.py")
 
 
 def test_tables_and_plot_of_the_page_follow_from_the_stored_ranks(protocol):
@@ -27,6 +23,23 @@ def test_tables_and_plot_of_the_page_follow_from_the_stored_ranks(protocol):
     assert protocol.filled_page(page, results) == page
     names = [name for name in protocol.REPORTED if name in results.clusters]
     assert protocol.forest_plot(results, names, reach=0.06) == PAGE.with_suffix(".svg").read_text("utf-8")
+
+
+def test_ranks_of_a_run_are_added_and_subsets_follow(protocol, tmp_path):
+    """Other methods of the file stay, and a subset has the ranks and clusters of its members."""
+    stored, output = tmp_path / "stored" / "corpus.npz", tmp_path / "run"
+    stored.parent.mkdir()
+    output.mkdir()
+    earlier = {"all/other/0/vectors": np.array([9, 9, 9], np.uint8), "few/all/members": np.array([2, 0], np.uint16)}
+    np.savez(stored, **earlier)
+    np.savez(output / "start-0.npz", **{"all/clusters": np.arange(3), "all/vectors": np.array([1, 2, 3], np.uint8)})
+    np.savez(output / "certain-1.npz", **{"all/vectors": np.array([4, 0, 1], np.uint8), "seconds": 2.5})
+    protocol.add(stored, output)
+    results = protocol.Results(stored.parent)
+    assert results.seconds == {"certain": {"corpus": [2.5]}} and results.seeds("few", "certain", "vectors") == [1]
+    assert results.seeds("all", "other", "vectors") == [0]
+    np.testing.assert_array_equal(results.clusters["few"], [2, 0])
+    np.testing.assert_allclose(results.ndcg("few", "certain", "vectors"), [1.0, 1 / np.log2(5)])
 
 
 def test_ndcg_of_one_relevant_document(protocol):
