@@ -3,6 +3,9 @@
 A `UserError` has a message of one line: the place (file and line, flag or config key), the fault and the remedy.
 The command line prints it and exits with code 2; no traceback is shown. Its subclasses, such as
 `realm_jax.storage.StorageError`, are for callers that can handle them.
+
+A `TransientFault` is no mistake of the user, and may be over when the command runs again: storage that fails, a machine
+or an index that is late. Its exit code is 74, after which every launch target restarts the job, and counts the failure.
 """
 
 import errno
@@ -10,7 +13,7 @@ import os
 import re
 
 USER_ERROR = 2  # exit code
-MACHINE_FAULT = 1  # exit code, as Python's own for unexpected exceptions: a job that ends with it is started again
+TRANSIENT_FAULT = 74  # exit code (EX_IOERR): the same command may succeed later, so the job is restarted
 FULL = {code: os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT)}  # of a disk, or of a user's quota
 _WROTE_LESS = re.compile(r"\d+ requested and \d+ written")
 LESS_MEMORY = (  # which keys change what a step needs
@@ -21,6 +24,10 @@ LESS_MEMORY = (  # which keys change what a step needs
 
 class UserError(Exception):
     """A user error in input, configuration or environment, described in one line."""
+
+
+class TransientFault(UserError):
+    """A fault of storage, of a machine or of another process, which may be over when the command runs again."""
 
 
 class Resumable(UserError):

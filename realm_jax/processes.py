@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.errors import UserError
+from realm_jax.errors import TransientFault, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def add_process_arguments(parser: argparse.ArgumentParser) -> None:
 def connect_processes(args: argparse.Namespace) -> None:
     """Connect to the other processes; touches no device if there is only one.
 
-    Raises UserError for invalid flags, or if the processes cannot connect.
+    Raises UserError for invalid flags, and TransientFault if the processes cannot connect.
     """
     distributed: tuple[Any, ...] = ()
     if args.processes != AUTO:
@@ -52,7 +52,7 @@ def connect_processes(args: argparse.Namespace) -> None:
         jax.distributed.initialize(*distributed)
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"the processes cannot connect: {reason}; check --coordinator and --processes") from None
+        raise TransientFault(f"the processes cannot connect: {reason}; check --coordinator and --processes") from None
     if not is_process_0():
         logging.getLogger("realm_jax").setLevel(logging.WARNING)  # process 0 logs for all
 
@@ -100,7 +100,7 @@ def is_process_0() -> bool:
 def run_on_process_0(function: Callable[[], int | None]) -> int:
     """Call a function on process 0 and return its result on every process, 0 for None.
 
-    If it raises on process 0, the other processes raise UserError.
+    If it raises on process 0, the other processes raise TransientFault.
     """
     value, error = 0, None
     if is_process_0():
@@ -112,7 +112,7 @@ def run_on_process_0(function: Callable[[], int | None]) -> int:
     if error is not None:
         raise error
     if failed:
-        raise UserError("process 0 failed, so this one stops too; see its log")
+        raise TransientFault("process 0 failed, so this one stops too; see its log")
     return broadcast_from_process_0(value)
 
 

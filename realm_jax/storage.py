@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
-from realm_jax.errors import UserError
+from realm_jax.errors import TransientFault, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ FIRST_WAIT = 1.0  # seconds; doubled from try to try
 MARGIN = 1 << 28  # bytes of the disk that local copies leave free
 
 
-class StorageError(UserError):
+class StorageError(TransientFault):
     """An operation on shared storage failed for a reason that may be transient: full, read-only, or unreachable."""
 
 

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import realm_jax
-from realm_jax.errors import LESS_MEMORY, MACHINE_FAULT, USER_ERROR, UserError, full_disk
+from realm_jax.errors import LESS_MEMORY, TRANSIENT_FAULT, USER_ERROR, TransientFault, UserError, full_disk
 from realm_jax.host import (
     INTERRUPTED,
     PREEMPTED,
@@ -107,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not (message := _user_error_message(error)):
                 raise
             print(f"realm: error: {message}", file=sys.stderr)
-            return MACHINE_FAULT if full_disk(error) else USER_ERROR
+            is_transient = isinstance(error, TransientFault) or full_disk(error) or _is_backend_error(error)
+            return TRANSIENT_FAULT if is_transient else USER_ERROR
         finally:
             threading.excepthook = original_hook
 
@@ -137,6 +138,13 @@ def _user_error_message(error: Exception) -> str:
         request = message.rstrip(".")
         return f"a device has too little memory ({request}); a step needs less with {LESS_MEMORY}; saved steps are kept"
     return ""
+
+
+def _is_backend_error(error: Exception) -> bool:
+    """Return True if JAX cannot open existing devices, for example because another process still holds the TPU."""
+    message = str(error)
+    is_start = isinstance(error, RuntimeError) and message.startswith("Unable to initialize backend")
+    return is_start and "not in the list of known backends" not in message
 
 
 def _stdout_is_closed() -> bool:

@@ -96,10 +96,11 @@ def storage_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # each file system has its own kinds
-        missing = isinstance(error, FileNotFoundError)
-        reason = os.strerror(errno.ENOENT) if missing else getattr(error, "strerror", None) or error
+        is_missing = isinstance(error, FileNotFoundError)
+        reason = os.strerror(errno.ENOENT) if is_missing else getattr(error, "strerror", None) or error
         message = f"cannot read {path} ({reason}); check the path and its permissions"
-        raise (UserError if missing else StorageError)(message) from None
+        is_wrong_path = is_missing or isinstance(error, IsADirectoryError | NotADirectoryError)
+        raise (UserError if is_wrong_path else StorageError)(message) from None
 
 
 @contextmanager

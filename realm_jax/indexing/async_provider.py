@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from realm_jax.errors import UserError
+from realm_jax.errors import TransientFault, UserError
 from realm_jax.forward import LoadedIndex, StaticContext
 from realm_jax.indexing.control import ControlSignal
 from realm_jax.indexing.exporter import Exporter, index_settings
@@ -191,7 +191,7 @@ class AsyncIndexProvider(InlineIndexProvider):
         self._exporter.export(step, params, self._required_export_steps() | {step})
 
     def _wait(self, step: int, description: str) -> LoadedIndex:
-        """Return the generation of an export step. Raises UserError after `refresh.wait_seconds`, Interrupted."""
+        """Return the generation of an export step. Raises TransientFault after `refresh.wait_seconds`, Interrupted."""
         self._watcher.request_steps(step, step, exactly=True)
         return self._wait_on_all_processes(
             lambda seconds: self._watcher.wait(seconds, self._should_stop),
@@ -216,11 +216,11 @@ class AsyncIndexProvider(InlineIndexProvider):
             poll: gives a result, or None if there is none within so many seconds.
             seconds: seconds of the first poll.
             waiting: logged once, if there is no result at once.
-            late: the message of the UserError.
+            late: the message of the TransientFault.
             fingerprint: fingerprint of a result, below 2**31.
 
         Raises:
-            UserError: there is no result within `refresh.wait_seconds`.
+            TransientFault: there is no result within `refresh.wait_seconds`.
             Interrupted: a process was asked to stop.
         """
         began, result, logged = time.monotonic(), None, False
@@ -233,7 +233,7 @@ class AsyncIndexProvider(InlineIndexProvider):
             if stopped.any():
                 raise Interrupted
             if timed_out.any():
-                raise UserError(late)
+                raise TransientFault(late)
             if ready.all():  # with different results: soon all processes see which of them is rejected
                 time.sleep(self._folder.poll_seconds)
             if not logged:
@@ -336,7 +336,9 @@ class AsyncIndexProvider(InlineIndexProvider):
                 logger.warning("%s; trying again", error)
                 time.sleep(self._folder.poll_seconds)
 
-    def on_checkpoint(self, step: int, generation: str) -> None:
+    def on_checkpoint(self, step: int, generation: str, *, last_failed: bool) -> None:
+        if last_failed:
+            self._saves.pop()
         self._saves.append((step, export_step(generation) if generation else -1))
         if self._options.adopt_after >= 0 and not self._exporter.flush(EXPORT_SECONDS):
             logger.warning("an export that a restart from the checkpoint of step %d needs is not written yet", step)

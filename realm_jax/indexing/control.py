@@ -4,12 +4,21 @@ Each puts its signal into a step, the step reduces them, and every process reads
 ever waits for another.
 """
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+class SaveState(IntEnum):
+    """State of the newest save. The largest of all processes counts, so that all retry when none is still saving."""
+
+    COMPLETE = 0
+    FAILED = 1
+    IN_PROGRESS = 2
 
 
 class ControlSignal(NamedTuple):
@@ -20,11 +29,13 @@ class ControlSignal(NamedTuple):
             differ.
         step: the export step of that generation, −1 for none; reduced: the newest that any process has.
         stop: 1 if the process was asked to stop; reduced: 1 if any was.
+        save: a `SaveState`; reduced: the largest.
     """
 
     generation_hash: int = -1
     step: int = -1
     stop: int = 0
+    save: int = SaveState.COMPLETE
 
 
 def put_control(mesh: Mesh, signal: ControlSignal) -> jax.Array:
@@ -35,7 +46,7 @@ def put_control(mesh: Mesh, signal: ControlSignal) -> jax.Array:
         signal: signal of this process.
 
     Returns:
-        int32 [devices, 3].
+        int32 [devices, 4].
     """
     shape, sharding = (mesh.size, len(signal)), control_sharding(mesh)
     return jax.make_array_from_callback(shape, sharding, lambda part: np.array([signal], np.int32))
@@ -47,6 +58,7 @@ def control_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def reduce_control(control: jax.Array) -> jax.Array:
-    """Reduce the signals of all devices, int32 [devices, 3], to one `ControlSignal` as int32 [3]."""
-    hashes, steps, stops = control.T  # [devices] each
-    return jnp.stack([jnp.where(hashes.min() == hashes.max(), hashes.min(), -1), steps.max(), stops.max()])
+    """Reduce the signals of all devices, int32 [devices, 4], to one `ControlSignal` as int32 [4]."""
+    hashes, steps, stops, saves = control.T  # [devices] each
+    same_hash = jnp.where(hashes.min() == hashes.max(), hashes.min(), -1)
+    return jnp.stack([same_hash, steps.max(), stops.max(), saves.max()])

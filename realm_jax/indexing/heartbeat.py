@@ -6,6 +6,9 @@
 Written by a thread when it changes and every HEARTBEAT_SECONDS, so that neither a long program nor slow storage hides a
 job that is alive. Clocks are never compared: a reader checks if the counter has moved. Who reads it:
 `job.py`, `launch/status.py`.
+
+The trainer's status is also a fence. On storage without locks, a second trainer may start in a run directory while a
+first one, which seemed lost, still trains. Each start has a larger number, so the first one sees that it must end.
 """
 
 import dataclasses
@@ -50,6 +53,7 @@ class Status:
         index_done: the trainer needs no further generation.
         index: export step of the generation in use, −1 for none.
         pins: export steps whose generations must stay.
+        start: number of times that the job was started.
     """
 
     run: str
@@ -60,6 +64,7 @@ class Status:
     index_done: bool = False
     index: int = -1
     pins: tuple[int, ...] = ()
+    start: int = 0
 
     @property
     def needs_index(self) -> bool:
@@ -82,6 +87,7 @@ def read_status(folder: Folder, job: str) -> Status | None:
     except (FileNotFoundError, Damaged):
         return None
     types = {"run": str, "stage": str, "step": int, "counter": int, "done": bool, "index_done": bool, "index": int}
+    types["start"] = int
     if any(type(fields.get(name)) is not kind for name, kind in (types | {"pins": list}).items()):
         return None
     return Status(**{name: fields[name] for name in types}, pins=tuple(fields["pins"]))
@@ -118,6 +124,7 @@ class StatusWriter:
             writes: False in a process that leaves it to another one.
         """
         self._folder, self._job, self._status, self._writes = folder, job, status, writes
+        self._newer_start = 0
         self._changing, self._writing = threading.Lock(), threading.Lock()
         self._changed, self._closed = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
@@ -148,6 +155,14 @@ class StatusWriter:
         elif is_urgent:
             self._changed.set()
 
+    def check_fence(self) -> None:
+        """Raise UserError if the job was started again in the same folder while this process runs it."""
+        if self._newer_start:
+            raise UserError(
+                f"{self._folder.url}: the {self._job} was started again elsewhere (start {self._newer_start}, this is "
+                f"start {self._status.start}), so this process ends without saving; run one at a time"
+            )
+
     def _run(self) -> None:
         while not self._closed:
             self._write()
@@ -156,13 +171,20 @@ class StatusWriter:
         self._write()
 
     def _write(self) -> None:
-        """Write the newest status with the next count: a counter that is read twice is no heartbeat."""
-        if not self._writes:
+        """Write the newest status with the next count: a counter that is read twice is no heartbeat.
+
+        Once the job was started again elsewhere, nothing is written.
+        """
+        if not self._writes or self._newer_start:
             return
         with self._writing:  # one write after another, so that the newest status stays
             with self._changing:
                 self._status = dataclasses.replace(self._status, counter=self._status.counter + 1)
             try:
+                other = read_status(self._folder, self._job)
+                if other is not None and other.start > self._status.start:
+                    self._newer_start = other.start
+                    return
                 write_status(self._folder, self._job, self._status)
             except Exception as error:  # of any kind: the heartbeat goes on
                 state = "is done" if self._status.done else "goes on"
@@ -199,8 +221,9 @@ def trainer_status(folder: Folder, workdir: Path, needs_index: bool) -> Iterator
             raise UserError(f"config.refresh.shared: {folder.url} belongs to another run; give each run its own folder")
         before = earlier or Status(run)
         status = dataclasses.replace(
-            before, stage="starting", done=False, index_done=not needs_index, counter=before.counter + 1
-        )
+            before, stage="starting", done=False, index_done=not needs_index, counter=before.counter + 1,
+            start=before.start + 1,
+        )  # fmt: skip
         if needs_index:  # else a status that cannot be written is only a warning
             write_status(folder, TRAINER, status)
 

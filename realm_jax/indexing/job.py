@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from realm_jax.console import StageProgress
-from realm_jax.errors import UserError
+from realm_jax.errors import TransientFault, UserError
 from realm_jax.host import Stop
 from realm_jax.indexing import files
 from realm_jax.indexing.build import Builder, Corpus, Rejected
@@ -120,7 +120,8 @@ class Job:
                     logger.error("%s", error)
                 except (StorageError, Damaged) as error:
                     if once:
-                        raise UserError(f"{error}; run the command again to resume") from None
+                        fault = TransientFault if isinstance(error, StorageError) else UserError
+                        raise fault(f"{error}; run the command again to resume") from None
                     logger.warning("%s; trying again", error)
                     pause, export = min(pause * 2, LONGEST_PAUSE), None
                 if export is None:

@@ -90,12 +90,13 @@ class InlineIndexProvider:
         """Return which generation this process has ready; called once a step, after `maybe_refresh`."""
         return ControlSignal()
 
-    def on_checkpoint(self, step: int, generation: str) -> None:
+    def on_checkpoint(self, step: int, generation: str, *, last_failed: bool) -> None:
         """Prepare for the writing of a checkpoint.
 
         Args:
             step: step of the checkpoint.
             generation: generation that it names; '' for none.
+            last_failed: true if the checkpoint before this one could not be written.
         """
 
     def resume(

@@ -54,7 +54,8 @@ class BestParameters:
         saved = SavedCheckpoint.newest_on_process_0(self._folder)
         if saved is None or measures[name] > saved.record["value"]:
             with Checkpoints(self._folder, keep=1) as checkpoints:
-                checkpoints.save(step, {"trained": state.trained}, {}, {"value": measures[name]}, wait=True)
+                checkpoints.save(step, {"trained": state.trained}, {}, {"value": measures[name]})
+                checkpoints.wait()
 
     def parameters_other_than(self, step: int) -> tuple[int, Params] | None:
         """Return the best step and the parameters that the task had trained then; None if it is `step`."""

@@ -2,8 +2,8 @@
 
 `Checkpoints` is for training, `SavedCheckpoint` for reading. A checkpoint holds the state, the index vectors in use (if
 the task retrieves) and a small record: the step of those vectors, seconds spent, and the environment. The input
-position needs no entry, because step × batch size examples have been seen. Saves are asynchronous. Readers ignore a
-folder whose save did not finish.
+position needs no entry, because step × batch size examples have been seen. Saves are asynchronous, and a failed one
+does not end training, which tries again. Readers ignore a folder whose save did not finish.
 
 The record also holds a checksum of every array. Readers compare it and name the arrays that differ, because Orbax
 detects missing data, but may load flipped bits without an error.
@@ -27,7 +27,8 @@ from realm_jax.checksums import checksums, mismatched, named_arrays
 from realm_jax.environment import environment
 from realm_jax.errors import UserError, full_disk
 from realm_jax.host import delayed_signals, free_heap, releases_memory
-from realm_jax.processes import allgather_flags, is_process_0, run_on_process_0
+from realm_jax.indexing.control import SaveState
+from realm_jax.processes import allgather_flags, any_process, is_process_0, run_on_process_0
 from realm_jax.storage import StorageError, read_json, record_digest
 
 logger = logging.getLogger(__name__)
@@ -52,14 +53,18 @@ class Checkpoints:
             folder: made if it is missing.
             keep: number of newest checkpoints that stay.
         """
-        self._folder = folder
+        self._folder, self._keep = folder, keep
         logging.getLogger("absl").addFilter(_is_no_orbax_error)
-        self._checkpointer = ocp.training.Checkpointer(
-            folder.absolute(),
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-            cleanup_tmp_directories=True,
-        )
+        self._checkpointer = self._open()
         self._is_saving = False
+        self._error: StorageError | None = None  # of the newest save
+
+    def _open(self) -> ocp.training.Checkpointer:
+        """Open the folder, and remove what a save that did not finish has left there."""
+        policy = ocp.training.preservation_policies.LatestN(self._keep)
+        return ocp.training.Checkpointer(
+            self._folder.absolute(), preservation_policy=policy, cleanup_tmp_directories=True
+        )
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -78,13 +83,13 @@ class Checkpoints:
         """Turn a failed save, perhaps an earlier one in the background, into a StorageError."""
         try:
             yield
-        except (OSError, ValueError) as error:
-            if isinstance(error, ValueError) and not re.match("[A-Z]+(_[A-Z]+)*: ", str(error)):
-                raise  # not a status of TensorStore
+        except (OSError, ValueError, RuntimeError) as error:
+            if not isinstance(error, OSError) and not re.match("[A-Z]+(_[A-Z]+)*: ", str(error)):
+                raise  # not a status of TensorStore, or of a barrier at which another process did not arrive
             reason = full_disk(error) or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise StorageError(
-                f"{self._folder}: a checkpoint could not be written ({reason}); make room, then run the command again: "
-                "it resumes from the newest intact one"
+                f"{self._folder}: a checkpoint could not be written ({reason}); check the storage, then run the "
+                "command again: it resumes from the newest intact one"
             ) from error
 
     @property
@@ -102,38 +107,72 @@ class Checkpoints:
                     generations[int(entry.name)] = SavedCheckpoint(entry).record.get("generation") or ""
         return generations
 
-    def save(self, step: int, state: Any, index: dict[str, Any], record: dict[str, Any], wait: bool = False) -> None:
+    def save(self, step: int, state: Any, index: dict[str, Any], record: dict[str, Any]) -> None:
         """Save in the background, after an earlier save has finished; nothing if the step is saved already.
+
+        A failure is logged, and `state` and `wait` report it. Every process has to call this.
 
         Args:
             step: number of steps that are done.
             state: a tree of arrays.
             index: trees of arrays by item: 'vectors', 'tower' (the query encoder that searches), 'in_flight'.
             record: a JSON object.
-            wait: true to return when the save is complete.
-
-        Raises:
-            StorageError: this save or an earlier one failed.
         """
+        if any_process(self.finish() == SaveState.FAILED):
+            try:
+                self._reopen()
+            except StorageError as error:
+                self._report(error)
+                return
         if self.latest == step:
             return
-        self.wait()
         items = {"state": state} | {name: {name: value} for name, value in index.items()}
         record = record | {"environment": environment(), "checksums": checksums(items)}
         record["digest"] = record_digest(record)
-        with self._writing(), _limit_save_memory(items):
-            self._checkpointer.save_checkpointables_async(step, items, custom_metadata=record, force=True)
-        self._is_saving = True
-        if wait:
-            self.wait()
+        try:
+            with self._writing(), _limit_save_memory(items):
+                self._checkpointer.save_checkpointables_async(step, items, custom_metadata=record, force=True)
+            self._is_saving = True
+        except StorageError as error:
+            self._report(error)
+
+    @property
+    def state(self) -> SaveState:
+        """Return the state of the newest save on this process, without waiting; a failure is logged when it is seen."""
+        if self._is_saving and self._checkpointer.is_saving_in_progress():
+            return SaveState.IN_PROGRESS
+        return self.finish()
+
+    def finish(self) -> SaveState:
+        """Wait until the newest save has ended, and free the memory of its copies; a failure is logged."""
+        if self._is_saving:
+            self._is_saving = False
+            try:
+                with self._writing():
+                    self._checkpointer.wait()
+            except StorageError as error:
+                self._report(error)
+            free_heap()
+        return SaveState.COMPLETE if self._error is None else SaveState.FAILED
 
     def wait(self) -> None:
-        """Wait until a save is complete, and free the memory of its copies. Raises StorageError if the save failed."""
-        if self._is_saving:
-            with self._writing():
-                self._checkpointer.wait()
-            self._is_saving = False
-            free_heap()
+        """Wait until the newest save has ended. Raises StorageError if it failed."""
+        if self.finish() == SaveState.FAILED:
+            assert self._error is not None
+            raise self._error
+
+    def _report(self, error: StorageError) -> None:
+        """Remember and log that the newest save failed."""
+        self._error = error
+        logger.error("%s", error)
+
+    def _reopen(self) -> None:
+        """Open the folder again after a failed save. Raises StorageError if that fails too."""
+        with contextlib.suppress(StorageError), self._writing():
+            self._checkpointer.close()  # raises the error of the failed save again
+        with self._writing():
+            self._checkpointer = self._open()
+        self._error = None
 
 
 def _is_no_orbax_error(record: logging.LogRecord) -> bool:

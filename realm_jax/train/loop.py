@@ -22,7 +22,7 @@ from realm_jax.flops import peak
 from realm_jax.forward import LoadedIndex
 from realm_jax.host import Stop, free_heap
 from realm_jax.indexing.async_provider import AsyncIndexProvider
-from realm_jax.indexing.control import ControlSignal, put_control
+from realm_jax.indexing.control import ControlSignal, SaveState, put_control
 from realm_jax.indexing.heartbeat import StatusWriter
 from realm_jax.indexing.provider import InlineIndexProvider, Interrupted
 from realm_jax.models.layers import Params
@@ -45,6 +45,8 @@ from realm_jax.train.trackers import TaskRun, open_trackers
 from realm_jax.train.workdir import begins_with_reader
 
 logger = logging.getLogger(__name__)
+
+CONTROL_DELAY = 3  # steps from a change on one process to the step in which all processes can act on it
 
 
 def train_task(
@@ -69,6 +71,9 @@ def train_task(
     embedding the corpus     one process stops it (Interrupted); several finish it, and stop before a later step
     after the last step      the last evaluation and save come first, so that no step is lost; then Preempted
 
+    A failed save does not end training: all processes learn of it two steps later and save the step that they have
+    reached. If that fails too, they try again after twice as many steps each time.
+
     Args:
         run: its directory holds the task's folder.
         name: the task.
@@ -83,7 +88,8 @@ def train_task(
 
     Raises:
         Preempted: after SIGTERM, once the state is saved.
-        UserError: if a loss is not finite, an index does not arrive in time, or every checkpoint is damaged.
+        UserError: if a loss is not finite, every checkpoint is damaged, or another trainer started in this directory.
+        TransientFault: if an index does not arrive in time, or the last step cannot be saved.
     """
     task, folder = make_task(name, run), run.workdir / name
     config, total_steps = run.config, task.settings.steps
@@ -93,7 +99,6 @@ def train_task(
     restored = SavedCheckpoint.newest_intact(folder / "checkpoints", lambda saved: restore(task, saved, params))
     state = start_state(task, task.start(params)) if restored is None else restored.state
     step = start_step = int(state.step)
-    saved_step = -1 if restored is None else start_step
 
     with ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", config.checkpoint.keep))
@@ -110,6 +115,8 @@ def train_task(
         def should_stop() -> bool:
             """Return the stop flag to whoever waits for an index, and count the call as progress."""
             watchdog.heartbeat()
+            if status is not None:
+                status.check_fence()
             return stop.requested
 
         def during_embedding() -> None:
@@ -151,7 +158,6 @@ def train_task(
 
         def save() -> None:
             """Save in the background. Raises UserError and saves nothing if a loss is not finite."""
-            nonlocal saved_step
             if values:
                 metrics.fetch(step, values)
             metrics.flush()
@@ -166,13 +172,12 @@ def train_task(
                         arrays["tower"] = index.index.query_encoder
                 if (in_flight := feed.in_flight()) is not None:
                     arrays["in_flight"] = in_flight  # [batches, batch, depth] int32
-                index_provider.on_checkpoint(step, generation)
+                index_provider.on_checkpoint(step, generation, last_failed=checkpoints.finish() == SaveState.FAILED)
                 checkpoints.save(step, state, arrays, record)
-            saved_step = step
 
         def save_at_once() -> None:
-            """Save this step unless that was done, and wait until it is on disk."""
-            if saved_step != step:
+            """Save this step unless that was done, and wait until it is on disk. Raises StorageError if it fails."""
+            if any_process(checkpoints.latest != step or checkpoints.state == SaveState.FAILED):
                 save()
             checkpoints.wait()
 
@@ -221,9 +226,15 @@ def train_task(
             # --- The steps ----------------------------------------------------------------------------------------
             step_function = make_step(task)
             compiles = CompileGuard(step_function, padded_lengths(examples))
-            reduced_controls: deque[jax.Array] = deque(maxlen=2)  # of the last two steps, each [3] int32
+            reduced_controls: deque[jax.Array] = deque(maxlen=2)  # of the last two steps, each [4] int32
+            retry_step, retry_pause = (
+                0,
+                CONTROL_DELAY,
+            )  # when a failed save is repeated, and the steps between two tries
             while step < total_steps:
                 watchdog.heartbeat()
+                if status is not None:
+                    status.check_fence()
                 with metrics.step():
                     # Reading it waits for the step before the last. So the host is at most two steps ahead of the
                     # devices, and the time of a step is the time that the devices take.
@@ -248,7 +259,9 @@ def train_task(
                     with jax.profiler.StepTraceAnnotation(name, step_num=step):
                         with metrics.waiting("data"):
                             batch = feed.next(state.params, index)
-                        local_control = index_provider.control_signal(step)._replace(stop=int(stop.requested))
+                        local_control = index_provider.control_signal(step)._replace(
+                            stop=int(stop.requested), save=checkpoints.state
+                        )
                         arrays = None if index is None else index.index
                         state, values = step_function(state, batch, arrays, put_control(run.mesh, local_control))
                     del batch, arrays  # so that a replaced index is freed at once
@@ -259,8 +272,13 @@ def train_task(
                     metrics.flush()  # of the step before, while the devices work on this one
                     if step % config.log.every == 0 or step == total_steps:
                         metrics.log_step(step, values, {} if index is None else {"index_age": step - 1 - index.step})
-                    if step % config.checkpoint.every == 0 and step < total_steps:
+                    if control.save == SaveState.COMPLETE:
+                        retry_pause = CONTROL_DELAY
+                    is_retry = control.save == SaveState.FAILED and step >= retry_step
+                    if (is_retry or step % config.checkpoint.every == 0) and step < total_steps:
                         save()
+                        # Until then, the signals are still those of the failed save.
+                        retry_step, retry_pause = step + retry_pause, 2 * retry_pause if is_retry else retry_pause
         except Interrupted:
             stop.requested = True  # in every process, whichever got the signal
             save_at_once()

@@ -173,16 +173,18 @@ MISTAKE = "questions.jsonl:7: no answer; give at least one"
         (UserError(MISTAKE), 2, f"realm: error: {MISTAKE}\n"),
         (OSError(errno.EROFS, "Read-only file system", "runs/a"), 2,
          "realm: error: runs/a: Read-only file system; name a folder that can be written to\n"),
-        (OSError(errno.ENOSPC, "?", "runs/a.jsonl"), 1, f"realm: error: runs/a.jsonl: {FULL}; make room"),
-        (OSError(errno.EDQUOT, "?"), 1, "realm: error: Disk quota exceeded; make room there"),
-        (Exception(f"{FULL} (os error 28)"), 1, f"realm: error: {FULL} ({FULL} (os err"),
-        (ValueError(f"RESOURCE_EXHAUSTED: a\nb: {FULL}"), 1, f"realm: error: {FULL} (RESOURCE_EXHAUSTED"),
-        (OSError("1000 requested and 12 written"), 1, f"realm: error: {FULL}; make room there"),
-        (caused(StorageError("runs/a: full"), OSError(errno.ENOSPC, "?")), 1, "realm: error: runs/a: full; make room"),
-        (caused(UserError("runs/a: full; act"), OSError(errno.EDQUOT, "?")), 1, "realm: error: runs/a: full; act\n"),
+        (OSError(errno.ENOSPC, "?", "runs/a.jsonl"), 74, f"realm: error: runs/a.jsonl: {FULL}; make room"),
+        (OSError(errno.EDQUOT, "?"), 74, "realm: error: Disk quota exceeded; make room there"),
+        (Exception(f"{FULL} (os error 28)"), 74, f"realm: error: {FULL} ({FULL} (os err"),
+        (ValueError(f"RESOURCE_EXHAUSTED: a\nb: {FULL}"), 74, f"realm: error: {FULL} (RESOURCE_EXHAUSTED"),
+        (OSError("1000 requested and 12 written"), 74, f"realm: error: {FULL}; make room there"),
+        (StorageError("runs/a: gone; check"), 74, "realm: error: runs/a: gone; check\n"),
+        (RuntimeError("Unable to initialize backend 'tpu': ABORTED"), 74, "realm: error: JAX does not start: Unable"),
+        (caused(StorageError("runs/a: full"), OSError(errno.ENOSPC, "?")), 74, "realm: error: runs/a: full; make room"),
+        (caused(UserError("runs/a: full; act"), OSError(errno.EDQUOT, "?")), 74, "realm: error: runs/a: full; act\n"),
     ],
 )  # fmt: skip
-def test_a_users_mistake_and_a_full_disk_are_one_line_and_an_exit_code(job, capsys, error, code, says):
+def test_a_users_mistake_and_a_transient_fault_are_one_line_and_an_exit_code(job, capsys, error, code, says):
     job.ends = raising(error)
     assert cli.main(["fake"]) == code
     out, err = capsys.readouterr()

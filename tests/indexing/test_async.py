@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -35,6 +36,7 @@ from runs import (
 )
 
 from realm_jax.cli import main as cli
+from realm_jax.errors import UserError
 from realm_jax.host import Stop
 from realm_jax.indexing import files as generations
 from realm_jax.indexing import heartbeat as status
@@ -42,7 +44,7 @@ from realm_jax.indexing import job as build_job
 from realm_jax.indexing.async_provider import AsyncIndexProvider
 from realm_jax.indexing.control import ControlSignal, reduce_control
 from realm_jax.indexing.exporter import export_record, sample_vectors, to_arrays
-from realm_jax.indexing.heartbeat import TRAINER, read_status, trainer_status
+from realm_jax.indexing.heartbeat import TRAINER, read_status, trainer_status, write_status
 from realm_jax.indexing.watcher import IndexWatcher
 from realm_jax.run import Run
 from realm_jax.storage import PosixFolder
@@ -139,6 +141,21 @@ def test_the_first_process_alone_names_a_run(tmp_path, monkeypatch):
         assert not list(tmp_path.iterdir())
     with trainer_status(folder, tmp_path, True):
         assert (tmp_path / status.RUN_ID).is_file()
+
+
+def test_the_earlier_of_two_trainers_in_a_run_directory_ends(tmp_path, monkeypatch):
+    """As on storage without locks. The later one goes on, whichever of them writes last."""
+    monkeypatch.setattr(status, "HEARTBEAT_SECONDS", 0.05)
+    folder = PosixFolder(tmp_path)
+    with trainer_status(folder, tmp_path, True) as earlier:
+        earlier.check_fence()
+        with trainer_status(folder, tmp_path, True) as later:
+            write_status(folder, TRAINER, replace(read_status(folder, TRAINER), start=1))  # written at the same time
+            time.sleep(0.5)
+            later.check_fence()
+            with pytest.raises(UserError, match=r"started again elsewhere \(start 2, this is start 1\)"):
+                earlier.check_fence()
+    assert read_status(folder, TRAINER).start == 2
 
 
 @pytest.mark.slow

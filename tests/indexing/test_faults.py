@@ -449,22 +449,20 @@ def test_the_disk_is_full_for_exports(people, tmp_path, before_write, watch, log
     assert {index for _, index in adoptions(run)} == {0}
 
 
-@pytest.mark.slow
-def test_the_disk_is_full_for_a_checkpoint(run, stops, tmp_path, monkeypatch):
-    """Training stops with a word, and goes on from the checkpoint before."""
+def test_the_disk_is_full_for_a_checkpoint(run, ends_the_same, monkeypatch, log):
+    """The save of step 6 fails as soon as it begins; training goes on, and its end is saved."""
     kind, left = ocp.training.Checkpointer, ["full"]
     write = kind.save_checkpointables_async
 
     def full(self, step, *rest, **options):
         if step == 6 and left:
+            left.clear()
             raise ValueError("RESOURCE_EXHAUSTED: Failed writing")
         return write(self, step, *rest, **options)
 
     monkeypatch.setattr(kind, "save_checkpointables_async", full)
-    message = "a checkpoint could not be written .*RESOURCE_EXHAUSTED.*make room"
-    with stops(run, StorageError, message):
-        left.clear()
-        assert SavedCheckpoint.newest(tmp_path / "realm" / "checkpoints").step == 3
+    ends_the_same(run)
+    assert not left and "a checkpoint could not be written (ValueError: RESOURCE_EXHAUSTED" in log.text
 
 
 def test_a_bucket_that_fails_now_and_then(people, ends_the_same, tmp_path, monkeypatch, log):

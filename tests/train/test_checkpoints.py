@@ -1,5 +1,6 @@
 """Checkpoints that went bad, storage that fails, and those that stay."""
 
+import errno
 import json
 import logging
 import os
@@ -14,11 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.checkpointers import async_checkpointer
 from runs import STEPS, assert_same_run, cut_off, open_inline, train_measured
 
 from realm_jax.cli import main as cli
 from realm_jax.errors import UserError
 from realm_jax.host import Preempted, signal_handler
+from realm_jax.indexing.control import SaveState
 from realm_jax.storage import StorageError, record_digest
 from realm_jax.train import checkpoints
 from realm_jax.train.checkpoints import SavedCheckpoint, saved_folders
@@ -40,7 +43,7 @@ def flip(folder: Path, rng: np.random.Generator) -> None:
 def test_a_disk_that_is_full_for_a_checkpoint_is_named_without_the_tracebacks_of_threads(tmp_path):
     """As TensorStore and Orbax 0.12 report it."""
     fault = ValueError(f'RESOURCE_EXHAUSTED: Failed writing: "{300 * "x"}": No space left on device [os_error_code]')
-    message = r"saves: a checkpoint could not be written \(No space left on device\); make room, then run the command"
+    message = r"saves: a checkpoint could not be written \(No space left on device\); check the storage, then"
     with checkpoints.Checkpoints(tmp_path / "saves", keep=1) as saves, pytest.raises(StorageError, match=message):
         with saves._writing():
             raise fault
@@ -52,6 +55,56 @@ def test_a_disk_that_is_full_for_a_checkpoint_is_named_without_the_tracebacks_of
     ):
         record = logging.LogRecord("absl", level, f"/lib/{module}", 1, "raised an exception", (), None)
         assert is_logged(record) is wanted
+
+
+def fail_saves(monkeypatch, count: int) -> list[OSError]:
+    """Let the next saves fail in the background, as on a full disk; returns the faults that are left."""
+    commit = async_checkpointer._background_wait_for_commit_futures
+    faults = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) for _ in range(count)]
+
+    def fail(directory, writes, *args, **keywords):
+        if not faults:
+            return commit(directory, writes, *args, **keywords)
+        for write in writes:
+            write.result()
+        raise faults.pop()
+
+    monkeypatch.setattr(async_checkpointer, "_background_wait_for_commit_futures", fail)
+    return faults
+
+
+def test_a_failed_save_is_reported_and_the_next_one_removes_its_files(tmp_path, monkeypatch, caplog):
+    fail_saves(monkeypatch, 1)
+    with checkpoints.Checkpoints(tmp_path, keep=2) as saves:
+        saves.save(3, {"bias": np.zeros(2)}, {}, {})
+        assert saves.finish() == saves.state == SaveState.FAILED
+        with pytest.raises(StorageError, match=r"could not be written \(No space left on device\)"):
+            saves.wait()
+        assert caplog.text.count("could not be written") == 1
+        saves.save(4, {"bias": np.ones(2)}, {}, {})
+        saves.wait()
+        assert saves.state == SaveState.COMPLETE
+    assert [path.name for path in tmp_path.iterdir()] == ["4"]
+    assert SavedCheckpoint.newest(tmp_path).read("state")["bias"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("failures", "saved"), [(1, ["8", "7"]), (2, ["8"])])
+def test_training_goes_on_after_a_failed_save_and_repeats_it(
+    people, straight, tmp_path, monkeypatch, caplog, failures, saved
+):
+    """The save of step 4 fails, and perhaps that of step 7, with which it is repeated."""
+    faults, save = fail_saves(monkeypatch, failures), checkpoints.Checkpoints.save
+
+    def save_and_finish(saves, *args):  # so that the step in which the failure is noticed does not depend on the clock
+        save(saves, *args)
+        saves.finish()
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "save", save_and_finish)
+    run = open_inline(people, tmp_path, checkpoint__every=4)
+    train_measured(run)
+    assert not faults and caplog.text.count("could not be written") == failures
+    assert [folder.name for folder in saved_folders(tmp_path / "realm" / "checkpoints")] == saved
+    assert_same_run(run, straight)
 
 
 @pytest.mark.slow
@@ -160,7 +213,7 @@ def test_where_memory_is_short_a_save_holds_what_a_step_may_overwrite(tmp_path, 
 
 def test_damage_is_reported_with_the_name_of_the_array(tmp_path):
     with checkpoints.Checkpoints(tmp_path, keep=1) as saves:
-        saves.save(3, {"bias": np.ones(2), "kernel": np.arange(4.0)}, {}, {}, wait=True)
+        saves.save(3, {"bias": np.ones(2), "kernel": np.arange(4.0)}, {}, {})
     (tmp_path / "3" / "CHECKSUMS.json").write_text("{}")  # as earlier versions wrote it
     assert SavedCheckpoint.newest_intact(tmp_path, lambda saved: saved.read("state"))["kernel"].tolist() == [0, 1, 2, 3]
     record_file = tmp_path / "3" / checkpoints.METADATA
