@@ -43,7 +43,7 @@ STEPS, SAVED = 12, 10  # steps of each start; a save every so many
 TINY = (
     "model.width=32", "model.layers=1", "model.heads=1", "model.feed_forward=64", "model.dtype=float32",
     "encoder.projection=64", "realm.batch_size=32", "mesh.fsdp=1", "optimizer.microbatches=1",
-    f"checkpoint.every={SAVED}", "log.every=1", "refresh.wait_seconds=100000",
+    f"checkpoint.every={SAVED}", "log.every=1", "refresh.wait_seconds=100000", "init_from=",
 )  # fmt: skip
 
 # name: the functions that are timed; of several calls the seconds are added up.

@@ -12,10 +12,11 @@ memory, times and cost (`docs/results/plans.json`). Use few chips, because a ste
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import load_config
+from realm_jax.config import REQUIRED, load_config
 
 
 def get_config() -> ConfigDict:
     config = load_config("ict_wiki")
+    config.init_from = REQUIRED
     config.tasks = "qa"
     return config

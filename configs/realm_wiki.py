@@ -17,11 +17,12 @@ is the TPU compiler's, and times are estimates of its cost model, not measured o
 
 from ml_collections import ConfigDict
 
-from realm_jax.config import load_config
+from realm_jax.config import REQUIRED, load_config
 
 
 def get_config() -> ConfigDict:
     config = load_config("ict_wiki")
+    config.init_from = REQUIRED
     config.tasks = "realm"
     config.refresh.mode = "async"
     return config

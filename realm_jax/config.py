@@ -546,9 +546,15 @@ class Log(Section):
         runtime=True,
     )
     hang_seconds: float = key(
-        3600.0,
+        600.0,
         "seconds without progress (a finished step, refresh or evaluation) after which the process exits with code 70; "
         "waiting for an index version does not count; 0: never",
+        NOT_NEGATIVE,
+        runtime=True,
+    )
+    compile_seconds: float = key(
+        3600.0,
+        "the same limit while JAX compiles a program, and until the first steps of a task are done",
         NOT_NEGATIVE,
         runtime=True,
     )
@@ -653,7 +659,8 @@ class Config(Section):
         "",
         "initial parameters of a new run: a run directory (its final parameters), a folder with the model.safetensors "
         "of an encoder, a folder of `realm weights`, hf:NAME (a model of the Hugging Face hub) or py:NAME (a model in "
-        "an installed Python package); '': random. Keys that are None take their values from this model",
+        "an installed Python package); '': random; 'required' in a config that continues another run, so that you must "
+        "name one. Keys that are None take their values from this model",
         runtime=True,
     )
     reader_from: str = key(
@@ -804,6 +811,7 @@ def keys(section: Section, prefix: str = "") -> dict[str, Key]:
 
 KEYS = keys(Config())
 INHERITED = {name: None for name, declared in KEYS.items() if declared.inherit}
+REQUIRED = "required"  # value of `init_from` in a config that must not start from random parameters by accident
 RETIRED = ("checkpoint.keep_every",)  # runtime keys of earlier versions, which change nothing in a run
 
 
@@ -817,6 +825,11 @@ def validate(config: ConfigDict | Config) -> Config:
     config = as_config(config)
     check(bool(task_names(config)), "tasks", f"name at least one of {', '.join(TASK_SECTIONS)}")
     check(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
+    if config.init_from == REQUIRED:
+        raise UserError(
+            "config.init_from: this config continues a finished run, which its file names; set --config.init_from=RUN, "
+            "or --config.init_from= to start from random parameters"
+        )
     unset = inherited_keys(config)
     if unset and not config.init_from:
         named = unset[0] if len(unset) == 1 else f"{unset[0]} and {len(unset) - 1} more keys"

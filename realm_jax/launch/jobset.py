@@ -78,7 +78,7 @@ class JobSets(CloudTarget):
         queue = self._launch.spec.kubernetes.queue
         ended_states = ("completed", "failed") if queue else ("completed", "failed", "suspended")
         self._delete([name for name, state in states.items() if state in ended_states])
-        for name, manifest in required.items():
+        for name, manifest in reversed(required.items()):  # builders first: a trainer without them waits
             run_tool(self._kubectl("apply", "--filename=-"), f"JobSet {name}", to_yaml([manifest]))
             print(f"JobSet {name}: applied")
         self._delete([name for name, state in states.items() if name not in required and state not in ended_states])

@@ -98,7 +98,7 @@ def processes(launch: Launch, port: int | str) -> Jobs:
         environment = {"CUDA_VISIBLE_DEVICES": local.gpus[number]} if local.gpus else {}
         if local.devices:
             environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(local.devices)}
-        process = Process(name, launch.command(job, *flags), environment)
+        process = Process(name, launch.command(job, *flags), environment | launch.environment)
         jobs.setdefault(TRAINER if job == TRAINER else name, []).append(process)
     return jobs
 

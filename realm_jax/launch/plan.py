@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from realm_jax.assemble import abstract_run
-from realm_jax.config import load_config, task_names, validate, with_values
+from realm_jax.config import REQUIRED, load_config, task_names, validate, with_values
 from realm_jax.data.sources import open_sources
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.tokenizer import id_dtype
@@ -78,6 +78,7 @@ def plan_launch(launch: Launch, args: argparse.Namespace, usual: tuple[int, int]
     data_sizes = usual if sources is None else (len(sources.passages), sources.tokenizer.size)
     sizes = args.passages or data_sizes[0], args.vocabulary or data_sizes[1]
     config.data.path = config.data.path or "-"
+    config.init_from = "" if config.init_from == REQUIRED else config.init_from  # the program is the same
     config = fill_from_pretrained(validate(config))
     names = task_names(config)
     task = args.task or ("realm" if "realm" in names else names[-1])

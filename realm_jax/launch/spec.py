@@ -21,6 +21,7 @@ MOUNTED = "/realm"  # mount point of buckets in containers
 PROGRAMS = "programs"  # folder of a run in a bucket: what JAX compiled for it
 # A trainer may wait for machines, or measure baselines, for longer than a builder that is started by hand should wait.
 WAIT_FOREVER = "--wait"
+VARIABLE = re.compile(r"[A-Za-z_]\w*=[^\n]*")
 LABEL = re.compile(r"[a-z]([-a-z0-9]{0,28}[a-z0-9])?")  # a pod's name is this, job, numbers and more: 63 at most
 IMAGE = re.compile(r"[a-zA-Z0-9][-\w./:@]*")
 # TPU slices: how gcloud and GKE call them, and how their chips are spread over machines, by Google's pages on each TPU
@@ -184,6 +185,26 @@ class Kubernetes(Section):
         1000, "maximum number of failures of a JobSet, with or without progress between them", NOT_NEGATIVE
     )
     service_account: str = key("", "Kubernetes service account with access to the bucket (Workload Identity)")
+    capacity: str = key("on-demand", "kind of nodes", one_of("on-demand", "spot", "flex-start", "reserved"))
+    reservation: str = key("", "name of the reservation, with capacity 'reserved'")
+    secrets: tuple[str, ...] = key(
+        (), "Kubernetes secrets whose entries become environment variables, for example WANDB_API_KEY"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_reserved = self.capacity == "reserved"
+        check(is_reserved == bool(self.reservation), "reservation", "goes with capacity 'reserved'; set both or none")
+
+    @property
+    def node_labels(self) -> dict[str, str]:
+        """Return the labels of the nodes of `capacity`."""
+        return {
+            "on-demand": {},
+            "spot": {"cloud.google.com/gke-spot": "true"},
+            "flex-start": {"cloud.google.com/gke-flex-start": "true"},
+            "reserved": {"cloud.google.com/reservation-name": self.reservation},
+        }[self.capacity]
 
 
 @dataclass(frozen=True)
@@ -196,6 +217,9 @@ class Spec(Section):
         10, "maximum number of failures of a job without progress between them; preemptions do not count", NOT_NEGATIVE
     )
     grace_seconds: int = key(120, "seconds from SIGTERM to SIGKILL, in which jobs save their state", NOT_NEGATIVE)
+    environment: tuple[str, ...] = key(
+        (), "environment variables of every process as 'NAME=VALUE', for example ('LIBTPU_INIT_ARGS=…',)"
+    )
     trainer: Trainer = Trainer()
     builder: Builder = Builder()
     local: Here = Here()
@@ -209,6 +233,9 @@ class Spec(Section):
         if self.image and not IMAGE.fullmatch(self.image):
             raise UserError(f"image={self.image}: write it like REGION-docker.pkg.dev/PROJECT/realm/realm:1")
         check(min(self.trainer.processes, self.trainer.slices) > 0, "trainer", "needs one process and one slice")
+        for variable in self.environment:
+            is_variable = VARIABLE.fullmatch(variable) is not None
+            check(is_variable, "environment", f"{variable!r} is no 'NAME=VALUE' of one line; write it so")
 
 
 def default() -> ConfigDict:
@@ -271,8 +298,10 @@ class Launch(NamedTuple):
 
     @property
     def environment(self) -> dict[str, str]:
-        """Return the environment variables in a cloud: compiled programs stay with the run, for the next machine."""
-        return {"JAX_COMPILATION_CACHE_DIR": f"{self.mounted_workdir}/{PROGRAMS}"}
+        """Return the environment variables of all processes; in a cloud, compiled programs stay with the run."""
+        programs = {"JAX_COMPILATION_CACHE_DIR": f"{self.mounted_workdir}/{PROGRAMS}"} if self.is_remote else {}
+        variables = (variable.partition("=") for variable in self.spec.environment)
+        return programs | {name: value for name, _, value in variables}
 
 
 class JobSpec(NamedTuple):

@@ -21,6 +21,7 @@ from realm_jax.host import free_heap, signal_handler
 logger = logging.getLogger(__name__)
 
 EXIT_HUNG = 70  # exit code after no progress for too long
+COMPILER = os.path.join("jax", "_src", "compiler.py")  # the module of JAX that calls XLA's compiler
 TRACED_STEPS = 5  # in a profile
 
 
@@ -29,17 +30,23 @@ class Watchdog:
 
     A collective that waits for a dead process waits forever, and a supervisor restarts only processes that end. The
     stacks of all threads go to stderr first.
+
+    Attributes:
+        is_warm: set to true when the step's program is compiled, in all processes.
     """
 
-    def __init__(self, limit: float, name: str, end: Callable[[int], Any] = os._exit) -> None:
-        """Make a watchdog; entering its context starts the thread.
+    def __init__(self, limit: float, compile_limit: float, name: str, end: Callable[[int], Any] = os._exit) -> None:
+        """Make a watchdog of this thread; entering its context starts the thread that watches.
 
         Args:
             limit: seconds without a heartbeat; 0 for no limit.
+            compile_limit: the same while this thread compiles, and before `is_warm`.
             name: name of the task, for the error message.
             end: ends the process with an exit code.
         """
-        self._limit, self._name, self._end = limit, name, end
+        self._limit, self._compile_limit, self._name, self._end = limit, compile_limit, name, end
+        self._watched = threading.get_ident()
+        self.is_warm = False
         self._over = threading.Event()
         self._moved = False
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -65,14 +72,26 @@ class Watchdog:
             now = time.monotonic()
             passed, last_check = min(now - last_check, 2 * tick), now  # a suspended machine is not a hang
             silent, self._moved = 0.0 if self._moved else silent + passed, False
-            if silent > self._limit:
+            if silent > self._limit and (silent > self._compile_limit > 0 or not self._may_compile()):
                 faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
                 logger.error(
-                    "%s: no progress for %.0f s (config.log.hang_seconds), see the stacks of all threads above; "
+                    "%s: no progress for %.0f s (config.log.hang_seconds, or log.compile_seconds while it compiles), "
+                    "see the stacks of all threads above; "
                     "run the command again to resume from the newest checkpoint", self._name, silent,
                 )  # fmt: skip
                 self._end(EXIT_HUNG)
                 return
+
+    def _may_compile(self) -> bool:
+        """Return True if the watched thread compiles a program, or waits for other processes that compile the first."""
+        if not self.is_warm:
+            return True
+        frame = sys._current_frames().get(self._watched)
+        while frame is not None:
+            if frame.f_code.co_filename.endswith(COMPILER):
+                return True
+            frame = frame.f_back
+        return False
 
 
 class Profiler:

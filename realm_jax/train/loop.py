@@ -110,7 +110,7 @@ def train_task(
             return state.params
 
         # --- Prepare: index, batches, records ---------------------------------------------------------------------
-        watchdog = Watchdog(config.log.hang_seconds, name)
+        watchdog = Watchdog(config.log.hang_seconds, config.log.compile_seconds, name)
 
         def should_stop() -> bool:
             """Return the stop flag to whoever waits for an index, and count the call as progress."""
@@ -268,6 +268,7 @@ def train_task(
                     reduced_controls.append(values.pop("consensus"))
                     step += 1
 
+                    watchdog.is_warm = step - start_step > CONTROL_DELAY  # a step of this program is done everywhere
                     compiles.check(step - 1)
                     metrics.flush()  # of the step before, while the devices work on this one
                     if step % config.log.every == 0 or step == total_steps:

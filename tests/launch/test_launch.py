@@ -120,6 +120,8 @@ NOWHERE = ("--target=jobset", f"--spec.image={IMAGE}")
         ([*JOBSET, "--config.data.path="], "config.data.path: set it to a folder written by"),
         ([*JOBSET, "--config.data.path=data/wiki"], "config.data.path=data/wiki: the machines cannot read it"),
         ([*JOBSET, "--config.init_from=runs/ict"], "config.init_from=runs/ict: the machines cannot read it"),
+        ([*JOBSET, "--config=realm_wiki"], "config.init_from: this config continues a finished run, which"),
+        ([*JOBSET, "--config=qa_wiki"], "config.init_from: this config continues a finished run, which"),
         ([*JOBSET, "--config.mesh.model=7"], "spec.trainer: 1 × v5e:8x8: config.mesh"),
         ([*JOBSET, "--config.realm.batch_size=72"], "spec.trainer: 1 × v5e:8x8: config.realm.batch_size: is 72"),
         ([*JOBSET, "--config.data.path=gs://b/a\nEND-OF-JOB"], "--config.data.path: a value of one line is needed"),

@@ -9,6 +9,7 @@ import yaml
 from clouds import JOBSET, asked, described, launch
 from fake_tools import calls
 
+from realm_jax.errors import UserError
 from realm_jax.launch import status
 from realm_jax.launch.checks import SAVE_SECONDS
 from realm_jax.launch.jobset import manifests, to_yaml
@@ -62,7 +63,7 @@ def test_pods_and_chips_are_those_of_the_topology_and_all_have_one_folder(file):
     versions = {generation.accelerator: version for version, generation in GENERATIONS.items()}
     for manifest in found:
         job, pod = manifest["spec"]["replicatedJobs"][0]["template"]["spec"], pod_of(manifest)
-        accelerator, topology = pod["nodeSelector"].values()
+        accelerator, topology = list(pod["nodeSelector"].values())[:2]
         wanted = parse(f"{versions[accelerator]}:{topology}", file.name)
         assert (job["parallelism"], job["completions"], job["backoffLimit"]) == (wanted.hosts, wanted.hosts, 0)
         assert pod["terminationGracePeriodSeconds"] >= SAVE_SECONDS
@@ -86,6 +87,44 @@ def test_several_slices_talk_over_the_machines_network_with_the_pods_account():
     pod = pod_of(trainer)
     assert pod["hostNetwork"] and pod["volumes"][0]["csi"]["volumeAttributes"]["hostNetworkPodKSA"] == "true"
     assert "hostNetwork" not in to_yaml([builder])
+
+
+def test_a_container_may_lock_the_memory_that_the_driver_of_a_tpu_needs():
+    for manifest in manifests(described()):
+        assert container(manifest)["securityContext"] == {"privileged": True, "runAsUser": 0}
+
+
+@pytest.mark.parametrize(
+    ("capacity", "reservation", "label"),
+    [
+        ("on-demand", "", None),
+        ("spot", "", ("cloud.google.com/gke-spot", "true")),
+        ("flex-start", "", ("cloud.google.com/gke-flex-start", "true")),
+        ("reserved", "mine", ("cloud.google.com/reservation-name", "mine")),
+    ],
+)
+def test_pods_run_on_nodes_of_the_chosen_capacity(capacity, reservation, label):
+    launch = described(kubernetes__capacity=capacity, kubernetes__reservation=reservation)
+    for manifest in manifests(launch):
+        others = list(pod_of(manifest)["nodeSelector"].items())[2:]
+        assert others == ([] if label is None else [label])
+
+
+def test_a_reservation_needs_its_name():
+    for changes in ({"kubernetes__capacity": "reserved"}, {"kubernetes__reservation": "mine"}):
+        with pytest.raises(UserError, match=r"spec\.kubernetes\.reservation: goes with capacity 'reserved'"):
+            described(**changes)
+
+
+def test_environment_variables_and_secrets_reach_every_container():
+    variables = ("LIBTPU_INIT_ARGS=--a=1 --b='$x'", "EMPTY=")
+    for manifest in manifests(described(environment=variables, kubernetes__secrets=("wandb",))):
+        values = {each["name"]: each["value"] for each in container(manifest)["env"]}
+        assert values["LIBTPU_INIT_ARGS"] == "--a=1 --b='$$x'" and values["EMPTY"] == ""  # Kubernetes reads $$ as $
+        assert values["JAX_COMPILATION_CACHE_DIR"] == "/realm/bucket/runs/one/programs"
+        assert container(manifest)["envFrom"] == [{"secretRef": {"name": "wandb"}}]
+    with pytest.raises(UserError, match=r"spec\.environment: 'A B=1' is no 'NAME=VALUE' of one line; write it so"):
+        described(environment=("A B=1",))
 
 
 def pod_of(manifest):
@@ -120,8 +159,8 @@ def test_what_is_not_there_is_applied_and_told(tools, capsys):
     folder = tools(there())
     assert launch(*JOBSET, "--spec.builder.slices=1") == 0
     assert verbs(folder) == ["get", "apply", "apply"]
-    assert yaml.safe_load(calls(folder)[1]["stdin"])["metadata"]["name"] == "realm-trainer"
-    assert capsys.readouterr().out == "JobSet realm-trainer: applied\nJobSet realm-builder-0: applied\n"
+    assert yaml.safe_load(calls(folder)[1]["stdin"])["metadata"]["name"] == "realm-builder-0"
+    assert capsys.readouterr().out == "JobSet realm-builder-0: applied\nJobSet realm-trainer: applied\n"
     assert expected() == ["trainer", "builder-0"]
     assert launch("stop", *JOBSET) == 2 and expected() == ["trainer", "builder-0"], "nothing was there to stop"
 
@@ -131,9 +170,9 @@ def test_what_was_stopped_or_has_ended_is_made_anew_from_what_is_wanted_now(tool
     ended = item("realm-trainer", suspended=True), item("realm-builder-0", condition="Failed")
     folder = tools(there(*ended, item("realm-builder-1")))
     assert launch(*JOBSET, "--spec.trainer.slice=v5e:4x8", "--spec.builder.slices=2") == 0
-    _, deleted, trainer, *builders = asked(folder, "kubectl")
+    _, deleted, *applied = asked(folder, "kubectl")
     assert deleted[2:] == ["jobset", "realm-trainer", "realm-builder-0", "--cascade=foreground", "--ignore-not-found"]
-    assert "4x8" in calls(folder)[2]["stdin"] and len(builders) == 2
+    assert "4x8" in calls(folder)[-1]["stdin"] and len(applied) == 3
 
 
 def test_a_builder_that_is_not_wanted_any_more_is_removed(tools):

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src import compiler
 
+from realm_jax.train import guards
 from realm_jax.train.guards import EXIT_HUNG, TRACED_STEPS, CompileGuard, Profiler, Watchdog
 from realm_jax.train.metrics import MetricLogger, StepCost
 from realm_jax.train.records import read_lines
@@ -18,7 +20,8 @@ from realm_jax.train.records import read_lines
 HANGS = """
 import time
 from realm_jax.train.guards import Watchdog
-with Watchdog(0.2, "realm") as watchdog:
+with Watchdog(0.2, 60.0, "realm") as watchdog:
+    watchdog.is_warm = True
     time.sleep(60)
 """
 
@@ -26,18 +29,38 @@ with Watchdog(0.2, "realm") as watchdog:
 def test_a_hang_ends_the_process_and_shows_where_it_was():
     ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
     assert ended.returncode == EXIT_HUNG
-    assert "realm: no progress for" in ended.stderr and "line 5 in <module>" in ended.stderr
+    assert "realm: no progress for" in ended.stderr and "line 6 in <module>" in ended.stderr
 
 
 def test_who_moves_is_left_alone():
     ended = []
-    with Watchdog(1.5, "realm", ended.append) as watchdog:
+    with Watchdog(1.5, 1.5, "realm", ended.append) as watchdog:
         for _ in range(20):
             time.sleep(0.1)
             watchdog.heartbeat()
-    with Watchdog(0.0, "realm", ended.append):
+    with Watchdog(0.0, 0.0, "realm", ended.append):
         time.sleep(0.1)
     assert not ended
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_program_that_compiles_for_long_is_no_hang(monkeypatch, is_warm):
+    """Later programs compile too, such as that of the last evaluation."""
+    ended = []
+    monkeypatch.setattr(guards, "COMPILER", __file__)  # this test stands for the module that compiles
+    with Watchdog(0.2, 60.0, "realm", ended.append) as watchdog:
+        watchdog.is_warm = is_warm
+        time.sleep(1.0)
+    assert not ended
+    with Watchdog(0.2, 0.4, "realm", ended.append) as watchdog:
+        watchdog.is_warm = is_warm
+        time.sleep(1.5)
+    assert ended == [EXIT_HUNG]
+
+
+def test_the_module_that_compiles_is_found_in_the_stack():
+    """JAX may move it."""
+    assert compiler.__file__.endswith(guards.COMPILER) and callable(compiler.compile_or_get_cached)
 
 
 @pytest.mark.parametrize("steps", [range(3, 12), range(3, 3 + TRACED_STEPS - 1)])
