@@ -355,6 +355,13 @@ class Refresh(Section):
     wait_seconds: float = key(
         7200.0, "maximum seconds that the trainer waits for an index version that it needs", POSITIVE, runtime=True
     )
+    inline_after: float = key(
+        900.0,
+        "seconds without an index builder after which a trainer that waits for an index version embeds the corpus "
+        "itself; 0: never. The run is then not bitwise the same as with a builder",
+        NOT_NEGATIVE,
+        runtime=True,
+    )
 
 
 @dataclass(frozen=True)

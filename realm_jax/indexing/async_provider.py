@@ -30,7 +30,7 @@ from realm_jax.indexing.files import (
     intact_export,
     names_of_export,
 )  # fmt: skip
-from realm_jax.indexing.heartbeat import HEARTBEAT_SECONDS, StatusWriter
+from realm_jax.indexing.heartbeat import HEARTBEAT_SECONDS, BuilderMonitor, StatusWriter
 from realm_jax.indexing.provider import InlineIndexProvider, Interrupted, shared_folder
 from realm_jax.indexing.watcher import IndexWatcher
 from realm_jax.mesh import to_host
@@ -80,6 +80,7 @@ class AsyncIndexProvider(InlineIndexProvider):
         self._watcher = IndexWatcher(self._folder, expected, run)
         self._exporter = Exporter(run, self._folder)
         self._status = status
+        self._builders = BuilderMonitor(self._folder) if is_process_0() else None
         # Step and export step of the checkpoints that a restart may find, including one that is still being written.
         named = ((step, generation) for step, generation in checkpoint_generations.items() if generation)
         saves = sorted((step, export_step(generation)) for step, generation in named)
@@ -120,9 +121,9 @@ class AsyncIndexProvider(InlineIndexProvider):
         if step % self._options.every == 0 or index is None:
             self._export(step, params)
         if index is None:  # training needs an index
-            return self._adopt(self._wait(step, "the first generation"), None, 0.0)
+            return self._adopt(self._wait_or_embed(step, step, params, "the first generation"), None, 0.0)
         if self._options.adopt_after >= 0:
-            return self._adopt_at_fixed_delay(step, index)
+            return self._adopt_at_fixed_delay(step, params, index)
         self._request_newest(control.step, step)
         announced = self._announced[0] if len(self._announced) == 2 else None  # two steps ago, as `control`
         if announced is not None and control[:2] == _ready_control(announced)[:2] and control.step > self._used:
@@ -148,7 +149,7 @@ class AsyncIndexProvider(InlineIndexProvider):
         else:
             self._watcher.request_steps(self._used + 1, step)
 
-    def _adopt_at_fixed_delay(self, step: int, index: LoadedIndex) -> LoadedIndex | None:
+    def _adopt_at_fixed_delay(self, step: int, params: Params, index: LoadedIndex) -> LoadedIndex | None:
         """Adopt the generation of export step s at step s + `adopt_after`, waiting if necessary.
 
         So a repeated run adopts the same generations at the same steps.
@@ -170,7 +171,7 @@ class AsyncIndexProvider(InlineIndexProvider):
             self._abandoned = due
             return None
         began = time.monotonic()
-        loaded = self._wait(due, f"the generation of step {due}, due at step {step}")
+        loaded = self._wait_or_embed(due, step, params, f"the generation of step {due}, due at step {step}")
         return self._adopt(loaded, index, time.monotonic() - began)
 
     def _export(self, step: int, params: Params) -> None:
@@ -190,8 +191,38 @@ class AsyncIndexProvider(InlineIndexProvider):
             )
         self._exporter.export(step, params, self._required_export_steps() | {step})
 
-    def _wait(self, step: int, description: str) -> LoadedIndex:
-        """Return the generation of an export step. Raises TransientFault after `refresh.wait_seconds`, Interrupted."""
+    def _wait_or_embed(self, export_step: int, step: int, params: Params, description: str) -> LoadedIndex:
+        """Return the generation of an export step, or if no builder runs, an index that this job embeds itself.
+
+        Args:
+            export_step: step of the export.
+            step: current step.
+            params: its parameters.
+            description: the generation, for messages.
+
+        Raises:
+            TransientFault: a builder runs, and the generation does not come within `refresh.wait_seconds`.
+            Interrupted: a process was asked to stop.
+        """
+        loaded = self._wait(export_step, description, can_embed=self._options.inline_after > 0)
+        if loaded is None:
+            logger.warning(
+                "no index builder since %.0f s (config.refresh.inline_after): embedding the corpus here at step %d; "
+                "bitwise reproducibility is not guaranteed from here on", self._options.inline_after, step,
+            )  # fmt: skip
+            loaded = self._embed_for_search(step, params)
+        return loaded
+
+    def _wait(self, step: int, description: str, can_embed: bool = False) -> LoadedIndex | None:
+        """Return the generation of an export step, or None if the corpus can be embedded here and no builder runs.
+
+        Raises TransientFault after `refresh.wait_seconds`, Interrupted.
+        """
+
+        def is_alone() -> bool:
+            limit = self._options.inline_after
+            return can_embed and self._builders is not None and self._builders.seconds_without_builder() > limit
+
         self._watcher.request_steps(step, step, exactly=True)
         return self._wait_on_all_processes(
             lambda seconds: self._watcher.wait(seconds, self._should_stop),
@@ -200,13 +231,16 @@ class AsyncIndexProvider(InlineIndexProvider):
             f"{self._folder.path('index')}: {description} did not come within config.refresh.wait_seconds="
             f"{self._options.wait_seconds:g}; start `realm build-index`, then run the command again",
             lambda loaded: _ready_control(loaded).generation_hash,
+            is_alone,
         )
 
     def _wait_on_all_processes(
         self, poll: Callable[[float], _T | None], seconds: float, waiting: str, late: str,
-        fingerprint: Callable[[_T], int] = lambda _: 0,
-    ) -> _T:  # fmt: skip
+        fingerprint: Callable[[_T], int] = lambda _: 0, give_up: Callable[[], bool] = lambda: False,
+    ) -> _T | None:  # fmt: skip
         """Return the result of `poll(seconds)` as soon as every process has one, of the same fingerprint.
+
+        None if a process gives up first.
 
         Processes see a file, a signal or a timeout at different times, so they agree first: otherwise one would enter a
         program that another never runs. A process may lose its result again, if another finds it damaged, so each polls
@@ -218,6 +252,7 @@ class AsyncIndexProvider(InlineIndexProvider):
             waiting: logged once, if there is no result at once.
             late: the message of the TransientFault.
             fingerprint: fingerprint of a result, below 2**31.
+            give_up: returns True to wait no longer.
 
         Raises:
             TransientFault: there is no result within `refresh.wait_seconds`.
@@ -227,11 +262,15 @@ class AsyncIndexProvider(InlineIndexProvider):
         while True:
             result = poll(seconds if result is None else 0.0)
             remaining = self._options.wait_seconds - (time.monotonic() - began)
-            ready, stopped, timed_out = allgather_flags(result is not None, self._should_stop(), remaining < 0).T
+            ready, stopped, timed_out, gave_up = allgather_flags(
+                result is not None, self._should_stop(), remaining < 0, give_up()
+            ).T
             if result is not None and ready.all() and same_on_all_processes(fingerprint(result)):
                 return result
             if stopped.any():
                 raise Interrupted
+            if gave_up.any():
+                return None
             if timed_out.any():
                 raise TransientFault(late)
             if ready.all():  # with different results: soon all processes see which of them is rejected
@@ -304,7 +343,9 @@ class AsyncIndexProvider(InlineIndexProvider):
             int(export is not None and generation in names_of_export(self._folder, export, corpus))
         ):
             logger.warning("rebuilding it from its export, with bitwise identical vectors")
-            return self._wait(index_step, f"generation {generation} again")
+            rebuilt = self._wait(index_step, f"generation {generation} again")
+            assert rebuilt is not None, "the parameters of that step are not here to embed with"
+            return rebuilt
         earlier_step = step + 1
         while True:
             # The last export step before that has a generation, as process 0 sees it.

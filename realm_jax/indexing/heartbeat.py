@@ -14,6 +14,7 @@ first one, which seemed lost, still trains. Each start has a larger number, so t
 import dataclasses
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from realm_jax.errors import UserError
-from realm_jax.storage import Damaged, Folder, read_json, write_json_atomic
+from realm_jax.storage import Damaged, Folder, StorageError, read_json, write_json_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,34 @@ def write_status(folder: Folder, job: str, status: Status) -> None:
         StorageError: the folder cannot be written to.
     """
     folder.write_json(f"jobs/{job}.json", dataclasses.asdict(status))
+
+
+class BuilderMonitor:
+    """Tells how long no index builder has given a heartbeat."""
+
+    def __init__(self, folder: Folder) -> None:
+        """Begin to count.
+
+        Args:
+            folder: the shared folder.
+        """
+        self._folder, self._counters = folder, dict[str, int]()
+        self._last_heartbeat = time.monotonic()
+        self.seconds_without_builder()
+        self._last_heartbeat = time.monotonic()  # what earlier builders have left there is no heartbeat
+
+    def seconds_without_builder(self) -> float:
+        """Read the status of all builders, and return the seconds since one of them has changed."""
+        try:
+            names = [name.removesuffix(".json") for name in self._folder.names("jobs") if name.startswith(BUILDER)]
+            statuses = {name: read_status(self._folder, name) for name in names}
+        except StorageError as error:  # a builder may be alive
+            logger.warning("%s; trying again", error)
+            return 0.0
+        counters = {name: status.counter for name, status in statuses.items() if status is not None}
+        if counters != self._counters:
+            self._counters, self._last_heartbeat = counters, time.monotonic()
+        return time.monotonic() - self._last_heartbeat
 
 
 class StatusWriter:

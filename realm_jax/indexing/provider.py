@@ -79,12 +79,14 @@ class InlineIndexProvider:
         """
         every = self._task.refresh_every
         due = every > 0 and step % every == 0 and index is not None and step != index.step
-        if index is not None and not due:
-            return None
+        return self._embed_for_search(step, params, first=index is None) if index is None or due else None
+
+    def _embed_for_search(self, step: int, params: Params, first: bool = False) -> LoadedIndex:
+        """Embed the corpus and return its index for the next steps; `first`: as `_embed`."""
         query_encoder = None
         if self._run.config.retrieval.query_params == "generation":  # a copy, because the step donates its state
             query_encoder = jax.tree.map(jnp.copy, params[self._run.model.embedder_names[0]])
-        return self._embed(step, params, query_encoder, first=index is None, exact=self._searches_exactly)
+        return self._embed(step, params, query_encoder, first=first, exact=self._searches_exactly)
 
     def control_signal(self, step: int) -> ControlSignal:
         """Return which generation this process has ready; called once a step, after `maybe_refresh`."""

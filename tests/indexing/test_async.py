@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ import small_chunks
 from runs import (
     EVERY,
     PATIENCE,
+    STEPS,
     Watch,
     adoptions,
     assert_same,
@@ -44,7 +46,7 @@ from realm_jax.indexing import job as build_job
 from realm_jax.indexing.async_provider import AsyncIndexProvider
 from realm_jax.indexing.control import ControlSignal, reduce_control
 from realm_jax.indexing.exporter import export_record, sample_vectors, to_arrays
-from realm_jax.indexing.heartbeat import TRAINER, read_status, trainer_status, write_status
+from realm_jax.indexing.heartbeat import TRAINER, BuilderMonitor, Status, read_status, trainer_status, write_status
 from realm_jax.indexing.watcher import IndexWatcher
 from realm_jax.run import Run
 from realm_jax.storage import PosixFolder
@@ -156,6 +158,29 @@ def test_the_earlier_of_two_trainers_in_a_run_directory_ends(tmp_path, monkeypat
             with pytest.raises(UserError, match=r"started again elsewhere \(start 2, this is start 1\)"):
                 earlier.check_fence()
     assert read_status(folder, TRAINER).start == 2
+
+
+@pytest.mark.parametrize(("adopt_after", "steps"), [(-1, [0]), (1, [0, 3, 5, 7])])
+def test_the_trainer_embeds_the_corpus_if_no_builder_runs(people, tmp_path, caplog, adopt_after, steps):
+    """At each step at which it would wait; a restart goes on with the vectors of the checkpoint."""
+    run = open_tiny(people, tmp_path, adopt_after=adopt_after, inline_after=0.1)
+    write_status(PosixFolder(tmp_path), "builder-0", Status("one", counter=7))  # of a builder that died
+    final = train(run)
+    assert [step for step, _ in adoptions(run)] == steps
+    assert caplog.text.count("no index builder since 0 s (config.refresh.inline_after)") == len(steps)
+    last = tmp_path / "realm" / "checkpoints" / f"{STEPS}"
+    shutil.rmtree(last)
+    assert_same(train(run), final)
+
+
+def test_a_builder_counts_as_alive_while_its_status_changes(tmp_path):
+    folder = PosixFolder(tmp_path)
+    write_status(folder, "builder-1", Status("one", counter=7))
+    builders = BuilderMonitor(folder)
+    time.sleep(0.2)
+    assert builders.seconds_without_builder() >= 0.2
+    write_status(folder, "builder-1", Status("one", counter=8))
+    assert builders.seconds_without_builder() < 0.2
 
 
 @pytest.mark.slow
