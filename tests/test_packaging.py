@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 import realm_jax
 from realm_jax.config import reference
+from realm_jax.environment import differences_from_image, image_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "realm_jax"
@@ -157,17 +158,36 @@ def test_what_is_cited_and_the_changes_are_of_this_version():
     assert heads == ["Unreleased"] or heads[1] == realm_jax.__version__
 
 
-def test_the_locked_versions_are_those_that_are_allowed():
-    """Of what is required, and of what the tests need."""
-    lines = (ROOT / "requirements-lock.txt").read_text().splitlines()
+@pytest.mark.parametrize(
+    ("file", "python", "extras"),
+    [("requirements-lock.txt", "3.11", ["test"]), ("realm_jax/launch/image-lock.txt", "3.12", ["huggingface", "tpu"])],
+)
+def test_locked_versions_are_allowed(file, python, extras):
+    """Those of required packages and of the extras."""
+    lines = (ROOT / file).read_text().splitlines()
     locked = dict(line.lower().replace("_", "-").split("==") for line in lines if not line.startswith("#"))
-    wanted = setup()["options"]["install_requires"] + setup()["options.extras_require"]["test"]
+    wanted = setup()["options"]["install_requires"]
+    for extra in extras:
+        wanted += setup()["options.extras_require"][extra]
     checked = 0
     for line in filter(None, wanted.splitlines()):
         one = Requirement(line.partition("#")[0])
         name = one.name.lower().replace("_", "-")
-        if name == "realm-jax" or one.marker and not one.marker.evaluate({"python_version": "3.11"}):
+        if name == "realm-jax" or (one.marker and not one.marker.evaluate({"python_version": python})):
             continue
         assert one.specifier.contains(locked[name]), f"{line}: locked is {locked[name]}"
         checked += 1
-    assert checked > 30
+    assert checked > 25
+
+
+def test_the_image_installs_the_locked_versions_of_its_python():
+    dockerfile = (ROOT / "launch" / "Dockerfile").read_text()
+    assert "FROM python:3.12-slim" in dockerfile and "--constraint=image-lock.txt" in dockerfile
+    assert {"jax", "jaxlib", "libtpu", "flax"} == {*image_versions()}
+
+
+def test_other_versions_than_those_of_the_image_are_reported(monkeypatch):
+    monkeypatch.setattr("realm_jax.environment.metadata.version", lambda name: image_versions()[name])
+    assert differences_from_image() == []
+    monkeypatch.setattr("realm_jax.environment.metadata.version", lambda name: "0.1")
+    assert f"jax: {image_versions()['jax']} -> 0.1" in differences_from_image()

@@ -15,6 +15,7 @@ from realm_jax.assemble import make_run
 from realm_jax.cache import cache_programs
 from realm_jax.config import add_config_argument, default, load_config, validate
 from realm_jax.data.sources import open_sources
+from realm_jax.environment import warn_of_other_versions
 from realm_jax.host import Stop
 from realm_jax.indexing.build import for_embedding
 from realm_jax.indexing.job import SILENCE, Job
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> None:
     if config.retrieval.backend == "scann":
         load_scann()
     make_folder(workdir, "--workdir")
+    warn_of_other_versions()
     cache_programs()
     sources = open_sources(config.data.path, recorded_corpus(workdir))
     opened = make_run(for_embedding(config, jax.local_device_count()), workdir, sources, jax.local_devices())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from realm_jax.cache import cache_programs
 from realm_jax.config import add_config_argument, load_config
+from realm_jax.environment import warn_of_other_versions
 from realm_jax.processes import add_process_arguments, connect_processes
 from realm_jax.train.recipe import open_run, run_recipe
 
@@ -37,5 +38,6 @@ def run(args: argparse.Namespace) -> int:
     """Train; return 75 after SIGTERM, once the state is saved."""
     config = load_config(args.config, args.overrides)
     connect_processes(args)
+    warn_of_other_versions()
     cache_programs()
     return run_recipe(open_run(config, Path(args.workdir)), args.command_line)

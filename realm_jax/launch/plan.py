@@ -27,6 +27,7 @@ from realm_jax.config import REQUIRED, load_config, task_names, validate, with_v
 from realm_jax.data.sources import open_sources
 from realm_jax.data.staging import PREPARED
 from realm_jax.data.tokenizer import id_dtype
+from realm_jax.environment import image_versions
 from realm_jax.errors import LESS_MEMORY, UserError, install_extra
 from realm_jax.flops import Chip, chip, embedding_flops
 from realm_jax.forward import Index
@@ -422,7 +423,10 @@ def show(planned: dict[str, Any]) -> None:
             add("learning and building all searchers", f"{minutes:,.0f} minutes of one core")
         if "cost" in planned:
             add("cost", between(planned["cost"]))
-        add("compiled with", ", ".join(f"{name} {number}" for name, number in planned["compiler"].items()))
+        compiler, image = planned["compiler"], image_versions()
+        other = [f"{name} {image[name]}" for name in compiler if image[name] != compiler[name]]
+        note = f"; the image has {', '.join(other)}, so the program that runs may differ" if other else ""
+        add("compiled with", ", ".join(f"{name} {number}" for name, number in compiler.items()) + note)
     for name, program in (("a step's time", planned), ("time of embedding", planned.get("builder", {}))):
         if "time_unknown" in program:
             add(name, f"not known: {program['time_unknown']}")
