@@ -27,7 +27,8 @@ INSTALL = {
 ERROR_HINTS = (
     (r"gke-gcloud-auth-plugin.*(not found|not installed|executable)|executable gke-gcloud-auth-plugin",
      "kubectl cannot log in; run `gcloud components install gke-gcloud-auth-plugin`, then run the command again"),
-    (r"[Nn]o cloud (access|is enabled)|[Rr]eauthentication|invalid_grant|credentials.*(expired|not found|not set)",
+    (r"Cloud access is not set up|[Nn]o cloud (access|storage)|[Rr]eauthentication|invalid_grant|"
+     r"credentials.*(expired|not found)",
      "not logged in; run `gcloud auth application-default login` and `sky check gcp`, then run the command again"),
     (r"must be logged in to the server|Unauthorized",
      "kubectl is not logged in; run `gcloud container clusters get-credentials CLUSTER`, then run the command again"),
@@ -37,8 +38,8 @@ ERROR_HINTS = (
      "the project does not use this API yet; run `gcloud services enable tpu.googleapis.com`, then try again"),
     (r"[Qq]uota|RESOURCE_EXHAUSTED",
      "over the project's quota; ask for more (console: IAM > Quotas), or name another zone, capacity or slice"),
-    (r"No resource satisfying|not available in|Invalid (zone|region)",
-     "SkyPilot knows no zone with this slice; see `sky gpus list tpu --all`, and set spec.skypilot.zones"),
+    (r"not contain any instances satisfying|Invalid (zone|region)",
+     "SkyPilot knows no such slice in these zones; see `sky gpus list --all`, and set spec.skypilot.zones"),
     (r"PERMISSION_DENIED|Forbidden|does not have permission",
      "not allowed; ask an owner of the project for the missing role, or name another project"),
     (r"ALREADY_EXISTS|AlreadyExists|already exists",

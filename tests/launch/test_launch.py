@@ -215,12 +215,13 @@ def test_awkward_words_arrive_as_they_were_given():
 @pytest.mark.parametrize(
     ("tool", "complaint", "advice"),
     [
-        ("sky", "sky.exceptions.NoCloudAccessError: No cloud access is set up. Run: sky check", "run `gcloud auth"),
+        ("sky", "NotSupportedError: file_mounts are specified, but no cloud storage is available.", "run `gcloud auth"),
         ("sky", "Quota limit 'TPUV5sLitepodPerProject' has been exceeded.", "over the project's quota"),
         ("sky", "PERMISSION_DENIED: tpu.nodes.create", "not allowed"),
         ("sky", "PERMISSION_DENIED: Quota exceeded for quota metric", "over the project's quota"),
         ("sky", "PERMISSION_DENIED: Cloud TPU API has not been used in project 1 before", "services enable"),
-        ("sky", "ValueError: Invalid zone 'us-x1-a'", "set spec.skypilot.zones"),
+        ("sky", "ValueError: Invalid region 'us-west9'\nDid you mean 'us-west4'?", "set spec.skypilot.zones"),
+        ("sky", "ResourcesUnavailableError: Catalog does not contain any instances satisfying", "knows no such slice"),
         ("kubectl", "exec: executable gke-gcloud-auth-plugin not found", "components install gke-gcloud-auth-plugin"),
         ("kubectl", 'error: context "gke" does not exist', "set spec.kubernetes.context"),
         ("kubectl", 'error: the server doesn\'t have a resource type "jobset"', "the cluster has no JobSet"),
