@@ -16,11 +16,11 @@ from realm_jax.launch.spec import describe
 
 HERE = Path(__file__).resolve().parent
 GOLDEN = HERE / "golden"
-CLOUDS = ("jobset", "queued_resources")
+CLOUDS = ("jobset", "skypilot")
 SET = (
     "--spec.image=us-docker.pkg.dev/my-project/realm/realm:1",
-    "--spec.gcloud.project=my-project",
-    "--spec.gcloud.zone=us-west4-a",
+    "--spec.skypilot.zones=us-west4-a,us-east5-b",
+    "--spec.skypilot.capacity=spot",
     "--spec.kubernetes.service_account=realm",
 )
 OVERRIDES = ("--config.data.path=gs://my-bucket/data", "--config.realm.steps=200000", "--config.refresh.mode=async")

@@ -9,8 +9,7 @@ from realm_jax.launch.spec import describe
 IMAGE = "us-docker.pkg.dev/p/realm/realm:1"
 WORKDIR = "--workdir=gs://bucket/runs/one"
 DATA = ("--config.data.path=gs://bucket/data", "--config.tasks=realm")
-GCLOUD = ("--target=queued_resources", "--spec.gcloud.project=p", "--spec.gcloud.zone=z", f"--spec.image={IMAGE}",
-          WORKDIR)  # fmt: skip
+SKY = ("--target=skypilot", "--spec.skypilot.zones=us-west4-a,us-east5-b", f"--spec.image={IMAGE}", WORKDIR)
 JOBSET = ("--target=jobset", f"--spec.image={IMAGE}", WORKDIR)
 
 

@@ -238,7 +238,7 @@ def straight(people, quick_steps, tmp_path_factory):
 
 @pytest.fixture
 def tools(tmp_path, monkeypatch):
-    """gcloud and kubectl that only write down what they are asked, and buckets in memory; call it with their answers.
+    """sky and kubectl that only write down what they are asked, and buckets in memory; call it with their answers.
 
     Gives the folder of the fakes. May be called again, for other answers.
     """
@@ -254,6 +254,6 @@ def tools(tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
         return tmp_path / "bin"
 
-    for module in ("launch.status", "cli.launch"):
+    for module in ("launch.status", "launch.skypilot", "cli.launch"):
         monkeypatch.setattr(f"realm_jax.{module}.open_folder", in_memory)
     return put

@@ -1,4 +1,4 @@
-"""gcloud and kubectl for tests: they refuse flags that the real ones do not have, write down what they were asked, and
+"""sky and kubectl for tests: they refuse flags that the real ones do not have, write down what they were asked, and
 say what they are told to.
 
 A tool's folder on PATH holds its program (this file, linked), `calls.jsonl`, and `answers.json`: a list of
@@ -7,23 +7,21 @@ A tool's folder on PATH holds its program (this file, linked), `calls.jsonl`, an
 
 import json
 import os
-import re
 import sys
 from pathlib import Path
 
-# Flags that are used here, as the tools' references list them (cloud.google.com/sdk/gcloud/reference/compute/tpus,
+# Flags that are used here, as the tools' references list them (`sky jobs COMMAND --help` of SkyPilot 0.14,
 # kubernetes.io/docs/reference/kubectl); every other one is an error, as it is there.
 FLAGS = {
-    ("gcloud", "queued-resources create"): "quiet project zone accelerator-type runtime-version node-id node-count "
-    "node-prefix spot reserved service-account network metadata-from-file async",
-    ("gcloud", "queued-resources list"): "quiet project zone filter format",
-    ("gcloud", "queued-resources delete"): "quiet project zone force async",
-    ("gcloud", "tpu-vm ssh"): "quiet project zone worker command",
+    ("sky", "jobs launch"): "yes detach-run secret",
+    ("sky", "jobs queue"): "all verbose output",
+    ("sky", "jobs logs"): "follow no-follow",
+    ("sky", "jobs cancel"): "yes",
     ("kubectl", "apply"): "context namespace filename",
     ("kubectl", "get"): "context namespace selector output",
     ("kubectl", "patch"): "context namespace type patch",
     ("kubectl", "delete"): "context namespace cascade ignore-not-found",
-    ("kubectl", "logs"): "context namespace selector container tail follow",
+    ("kubectl", "logs"): "context namespace selector container tail prefix max-log-requests follow",
 }
 
 
@@ -40,30 +38,21 @@ def main() -> int:
             print(f"ERROR: unrecognized arguments: {name}", file=sys.stderr)
             return 2
     stdin = "" if sys.stdin is None or sys.stdin.isatty() else sys.stdin.read()
-    scripts = [Path(word.rpartition("=")[2]).read_text() for word in words if "startup-script=" in word]
+    tasks = [Path(word).read_text() for word in words if word.endswith(".yaml")]
     with open(folder / "calls.jsonl", "a") as calls:
-        calls.write(json.dumps({"words": [tool, *words], "stdin": stdin, "scripts": scripts}) + "\n")
-    shown = next((word.partition("=")[2] for word in words if word.startswith("--filter=")), "")
+        calls.write(json.dumps({"words": [tool, *words], "stdin": stdin, "tasks": tasks}) + "\n")
     for answer in json.loads((folder / "answers.json").read_text()):
         if all(word in " ".join([tool, *words]) for word in answer["match"].split()):
-            sys.stdout.write(filtered(answer.get("stdout", ""), shown))
+            sys.stdout.write(answer.get("stdout", ""))
             sys.stderr.write(answer.get("stderr", ""))
             return int(answer.get("code", 0))
     return 0
 
 
-def filtered(listed: str, shown: str) -> str:
-    """What of gcloud's list `--filter=name~"PATTERN"` leaves; of a pattern without quotes parentheses are not part."""
-    if not shown or not listed.startswith("["):
-        return listed
-    quoted = re.fullmatch('name~"(.*)"', shown)
-    return json.dumps([item for item in json.loads(listed) if quoted and re.search(quoted[1], item["name"])])
-
-
 def install(folder: Path, answers: list[dict]) -> None:
     """Put both on a folder that is to come first on PATH."""
     folder.mkdir(exist_ok=True)
-    for tool in ("gcloud", "kubectl"):
+    for tool in ("sky", "kubectl"):
         program = folder / tool
         program.write_text(f"#!{sys.executable}\n{Path(__file__).read_text()}")
         program.chmod(0o755)
@@ -76,5 +65,5 @@ def calls(folder: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
-if __name__ == "__main__" and os.path.basename(sys.argv[0]) in ("gcloud", "kubectl"):
+if __name__ == "__main__" and os.path.basename(sys.argv[0]) in ("sky", "kubectl"):
     sys.exit(main())

@@ -18,7 +18,7 @@ from realm_jax.launch import spec as specs
 from realm_jax.launch.checks import check_cloud, check_remote_workdir, check_training
 from realm_jax.launch.jobset import JobSets
 from realm_jax.launch.local import Local
-from realm_jax.launch.queued_resources import QueuedResources
+from realm_jax.launch.skypilot import SkyPilot
 from realm_jax.launch.spec import Launch, describe
 from realm_jax.launch.status import RunState, clear_expected_jobs, describe_status, poll, status_line
 from realm_jax.storage import open_folder
@@ -44,10 +44,10 @@ docs/launch.md. `status` exits with 1 if a job that should be running gave no he
 
 
 Action = Callable[[argparse.Namespace], int | None]  # a function that runs an action and returns the exit code
-Target = Local | QueuedResources | JobSets
+Target = Local | SkyPilot | JobSets
 TARGETS: dict[str, Callable[[Launch], Target]] = {
     "local": Local,
-    "queued_resources": QueuedResources,
+    "skypilot": SkyPilot,
     "jobset": JobSets,
 }
 
@@ -73,7 +73,7 @@ def _add_flags(parser: argparse.ArgumentParser, action: Action) -> None:
     """Add the flags that describe the run, and those of an action."""
     parser.set_defaults(action=action)
     add = parser.add_argument
-    add("--target", choices=TARGETS, help="where to run: this machine, TPU VMs (queued resources) or GKE (JobSet)")
+    add("--target", choices=TARGETS, help="where to run: this machine, TPU VMs (SkyPilot) or GKE (JobSet)")
     add_config_argument(parser, "the paper's sizes")
     spec = parser.add_argument_group("spec", "Override a key with --spec.section.key=value.")
     spec.add_argument("--spec", metavar="FILE", help="path of a Python file that defines get_spec() (default: the "

@@ -55,10 +55,23 @@ def check_cloud(launch: Launch, target: str) -> None:
             f"spec.grace_seconds={launch.spec.grace_seconds}: a save may take {SAVE_SECONDS} seconds; give it as many"
         )
     trainer, builder = launch.slice(TRAINER), launch.slice(BUILDER)
-    if target == "queued_resources" and trainer != trainer.default_topology:
-        raise UserError(
-            f"spec.trainer.slice={trainer}: not available in gcloud; use {trainer.default_topology}, or --target=jobset"
-        )
+    if target == "skypilot":
+        zones = launch.spec.skypilot.zone_names
+        if not zones or not all(re.fullmatch(r"[a-z]+-[a-z]+\d+-[a-z]", zone) for zone in zones):
+            raise UserError(
+                f"spec.skypilot.zones={launch.spec.skypilot.zones}: name the zones of your TPU quota, such as "
+                "us-west4-a,us-west4-b"
+            )
+        if trainer != trainer.default_topology:
+            raise UserError(
+                f"spec.trainer.slice={trainer}: TPU VMs of this size have another topology; use "
+                f"{trainer.default_topology}, or --target=jobset"
+            )
+        if launch.spec.trainer.slices > 1:
+            raise UserError(
+                f"spec.trainer.slices={launch.spec.trainer.slices}: SkyPilot cannot connect slices; use a larger "
+                "spec.trainer.slice, or --target=jobset"
+            )
     if launch.spec.builder.slices and builder.hosts != 1:
         raise UserError(
             f"spec.builder.slice={builder}: spans {builder.hosts} machines, but the builders are independent; name a "

@@ -1,12 +1,13 @@
 """The common parts of targets in a cloud.
 
-The parts of a run are resources whose names begin with the run's name. Templates are filled in, and gcloud and kubectl
+The parts of a run are resources whose names begin with the run's name. Templates are filled in, and `sky` and `kubectl`
 send them. Their errors become one line with advice.
 """
 
 import abc
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -19,15 +20,16 @@ from realm_jax.errors import UserError
 from realm_jax.launch.spec import Launch
 
 INSTALL = {
-    "gcloud": "install the Google Cloud CLI (cloud.google.com/sdk) and run `gcloud auth login`",
+    "sky": "install SkyPilot (`pip install 'skypilot[gcp]'`) and run `sky check gcp`",
     "kubectl": "install it (`gcloud components install kubectl`) and run `gcloud container clusters get-credentials`",
 }
 # Patterns in their messages that several versions share, and advice for the user; the first match counts.
 ERROR_HINTS = (
     (r"gke-gcloud-auth-plugin.*(not found|not installed|executable)|executable gke-gcloud-auth-plugin",
      "kubectl cannot log in; run `gcloud components install gke-gcloud-auth-plugin`, then run the command again"),
-    (r"do not currently have an active account|[Rr]eauthentication|invalid_grant|credentials.*(expired|not found)",
-     "not logged in; run `gcloud auth login`, then run the command again"),
+    (r"Cloud access is not set up|[Nn]o cloud (access|storage)|[Rr]eauthentication|invalid_grant|"
+     r"credentials.*(expired|not found)",
+     "not logged in; run `gcloud auth application-default login` and `sky check gcp`, then run the command again"),
     (r"must be logged in to the server|Unauthorized",
      "kubectl is not logged in; run `gcloud container clusters get-credentials CLUSTER`, then run the command again"),
     (r"context.*does not exist|no context exists|current-context is not set",
@@ -36,15 +38,12 @@ ERROR_HINTS = (
      "the project does not use this API yet; run `gcloud services enable tpu.googleapis.com`, then try again"),
     (r"[Qq]uota|RESOURCE_EXHAUSTED",
      "over the project's quota; ask for more (console: IAM > Quotas), or name another zone, capacity or slice"),
-    (r"Permission '?locations/|Permission denied on 'locations/|[Ii]nvalid.*zone|location.*(not found|NOT_FOUND)|"
-     r"Unknown zone|does not have.*location",
-     "there is no such zone for TPUs; see `gcloud compute tpus locations list`, and set spec.gcloud.zone"),
+    (r"not contain any instances satisfying|Invalid (zone|region)",
+     "SkyPilot knows no such slice in these zones; see `sky gpus list --all`, and set spec.skypilot.zones"),
     (r"PERMISSION_DENIED|Forbidden|does not have permission",
-     "not allowed; ask for the roles in docs/howto/tpu-vms.md, or name another project"),
+     "not allowed; ask an owner of the project for the missing role, or name another project"),
     (r"ALREADY_EXISTS|AlreadyExists|already exists",
      "is there already; see `realm launch status`, and remove it with `realm launch delete`, or set spec.name"),
-    (r"SUSPENDED|SUSPENDING|state FAILED",
-     "lost its machines; remove it with `realm launch delete`, then start again: training resumes from its checkpoint"),
     (r'no matches for kind "JobSet"|have a resource type "jobset',
      "the cluster has no JobSet; install it as docs/howto/gke.md says"),
     (r"namespaces? .*not found", "there is no such namespace; make it, or set spec.kubernetes.namespace"),
@@ -64,20 +63,18 @@ class Resource(NamedTuple):
         state: as the cloud reports it.
         detail: for people.
         owner: the flag of another run with the same name to which it belongs; else ''.
-        script: script of a queued resource: the startup script with which it was created; None if unknown.
-        nodes: nodes of a queued resource: its TPU nodes, several for a trainer of several slices.
+        id: SkyPilot's number of a job.
     """
 
     name: str
     state: str
     detail: str
-    owner: str
-    script: str | None = None
-    nodes: tuple[str, ...] = ()
+    owner: str = ""
+    id: str = ""
 
 
 class CloudTarget(abc.ABC):
-    """The base of `JobSets` and `QueuedResources`."""
+    """The base of `JobSets` and `SkyPilot`."""
 
     kind: str  # name of a resource in messages
 
@@ -123,6 +120,7 @@ def render(template: str, **values: Any) -> str:
     """
     loader = PackageLoader("realm_jax.launch")
     environment = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters["quote"] = shlex.quote
     # One line, in double quotes: any text is one value, whatever characters it has.
     environment.filters["yaml"] = lambda text: yaml.safe_dump(str(text), default_style='"', width=float("inf")).strip()
     return environment.get_template(template).render(values)
@@ -148,7 +146,7 @@ def run_tool(words: Sequence[str], about: str, stdin: str | None = None) -> str:
 
 
 def call_json(words: Sequence[str], about: str) -> Any:
-    """Run a tool and return the value of its output, which is JSON.
+    """Run a tool and return the value of its output, which is JSON, perhaps after lines of text.
 
     Args:
         words: words of the command.
@@ -159,7 +157,7 @@ def call_json(words: Sequence[str], about: str) -> Any:
     """
     reply = run_tool(words, about)
     try:
-        return json.loads(reply)
+        return json.loads(re.sub(r"\A.*?^(?=[\[{])", "", reply, count=1, flags=re.DOTALL | re.MULTILINE))
     except ValueError:
         raise UserError(f"{about}: {words[0]} did not answer with JSON: {' '.join(reply.split())[:100]!r}") from None
 

@@ -21,6 +21,7 @@ from realm_jax.launch.status import record_expected_jobs
 RUN = "realm-jax/run"  # label: which run a JobSet belongs to
 WORKDIR = "realm-jax/workdir"  # annotation: the run directory, because names repeat
 CONTAINER = "realm"
+MOST_PODS = 1000  # of a job whose logs are followed
 POD = "jobset.sigs.k8s.io"  # begins the labels that JobSet gives to pods
 
 Manifest = dict[str, Any]
@@ -104,7 +105,7 @@ class JobSets(CloudTarget):
         return resources
 
     def logs(self, job: str, follow: bool) -> int:
-        """Show the output of the first pod of a job.
+        """Show the output of all pods of a job; each line begins with the name of its pod.
 
         Args:
             job: 'trainer', 'builder-0', …
@@ -114,9 +115,9 @@ class JobSets(CloudTarget):
             The exit code of kubectl.
         """
         name = self._name(choose(job, [name.removeprefix(self._name("")) for name in self._resources_of_run()]))
-        labels = f"{POD}/jobset-name={name},{POD}/job-index=0,batch.kubernetes.io/job-completion-index=0"
-        flags = ["--follow"] if follow else []
-        return stream(self._kubectl("logs", f"--selector={labels}", f"--container={CONTAINER}", "--tail=200", *flags))
+        flags = [f"--selector={POD}/jobset-name={name}", f"--container={CONTAINER}", "--tail=200", "--prefix"]
+        flags += [f"--max-log-requests={MOST_PODS}", "--follow"] if follow else []  # kubectl follows five by default
+        return stream(self._kubectl("logs", *flags))
 
     def stop(self) -> None:
         """Suspend the JobSets: their pods get SIGTERM, save, and are not started again until `start`.

@@ -164,14 +164,22 @@ class Here(Section):
 
 
 @dataclass(frozen=True)
-class Gcloud(Section):
-    """Queued resources of TPU VMs."""
+class SkyPilot(Section):
+    """Managed jobs of SkyPilot on TPU VMs; project, network and labels are set in `~/.sky/config.yaml`."""
 
-    project: str = key("", "Google Cloud project")
-    zone: str = key("", "Google Cloud zone, for example us-west4-a")
-    capacity: str = key("on-demand", "kind of capacity", one_of("on-demand", "spot", "reserved"))
-    service_account: str = key("", "service account of the machines; '': the default of the project")
-    network: str = key("", "network of the machines; '': the default network")
+    zones: str = key(
+        "",
+        "Google Cloud zones in the order in which they are tried, comma-separated, for example us-west4-a,us-west4-b",
+    )
+    capacity: str = key("on-demand", "kind of capacity", one_of("on-demand", "spot"))
+    secrets: tuple[str, ...] = key(
+        (), "environment variables of this machine that SkyPilot passes on without showing them, such as WANDB_API_KEY"
+    )
+
+    @property
+    def zone_names(self) -> list[str]:
+        """Return the names of the zones, in order."""
+        return [name.strip() for name in self.zones.split(",") if name.strip()]
 
 
 @dataclass(frozen=True)
@@ -223,7 +231,7 @@ class Spec(Section):
     trainer: Trainer = Trainer()
     builder: Builder = Builder()
     local: Here = Here()
-    gcloud: Gcloud = Gcloud()
+    skypilot: SkyPilot = SkyPilot()
     kubernetes: Kubernetes = Kubernetes()
 
     def __post_init__(self) -> None:

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from clouds import GCLOUD, IMAGE, JOBSET, WORKDIR, described, launch
+import yaml
+from clouds import IMAGE, JOBSET, SKY, WORKDIR, described, launch
 from fake_tools import calls
 
 from realm_jax.config import load_config
@@ -14,7 +15,7 @@ from realm_jax.errors import UserError
 from realm_jax.launch import spec as specs
 from realm_jax.launch.cloud import explain_error
 from realm_jax.launch.jobset import manifests
-from realm_jax.launch.queued_resources import startup_script
+from realm_jax.launch.skypilot import SkyPilot
 from realm_jax.launch.spec import choose, job_specs, parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,15 +94,16 @@ NOWHERE = ("--target=jobset", f"--spec.image={IMAGE}")
     [
         ([*NOWHERE, "--workdir=runs/one"], "--workdir=runs/one: --target=jobset needs a folder that all machines see"),
         (["stop", "--target=jobset", "--workdir=runs/one"], "--workdir=runs/one: --target=jobset needs a folder"),
-        (["delete", *GCLOUD, "--workdir=runs/one"], "--workdir=runs/one: --target=queued_resources needs a folder"),
+        (["delete", *SKY, "--workdir=runs/one"], "--workdir=runs/one: --target=skypilot needs a folder"),
         ([*NOWHERE, "--workdir=gs://BUCKET/one"], "gs://BUCKET/one: --target=jobset needs a folder that all machines"),
         ([*NOWHERE, "--workdir=gs://bucket/../x"], "--workdir=gs://bucket/../x: --target=jobset needs a folder"),
         (["--target=jobset", WORKDIR], "spec.image: --target=jobset needs a container"),
         ([*JOBSET, "--spec.image=a b;c"], "spec.image=a b;c: write it like"),
         ([*JOBSET, "--spec.trainer.slice=v5e:7x7"], "spec.trainer.slice=v5e:7x7: v5e has no such topology"),
         ([*JOBSET, "--spec.builder.slice=v5e:4x4"], "spec.builder.slice=v5e:4x4: spans 4 machines"),
-        ([*GCLOUD, "--spec.trainer.slice=v5p:4x4x16"],
-         "spec.trainer.slice=v5p:4x4x16: not available in gcloud; use v5p:4x8x8, or --target=jobset"),
+        ([*SKY, "--spec.trainer.slice=v5p:4x4x16"],
+         "spec.trainer.slice=v5p:4x4x16: TPU VMs of this size have another topology; use v5p:4x8x8, or"),
+        ([*SKY, "--spec.trainer.slices=2"], "spec.trainer.slices=2: SkyPilot cannot connect slices; use a larger"),
         ([*JOBSET, "--spec.grace_seconds=10"], "spec.grace_seconds=10: a save may take 60 seconds"),
         ([*JOBSET, "--spec.name=My_Run"], "spec.name=My_Run: use lower-case letters"),
         ([*JOBSET, f"--spec.name={'a' * 31}"], "at most 30 of them"),
@@ -125,18 +127,18 @@ NOWHERE = ("--target=jobset", f"--spec.image={IMAGE}")
         ([*JOBSET, "--config.mesh.model=7"], "spec.trainer: 1 × v5e:8x8: config.mesh"),
         ([*JOBSET, "--config.realm.batch_size=72"], "spec.trainer: 1 × v5e:8x8: config.realm.batch_size: is 72"),
         ([*JOBSET, "--config.data.path=gs://b/a\nEND-OF-JOB"], "--config.data.path: a value of one line is needed"),
-        ([*GCLOUD, "--spec.gcloud.zone="], "spec.gcloud.zone: name the one"),
-        (["delete", *GCLOUD, "--spec.gcloud.project="], "spec.gcloud.project: name the one"),
-        ([*GCLOUD, "--spec.gcloud.capacity=cheap"], "spec.gcloud.capacity: must be one of 'on-demand'"),
+        ([*SKY, "--spec.skypilot.zones="], "spec.skypilot.zones=: name the zones of your TPU quota"),
+        ([*SKY, "--spec.skypilot.zones=us-west4"], "spec.skypilot.zones=us-west4: name the zones of your TPU quota"),
+        ([*SKY, "--spec.skypilot.capacity=cheap"], "spec.skypilot.capacity: must be one of 'on-demand'"),
         (["--target=local", WORKDIR], "--target=local needs a folder of this machine"),
         (["--target=local", "--workdir=s3://b/x"], "--target=local needs a folder of this machine"),
         (["--target=local", "--workdir=x", "--config.refresh.mode=async", "--spec.builder.processes=0"],
          "spec.builder.processes=0: config.refresh.mode=async needs an index builder"),
-        ([WORKDIR], "--target: name one of local, queued_resources, jobset"),
+        ([WORKDIR], "--target: name one of local, skypilot, jobset"),
         (["--dry-run", "stop", *JOBSET], "--dry-run: applies only to start"),
         (["--target=local"], "--workdir: name the run directory"),
-        (["stop", WORKDIR], "--target: name one of local, queued_resources, jobset"),
-        (["status", WORKDIR, "--spec.name=x"], "--target: name one of local, queued_resources, jobset"),
+        (["stop", WORKDIR], "--target: name one of local, skypilot, jobset"),
+        (["status", WORKDIR, "--spec.name=x"], "--target: name one of local, skypilot, jobset"),
     ],
 )  # fmt: skip
 def test_a_mistake_stops_before_anything_is_created(tools, capsys, monkeypatch, tmp_path, arguments, told):
@@ -167,7 +169,7 @@ def test_what_was_said_before_the_action_counts(tools):
 def test_the_keys_of_specs_are_listed_without_any_other_argument(capsys):
     with pytest.raises(SystemExit) as end:
         launch("status", "--help-spec")
-    assert end.value.code == 0 and "* `gcloud.capacity` (`'on-demand'`; one of" in capsys.readouterr().out
+    assert end.value.code == 0 and "* `skypilot.capacity` (`'on-demand'`; one of" in capsys.readouterr().out
 
 
 def test_a_mistake_in_a_spec_s_file_is_told_as_one_of_the_spec(tmp_path):
@@ -199,7 +201,8 @@ def test_a_job_is_called_by_its_name_or_means_its_first_process():
 
 def test_awkward_words_arrive_as_they_were_given():
     launch = described([f"--config.data.path={AWKWARD}"])
-    script = startup_script(launch, job_specs(launch)[0])
+    *_, trainer = SkyPilot(launch).tasks().values()
+    script = yaml.safe_load(trainer)["run"]
     assert subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).returncode == 0
     command = script.partition("docker run")[2].partition(" &\n")[0].replace("\\\n", " ")
     assert f"--config.data.path={AWKWARD}" in shlex.split(command)
@@ -214,14 +217,13 @@ def test_awkward_words_arrive_as_they_were_given():
 @pytest.mark.parametrize(
     ("tool", "complaint", "advice"),
     [
-        ("gcloud", "ERROR: (gcloud) You do not currently have an active account selected.", "run `gcloud auth login`"),
-        ("gcloud", "ERROR: Quota limit 'TPUV5sLitepodPerProject' has been exceeded.", "over the project's quota"),
-        ("gcloud", "ERROR: ALREADY_EXISTS: Resource 'realm-trainer' already exists", "is there already"),
-        ("gcloud", "ERROR: FAILED_PRECONDITION: queued resource is in state SUSPENDED", "lost its machines"),
-        ("gcloud", "ERROR: PERMISSION_DENIED: tpu.nodes.create", "not allowed"),
-        ("gcloud", "ERROR: (gcloud) PERMISSION_DENIED: Quota exceeded for quota metric", "over the project's quota"),
-        ("gcloud", "PERMISSION_DENIED: Cloud TPU API has not been used in project 1 before", "services enable"),
-        ("gcloud", "PERMISSION_DENIED: Permission denied on 'locations/us-x1-a' (or it may not exist)", "no such zone"),
+        ("sky", "NotSupportedError: file_mounts are specified, but no cloud storage is available.", "run `gcloud auth"),
+        ("sky", "Quota limit 'TPUV5sLitepodPerProject' has been exceeded.", "over the project's quota"),
+        ("sky", "PERMISSION_DENIED: tpu.nodes.create", "not allowed"),
+        ("sky", "PERMISSION_DENIED: Quota exceeded for quota metric", "over the project's quota"),
+        ("sky", "PERMISSION_DENIED: Cloud TPU API has not been used in project 1 before", "services enable"),
+        ("sky", "ValueError: Invalid region 'us-west9'\nDid you mean 'us-west4'?", "set spec.skypilot.zones"),
+        ("sky", "ResourcesUnavailableError: Catalog does not contain any instances satisfying", "knows no such slice"),
         ("kubectl", "exec: executable gke-gcloud-auth-plugin not found", "components install gke-gcloud-auth-plugin"),
         ("kubectl", 'error: context "gke" does not exist', "set spec.kubernetes.context"),
         ("kubectl", 'error: the server doesn\'t have a resource type "jobset"', "the cluster has no JobSet"),
@@ -231,19 +233,19 @@ def test_awkward_words_arrive_as_they_were_given():
         ("kubectl", "error: You must be logged in to the server (Unauthorized)", "kubectl is not logged in"),
         ("kubectl", "Unable to connect to the server: dial tcp: lookup x: no such host", "cannot be reached"),
         ("kubectl", "The JobSet is invalid: spec.replicatedJobs: Invalid value: field is immutable", "other settings"),
-        ("gcloud", "ERROR: something\nquite new", "gcloud failed: something quite new"),
+        ("sky", "ERROR: something\nquite new", "sky failed: something quite new"),
     ],
 )
 def test_what_a_tool_complains_of_is_one_line_that_says_what_to_do(tool, complaint, advice):
-    told = explain_error(tool, "queued resource one", complaint)
-    assert advice in told and "\n" not in told and told.startswith("queued resource one: ")
+    told = explain_error(tool, "job one", complaint)
+    assert advice in told and "\n" not in told and told.startswith("job one: ")
 
 
 def test_the_complaint_of_a_tool_ends_the_command_with_2(tools, capsys):
-    listed = {"match": "list", "stdout": "[]"}
-    tools(listed, {"match": "create", "stderr": "ERROR: Quota limit exceeded\n", "code": 1})
-    assert launch(*GCLOUD) == 2
-    assert "queued resource realm-trainer: over the project's quota" in capsys.readouterr().err
+    listed = {"match": "queue", "stdout": "[]"}
+    tools(listed, {"match": "jobs launch", "stderr": "ERROR: Quota limit exceeded\n", "code": 1})
+    assert launch(*SKY) == 2
+    assert "over the project's quota" in capsys.readouterr().err
 
 
 def test_a_tool_that_is_not_installed_is_named(tmp_path, monkeypatch, capsys):
@@ -252,15 +254,15 @@ def test_a_tool_that_is_not_installed_is_named(tmp_path, monkeypatch, capsys):
     assert "kubectl is not installed; install it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("target", [GCLOUD, JOBSET])
+@pytest.mark.parametrize("target", [SKY, JOBSET])
 def test_an_answer_that_is_no_json_is_told(tools, capsys, target):
-    tools({"match": "get", "stdout": "Welcome!"}, {"match": "list", "stdout": "Welcome!"})
+    tools({"match": "get", "stdout": "Welcome!"}, {"match": "queue", "stdout": "Welcome!"})
     assert launch("status", *target) == 2
     assert "did not answer with JSON: 'Welcome!'" in capsys.readouterr().err
 
 
 def test_a_recipe_without_realm_has_no_builder(capsys, tmp_path):
-    for target in (["--target=local", f"--workdir={tmp_path}"], JOBSET, GCLOUD):
+    for target in (["--target=local", f"--workdir={tmp_path}"], JOBSET, SKY):
         assert launch(*target, "--config.tasks=qa", "--spec.trainer.slice=v5e:4x4", "--dry-run") == 0
         out = capsys.readouterr().out
         assert "train" in out and "build-index" not in out and "refresh.mode" not in out
@@ -268,7 +270,7 @@ def test_a_recipe_without_realm_has_no_builder(capsys, tmp_path):
 
 def test_a_dry_run_prints_and_asks_for_nothing(tools, capsys):
     folder = tools()
-    assert launch(*GCLOUD, "--dry-run") == 0
-    assert "queued-resources create realm-trainer" in capsys.readouterr().out
+    assert launch(*SKY, "--dry-run") == 0
+    assert "sky jobs launch --yes --detach-run realm-trainer-" in capsys.readouterr().out
     assert launch(*JOBSET, "start", "--dry-run") == 0
     assert "kind: JobSet" in capsys.readouterr().out and calls(folder) == []
