@@ -241,9 +241,11 @@ def test_stop_and_delete_say_what_they_did_and_that_nothing_is_there(tools, caps
         assert "spec.name=typo: no JobSet of this run is there" in capsys.readouterr().err
 
 
-def test_logs_are_those_of_all_pods_of_a_job(tools):
+def test_logs_are_those_of_all_pods_of_a_job(tools, capsys):
     folder = tools(there(item("realm-trainer"), item("realm-builder-0")))
     assert launch("logs", *JOBSET, "--job=builder", "--follow") == 0
     words = asked(folder, "kubectl")[-1]
     assert "--selector=jobset.sigs.k8s.io/jobset-name=realm-builder-0" in words
     assert {"--prefix", "--follow", "--max-log-requests=1000"} <= {*words}
+    assert launch("logs", *JOBSET, "--job=builder-7") == 2
+    assert "choose among trainer, builder-0" in capsys.readouterr().err
