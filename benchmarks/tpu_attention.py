@@ -63,7 +63,8 @@ def compare(chips: str, length: int, rate: float, folder: Path) -> None:
     device = devices_to_compile_for(chips)[0]
     place, known = NamedSharding(Mesh([device], ("one",)), PartitionSpec()), chip(device.device_kind)
     assert known is not None
-    plain = program_cost(compiled("xla", place, length, rate)).cycles / known.clock
+    cost = program_cost(compiled("xla", place, length, rate))
+    plain = (cost.cycles + cost.invalid_cycles) / known.clock
     blocks = SEQUENCES * WIDTH // LANES
     for way, added in (("tpu", ""), ("packed", "_packed")):
         for file in folder.iterdir():

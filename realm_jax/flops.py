@@ -106,7 +106,8 @@ class Chip:
             peak, 0.96 of a v5p's and 0.87 of a v6e's.
         bandwidth: bandwidth of the memory, bytes per second.
         ici: bytes per second out of a chip, over all its links.
-        axes: axes of the torus that the links form.
+        link: bytes per second that a link reaches in one direction (jax-ml/scaling-book).
+        wraps_from: number of chips in a row from which links connect its two ends; shorter rows are lines.
         dcn: a chip's share of its host's network, bytes per second.
         cores: number of cores that share a program's kernels.
     """
@@ -116,14 +117,15 @@ class Chip:
     clock: float = 0.0
     bandwidth: float = 0.0
     ici: float = 0.0
-    axes: int = 2
+    link: float = 0.0
+    wraps_from: int = 16
     dcn: float = 0.0
     cores: int = 1
 
 
-V5E = Chip(197e12, 15.75 * GIB, 1.5e9, bandwidth=819e9, ici=200e9, dcn=3.125e9)
-V5P = Chip(459e12, 95.74 * GIB, 1.75e9, bandwidth=2765e9, ici=600e9, axes=3, dcn=6.25e9, cores=2)
-V6E = Chip(918e12, 31.25 * GIB, 1.75e9, bandwidth=1638e9, ici=400e9, dcn=12.5e9)
+V5E = Chip(197e12, 15.75 * GIB, 1.5e9, bandwidth=819e9, ici=200e9, link=45e9, dcn=3.125e9)
+V5P = Chip(459e12, 95.74 * GIB, 1.75e9, bandwidth=2765e9, ici=600e9, link=90e9, wraps_from=4, dcn=6.25e9, cores=2)
+V6E = Chip(918e12, 31.25 * GIB, 1.75e9, bandwidth=1638e9, ici=400e9, link=90e9, dcn=12.5e9)
 CHIPS = {
     "TPU v4": Chip(275e12, 31.75 * GIB),
     "TPU v5 lite": V5E,

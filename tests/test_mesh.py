@@ -120,6 +120,18 @@ def test_slices_share_the_data_axis():
         make_mesh(1, 8, 1, chips)
 
 
+@pytest.mark.parametrize(("columns", "rows", "size"), [(8, 8, 8), (4, 4, 4), (4, 2, 8), (4, 4, 16), (8, 16, 32)])
+def test_chips_that_share_parameters_form_a_ring_of_neighbors(columns, rows, size):
+    chips = [Chip(number, 0) for number in range(columns * rows)]
+    for number, chip in enumerate(chips):
+        chip.coords = (number % columns, number // columns, 0)
+    mesh = make_mesh(-1, size, 1, chips)
+    assert {*mesh.devices.flat} == {*chips}
+    for group in mesh.devices.reshape(-1, size):
+        for chip, neighbor in zip(group, np.roll(group, -1), strict=True):
+            assert sum(abs(a - b) for a, b in zip(chip.coords, neighbor.coords, strict=True)) == 1
+
+
 def test_parameters_for_gpus_are_made_on_their_host_and_are_the_same(monkeypatch):
     run = abstract_run(tiny_config(Path("data")), Path("run"), 16, 300, jax.devices()[:4])
     here = run.initial_params()

@@ -4,13 +4,16 @@ The compiler annotates operations with `estimated_cycles`, but not kernels (Pall
 collectives. `program_cost` counts all of them, those of a loop as often as the loop runs; `program_time` makes seconds:
 
 * Operations: estimated cycles over the clock. They include the bandwidth of memory, not launches or waiting for hosts.
+  The compiler marks its estimates as invalid for operations without a matrix product. Their true time is between the
+  time in which memory passes their arguments and results (low) and the estimate (high).
 * Gathers, scatters and sorts: twice the bytes of their results over the bandwidth of memory. They take longer, the more
   so the smaller the rows are.
 * Attention kernels: words of their schedule, a word a cycle (`benchmarks/tpu_attention.py`), in proportion to the
   scores that registers hold; for heads of 64.
 * TopK: between one pass over its input and one pass for each number that it returns.
-* Collectives: bytes that a chip sends, over the bandwidth of all its links (low) or of one axis of the torus (high);
-  between slices, over its share of the hosts' network.
+* Collectives: bytes that a chip sends, over the bandwidth of all its links (low), or bytes over the busiest link of one
+  ring or line through its group (high). v5e and v6e have no links between the ends of a row below 16 chips, so a group
+  in such a row is a line. Between slices, bytes over the chip's share of the hosts' network.
 
 Low: all collectives overlap with other work, so the longer one counts. High: nothing overlaps.
 """
@@ -47,6 +50,10 @@ CALL = re.compile(r" call\(.*to_apply=%?([\w.\-]+)| (?:fusion|async-start)\(.*ca
 MOVE = re.compile(
     r"%(?!all-)[\w.\-]*(?:gather|scatter)[\w.\-]* = (\S.*?) (?:fusion|gather|scatter)\(| = (\S.*?) sort\("
 )
+RESULT = re.compile(r"\s*(?:ROOT )?%([\w.\-]+) = (.*?) [a-z][a-z\-]*\(")  # name, types
+INVALID = "COST_MODEL_TYPE_INVALID"  # how the compiler marks an estimate that its cost model does not make
+LAID_OUT = re.compile(r"\w+\[[\d,]*\](?:\{[^}]*\})?")  # an array and its layout
+IN_VMEM = "S(1)"  # memory space in the layout of an array
 TRANSFER = re.compile(r" = \((.*?), .*\) send\(.*_xla_megascale_transfer_type=\"(\w+)\"")
 
 
@@ -104,7 +111,9 @@ class Cost(NamedTuple):
     """The cost of a program on each device, and how often each kind of work without an estimate runs.
 
     Attributes:
-        cycles: sum of the compiler's estimates.
+        cycles: sum of the compiler's valid estimates.
+        invalid_cycles: sum of the estimates that the compiler marks as invalid.
+        invalid_bytes: arguments and results in HBM of the operations with such an estimate.
         moved: bytes of the results of gathers, scatters and sorts.
         kernels: how often each runs.
         top_k: how often each runs.
@@ -113,6 +122,8 @@ class Cost(NamedTuple):
     """
 
     cycles: int
+    invalid_cycles: int
+    invalid_bytes: int
     moved: int
     kernels: Counter[Kernel]
     top_k: Counter[TopK]
@@ -134,31 +145,39 @@ class Time(NamedTuple):
     parts: dict[str, float]
 
 
-def program_time(cost: Cost, chip: Chip, slices: Sequence[int]) -> Time:
+def program_time(cost: Cost, chip: Chip, slices: Sequence[int], coords: Sequence[Sequence[int]]) -> Time:
     """Estimate the time of a program.
 
     Args:
         cost: cost of the program.
         chip: on which it runs.
         slices: for each device, in the program's order, the number of its slice.
+        coords: for each device, its place in the slice.
 
     Raises:
         KeyError: a kernel or a kind of transfer is unknown.
     """
     between = sum(times * sent(collective, slices)[1] for collective, times in cost.collectives.items())
     between += sum(times * transferred(transfer, len(set(slices))) for transfer, times in cost.transfers.items())
+    sides = [1 + max(axis) for axis in zip(*coords, strict=True)]
+    busiest_link = 0.0  # bytes
+    for each, times in cost.collectives.items():
+        in_slice = [coords[index] for index in each.group if slices[index] == slices[each.group[0]]]
+        busiest_link += times * over_busiest_link(each, slices, is_ring(in_slice, sides, chip.wraps_from))
     parts = {
-        "operations": cost.cycles / chip.clock,
+        "matrix products": cost.cycles / chip.clock,
+        "other operations": cost.invalid_bytes / chip.bandwidth,
         "gathers, scatters and sorts": 2 * cost.moved / chip.bandwidth,
         "attention kernels": sum(n * kernel_cycles(kernel, chip) for kernel, n in cost.kernels.items()) / chip.clock,
         "top-k": sum(times * top.size for top, times in cost.top_k.items()) / chip.bandwidth,
         "collectives in a slice": sum(n * sent(each, slices)[0] for each, n in cost.collectives.items()) / chip.ici,
         "collectives between slices": between / chip.dcn,
     }
-    operations, moved, kernels, top_k, inside, between = parts.values()
+    products, others, moved, kernels, top_k, inside, between = parts.values()
     passes = sum(times * top.size * top.k for top, times in cost.top_k.items()) / chip.bandwidth
-    low = max(operations + moved + kernels + top_k, inside, between)
-    return Time(low, operations + moved + kernels + passes + inside * chip.axes + between, parts)
+    low = max(products + others + moved + kernels + top_k, inside, between)
+    estimated = max(others, cost.invalid_cycles / chip.clock)
+    return Time(low, products + estimated + moved + kernels + passes + busiest_link / chip.link + between, parts)
 
 
 def kernel_cycles(kernel: Kernel, chip: Chip) -> float:
@@ -199,6 +218,39 @@ def sent(collective: Collective, slices: Sequence[int]) -> tuple[float, float]:
         return size * (in_slice - 1) / members, size * (members - in_slice) / members
     both_ways = 2 if collective.kind == "all-reduce" else 1
     return both_ways * size * (in_slice - 1) / in_slice, both_ways * size * (num_slices - 1) / members
+
+
+def is_ring(coords: Sequence[Sequence[int]], sides: Sequence[int], wraps_from: int) -> bool:
+    """Return True if links connect the chips of a group in a ring.
+
+    Args:
+        coords: place of each chip in the slice.
+        sides: of the slice.
+        wraps_from: length of a side from which links connect its ends.
+    """
+    spans = [1 + max(axis) - min(axis) for axis in zip(*coords, strict=True)]
+    if math.prod(spans) != len(coords):  # others are between them
+        return False
+    longer = [(span, side) for span, side in zip(spans, sides, strict=True) if span > 1]
+    if len(longer) == 1:
+        return longer[0][0] == longer[0][1] >= wraps_from
+    return len(coords) % 2 == 0  # a block of an even number of chips
+
+
+def over_busiest_link(collective: Collective, slices: Sequence[int], ring: bool) -> float:
+    """Return the bytes over the busiest link, in one direction, of a collective in a slice.
+
+    A ring sends both ways around. At the end of a line, all bytes come over one link.
+
+    Args:
+        collective: the collective.
+        slices: for each device, in the program's order, the number of its slice.
+        ring: true if links connect its group in a ring.
+    """
+    in_slice = len(collective.group) // len({slices[index] for index in collective.group})
+    if collective.kind.endswith("all-to-all"):  # half of the chips send half of their bytes to the others
+        return sent(collective, slices)[0] and collective.size * in_slice / (8 if ring else 4)
+    return sent(collective, slices)[0] / (2 if ring and collective.kind != "collective-permute" else 1)
 
 
 def transferred(transfer: Transfer, num_slices: int) -> float:
@@ -263,16 +315,24 @@ def program_cost(text: str) -> Cost:
     visit(entry, 1, False)
 
     # --- the cost of every line
-    cycles = moved = 0
+    cycles = invalid_cycles = invalid_bytes = moved = 0
     kernels: Counter[Kernel] = Counter()
     top_k: Counter[TopK] = Counter()
     transfers: Counter[Transfer] = Counter()
     channels: dict[str, tuple[int, Collective]] = {}
+    results_of = {
+        name: {result[1]: result[2] for line in computations[name] if (result := RESULT.match(line)) is not None}
+        for name in runs
+    }  # computation → name of an operation → types of its results
     for computation, line in [(name, line) for name in runs for line in computations[name]]:
         times = runs[computation]
         annotated = re.search(r'"estimated_cycles":"(\d+)"', line)
         estimated = int(annotated[1]) if annotated else 0
-        cycles += times * estimated
+        if INVALID in line:
+            invalid_cycles += times * estimated
+            invalid_bytes += times * _bytes_in_hbm(line, results_of[computation])
+        else:
+            cycles += times * estimated
         if not estimated and computation not in fused and (move := MOVE.search(line)):
             moved += times * sum(_sizes(move[1] or move[2]))
         if 'custom_call_target="tpu_custom_call"' in line:
@@ -305,7 +365,7 @@ def program_cost(text: str) -> Cost:
     collectives: Counter[Collective] = Counter()
     for times, counted_collective in channels.values():
         collectives[counted_collective] += times
-    return Cost(cycles, moved, kernels, top_k, collectives, transfers)
+    return Cost(cycles, invalid_cycles, invalid_bytes, moved, kernels, top_k, collectives, transfers)
 
 
 def _search(pattern: str | re.Pattern[str], text: str, line: str) -> re.Match[str]:
@@ -359,6 +419,21 @@ def _numbers(text: str) -> tuple[int, ...]:
 def _arrays(text: str) -> list[tuple[str, tuple[int, ...]]]:
     """Return dtype and dimensions of each array that a text names, without layouts in braces."""
     return [(array[1], _numbers(array[2])) for array in ARRAY.finditer(re.sub(r"\{[^}]*\}", "", text))]
+
+
+def _bytes_in_hbm(line: str, results: dict[str, str]) -> int:
+    """Return the bytes of an operation's results and arguments that are in HBM.
+
+    Args:
+        line: of the operation.
+        results: types of the results of each operation of its computation, by name.
+    """
+    own = RESULT.match(line)
+    if own is None:
+        return 0
+    arguments = re.findall(r"%([\w.\-]+)", line[own.end() :].partition(")")[0])
+    arrays = LAID_OUT.findall(" ".join([own[2], *(results.get(name, "") for name in arguments)]))
+    return sum(sum(_sizes(array)) for array in arrays if IN_VMEM not in array)
 
 
 def _sizes(text: str) -> list[int]:

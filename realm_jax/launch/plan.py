@@ -59,6 +59,7 @@ SINGLE_HOST_ENVIRONMENT = {
 }
 # Core-seconds of ScaNN for vectors of 128 numbers, measured on two cores over 13,353,718 of them
 # (`benchmarks/README.md`): to learn, build and measure the searchers, a vector; to search them, a query and vector.
+PAPER_REFRESH = 500  # steps between two indexes in the paper
 SCANN_BUILD, SCANN_SEARCH = 2 * 368 / 13_353_718, 2 * 0.944 / 512 / 13_353_718
 
 
@@ -137,6 +138,7 @@ def plan(trainer: Run, builder: Run | None, task: str, price: float | None = Non
     if builder is not None:
         first, last = planned["refresh_seconds"]
         planned["steps_per_refresh"] = [first / high, last / low]
+        planned["builder_devices_for_paper"] = math.ceil(planned["builder_devices"] * last / low / PAPER_REFRESH)
     if price is not None:
         planned["cost"] = [hours * (chips + planned.get("builder_devices", 0)) * price for hours in planned["hours"]]
     return planned
@@ -284,12 +286,14 @@ def compiled_needs(lowered: jax.stages.Lowered, run: Run, second: int = 0) -> di
     memory = {"arguments": arguments, "temporaries": temporaries, "second_generation": second, "peak": peak}
     needs: dict[str, Any] = {"fits": True, "bytes": memory}
     slices = [slice_of(member) for member in run.mesh.devices.flat]
+    coords = [member.coords for member in run.mesh.devices.flat]
     try:
         cost = program_cost(compiled.as_text())
-        time = program_time(cost, device, slices)
+        time = program_time(cost, device, slices, coords)
     except (ValueError, KeyError) as error:  # from a compiler with another text format
         return needs | {"time_unknown": f"{error}"}
-    needs |= {"seconds": [time.low, time.high], "seconds_by_part": time.parts, "cycles": cost.cycles}
+    needs |= {"seconds": [time.low, time.high], "seconds_by_part": time.parts}
+    needs |= {"cycles": cost.cycles, "invalid_seconds": cost.invalid_cycles / device.clock}
     return needs | {"collectives": collectives(cost, slices)}
 
 
@@ -409,6 +413,10 @@ def show(planned: dict[str, Any]) -> None:
         add("a step (estimated)", between(planned["seconds"], 1e3, " ms"))
         for name, seconds in planned["seconds_by_part"].items():
             add(f"  only {name}", f"{seconds * 1e3:,.1f} ms at least")
+        add(
+            "  other operations by the compiler",
+            f"{planned['invalid_seconds'] * 1e3:,.1f} ms, which it marks as invalid",
+        )
         add("MFU", between(planned["mfu"], 100, " %"))
         add("all steps", between(planned["hours"], 1, " hours", 1))
         if "builder" in planned:
@@ -416,7 +424,11 @@ def show(planned: dict[str, Any]) -> None:
             name = f"embedding all passages on {planned['builder_devices']} devices"
             add(name, between(planned["refresh_seconds"], 1 / 60, " minutes", 1))
             add("MFU of embedding", between(planned["refresh_mfu"], 100, " %"))
-            add("steps between two generations", between(planned["steps_per_refresh"]))
+            steps, devices = between(planned["steps_per_refresh"]), planned["builder_devices_for_paper"]
+            add(
+                "steps between two indexes",
+                f"{steps}; about {PAPER_REFRESH} in the paper, which takes {devices} devices",
+            )
         if scann := planned.get("scann"):
             add("a host's search for a step", f"{scann['search_core_seconds'] * 1e3:,.0f} ms of one core")
             minutes = scann["build_core_seconds"] / 60

@@ -14,7 +14,9 @@ from realm_jax.launch.cost import (
     Kernel,
     TopK,
     Transfer,
+    is_ring,
     kernel_cycles,
+    over_busiest_link,
     program_cost,
     program_time,
     sent,
@@ -210,6 +212,8 @@ def test_times_are_known_of_every_kernel():
 def test_time_is_a_range_with_all_its_parts():
     cost = Cost(
         cycles=1_500_000,
+        invalid_cycles=3_000_000,
+        invalid_bytes=819_000,
         moved=819_000,
         kernels={Kernel("attend", (2, 100, 256)): 3},
         top_k={TopK(819_000, 8): 1},
@@ -217,10 +221,11 @@ def test_time_is_a_range_with_all_its_parts():
         transfers={Transfer("all-reduce", 6_250): 2},
     )
     kernels = 3 * 2 * 2 * 100 * 128 * CYCLES["attend"][V5E] / 1.5e9
-    found = program_time(cost, V5E, [0, 0, 1, 1])
+    found = program_time(cost, V5E, [0, 0, 1, 1], [(0, 0), (1, 0)] * 2)
     assert found.parts == pytest.approx(
         {
-            "operations": 1e-3,
+            "matrix products": 1e-3,
+            "other operations": 1e-6,
             "gathers, scatters and sorts": 2e-6,
             "attention kernels": kernels,
             "top-k": 1e-6,
@@ -228,13 +233,58 @@ def test_time_is_a_range_with_all_its_parts():
             "collectives between slices": 5e-6,
         }
     )
-    assert found.low == pytest.approx(1e-3 + 2e-6 + kernels + 1e-6)
-    assert found.high == pytest.approx(1e-3 + 2e-6 + kernels + 8e-6 + 2 * 4e-5 + 5e-6)
+    assert found.low == pytest.approx(1e-3 + 1e-6 + 2e-6 + kernels + 1e-6)
+    assert found.high == pytest.approx(1e-3 + 2e-3 + 2e-6 + kernels + 8e-6 + 8e6 / 45e9 + 5e-6)
 
 
 def test_what_takes_longest_is_the_least_time():
-    slow = Cost(1, 0, {}, {}, {Collective("all-reduce", 10**9, (0, 1)): 1}, {})
-    assert program_time(slow, V5E, [0, 1]).low == pytest.approx(1e9 / 3.125e9)
+    slow = Cost(1, 0, 0, 0, {}, {}, {Collective("all-reduce", 10**9, (0, 1)): 1}, {})
+    assert program_time(slow, V5E, [0, 1], [(0, 0)] * 2).low == pytest.approx(1e9 / 3.125e9)
+
+
+ROW, BLOCK = [(x, 0) for x in range(8)], [(x, y) for x in range(4) for y in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("coords", "sides", "wraps_from", "ring"),
+    [
+        (ROW, (8, 8), 16, False),
+        (ROW, (8, 8), 8, True),
+        (ROW[:4], (8, 8), 4, False),
+        (BLOCK, (8, 8), 16, True),
+        (BLOCK[:3], (8, 8), 16, False),
+        ([(0, 0), (2, 0), (0, 2), (2, 2)], (8, 8), 16, False),
+        ([(x, y) for x in range(3) for y in range(3)], (8, 8), 16, False),
+    ],
+)
+def test_chips_form_a_ring_if_links_lead_around(coords, sides, wraps_from, ring):
+    assert is_ring(coords, sides, wraps_from) == ring
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "ring"),
+    [("all-gather", 700, 350), ("all-reduce", 1400, 700), ("all-to-all", 1600, 800), ("collective-permute", 800, 800)],
+)
+def test_a_line_has_a_busier_link_than_a_ring(kind, line, ring):
+    collective = Collective(kind, 800, tuple(range(8)))
+    assert over_busiest_link(collective, [0] * 8, False) == line
+    assert over_busiest_link(collective, [0] * 8, True) == ring
+    assert over_busiest_link(Collective("all-to-all", 800, (3,)), [0] * 8, True) == 0
+
+
+def test_operations_that_the_compiler_does_not_model_count_apart():
+    """With what they read and write in HBM, not in VMEM."""
+    marked = '"estimated_cycles":"5","cost_model_type":"COST_MODEL_TYPE_INVALID"'
+    program = PROGRAM.replace('"estimated_cycles":"5"', marked)
+    found = program_cost(program)
+    assert (found.cycles, found.invalid_cycles) == (1000 + 3 + 11 * 7, 11 * 2 * 5)
+    assert found.invalid_bytes == 11 * 2 * 8 * 4  # the argument of its computation has no line of its own
+    sums = """
+  %x = bf16[64,4]{1,0:T(8,128)(2,1)} convolution(%q, %q)
+  %y = bf16[64,4]{1,0:T(8,128)(2,1)S(1)} convolution(%q, %q)
+  %z = (f32[4]{0:T(128)S(1)}, f32[4]{0:T(128)}) fusion(%x, /*index=1*/%y), kind=kLoop, backend_config={MARKED}
+  ROOT %copy""".replace("MARKED", marked)
+    assert program_cost(PROGRAM.replace("\n  ROOT %copy", sums)).invalid_bytes == 11 * 2 * (64 * 4 * 2 + 4 * 4)
 
 
 def test_two_cores_share_a_kernel():
