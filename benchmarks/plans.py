@@ -23,12 +23,12 @@ from realm_jax.storage import read_json, write_json_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "docs" / "results" / "plans.json"
-SLICES = {  # name of a plan → overrides of the spec
-    "v5e:4x4": ["--spec.trainer.slice=v5e:4x4"],
-    "v5e:8x8": ["--spec.trainer.slice=v5e:8x8"],
-    "v5p:4x4x4": ["--spec.trainer.slice=v5p:4x4x4"],
-    "v6e:8x8": ["--spec.trainer.slice=v6e:8x8"],
-    "v5e:8x8 --num-slices=2": ["--spec.trainer.slice=v5e:8x8", "--spec.trainer.slices=2"],
+SLICES = {  # name of a plan → flags
+    "v5e:4x4": ["--spec=launch/v5e.py", "--spec.trainer.slice=v5e:4x4"],
+    "v5e:8x8": ["--spec=launch/v5e.py"],
+    "v5p:4x4x4": ["--spec=launch/v5p.py"],
+    "v6e:8x8": ["--spec=launch/v6e.py"],
+    "v5e:8x8 --num-slices=2": ["--spec=launch/v5e.py", "--spec.trainer.slices=2"],
 }
 WANTED = {  # config: its plans
     "realm_wiki": ["v5e:8x8", "v5p:4x4x4", "v6e:8x8", "v5e:8x8 --num-slices=2"],
@@ -49,7 +49,7 @@ def main() -> None:
     known = read_json(GOLDEN) if GOLDEN.is_file() else {}
     for name in args.configs:
         config = load_config(str(ROOT / "configs" / f"{name}.py"), [], default)
-        config.data.path = "-"
+        config.data.path, config.init_from = "-", ""
         validate(config)
         task = task_names(config)[-1]
         if name not in known or not is_of(known[name], config):
@@ -79,8 +79,8 @@ def plan(name: str, slices: str) -> dict[str, Any]:
     """In a process of its own, since the compiler keeps its memory."""
     began = time.monotonic()
     command = [sys.executable, "-m", "realm_jax", "launch", "plan", "--json", *SLICES[slices]]
-    command.append(f"--config={ROOT / 'configs' / name}.py")
-    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    command.append(f"--config={name}")
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     if not ended.stdout:
         sys.exit(f"{name} {slices}: exit code {ended.returncode}")
     found: dict[str, Any] = json.loads(ended.stdout)

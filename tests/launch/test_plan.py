@@ -279,7 +279,7 @@ def test_memory_is_known_where_the_time_is_not(capsys, text, known):
         ),
         as_text=lambda: text,
     )
-    device = types.SimpleNamespace(device_kind="TPU v5 lite", platform="tpu", slice_index=0)
+    device = types.SimpleNamespace(device_kind="TPU v5 lite", platform="tpu", slice_index=0, coords=(0, 0, 0))
     run = types.SimpleNamespace(mesh=types.SimpleNamespace(devices=np.array([device])))
     found = compiled_needs(types.SimpleNamespace(compile=lambda: compiled), run)
     assert found["fits"] and found["bytes"]["peak"] == 3 * 2**30
