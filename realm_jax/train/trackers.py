@@ -26,6 +26,7 @@ PROJECT = "realm_jax"  # unless WANDB_PROJECT names another
 IDS = "trackers.json"
 PREFIXES = {"metrics": "train", "evaluations": "evaluation"}  # file of the record → prefix of its values' names
 CLOSE_SECONDS = 20.0  # maximal wait for uploads at the end of a task: less than the grace period after SIGTERM
+QUEUE = 1000  # values that may wait for TensorBoard's file
 
 
 class TaskRun(NamedTuple):
@@ -46,12 +47,16 @@ class TensorBoard:
     """Writes files to TASK/tensorboard/<kind>, in which repeated steps replace the earlier ones."""
 
     def __init__(self, run: TaskRun) -> None:
-        from tensorboardX import SummaryWriter  # here, since it imports torch if that is installed: seconds
-
+        self._folder = run.folder / "tensorboard"
         # A resumed task repeats the evaluation of its first step.
         first_steps = {"metrics": run.start + 1, "evaluations": run.start}
-        folder = run.folder / "tensorboard"
-        self._writers = {kind: SummaryWriter(str(folder / kind), purge_step=step) for kind, step in first_steps.items()}
+        self._writers = {kind: self._open(kind, step) for kind, step in first_steps.items()}
+
+    def _open(self, kind: str, step: int) -> Any:
+        """Open a new file, whose values replace those of earlier files from a step on."""
+        from tensorboardX import SummaryWriter  # here, since it imports torch if that is installed: seconds
+
+        return SummaryWriter(str(self._folder / kind), purge_step=step, max_queue=QUEUE)
 
     def log(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """Send the numbers of a record.
@@ -61,6 +66,9 @@ class TensorBoard:
             step: number of steps of the task that are done.
             values: metric → value.
         """
+        # A full disk ends the library's thread. Then its queue would fill up, and training would wait for it forever.
+        if not self._writers[kind].file_writer.event_writer._worker.is_alive():
+            self._writers[kind] = self._open(kind, step)
         for name, value in values.items():
             self._writers[kind].add_scalar(name, value, step)
 

@@ -165,6 +165,25 @@ def test_tensorboard_on_a_full_disk_fails_once_and_not_again_at_the_end_of_the_p
         assert not worker.is_alive()
 
 
+def test_tensorboard_goes_on_in_a_new_file_after_a_full_disk(tmp_path, monkeypatch):
+    """Its thread ends, and nothing waits for it."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    board = trackers.TensorBoard(TaskRun(tmp_path, 0, SETTINGS))
+    with monkeypatch.context() as patch:
+        patch.setattr("tensorboardX.event_file_writer.EventsWriter.write_event", full)
+        patch.setattr(threading, "excepthook", lambda ended: None)
+        worker = board._writers["metrics"].file_writer.event_writer._worker
+        board.log("metrics", 1, {"loss": 3.0})
+        worker.join(10)
+        assert not worker.is_alive()
+    board.log("metrics", 2, {"loss": 1.0})
+    assert board._writers["metrics"].file_writer.event_writer._worker.is_alive()
+    board.finish()
+
+
 def warnings_in(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
