@@ -282,7 +282,9 @@ def embedding(rows: int, width: int, axis: str | None, name: str) -> nn.Embed:
 #
 # A draw is a hash of the seed of its sequence (and head) and of the number's row and column, and of nothing else. So
 # padding, the mesh, and a kernel that never holds all weights do not change it, and the backward pass can repeat it. It
-# costs a TPU less than the counter-based bits of `jax.random`, which only give the seeds.
+# costs a TPU less than the counter-based bits of `jax.random`, which only give one seed for each layer (and head). The
+# seed of a sequence is a hash of it and of the sequence's number in the batch, which packing takes along. Drawn for the
+# order of packed sequences, it would depend on the number of devices.
 
 
 class Dropout(nn.Module):
@@ -294,12 +296,23 @@ class Dropout(nn.Module):
     rate: float
 
     @nn.compact
-    def __call__(self, states: Array, deterministic: bool, packing: Packing | None = None) -> Array:
-        if deterministic or not self.rate:
+    def __call__(self, states: Array, sequence_numbers: Array | None, packing: Packing | None = None) -> Array:
+        """Drop values.
+
+        Args:
+            states: [batch, length, width], [parts, slots, width] or [batch, width].
+            sequence_numbers: number of each sequence in the batch, [batch] int, for dropout; None for no dropout.
+            packing: layout of packed states; None for others.
+
+        Returns:
+            An array like `states`.
+        """
+        if sequence_numbers is None or not self.rate:
             return states
-        batch = len(states) if packing is None else len(packing.mask)
-        seeds = jax.random.bits(self.make_rng("dropout"), (batch, *[1] * (states.ndim - 1)), jnp.uint32)
-        rows = None
+        seeds = dropout_seeds(self.make_rng("dropout"), sequence_numbers, 1)  # [batch, 1]
+        seeds = seeds.reshape(-1, *[1] * (states.ndim - 1))
+        # A vector is one row of its sequence; its row in the array would be its place in the order of packing.
+        rows = None if states.ndim > 2 else jnp.zeros((1, 1), jnp.uint32)
         if packing is not None:
             seeds = packing.per_token(seeds)[..., None]  # [parts, slots, 1]
             rows = packing.positions[..., None]  # [parts, slots, 1]
@@ -307,13 +320,26 @@ class Dropout(nn.Module):
         return jnp.where(keep_mask(seeds, states.shape, self.rate, rows=rows), scaled, jnp.zeros_like(states))
 
 
+def dropout_seeds(key: Array, sequence_numbers: Array, heads: int) -> Array:
+    """Return seeds for `keep_mask`.
+
+    Args:
+        key: random key of a layer.
+        sequence_numbers: number of each sequence in the batch, [batch] int.
+        heads: seeds of a sequence.
+
+    Returns:
+        [batch, heads] uint32.
+    """
+    return _mixed(_scrambled(sequence_numbers[:, None]), jax.random.bits(key, (heads,), jnp.uint32))
+
+
 def keep_mask(
     seed: Array, shape: tuple[int, ...], rate: float, first: Array | int = 0, rows: Array | None = None
 ) -> Array:
     """Draw the numbers that dropout keeps.
 
-    The hash is of 65,536 · row + column, whatever the shape, so padding changes no draw. It is MurmurHash3's finalizer,
-    into which the seed is mixed: products and shifts, which a TPU's vector unit has.
+    The hash is of 65,536 · row + column, whatever the shape, so padding changes no draw.
 
     Args:
         seed: uint32, a scalar or one that broadcasts to the shape.
@@ -329,7 +355,20 @@ def keep_mask(
     if rows is None:
         rows = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 2) - first
     columns = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1) - first
-    bits = ((rows.astype(jnp.uint32) << 16) | columns) * jnp.uint32(0x9E3779B9)
+    bits = _mixed(_scrambled((rows.astype(jnp.uint32) << 16) | columns), seed)
+    return bits >= jnp.uint32(round(rate * 2**32))
+
+
+def _scrambled(numbers: Array) -> Array:
+    """Spread small numbers over 32 bits."""
+    return numbers.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
+
+
+def _mixed(bits: Array, seed: Array) -> Array:
+    """Hash bits with a seed, both uint32.
+
+    It is MurmurHash3's finalizer, into which the seed is mixed: products and shifts, which a TPU's vector unit has.
+    """
     bits = (bits ^ (bits >> 16) ^ seed) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
-    return bits ^ (bits >> 16) >= jnp.uint32(round(rate * 2**32))
+    return bits ^ (bits >> 16)
