@@ -90,7 +90,9 @@ class Layer(nn.Module):
 
         # Attention, with a residual branch.
         query = dense(c.width, ("embed", "heads"), c, "query")(queries)
-        key = dense(c.width, ("embed", "heads"), c, "key")(keys)
+        # The key's bias adds the same number to all scores of a query, which the softmax takes away again, before
+        # dropout. So its gradient is 0, and biases do not decay (`train/optimizer.py`): it stays as it was initialized.
+        key = dense(c.width, ("embed", "heads"), c, "key", is_bias_trained=False)(keys)
         value = dense(c.width, ("embed", "heads"), c, "value", nn.initializers.orthogonal())(keys)
         dropout = None
         if c.dropout and sequence_numbers is not None:

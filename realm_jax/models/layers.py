@@ -197,6 +197,55 @@ def _sum_in_float32(a: Array, b: Array, contracted: tuple[tuple[int, ...], tuple
     return jax.lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=jnp.float32)
 
 
+@jax.custom_vjp
+def add_bias(states: Array, bias: Array) -> Array:
+    """Add a bias [outputs], rounded to the dtype of states [..., outputs].
+
+    The bias's gradient adds up in float32, like the products. Derived, it would add up thousands of tokens in bfloat16.
+    """
+    return states + bias.astype(states.dtype)
+
+
+def _bias_backward(_: None, cotangent: Array) -> tuple[Array, Array]:
+    return cotangent, cotangent.sum(axis=tuple(range(cotangent.ndim - 1)), dtype=jnp.float32)
+
+
+add_bias.defvjp(lambda states, bias: (add_bias(states, bias), None), _bias_backward)
+
+
+class Dense(nn.Module):
+    """A linear layer with the parameters of `nn.Dense`, kernel [inputs, outputs] and bias [outputs], both float32.
+
+    Attributes:
+        features: outputs.
+        dtype: dtype that operands of the product are rounded to.
+        state_dtype: dtype of the result.
+        kernel_init: initializer of the kernel.
+        bias_init: initializer of the bias; None for no bias.
+        is_bias_trained: False to give the bias no gradient.
+    """
+
+    features: int
+    dtype: Any
+    state_dtype: Any
+    kernel_init: nn.initializers.Initializer
+    bias_init: nn.initializers.Initializer | None
+    is_bias_trained: bool = True
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """Compute x · kernel + bias: [..., inputs] → [..., outputs]."""
+        kernel: Array = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), jnp.float32)
+        x, kernel = x.astype(self.state_dtype), kernel.astype(self.state_dtype)
+        product = checkpoint_name(matrix_product(x, kernel, self.dtype), PRODUCT)  # [..., outputs]
+        if self.bias_init is None:
+            return product
+        bias: Array = self.param("bias", self.bias_init, (self.features,), jnp.float32)
+        if not self.is_bias_trained:
+            return product + jax.lax.stop_gradient(bias).astype(product.dtype)
+        return add_bias(product, bias)
+
+
 def dense(
     features: int,
     axes: tuple[str | None, str | None],
@@ -205,7 +254,8 @@ def dense(
     kernel_init: nn.initializers.Initializer | None = None,
     dtype: Any = None,
     has_bias: bool = True,
-) -> nn.Dense:
+    is_bias_trained: bool = True,
+) -> Dense:
     """Make a linear layer.
 
     Args:
@@ -216,19 +266,16 @@ def dense(
         kernel_init: None for BERT's initializer.
         dtype: dtype of the product and its result; None for those of the config.
         has_bias: add a bias.
+        is_bias_trained: False to give the bias no gradient.
     """
-
-    def product(x: Array, kernel: Array, *_: Any, **__: Any) -> Array:
-        # `nn.Dense` only asks for the product of the last axis with the first.
-        return checkpoint_name(matrix_product(x, kernel, dtype or config.compute.dtype), PRODUCT)
-
-    return nn.Dense(
+    zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), (axes[1],))
+    return Dense(
         features,
-        use_bias=has_bias,
-        dtype=dtype or config.state_dtype,
-        dot_general=product,
+        dtype=dtype or config.compute.dtype,
+        state_dtype=dtype or config.state_dtype,
         kernel_init=nn.with_logical_partitioning(kernel_init or initializer(config.width), axes),
-        bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), (axes[1],)),
+        bias_init=zeros if has_bias else None,
+        is_bias_trained=is_bias_trained,
         name=name,
     )
 
