@@ -39,20 +39,6 @@ class AttentionDropout(NamedTuple):
     seeds: Array
 
 
-def dropout_seeds(key: Array, batch: int, heads: int) -> Array:
-    """Draw the seeds of `AttentionDropout`.
-
-    Args:
-        key: random key for dropout.
-        batch: number of sequences.
-        heads: attention heads.
-
-    Returns:
-        [batch, heads] uint32.
-    """
-    return jax.random.bits(key, (batch, heads), jnp.uint32)
-
-
 def attend(
     compute: Compute, query: Array, key: Array, value: Array, layout: Padded | Packing, heads: int,
     dropout: AttentionDropout | None = None, bias: Array | None = None,

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from realm_jax.models.attention import AttentionDropout, attend, dropout_seeds
+from realm_jax.models.attention import AttentionDropout, attend
 from realm_jax.models.layers import (
     ACTIVATIONS,
     PRODUCT,
@@ -26,6 +26,7 @@ from realm_jax.models.layers import (
     Dropout,
     Params,
     dense,
+    dropout_seeds,
     embedding,
     layer_norm,
 )
@@ -63,7 +64,12 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, queries: Array, keys: Array, layout: Padded | Packing, deterministic: bool, bias: Array | None = None
+        self,
+        queries: Array,
+        keys: Array,
+        layout: Padded | Packing,
+        sequence_numbers: Array | None,
+        bias: Array | None = None,
     ) -> Array:
         """Compute hidden states of the queries.
 
@@ -71,7 +77,7 @@ class Layer(nn.Module):
             queries: [batch, positions, width]; packed like keys if all positions are computed.
             keys: [batch, length, width], or packed, [parts, slots, width].
             layout: layout of the sequences in `keys`.
-            deterministic: without dropout.
+            sequence_numbers: number of each sequence in the batch, [batch] int, for dropout; None for no dropout.
             bias: bias of attention, see `attend`.
 
         Returns:
@@ -84,22 +90,24 @@ class Layer(nn.Module):
 
         # Attention, with a residual branch.
         query = dense(c.width, ("embed", "heads"), c, "query")(queries)
-        key = dense(c.width, ("embed", "heads"), c, "key")(keys)
+        # The key's bias adds the same number to all scores of a query, which the softmax takes away again, before
+        # dropout. So its gradient is 0, and biases do not decay (`train/optimizer.py`): it stays as it was initialized.
+        key = dense(c.width, ("embed", "heads"), c, "key", is_bias_trained=False)(keys)
         value = dense(c.width, ("embed", "heads"), c, "value", nn.initializers.orthogonal())(keys)
         dropout = None
-        if c.dropout and not deterministic:
-            seeds = dropout_seeds(self.make_rng("dropout"), len(layout.mask), c.heads)  # [batch, heads]
+        if c.dropout and sequence_numbers is not None:
+            seeds = dropout_seeds(self.make_rng("dropout"), sequence_numbers, c.heads)  # [batch, heads]
             dropout = AttentionDropout(c.dropout, seeds)
         attended = checkpoint_name(attend(c.compute, query, key, value, layout, c.heads, dropout, bias), ATTENDED)
         attended = dense(c.width, ("heads", "embed"), c, "attention_output", inverse_value)(attended)
         packed = layout if isinstance(layout, Packing) and queries.shape == keys.shape else None
-        attended = Dropout(c.dropout)(attended, deterministic, packed)
+        attended = Dropout(c.dropout)(attended, sequence_numbers, packed)
         x = layer_norm("attention_norm", c.norm_epsilon)(queries + attended).astype(c.state_dtype)
 
         # Feed-forward, with a residual branch.
         hidden = dense(c.feed_forward, ("embed", "mlp"), c, "intermediate")(x)
         hidden = dense(c.width, ("mlp", "embed"), c, "output")(ACTIVATIONS[c.hidden_act](hidden))
-        hidden = Dropout(c.dropout)(hidden, deterministic, packed)
+        hidden = Dropout(c.dropout)(hidden, sequence_numbers, packed)
         return layer_norm("output_norm", c.norm_epsilon)(x + hidden).astype(c.state_dtype)
 
 
@@ -117,11 +125,16 @@ class Bert(nn.Module):
         self.norm = layer_norm("embedding_norm", c.norm_epsilon)
         self.dropout = Dropout(c.dropout)
         remat = c.compute.remat
-        layer = Layer if remat == "none" else nn.remat(Layer, static_argnums=(4,), policy=REMAT[remat])
+        layer = Layer if remat == "none" else nn.remat(Layer, policy=REMAT[remat])
         self.blocks = [layer(c, name=f"layer_{i}") for i in range(c.layers)]
 
     def __call__(
-        self, ids: Array, segments: Array, mask: Array, positions: Array | None = None, deterministic: bool = True
+        self,
+        ids: Array,
+        segments: Array,
+        mask: Array,
+        positions: Array | None = None,
+        sequence_numbers: Array | None = None,
     ) -> Array:
         """Compute hidden states of the last layer.
 
@@ -130,7 +143,7 @@ class Bert(nn.Module):
             segments: 0 or 1 for each token, [batch, length] int; all count as 0 if there are not two of them.
             mask: [batch, length] bool, true on real tokens; they come first in a sequence if it is packed.
             positions: [batch, m] int, the only ones for which the last layer is computed; None for all.
-            deterministic: without dropout.
+            sequence_numbers: number of each sequence in the batch, [batch] int, for dropout; None for no dropout.
 
         Returns:
             [batch, length or m, width] in the dtype of states; 0 for tokens that packing had no slot for.
@@ -140,7 +153,9 @@ class Bert(nn.Module):
         if c.segment_types:
             x = x + self.segments(segments if c.segment_types > 1 else jnp.zeros_like(segments))
         x = x + self.positions(jnp.arange(length))[None]
-        x = self.dropout(self.norm(x), deterministic=deterministic).astype(c.state_dtype)  # [batch, length, width]
+        x = self.dropout(self.norm(x), sequence_numbers=sequence_numbers).astype(
+            c.state_dtype
+        )  # [batch, length, width]
         if compute.attention == "tpu" and length % TILE:
             # The kernel takes whole tiles. The compiler would arrange other lengths in another way, and copy them at
             # every layer.
@@ -151,14 +166,14 @@ class Bert(nn.Module):
         x = constrained(layout.pack(x), compute)  # [batch, length, width] or [parts, slots, width]
         bias = self.attention_bias(mask.shape[1])
         if compute.scan and len(self.blocks) > 2 and not self.is_initializing():
-            x = self._scan(x, layout, deterministic, bias)
+            x = self._scan(x, layout, sequence_numbers, bias)
         else:
             for block in self.blocks[:-1]:
-                x = constrained(block(x, x, layout, deterministic, bias), compute)
+                x = constrained(block(x, x, layout, sequence_numbers, bias), compute)
         if positions is None:
-            return layout.unpack(self.blocks[-1](x, x, layout, deterministic, bias))[:, :length]
+            return layout.unpack(self.blocks[-1](x, x, layout, sequence_numbers, bias))[:, :length]
         queries = layout.take(x, positions)  # [batch, m, width]
-        return self.blocks[-1](queries, x, layout, deterministic, self.attention_bias(mask.shape[1], positions))
+        return self.blocks[-1](queries, x, layout, sequence_numbers, self.attention_bias(mask.shape[1], positions))
 
     def attention_bias(self, length: int, positions: Array | None = None) -> Array | None:
         """Return the bias that is added to attention scores; zero for a BERT.
@@ -172,7 +187,7 @@ class Bert(nn.Module):
         """
         return None
 
-    def _scan(self, x: Array, layout: Padded | Packing, deterministic: bool, bias: Array | None) -> Array:
+    def _scan(self, x: Array, layout: Padded | Packing, sequence_numbers: Array | None, bias: Array | None) -> Array:
         """Run all layers but the last in a loop: compiled once, whatever their number, unless it is unrolled.
 
         Matrices are stacked in the dtype of products, to which a layer would round them anyway.
@@ -185,13 +200,13 @@ class Bert(nn.Module):
         def layer(x: Array, params_and_key: tuple[Any, Array | None]) -> tuple[Array, None]:
             params, key = params_and_key
             rngs = {} if key is None else {"dropout": key}
-            x = Layer(c, parent=None).apply({"params": params}, x, x, layout, deterministic, bias, rngs=rngs)  # type: ignore[assignment]
+            x = Layer(c, parent=None).apply({"params": params}, x, x, layout, sequence_numbers, bias, rngs=rngs)  # type: ignore[assignment]
             return constrained(x, compute), None
 
         if compute.remat != "none":
             layer = jax.checkpoint(layer, policy=REMAT[compute.remat], prevent_cse=False)
         stacked = jax.tree.map(stack, *(nn.unbox(block.variables["params"]) for block in self.blocks[:-1]))
-        keys = None if deterministic else jax.random.split(self.make_rng("dropout"), len(self.blocks) - 1)
+        keys = None if sequence_numbers is None else jax.random.split(self.make_rng("dropout"), len(self.blocks) - 1)
         # Unrolled, stored products need not be copied into the loop's stacks (`benchmarks/README.md`). The compiler may
         # then store more than that. With "layer" it would store everything, so "layer" is always a loop.
         unroll = compute.attention == "tpu" and compute.remat == "dots"
@@ -208,7 +223,7 @@ def apply(
     """Call a method of a network of one BERT.
 
     Args:
-        network: a module with a field `config` and methods that take `deterministic`.
+        network: a module with a field `config` and methods that take `sequence_numbers`.
         params: its parameters.
         inputs: ids, segments, mask [batch, length], and the method's other arrays [batch, …].
         method: its name.
@@ -218,11 +233,12 @@ def apply(
     config: BertConfig = network.config.with_compute(packed_length=packed_length)
     lengths = inputs[2].sum(axis=1, dtype=jnp.int32)  # [batch]
     permutation = BalancedPermutation.by_length(lengths, config.compute.mesh if packed_length else None)
+    sequence_numbers = None if key is None else permutation.apply(jnp.arange(len(lengths), dtype=jnp.int32))  # [batch]
     results = network.clone(config=config).apply(
         {"params": params},
         *permutation.apply(inputs),
         method=method,
-        deterministic=key is None,
+        sequence_numbers=sequence_numbers,
         rngs={} if key is None else {"dropout": key},
     )
     return permutation.inverse(results)

@@ -197,6 +197,55 @@ def _sum_in_float32(a: Array, b: Array, contracted: tuple[tuple[int, ...], tuple
     return jax.lax.dot_general(a, b, (contracted, ((), ())), preferred_element_type=jnp.float32)
 
 
+@jax.custom_vjp
+def add_bias(states: Array, bias: Array) -> Array:
+    """Add a bias [outputs], rounded to the dtype of states [..., outputs].
+
+    The bias's gradient adds up in float32, like the products. Derived, it would add up thousands of tokens in bfloat16.
+    """
+    return states + bias.astype(states.dtype)
+
+
+def _bias_backward(_: None, cotangent: Array) -> tuple[Array, Array]:
+    return cotangent, cotangent.sum(axis=tuple(range(cotangent.ndim - 1)), dtype=jnp.float32)
+
+
+add_bias.defvjp(lambda states, bias: (add_bias(states, bias), None), _bias_backward)
+
+
+class Dense(nn.Module):
+    """A linear layer with the parameters of `nn.Dense`, kernel [inputs, outputs] and bias [outputs], both float32.
+
+    Attributes:
+        features: outputs.
+        dtype: dtype that operands of the product are rounded to.
+        state_dtype: dtype of the result.
+        kernel_init: initializer of the kernel.
+        bias_init: initializer of the bias; None for no bias.
+        is_bias_trained: False to give the bias no gradient.
+    """
+
+    features: int
+    dtype: Any
+    state_dtype: Any
+    kernel_init: nn.initializers.Initializer
+    bias_init: nn.initializers.Initializer | None
+    is_bias_trained: bool = True
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """Compute x · kernel + bias: [..., inputs] → [..., outputs]."""
+        kernel: Array = self.param("kernel", self.kernel_init, (x.shape[-1], self.features), jnp.float32)
+        x, kernel = x.astype(self.state_dtype), kernel.astype(self.state_dtype)
+        product = checkpoint_name(matrix_product(x, kernel, self.dtype), PRODUCT)  # [..., outputs]
+        if self.bias_init is None:
+            return product
+        bias: Array = self.param("bias", self.bias_init, (self.features,), jnp.float32)
+        if not self.is_bias_trained:
+            return product + jax.lax.stop_gradient(bias).astype(product.dtype)
+        return add_bias(product, bias)
+
+
 def dense(
     features: int,
     axes: tuple[str | None, str | None],
@@ -205,7 +254,8 @@ def dense(
     kernel_init: nn.initializers.Initializer | None = None,
     dtype: Any = None,
     has_bias: bool = True,
-) -> nn.Dense:
+    is_bias_trained: bool = True,
+) -> Dense:
     """Make a linear layer.
 
     Args:
@@ -216,19 +266,16 @@ def dense(
         kernel_init: None for BERT's initializer.
         dtype: dtype of the product and its result; None for those of the config.
         has_bias: add a bias.
+        is_bias_trained: False to give the bias no gradient.
     """
-
-    def product(x: Array, kernel: Array, *_: Any, **__: Any) -> Array:
-        # `nn.Dense` only asks for the product of the last axis with the first.
-        return checkpoint_name(matrix_product(x, kernel, dtype or config.compute.dtype), PRODUCT)
-
-    return nn.Dense(
+    zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), (axes[1],))
+    return Dense(
         features,
-        use_bias=has_bias,
-        dtype=dtype or config.state_dtype,
-        dot_general=product,
+        dtype=dtype or config.compute.dtype,
+        state_dtype=dtype or config.state_dtype,
         kernel_init=nn.with_logical_partitioning(kernel_init or initializer(config.width), axes),
-        bias_init=nn.with_logical_partitioning(nn.initializers.zeros_init(), (axes[1],)),
+        bias_init=zeros if has_bias else None,
+        is_bias_trained=is_bias_trained,
         name=name,
     )
 
@@ -282,7 +329,9 @@ def embedding(rows: int, width: int, axis: str | None, name: str) -> nn.Embed:
 #
 # A draw is a hash of the seed of its sequence (and head) and of the number's row and column, and of nothing else. So
 # padding, the mesh, and a kernel that never holds all weights do not change it, and the backward pass can repeat it. It
-# costs a TPU less than the counter-based bits of `jax.random`, which only give the seeds.
+# costs a TPU less than the counter-based bits of `jax.random`, which only give one seed for each layer (and head). The
+# seed of a sequence is a hash of it and of the sequence's number in the batch, which packing takes along. Drawn for the
+# order of packed sequences, it would depend on the number of devices.
 
 
 class Dropout(nn.Module):
@@ -294,12 +343,23 @@ class Dropout(nn.Module):
     rate: float
 
     @nn.compact
-    def __call__(self, states: Array, deterministic: bool, packing: Packing | None = None) -> Array:
-        if deterministic or not self.rate:
+    def __call__(self, states: Array, sequence_numbers: Array | None, packing: Packing | None = None) -> Array:
+        """Drop values.
+
+        Args:
+            states: [batch, length, width], [parts, slots, width] or [batch, width].
+            sequence_numbers: number of each sequence in the batch, [batch] int, for dropout; None for no dropout.
+            packing: layout of packed states; None for others.
+
+        Returns:
+            An array like `states`.
+        """
+        if sequence_numbers is None or not self.rate:
             return states
-        batch = len(states) if packing is None else len(packing.mask)
-        seeds = jax.random.bits(self.make_rng("dropout"), (batch, *[1] * (states.ndim - 1)), jnp.uint32)
-        rows = None
+        seeds = dropout_seeds(self.make_rng("dropout"), sequence_numbers, 1)  # [batch, 1]
+        seeds = seeds.reshape(-1, *[1] * (states.ndim - 1))
+        # A vector is one row of its sequence; its row in the array would be its place in the order of packing.
+        rows = None if states.ndim > 2 else jnp.zeros((1, 1), jnp.uint32)
         if packing is not None:
             seeds = packing.per_token(seeds)[..., None]  # [parts, slots, 1]
             rows = packing.positions[..., None]  # [parts, slots, 1]
@@ -307,13 +367,26 @@ class Dropout(nn.Module):
         return jnp.where(keep_mask(seeds, states.shape, self.rate, rows=rows), scaled, jnp.zeros_like(states))
 
 
+def dropout_seeds(key: Array, sequence_numbers: Array, heads: int) -> Array:
+    """Return seeds for `keep_mask`.
+
+    Args:
+        key: random key of a layer.
+        sequence_numbers: number of each sequence in the batch, [batch] int.
+        heads: seeds of a sequence.
+
+    Returns:
+        [batch, heads] uint32.
+    """
+    return _mixed(_scrambled(sequence_numbers[:, None]), jax.random.bits(key, (heads,), jnp.uint32))
+
+
 def keep_mask(
     seed: Array, shape: tuple[int, ...], rate: float, first: Array | int = 0, rows: Array | None = None
 ) -> Array:
     """Draw the numbers that dropout keeps.
 
-    The hash is of 65,536 · row + column, whatever the shape, so padding changes no draw. It is MurmurHash3's finalizer,
-    into which the seed is mixed: products and shifts, which a TPU's vector unit has.
+    The hash is of 65,536 · row + column, whatever the shape, so padding changes no draw.
 
     Args:
         seed: uint32, a scalar or one that broadcasts to the shape.
@@ -329,7 +402,20 @@ def keep_mask(
     if rows is None:
         rows = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 2) - first
     columns = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1) - first
-    bits = ((rows.astype(jnp.uint32) << 16) | columns) * jnp.uint32(0x9E3779B9)
+    bits = _mixed(_scrambled((rows.astype(jnp.uint32) << 16) | columns), seed)
+    return bits >= jnp.uint32(round(rate * 2**32))
+
+
+def _scrambled(numbers: Array) -> Array:
+    """Spread small numbers over 32 bits."""
+    return numbers.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
+
+
+def _mixed(bits: Array, seed: Array) -> Array:
+    """Hash bits with a seed, both uint32.
+
+    It is MurmurHash3's finalizer, into which the seed is mixed: products and shifts, which a TPU's vector unit has.
+    """
     bits = (bits ^ (bits >> 16) ^ seed) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
-    return bits ^ (bits >> 16) >= jnp.uint32(round(rate * 2**32))
+    return bits ^ (bits >> 16)

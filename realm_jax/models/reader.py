@@ -56,7 +56,7 @@ class ReaderNetwork(nn.Module):
         self.span_score = dense(1, ("span", None), c, "span_score", dtype=jnp.float32)
 
     def word_logits(
-        self, ids: Array, segments: Array, mask: Array, positions: Array, deterministic: bool = True
+        self, ids: Array, segments: Array, mask: Array, positions: Array, sequence_numbers: Array | None = None
     ) -> Array:
         """Return logits of the vocabulary at some positions.
 
@@ -65,17 +65,25 @@ class ReaderNetwork(nn.Module):
             segments: 0 or 1.
             mask: false on padding.
             positions: [batch, m] int.
-            deterministic: without dropout.
+            sequence_numbers: number of each sequence in the batch, [batch] int, for dropout; None for no dropout.
 
         Returns:
             [batch, m, vocabulary] float32.
         """
-        hidden = self.bert(ids, segments, mask, positions=positions, deterministic=deterministic)  # [batch, m, width]
+        hidden = self.bert(
+            ids, segments, mask, positions=positions, sequence_numbers=sequence_numbers
+        )  # [batch, m, width]
         hidden = self.mlm_norm(ACTIVATIONS[self.config.hidden_act](self.mlm_transform(hidden)))
         return self.bert.tied_logits(hidden) + self.mlm_bias
 
     def target_log_probabilities(
-        self, ids: Array, segments: Array, mask: Array, positions: Array, targets: Array, deterministic: bool = True
+        self,
+        ids: Array,
+        segments: Array,
+        mask: Array,
+        positions: Array,
+        targets: Array,
+        sequence_numbers: Array | None = None,
     ) -> tuple[Array, Array]:
         """Return log-probabilities of targets.
 
@@ -85,27 +93,27 @@ class ReaderNetwork(nn.Module):
             mask: false on padding.
             positions: positions of the targets, [batch, m] int.
             targets: [batch, m] int.
-            deterministic: without dropout.
+            sequence_numbers: number of each sequence in the batch, [batch] int, for dropout; None for no dropout.
 
         Returns:
             [batch, m] float32; and True if the target is the most probable token, [batch, m] bool.
         """
-        return target_log_probabilities(self.word_logits(ids, segments, mask, positions, deterministic), targets)
+        return target_log_probabilities(self.word_logits(ids, segments, mask, positions, sequence_numbers), targets)
 
-    def span_scores(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:
+    def span_scores(self, ids: Array, segments: Array, mask: Array, sequence_numbers: Array | None = None) -> Array:
         """Score every span by its start and width, before any masking.
 
         Args:
             ids: tokens of the reader input.
             segments: 0 or 1.
             mask: false on padding.
-            deterministic: without dropout.
+            sequence_numbers: number of each sequence in the batch, [batch] int, for dropout; None for no dropout.
 
         Returns:
             [batch, length, span_width] float32; entry [b, i, w] is the span of tokens i … i + w (w + 1 tokens).
         """
         length = ids.shape[1]
-        hidden = self.bert(ids, segments, mask, deterministic=deterministic)  # [batch, length, width]
+        hidden = self.bert(ids, segments, mask, sequence_numbers=sequence_numbers)  # [batch, length, width]
         start, end = jnp.split(self.span_projection(hidden), 2, axis=-1)  # [batch, length, span_hidden] both
         padded = jnp.pad(end, ((0, 0), (0, self.span_width - 1), (0, 0)))
         ends = jnp.stack([padded[:, w : w + length] for w in range(self.span_width)], axis=2)

@@ -122,7 +122,7 @@ class Encoder(nn.Module):
     dimensions: int = 0
 
     @nn.compact
-    def __call__(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:
+    def __call__(self, ids: Array, segments: Array, mask: Array, sequence_numbers: Array | None = None) -> Array:
         """Embed texts.
 
         After a LayerNorm dropout reaches the final vector too, as in the released code (it acts on the retrieval
@@ -132,7 +132,7 @@ class Encoder(nn.Module):
             ids: tokens, [batch, length] int.
             segments: 0 or 1 for each token, [batch, length] int.
             mask: [batch, length] bool, false on padding.
-            deterministic: without dropout.
+            sequence_numbers: number of each sequence in the batch, [batch] int, for dropout; None for no dropout.
 
         Returns:
             [batch, size] float32.
@@ -141,7 +141,9 @@ class Encoder(nn.Module):
         if compute.packed_length:  # a sequence that loses its last tokens is pooled as if it had ended there
             mask = fitting_mask(mask, compute.parts, compute.packed_length, compute.alignment)
         position = pooling.position(mask) if pooling.position else None
-        hidden = encoder_network(c, "bert")(ids, segments, mask, position, deterministic)  # [batch, length or 1, width]
+        hidden = encoder_network(c, "bert")(
+            ids, segments, mask, position, sequence_numbers
+        )  # [batch, length or 1, width]
         vector = pooling.pool(hidden, mask)  # [batch, width]
         if pooling.has_tanh_layer:
             vector = jnp.tanh(dense(c.width, ("embed", "embed_out"), c, "pooler")(vector))
@@ -158,7 +160,7 @@ class Encoder(nn.Module):
         vector = layer_norm("projection_norm", self.norm_epsilon, self.norm_scale)(vector)
         if self.dimensions:
             vector = vector[:, : self.dimensions]
-        return Dropout(c.dropout)(vector, deterministic=deterministic)
+        return Dropout(c.dropout)(vector, sequence_numbers=sequence_numbers)
 
 
 # --- Both encoders ----------------------------------------------------------------------------------------------------

@@ -117,23 +117,23 @@ class CrossEncoderNetwork(nn.Module):
     config: BertConfig
 
     @nn.compact
-    def __call__(self, ids: Array, segments: Array, mask: Array, deterministic: bool = True) -> Array:
+    def __call__(self, ids: Array, segments: Array, mask: Array, sequence_numbers: Array | None = None) -> Array:
         """Score reader inputs; 0 with fresh parameters.
 
         Args:
             ids: tokens, int [batch, length].
             segments: 0 or 1 for each token, int [batch, length].
             mask: False on padding, bool [batch, length].
-            deterministic: False turns dropout on.
+            sequence_numbers: number of each sequence in the batch, [batch] int, for dropout; None for no dropout.
 
         Returns:
             float32 [batch].
         """
         c = self.config
         cls = jnp.zeros((ids.shape[0], 1), jnp.int32)
-        hidden = encoder_network(c, "bert")(ids, segments, mask, positions=cls, deterministic=deterministic)[:, 0]
+        hidden = encoder_network(c, "bert")(ids, segments, mask, positions=cls, sequence_numbers=sequence_numbers)[:, 0]
         pooled = jnp.tanh(dense(c.width, ("embed", "embed_out"), c, "pooler")(hidden))  # [batch, width]
-        pooled = Dropout(c.dropout)(pooled, deterministic=deterministic)
+        pooled = Dropout(c.dropout)(pooled, sequence_numbers=sequence_numbers)
         return dense(1, ("embed", None), c, "score", nn.initializers.zeros_init(), jnp.float32)(pooled)[..., 0]
 
 

@@ -38,7 +38,7 @@ from realm_jax.train.guards import CompileGuard, Profiler, Watchdog
 from realm_jax.train.measure import Measure
 from realm_jax.train.metrics import MetricLogger, StepCost
 from realm_jax.train.monitors import task_monitors
-from realm_jax.train.records import describe_regression, stage_summary
+from realm_jax.train.records import averaged_steps, describe_regression, stage_summary
 from realm_jax.train.restore import restore, start_vectors
 from realm_jax.train.step import make_step, start_state
 from realm_jax.train.trackers import TaskRun, open_trackers
@@ -271,7 +271,7 @@ def train_task(
                     watchdog.is_warm = step - start_step > CONTROL_DELAY  # a step of this program is done everywhere
                     compiles.check(step - 1)
                     metrics.flush()  # of the step before, while the devices work on this one
-                    if step % config.log.every == 0 or step == total_steps:
+                    if step % config.log.every == 0 or step in averaged_steps(total_steps):
                         metrics.log_step(step, values, {} if index is None else {"index_age": step - 1 - index.step})
                     if control.save == SaveState.COMPLETE:
                         retry_pause = CONTROL_DELAY

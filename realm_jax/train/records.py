@@ -17,6 +17,7 @@ from realm_jax.storage import read_json
 
 Lines = Sequence[dict[str, Any]]  # the records of a file
 
+AVERAGED = 20  # steps over which results average a metric of single steps
 RECALLS = ("recall@5", "answer_recall@5")  # the primary metric of a retriever is the first that was measured
 
 
@@ -58,17 +59,35 @@ def adoptions(evaluations: Mapping[str, Lines]) -> list[dict[str, Any]]:
     return [line for lines in evaluations.values() for line in lines if "generation" in line]
 
 
-def retrieval_utility(metrics: Mapping[str, Lines]) -> float | None:
-    """Return the nats that retrieval gained on a masked word, as the mean of the last tenth of its records.
+def averaged_steps(total: int) -> range:
+    """Return the steps of a task over which results average: up to `AVERAGED` of its last tenth, the last one first.
+
+    They are recorded whatever `log.every` is, so that no result depends on that key.
+
+    Args:
+        total: number of steps of the task.
+    """
+    tenth = max(1, total // 10)
+    return range(total, total - tenth, -tenth // AVERAGED)  # every step, or every second, …
+
+
+def retrieval_utility(metrics: Mapping[str, Lines], steps: Mapping[str, int] | None = None) -> float | None:
+    """Return the nats that retrieval gained on a masked word, as the mean of records near the end of training.
 
     Args:
         metrics: task → its records.
+        steps: task → its number of steps, to take the mean over the `averaged_steps`; None for the last tenth of all
+            records, while a run trains.
 
     Returns:
         None if no record has it.
     """
-    utilities = [record["retrieval_utility"] for r in metrics.values() for record in r if "retrieval_utility" in record]
-    return float(np.mean(utilities[-max(1, len(utilities) // 10) :])) if utilities else None
+    records = [(name, record) for name, lines in metrics.items() for record in lines if "retrieval_utility" in record]
+    if steps is None:
+        records = records[-max(1, len(records) // 10) :]
+    else:
+        records = [(name, record) for name, record in records if record["step"] in averaged_steps(steps[name])]
+    return float(np.mean([record["retrieval_utility"] for _, record in records])) if records else None
 
 
 def seconds_spent(metrics: Lines, evaluations: Lines) -> float:

@@ -307,7 +307,8 @@ def collect_results(run: Run, questions: Sequence[Question], by_question_search:
     dev = bool(run.sources.questions.get("dev"))
     results["measured_on"] = "development questions" if dev else "masked sentences of held-out documents"
     results["stages"] = stages
-    if (utility := retrieval_utility(metrics)) is not None:
+    steps = {name: run.config[name].steps for name in names}
+    if (utility := retrieval_utility(metrics, steps)) is not None:
         results["retrieval_utility"] = utility
     return results | {"seconds": seconds}
 

@@ -25,13 +25,12 @@ from realm_jax.mesh import batch_parts, logical_sharding, make_mesh
 from realm_jax.models.attention import (
     AttentionDropout,
     dot_product_attention,
-    dropout_seeds,
     fits_packed,
     packed_attention,
     tpu_attention,
 )
 from realm_jax.models.bert import Bert
-from realm_jax.models.layers import BertConfig
+from realm_jax.models.layers import BertConfig, dropout_seeds
 from realm_jax.models.packing import (
     BalancedPermutation,
     fitting_lengths,
@@ -113,8 +112,8 @@ def test_a_tower_gives_the_same_of_packed_sequences(positions, dropout, changes)
         tower = Bert(config.with_compute(packed_length=packed_length))
 
         def loss(params):
-            rngs = {"dropout": jax.random.key(1)}
-            found = tower.apply(params, ids, ids % 2, MASK, positions, deterministic=not dropout, rngs=rngs)
+            rngs, numbers = {"dropout": jax.random.key(1)}, jnp.arange(6) if dropout else None
+            found = tower.apply(params, ids, ids % 2, MASK, positions, sequence_numbers=numbers, rngs=rngs)
             found = found if positions is not None else found * MASK[..., None]
             return (found * jnp.cos(jnp.arange(found.size).reshape(found.shape))).sum(), found
 
@@ -135,7 +134,7 @@ def test_the_kernel_takes_sequences_from_where_they_lie(sizes, dtype, rate):
     assert fits_packed(jax.ShapeDtypeStruct((parts, 128, width), dtype), layout.mask.shape, heads, mesh)
     arrays = jax.random.normal(jax.random.key(0), (4, parts, 128, width), dtype)
     arrays = jnp.where(layout.used[None, ..., None], arrays, 0)
-    dropout = AttentionDropout(rate, dropout_seeds(jax.random.key(1), 4 * parts, heads)) if rate else None
+    dropout = AttentionDropout(rate, dropout_seeds(jax.random.key(1), jnp.arange(4 * parts), heads)) if rate else None
 
     def with_gradients(attend, query, key, value, cotangent):
         attended, back = jax.vjp(lambda *three: attend(*three, layout, heads, dropout), query, key, value)
@@ -271,7 +270,7 @@ def test_a_step_of_realm_is_the_same_packed(people, tmp_path, devices, marginal)
     config.tasks = "realm"
     config.realm.update(batch_size=8, steps=2, marginal=marginal)
     config.optimizer.microbatches = 2
-    config.model.dropout = 0.2 if devices == 1 else 0.0  # several have sequences in another order, with other draws
+    config.model.dropout = 0.2
     run = make_run(config, tmp_path, open_sources(people), jax.devices()[:devices])
     task = make_task("realm", run)
     packed = task.context.packing
@@ -340,7 +339,7 @@ def test_a_step_of_other_tasks_is_the_same_packed(named_people, tmp_path, name, 
     config.tasks = name
     config[name].update({"batch_size": 16, "steps": 2, **changes})
     config.optimizer.microbatches = parts
-    config.model.dropout = 0.2 if devices == 1 else 0.0
+    config.model.dropout = 0.2
     run = make_run(config, tmp_path, open_sources(named_people), jax.devices()[:devices])
     task = make_task(name, run)
     packed = task.context.packing

@@ -18,12 +18,11 @@ from realm_jax.models.attention import (
     cpu_attention,
     cudnn_attention,
     dot_product_attention,
-    dropout_seeds,
     fits,
     tpu_attention,
 )
 from realm_jax.models.bert import Bert
-from realm_jax.models.layers import BertConfig, Compute, Dropout, keep_mask
+from realm_jax.models.layers import BertConfig, Compute, Dropout, dropout_seeds, keep_mask
 
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
 
@@ -54,7 +53,7 @@ def with_gradients(attend, parts, mask, heads, dropout):
 def test_the_kernel_gives_what_plain_attention_gives(length, width, heads, dtype, rate):
     """Heads of 64, of 32 and of 128; a length that fills no tile; the length of the paper."""
     parts, mask = arrays(4, length, width, dtype)
-    dropout = AttentionDropout(rate, dropout_seeds(jax.random.key(1), 4, heads)) if rate else None
+    dropout = AttentionDropout(rate, dropout_seeds(jax.random.key(1), jnp.arange(4), heads)) if rate else None
     plain = with_gradients(dot_product_attention, parts, mask, heads, dropout)
     with pltpu.force_tpu_interpret_mode():
         kernel = with_gradients(tpu_attention, parts, mask, heads, dropout)
@@ -65,7 +64,7 @@ def test_the_kernel_gives_what_plain_attention_gives(length, width, heads, dtype
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "model": 2}])
 def test_each_device_attends_to_its_own_part_and_drops_the_same_weights(sizes):
     parts, mask = arrays(8, 16, 256)
-    dropout = AttentionDropout(0.25, dropout_seeds(jax.random.key(1), 8, 4))
+    dropout = AttentionDropout(0.25, dropout_seeds(jax.random.key(1), jnp.arange(8), 4))
     with pltpu.force_tpu_interpret_mode():
         alone = with_gradients(tpu_attention, parts, mask, 4, dropout)
         mesh = make_mesh(**sizes)
@@ -96,7 +95,7 @@ def test_what_the_kernel_takes(positions, length, width, heads, sizes, wanted):
 
 
 def test_weights_drop_out_at_their_rate_and_independently():
-    seeds = dropout_seeds(jax.random.key(0), 64, 8)
+    seeds = dropout_seeds(jax.random.key(0), jnp.arange(64), 8)
     keep = np.asarray(keep_mask(seeds[:, :, None, None], (64, 8, 40, 40), 0.1), np.float64)
     count = keep.size
     assert abs(keep.mean() - 0.9) < 4 * (0.09 / count) ** 0.5
@@ -107,17 +106,18 @@ def test_weights_drop_out_at_their_rate_and_independently():
 
 def test_hidden_states_that_drop_out_do_not_depend_on_padding():
     """Rate and scale, other draws for every sequence and key, and none where nothing is asked for."""
-    states = jnp.ones((4, 64, 128))
+    states, in_order = jnp.ones((4, 64, 128)), jnp.arange(4)
 
-    def drop(states, seed=0, deterministic=False):
-        return np.asarray(Dropout(0.25).apply({}, states, deterministic, rngs={"dropout": jax.random.key(seed)}))
+    def drop(states, seed=0, numbers=in_order):
+        return np.asarray(Dropout(0.25).apply({}, states, numbers, rngs={"dropout": jax.random.key(seed)}))
 
     found = drop(states)
     assert set(np.unique(found)) == {0.0, np.float32(1 / 0.75)}
     assert (found == 0).mean() == pytest.approx(0.25, abs=0.01)
     assert not np.array_equal(found[0], found[1]) and not np.array_equal(found, drop(states, seed=1))
     np.testing.assert_array_equal(drop(jnp.pad(states, ((0, 0), (0, 16), (0, 0))))[:, :64], found)
-    np.testing.assert_array_equal(drop(states, deterministic=True), states)
+    np.testing.assert_array_equal(drop(states, numbers=jnp.array([2, 0, 3, 1])), found[[2, 0, 3, 1]])
+    np.testing.assert_array_equal(drop(states, numbers=None), states)
     assert drop(states.astype(jnp.bfloat16)).dtype == jnp.bfloat16
     assert drop(states[:, 0]).shape == (4, 128)
 
@@ -127,7 +127,7 @@ def test_weights_drop_out_in_every_way_of_attending(way):
     """With one-hot values the output is the weights: those that stay are divided by the rate at which they do."""
     query, mask = jnp.zeros((2, 8, 16)), jnp.ones((2, 8), bool)
     value = jnp.tile(jnp.eye(8), (2, 1, 2))
-    dropout = AttentionDropout(0.5, dropout_seeds(jax.random.key(0), 2, 2))
+    dropout = AttentionDropout(0.5, dropout_seeds(jax.random.key(0), jnp.arange(2), 2))
     weights = np.asarray(way(query, query, value, mask, 2, dropout)).reshape(2, 8, 2, 8).transpose(0, 2, 1, 3)
     keep = np.asarray(keep_mask(dropout.seeds[:, :, None, None], (2, 2, 8, 8), 0.5))
     np.testing.assert_allclose(weights, 2 * keep / 8, atol=1e-6)
@@ -144,7 +144,9 @@ def test_a_tower_draws_other_weights_in_each_layer_and_step(remat):
 
     def states(way, key):
         bert = Bert(config.with_compute(attention=way))
-        return np.asarray(bert.apply(params, ids, ids * 0, ids > 0, deterministic=False, rngs={"dropout": key}))
+        return np.asarray(
+            bert.apply(params, ids, ids * 0, ids > 0, sequence_numbers=jnp.arange(2), rngs={"dropout": key})
+        )
 
     first, second = (states("xla", jax.random.key(seed)) for seed in (1, 2))
     assert not np.allclose(first, second)
@@ -169,7 +171,7 @@ def test_a_tower_over_a_mesh_has_the_gradients_of_plain_attention():
 
         def loss(params):
             rngs = {"dropout": jax.random.key(1)}
-            states = bert.apply(params, ids, ids * 0, ids >= 0, deterministic=False, rngs=rngs)
+            states = bert.apply(params, ids, ids * 0, ids >= 0, sequence_numbers=jnp.arange(4), rngs=rngs)
             return (states * jax.random.normal(jax.random.key(2), states.shape)).sum()
 
         return jax.jit(jax.grad(loss))(params)

@@ -130,7 +130,7 @@ def test_what_products_give_is_kept_where_dots_are(attention, scan):
     def kept(remat):
         bert = Bert(config.with_compute(remat=remat, scan=scan))
         rngs = {"dropout": jax.random.key(1)}
-        run = lambda params: bert.apply(params, ids, ids, ids == 0, deterministic=False, rngs=rngs)  # noqa: E731
+        run = lambda params: bert.apply(params, ids, ids, ids == 0, sequence_numbers=jnp.arange(2), rngs=rngs)  # noqa: E731
         back = jax.eval_shape(lambda params: jax.vjp(run, params)[1], params)
         return sum(leaf.size for leaf in jax.tree.leaves(back))
 

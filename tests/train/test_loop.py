@@ -45,7 +45,8 @@ from realm_jax.train.checkpoints import SavedCheckpoint, saved_folders
 from realm_jax.train.loop import train_task
 from realm_jax.train.metrics import MetricLogger, RecordWriter
 from realm_jax.train.recipe import preemptible, run_recipe
-from realm_jax.train.records import read_lines
+from realm_jax.train.records import averaged_steps, read_lines
+from realm_jax.train.results import collect_results
 from realm_jax.train.workdir import load_run
 
 pytestmark = pytest.mark.usefixtures("quick_steps")
@@ -231,6 +232,21 @@ def test_a_training_key_stays_and_a_runtime_key_may_change(people, tmp_path):
     assert read_json(tmp_path / "config.json")["realm"]["batch_size"] == 8
     open_inline(people, tmp_path, checkpoint__every=3, optimizer__microbatches=2)
     assert read_json(tmp_path / "config.json")["checkpoint"]["every"] == 3
+
+
+def test_results_do_not_depend_on_how_often_metrics_are_recorded(people, tmp_path):
+    """Up to twenty steps of the last tenth are always recorded; results average these."""
+    found, recorded = [], []
+    for every in (1, 7):
+        run = open_inline(people, tmp_path / str(every), realm__steps=30, refresh__every=0, log__every=every)
+        write_json_atomic(run.workdir / "baselines.json", {})
+        train_task(run, "realm", run.initial_params())
+        found.append(collect_results(run, [], {})["retrieval_utility"])
+        recorded.append([line["step"] for line in read_lines(run.workdir / "realm" / "metrics.jsonl")])
+    assert found[0] == found[1]
+    assert recorded == [list(range(1, 31)), [7, 14, 21, 28, 29, 30]]
+    assert list(averaged_steps(30)) == [30, 29, 28] and list(averaged_steps(1)) == [1]
+    assert list(averaged_steps(200_000)) == list(range(200_000, 180_000, -1000))
 
 
 def test_other_data_are_refused(people, tmp_path):

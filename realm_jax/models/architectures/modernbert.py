@@ -14,9 +14,18 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from realm_jax.models.architectures.base import Architecture, Settings, Tensor, WordHead, linear, norm
-from realm_jax.models.attention import MASKED_BIAS, AttentionDropout, attend, dropout_seeds
+from realm_jax.models.attention import MASKED_BIAS, AttentionDropout, attend
 from realm_jax.models.bert import ATTENDED, REMAT, constrained
-from realm_jax.models.layers import ACTIVATIONS, BertConfig, Dropout, Rotary, dense, embedding, layer_norm
+from realm_jax.models.layers import (
+    ACTIVATIONS,
+    BertConfig,
+    Dropout,
+    Rotary,
+    dense,
+    dropout_seeds,
+    embedding,
+    layer_norm,
+)
 from realm_jax.models.packing import TILE, Packing, Padded, packing
 
 Array = jax.Array
@@ -57,14 +66,14 @@ class ModernLayer(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Array, layout: Padded | Packing, deterministic: bool, positions: Array | None = None
+        self, x: Array, layout: Padded | Packing, sequence_numbers: Array | None, positions: Array | None = None
     ) -> Array:
         """Compute hidden states.
 
         Args:
             x: [batch, length, width], or packed, [parts, slots, width].
             layout: layout of the sequences in `x`.
-            deterministic: without dropout.
+            sequence_numbers: number of each sequence in the batch, [batch] int, for dropout; None for no dropout.
             positions: [batch, m] int, the only ones that are computed; None for all.
 
         Returns:
@@ -94,18 +103,18 @@ class ModernLayer(nn.Module):
             is_far = jnp.abs(jnp.arange(length) - queries[..., None]) > rotary.window // 2  # [1 or batch, m, length]
             bias = jnp.where(is_far, MASKED_BIAS, 0.0)[:, None]
         dropout = None
-        if c.dropout and not deterministic:
-            seeds = dropout_seeds(self.make_rng("dropout"), len(layout.mask), c.heads)  # [batch, heads]
+        if c.dropout and sequence_numbers is not None:
+            seeds = dropout_seeds(self.make_rng("dropout"), sequence_numbers, c.heads)  # [batch, heads]
             dropout = AttentionDropout(c.dropout, seeds)
         attended = attend(c.compute, query, key, value, layout, c.heads, dropout, bias)
         attended = product(c.width, ("heads", "embed"), "attention_output")(checkpoint_name(attended, ATTENDED))
         packed = layout if isinstance(layout, Packing) and positions is None else None
-        x = (x + Dropout(c.dropout)(attended, deterministic, packed)).astype(c.state_dtype)
+        x = (x + Dropout(c.dropout)(attended, sequence_numbers, packed)).astype(c.state_dtype)
 
         # Gated feed-forward, with a residual branch.
         normed = layer_norm("feed_forward_norm", c.norm_epsilon, has_bias=False)(x).astype(c.state_dtype)
         hidden, gate = jnp.split(product(2 * c.feed_forward, ("embed", "mlp"), "intermediate")(normed), 2, axis=-1)
-        hidden = Dropout(c.dropout)(ACTIVATIONS[c.hidden_act](hidden) * gate, deterministic, packed)
+        hidden = Dropout(c.dropout)(ACTIVATIONS[c.hidden_act](hidden) * gate, sequence_numbers, packed)
         return (x + product(c.width, ("mlp", "embed"), "output")(hidden)).astype(c.state_dtype)
 
 
@@ -121,15 +130,20 @@ class ModernBert(nn.Module):
         self.last_norm = layer_norm("last_norm", c.norm_epsilon, has_bias=False)
         self.dropout = Dropout(c.dropout)
         remat = c.compute.remat
-        layer = ModernLayer if remat == "none" else nn.remat(ModernLayer, static_argnums=(3,), policy=REMAT[remat])
+        layer = ModernLayer if remat == "none" else nn.remat(ModernLayer, policy=REMAT[remat])
         self.blocks = [layer(c, number, name=f"layer_{number}") for number in range(c.layers)]
 
     def __call__(
-        self, ids: Array, segments: Array, mask: Array, positions: Array | None = None, deterministic: bool = True
+        self,
+        ids: Array,
+        segments: Array,
+        mask: Array,
+        positions: Array | None = None,
+        sequence_numbers: Array | None = None,
     ) -> Array:
         """Compute hidden states after the last LayerNorm. Segments are not used. Arguments and result: see `Bert`."""
         c, compute, length = self.config, self.config.compute, ids.shape[1]
-        x = self.dropout(self.norm(self.words(ids)), deterministic=deterministic).astype(c.state_dtype)
+        x = self.dropout(self.norm(self.words(ids)), sequence_numbers=sequence_numbers).astype(c.state_dtype)
         if compute.attention == "tpu" and length % TILE:  # see `Bert`
             x, mask = (jnp.pad(array, [(0, 0), (0, -length % TILE), (0, 0)][: array.ndim]) for array in (x, mask))
         layout: Padded | Packing = Padded(mask)
@@ -137,8 +151,8 @@ class ModernBert(nn.Module):
             layout = packing(mask, compute.parts, compute.packed_length, compute.alignment)
         x = constrained(layout.pack(x), compute)  # [batch, length, width] or [parts, slots, width]
         for block in self.blocks[:-1]:
-            x = constrained(block(x, layout, deterministic), compute)
-        x = self.last_norm(self.blocks[-1](x, layout, deterministic, positions)).astype(c.state_dtype)
+            x = constrained(block(x, layout, sequence_numbers), compute)
+        x = self.last_norm(self.blocks[-1](x, layout, sequence_numbers, positions)).astype(c.state_dtype)
         return x if positions is not None else layout.unpack(x)[:, :length]
 
     def tied_logits(self, hidden: Array) -> Array:
