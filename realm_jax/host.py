@@ -277,10 +277,11 @@ class CtrlC:
             raise KeyboardInterrupt
 
     def _repeat(self, unraisable: Any) -> None:
-        """Send Ctrl-C again if its exception could not be raised."""
+        """Send Ctrl-C again if its exception could not be raised; show other exceptions."""
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
             threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
-        else:
+        # A failed save reports one error. Each of its other writes raises this one when it ends, hundreds of them.
+        elif str(unraisable.exc_value) != "Event loop is closed":
             self._unraisable_hook(unraisable)
 
 

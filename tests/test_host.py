@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -68,3 +69,14 @@ def test_the_tpu_compiler_gets_larger_stacks_unless_the_environment_says_how_lar
     for _ in range(2):
         host.enlarge_compiler_stacks()
         assert os.environ["LIBTPU_INIT_ARGS"] == wanted.format(host.STACK_FLAG)
+
+
+def test_writes_that_end_after_a_failed_save_print_nothing(monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    late = types.SimpleNamespace(exc_type=RuntimeError, exc_value=RuntimeError("Event loop is closed"))
+    other = types.SimpleNamespace(exc_type=RuntimeError, exc_value=RuntimeError("another"))
+    with host.CtrlC():
+        for raised in (late, other):
+            sys.unraisablehook(raised)
+    assert shown == [other]
