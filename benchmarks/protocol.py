@@ -351,7 +351,7 @@ def table_of_test(results: Results) -> Table:
 
 def markdown(table: Table) -> str:
     """Return a table in Markdown."""
-    head, *rows = table
+    head, *rows = [[cell.replace("|", "\\|") for cell in cells] for cells in table]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
