@@ -3,12 +3,14 @@
 Every entry holds the keys that decide the program; one that came later has its default. A test compares them with the
 config, so that a config and its numbers change together; run this again when it fails. Ten minutes a plan on two cores.
 
-    pip install -e '.[tpu]'
+    pip install -e '.[tpu]' -c realm_jax/launch/image-lock.txt        with the Python of the image
     python benchmarks/plans.py [CONFIG …] [--slices v5e:8x8 …]
+    python benchmarks/plans.py --page                                  only the table of docs/howto/plan-tpu.md
 """
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -19,10 +21,13 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from realm_jax.config import TASK_SECTIONS, TaskSection, default, flatten, load_config, task_names, validate
+from realm_jax.flops import chip
+from realm_jax.launch.plan import between
 from realm_jax.storage import read_json, write_json_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "docs" / "results" / "plans.json"
+PAGE = ROOT / "docs" / "howto" / "plan-tpu.md"  # the only page with these numbers
 SLICES = {  # name of a plan → flags
     "v5e:4x4": ["--spec=launch/v5e.py", "--spec.trainer.slice=v5e:4x4"],
     "v5e:8x8": ["--spec=launch/v5e.py"],
@@ -45,8 +50,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="*", default=list(WANTED), metavar="CONFIG", help=f"of {', '.join(WANTED)}")
     parser.add_argument("--slices", nargs="+", choices=SLICES, help="these alone")
+    parser.add_argument("--page", action="store_true", help="plan nothing, and write the table")
     args = parser.parse_args()
     known = read_json(GOLDEN) if GOLDEN.is_file() else {}
+    if args.page:
+        PAGE.write_text(filled_page(PAGE.read_text("utf-8"), known), "utf-8")
+        return
     for name in args.configs:
         config = load_config(str(ROOT / "configs" / f"{name}.py"), [], default)
         config.data.path, config.init_from = "-", ""
@@ -59,6 +68,25 @@ def main() -> None:
         for slices in args.slices or WANTED[name]:
             known[name]["plans"][slices] = plan(name, slices)
             write_json_atomic(GOLDEN, known)
+    PAGE.write_text(filled_page(PAGE.read_text("utf-8"), known), "utf-8")
+
+
+def filled_page(page: str, plans: dict[str, Any]) -> str:
+    """The page with the table of all plans, between the lines `<!-- table: plans -->` and `<!-- end -->`."""
+    head = ["config", "trainer", "memory per chip", "ms per step", "hours for all steps", "steps between two indexes"]
+    rows = [head, ["---"] * len(head)]
+    for name, entry in plans.items():
+        for slices, plan in entry["plans"].items():
+            known = chip(plan["device"])
+            assert known is not None and known.memory is not None
+            memory = f"{plan['bytes']['peak'] / 2**30:.2f} of {known.memory / 2**30:.2f} GiB"
+            step, hours = between(plan["seconds"], 1e3), between(plan["hours"], 1, "", 1)
+            fresh = "–"
+            if "steps_per_refresh" in plan:
+                fresh = f"{between(plan['steps_per_refresh'])}, {plan['builder_devices']} chips"
+            rows.append([f"`{name}`", slices.replace(" --num-slices=2", ", two slices"), memory, step, hours, fresh])
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return re.sub(r"(?<=<!-- table: plans -->\n).*?(?=<!-- end -->)", f"\n{table}\n\n", page, flags=re.DOTALL)
 
 
 def program_keys(config: ConfigDict, task: str) -> dict[str, Any]:

@@ -297,6 +297,12 @@ def test_recorded_plans_are_shown_with_their_parts(capsys):
         assert part in shown
 
 
+def test_the_page_has_the_table_of_the_recorded_plans():
+    page, plans = RECORDED["PAGE"].read_text("utf-8"), json.loads(RECORDED["GOLDEN"].read_text())
+    assert page == RECORDED["filled_page"](page, plans), "python benchmarks/plans.py --page"
+    assert page.count("GiB |") == sum(len(entry["plans"]) for entry in plans.values())
+
+
 def test_a_task_that_the_recipe_does_not_have_is_named(capsys):
     assert cli.main(["launch", "plan", "--task=mlm", "--config.tasks=realm"]) == 2
     assert "--task=mlm: the recipe has realm" in capsys.readouterr().err
