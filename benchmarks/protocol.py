@@ -24,6 +24,8 @@ LEVEL = 0.95
 FEW_CLUSTERS = 20  # with fewer, resampled clusters vary too little: Student's t
 DEPTH = 10  # of nDCG
 START = "start"  # the public encoder
+START_IN_FLOAT32 = "start_float32"  # on the machine that measured IN_FLOAT32, which has no bfloat16
+IN_FLOAT32 = {"uniform", "realm", "shuffled", "terms", "words_fail", "questions"}  # methods
 SYSTEMS = {  # name in the files → title
     "vectors": "vectors",
     "bm25": "BM25",
@@ -117,6 +119,17 @@ class Results:
         by_seed = self._values[name, method, system]
         return np.mean([ndcg(by_seed[seed]) for seed in sorted(by_seed)], axis=0)
 
+    def gains(self, name: str, method: str, system: str) -> NDArray[np.float64]:
+        """Return nDCG@10 of each question less that of the public encoder on the same machine, [questions]."""
+        start = START_IN_FLOAT32 if method in IN_FLOAT32 else START
+        return self.ndcg(name, method, system) - self.ndcg(name, start, system)
+
+    def mean_seconds(self, method: str) -> float | None:
+        """Return the mean over the large corpora, with the stage before; None if it was not measured."""
+        by_corpus = [np.mean(each) for corpus, each in self.seconds.get(method, {}).items() if corpus != "cisi"]
+        before = self.mean_seconds(STAGE_BEFORE) if method in SECOND_STAGES else 0.0
+        return None if not by_corpus or before is None else float(np.mean(by_corpus)) + before
+
 
 def ndcg(values: NDArray) -> NDArray[np.float64]:
     """Return nDCG@10 of each question.
@@ -204,19 +217,20 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def compare(
-    results: Results, names: Iterable[str], before: tuple[str, str], after: tuple[str, str]
+    results: Results, names: Iterable[str], system: str, before: str, after: str
 ) -> dict[str, tuple[Change, float]]:
     """Return set → change, and its p after Holm's correction over the reported sets among them.
 
     Args:
         results: the ranks.
         names: of the sets.
-        before: method and system.
-        after: method and system.
+        system: of search.
+        before: method, or START.
+        after: method.
     """
-    measured = [name for name in names if results.seeds(name, *before) and results.seeds(name, *after)]
+    measured = [name for name in names if results.seeds(name, before, system) and results.seeds(name, after, system)]
     changes = {
-        name: change(results.ndcg(name, *before), results.ndcg(name, *after), results.clusters[name])
+        name: change(results.gains(name, before, system), results.gains(name, after, system), results.clusters[name])
         for name in measured
     }
     reported = [name for name in measured if not SETS[name].is_tuned_on]
@@ -246,6 +260,7 @@ METHODS = {  # name in the files → title
     "evidence_realm": "evidence contrast, then trained reader",
     "evidence_uniform": "evidence contrast, then uniform posterior",
 }
+STAGE_BEFORE, SECOND_STAGES = "evidence", {"evidence_certain", "evidence_realm", "evidence_uniform"}
 DEFAULT = "certain"
 CONTROLS = ("certain_excluded", "own_only", "uniform", "realm", "shuffled", "terms", "words_fail", "ict")
 Table = list[list[str]]  # head, then rows
@@ -286,7 +301,7 @@ def table_of_recipe(results: Results) -> Table:
     """Return what the default recipe changes, a row per set and a column per system."""
     systems = [system for system in SYSTEMS if any(results.seeds(name, DEFAULT, system) for name in SETS)]
     rows = [["question set", *(f"{SYSTEMS[system]}: after, change" for system in systems)]]
-    columns = {system: compare(results, SETS, (START, system), (DEFAULT, system)) for system in systems}
+    columns = {system: compare(results, SETS, system, START, DEFAULT) for system in systems}
     for name, each in SETS.items():
         cells = []
         for system in systems:
@@ -304,10 +319,10 @@ def table_of_methods(results: Results, system: str) -> Table:
     names = [name for name in SETS if name in results.clusters]
     rows = [["", "seconds", "seeds", *(SETS[name].title for name in names)]]
     for method, title in METHODS.items():
-        changes = compare(results, names, (START, system), (method, system))
+        changes = compare(results, names, system, START, method)
         if changes:
-            by_corpus = results.seconds.get(method, {})
-            seconds = "–" if not by_corpus else f"{np.mean([np.mean(each) for each in by_corpus.values()]):,.0f}"
+            mean = results.mean_seconds(method)
+            seconds = "–" if mean is None else f"{mean:,.0f}"
             counts = {len(results.seeds(name, method, system)) for name in changes}
             seeds = str(max(counts)) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
             cells = [short(*changes[name]) if name in changes else "–" for name in names]
@@ -320,7 +335,7 @@ def table_of_controls(results: Results, system: str) -> Table:
     names = [name for name in SETS if name in results.clusters]
     rows = [["the default less", *(SETS[name].title for name in names)]]
     for control in CONTROLS:
-        changes = compare(results, names, (control, system), (DEFAULT, system))
+        changes = compare(results, names, system, control, DEFAULT)
         if changes:
             cells = [short(*changes[name]) if name in changes else "–" for name in names]
             rows.append([METHODS[control], *cells])
@@ -408,7 +423,7 @@ def forest_plot(results: Results, names: Sequence[str], reach: float) -> str:
             label = f"{tick:+g}".replace("-", "−") if tick else "0"
             parts.append(f'<text x="{place(tick)}" y="{bottom + 18}" text-anchor="middle">{label}</text>')
         for number, (system, color) in enumerate(PLOTTED.items()):
-            changes = {method: compare(results, [name], (START, system), (method, system)) for method in methods}
+            changes = {method: compare(results, [name], system, START, method) for method in methods}
             for row, method in enumerate(methods):
                 if name in changes[method]:
                     each, y = changes[method][name][0], TOP + row * ROW + 7 + 8 * number
@@ -442,7 +457,7 @@ def main() -> None:
             print(f"{name}\n\n{markdown(table)}\n")
     if args.plot:
         names = [name for name in REPORTED if name in results.clusters]
-        args.plot.write_text(forest_plot(results, names, reach=0.06), "utf-8")
+        args.plot.write_text(forest_plot(results, names, reach=0.1), "utf-8")
 
 
 if __name__ == "__main__":
