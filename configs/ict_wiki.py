@@ -1,10 +1,9 @@
 """The inverse cloze task over Wikipedia, before REALM (paper, section 3.4; Lee et al. 2019).
 
     realm prepare --passages wikipedia.jsonl.gz --vocab vocab.txt --output data/wiki
-    realm train --config=ict_wiki --config.data.path=data/wiki --workdir=gs-mount/runs/ict --processes=auto
+    realm train --config=ict_wiki --config.data.path=data/wiki --workdir=gs://BUCKET/runs/ict --processes=auto
 
-`gs-mount` is a mounted bucket; `realm launch` mounts it for you and takes `--workdir=gs://BUCKET/runs/ict`
-(`docs/launch.md`).
+`realm launch` starts it on TPUs (`docs/launch.md`).
 
 To start from BERT's weights and vocabulary as in the paper, add --config.init_from=hf:google-bert/bert-base-uncased
 --config.model.hidden_act=gelu (needs `'.[huggingface]'`), or name a folder with model.safetensors.

@@ -1,11 +1,10 @@
 """REALM over Wikipedia: X and Z are the same text (paper, section 4.3).
 
-    realm train --config=realm_wiki --config.data.path=data/wiki --config.init_from=gs-mount/runs/ict \
-        --workdir=gs-mount/runs/realm --processes=auto
-    realm build-index --workdir=gs-mount/runs/realm                       at the same time, on a smaller slice
+    realm train --config=realm_wiki --config.data.path=data/wiki --config.init_from=gs://BUCKET/runs/ict \
+        --workdir=gs://BUCKET/runs/realm --processes=auto
+    realm build-index --workdir=gs://BUCKET/runs/realm                    at the same time, on a smaller slice
 
-`gs-mount` is a mounted bucket; `realm launch` mounts it for you and starts both jobs (`docs/launch.md`). `runs/ict` is
-a finished run of `configs/ict_wiki.py`.
+`realm launch` starts both jobs for you (`docs/launch.md`). `runs/ict` is a finished run of `configs/ict_wiki.py`.
 
 It takes 200,000 steps of 512 sentences with learning rate 3e-5. Each sentence has eight candidates, one of which is the
 null document. As in the paper, 64 chips train and 16 embed. The paper refreshed the index about every 500 steps. Here

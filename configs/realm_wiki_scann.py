@@ -1,7 +1,7 @@
 """REALM over Wikipedia as in `realm_wiki`, but ScaNN searches on the hosts, instead of exact search inside the step.
 
     realm launch --target=jobset --spec=launch/v5e.py --spec.image=IMAGE --config=realm_wiki_scann \
-        --config.data.path=gs://BUCKET/data --config.init_from=/realm/BUCKET/runs/ict --workdir=gs://BUCKET/runs/realm
+        --config.data.path=gs://BUCKET/data --config.init_from=gs://BUCKET/runs/ict --workdir=gs://BUCKET/runs/realm
 
 The search for a step starts one step earlier, with the parameters of that step, so candidates are one step older. The
 devices hold no vectors. ScaNN finds almost all of the top eight (recall: `benchmarks/README.md`). With this corpus

@@ -1,7 +1,7 @@
 """64 chips of TPU v5p for the trainer, and 4 machines of their own for the index builder.
 
     realm launch --target=jobset --spec=launch/v5p.py --spec.image=IMAGE --config=realm_wiki \\
-        --config.data.path=gs://BUCKET/data --config.init_from=/realm/BUCKET/runs/ict \\
+        --config.data.path=gs://BUCKET/data --config.init_from=gs://BUCKET/runs/ict \\
         --workdir=gs://BUCKET/runs/realm --dry-run
 
 `realm launch plan --spec=launch/v5p.py --config=realm_wiki` says what it costs. From an empty project to this

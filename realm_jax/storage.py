@@ -311,6 +311,28 @@ class Folder(ABC):
         """List the names directly in a folder, sorted; [] for a missing folder. Never from a cache."""
 
     @abstractmethod
+    def files(self) -> dict[str, int]:
+        """Return name → size in bytes of every file in the folder and below; never from a cache."""
+
+    @abstractmethod
+    def upload(self, path: Path, name: str) -> None:
+        """Write a file from a file of this machine, which may be larger than the memory, and may grow meanwhile.
+
+        Args:
+            path: the file to copy.
+            name: its name in the folder; an earlier file of that name is replaced.
+        """
+
+    @abstractmethod
+    def download(self, name: str, path: Path) -> None:
+        """Copy a file to this machine.
+
+        Args:
+            name: name of the file.
+            path: gets the complete file, and its folders are made.
+        """
+
+    @abstractmethod
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with everything in it, if it exists."""
 
@@ -411,6 +433,23 @@ class PosixFolder(Folder):
             except FileNotFoundError:
                 return []
 
+    def files(self) -> dict[str, int]:
+        with self._storage_errors(""):
+            paths = [path for path in self.root.rglob("*") if path.is_file() and path.suffix != ".partial"]
+            return {path.relative_to(self.root).as_posix(): path.stat().st_size for path in paths}
+
+    def upload(self, path: Path, name: str) -> None:
+        with self._storage_errors(name), open(path, "rb") as source:
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            with open_atomic(self.root / name) as target:
+                shutil.copyfileobj(source, target)
+
+    def download(self, name: str, path: Path) -> None:
+        with self._storage_errors(name), open(self.root / name, "rb") as source:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open_atomic(path) as target:
+                shutil.copyfileobj(source, target)
+
     def remove(self, name: str) -> None:
         path = self.root / name
         with self._storage_errors(name), contextlib.suppress(FileNotFoundError):
@@ -485,6 +524,38 @@ class Bucket(Folder):
             return sorted({path.rstrip("/").rpartition("/")[2] for path in paths} - {""})
 
         return self._with_retries("list", folder, ls)
+
+    def files(self) -> dict[str, int]:
+        def find(path: str) -> dict[str, int]:
+            self._files.invalidate_cache()
+            entries = self._files.find(path, detail=True)
+            return {
+                name.removeprefix(f"{self._root}/"): entry["size"]
+                for name, entry in entries.items()
+                if entry["type"] == "file" and not name.endswith("/")
+            }
+
+        return self._with_retries("list", "", find)
+
+    def upload(self, path: Path, name: str) -> None:
+        def put(target: str) -> None:
+            size = path.stat().st_size
+            self._files.put_file(str(path), target)
+            self._files.invalidate_cache()
+            arrived = self._files.info(target)["size"]
+            if arrived < size:
+                raise OSError(f"{arrived:,} bytes of {size:,} arrived")
+
+        self._with_retries("write", name, put)
+
+    def download(self, name: str, path: Path) -> None:
+        def get(source: str) -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+            self._files.get_file(source, str(partial))
+            os.replace(partial, path)
+
+        self._with_retries("read", name, get)
 
     def remove(self, name: str) -> None:
         def rm(path: str) -> None:

@@ -8,7 +8,19 @@ import realm_jax
 ROOT = Path(realm_jax.__file__).parent
 # The lowest first. A module or package imports from those before it alone; configs/ are users' files.
 LAYERS = (
-    *("version", "errors", "storage", "processes", "mesh", "console", "checksums", "cache", "host", "environment"),
+    *(
+        "version",
+        "errors",
+        "storage",
+        "mirror",
+        "processes",
+        "mesh",
+        "console",
+        "checksums",
+        "cache",
+        "host",
+        "environment",
+    ),
     *("data", "models", "config", "corpora", "retrieval", "forward", "run", "flops"),
     *("eval", "tasks", "assemble"),
     *("indexing", "train", "search_index", "adaptation", "inference", "serving", "launch", "cli"),

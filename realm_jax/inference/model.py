@@ -90,7 +90,7 @@ class Model:
                 f"generation={generation}: cannot be combined with task, search, rerank or reader; leave them out"
             )
         if is_remote(str(workdir)):
-            raise UserError(f"workdir={workdir}: a model is opened from a folder; copy the run to a disk, or mount it")
+            raise UserError(f"workdir={workdir}: a model is opened from a folder; copy the run to a disk")
         if not isinstance(config, Mapping | None):
             raise UserError(f"config={config!r}: takes the keys to change as a dict, such as {{'answering.read': 50}}")
         self.workdir = Path(workdir)

@@ -5,7 +5,7 @@ import re
 from realm_jax.config import Config, flatten, is_name, task_names
 from realm_jax.errors import UserError
 from realm_jax.indexing.heartbeat import BUILDER, TRAINER
-from realm_jax.launch.spec import BUCKET, MOUNTED, Launch
+from realm_jax.launch.spec import BUCKET, Launch
 
 SAVE_SECONDS = 60  # an upper bound of the time of a save: a shorter grace period loses steps
 IN_IMAGE = ("configs", "launch", "realm_jax")  # folders of the source that launch/Dockerfile copies
@@ -98,10 +98,11 @@ def check_training(launch: Launch, config: Config, builders: int, remote: bool) 
         raise UserError(f"spec.builder.{key}=0: config.refresh.mode=async needs an index builder; start at least one")
     if not remote:
         return
-    values, mounted = flatten(config.to_dict()), f"{MOUNTED}/{launch.bucket}/"
-    for key, prefix in (("data.path", BUCKET), ("init_from", "hf:"), ("reader_from", "hf:")):
-        if values[key] and not values[key].startswith((mounted, prefix)):
-            raise UserError(f"config.{key}={values[key]}: the machines cannot read it; name {prefix}… or {mounted}…")
+    values = flatten(config.to_dict())
+    for key, prefixes in (("data.path", (BUCKET,)), ("init_from", (BUCKET, "hf:")), ("reader_from", (BUCKET, "hf:"))):
+        if values[key] and not values[key].startswith(prefixes):
+            allowed = " or ".join(f"{prefix}…" for prefix in prefixes)
+            raise UserError(f"config.{key}={values[key]}: the machines cannot read it; name {allowed}")
     if config.refresh.shared not in ("", launch.workdir):
         raise UserError("config.refresh.shared: in a cloud all jobs share --workdir; leave it out")
 

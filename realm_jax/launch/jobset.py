@@ -15,7 +15,7 @@ import yaml
 from realm_jax.errors import USER_ERROR
 from realm_jax.host import PREEMPTED
 from realm_jax.launch.cloud import CloudTarget, Resource, call_json, render, run_tool, stream
-from realm_jax.launch.spec import MOUNTED, Launch, choose, job_specs
+from realm_jax.launch.spec import Launch, choose, job_specs
 from realm_jax.launch.status import record_expected_jobs
 
 RUN = "realm-jax/run"  # label: which run a JobSet belongs to
@@ -38,7 +38,6 @@ def manifests(launch: Launch) -> list[Manifest]:
             kubernetes=launch.spec.kubernetes,
             part=part,
             name=f"{launch.spec.name}-{part.name}",
-            mount=f"{MOUNTED}/{launch.bucket}",
             run_label=RUN,
             workdir_annotation=WORKDIR,
             container=CONTAINER,

@@ -16,11 +16,11 @@ from realm_jax.errors import USER_ERROR, UserError
 from realm_jax.host import PREEMPTED
 from realm_jax.indexing.heartbeat import TRAINER
 from realm_jax.launch.cloud import CloudTarget, Resource, call_json, render, run_tool, stream
-from realm_jax.launch.spec import BUCKET, MOUNTED, Launch, choose, job_specs
+from realm_jax.launch.spec import Launch, choose, job_specs
 from realm_jax.launch.status import EXPECTED, record_expected_jobs
 from realm_jax.storage import open_folder
 
-# Folder of the machine's disk, and its mount point in containers: staged data and vectors outlive a container.
+# Folder of the machine's disk, and its path in containers: staged data and vectors outlive a container.
 DISK_CACHE, CACHE = "/var/lib/realm-cache", "/realm-cache"
 NO_JOBS = "No in-progress managed jobs"  # SkyPilot's error while it has no controller
 ENDED = ("succeeded", "cancelled", "failed", "failed_setup", "failed_prechecks", "failed_no_resource",
@@ -58,8 +58,6 @@ class SkyPilot(CloudTarget):
                 zones=spec.skypilot.zone_names,
                 environment=environment,
                 passed_on=[*environment, *spec.skypilot.secrets],
-                bucket=f"{BUCKET}{launch.bucket}",
-                mount=f"{MOUNTED}/{launch.bucket}",
                 expected=f"{launch.workdir}/{EXPECTED}",
                 image=spec.image,
                 registry=spec.image.partition("/")[0],

@@ -17,7 +17,6 @@ from realm_jax.errors import UserError
 from realm_jax.indexing.heartbeat import BUILDER, TRAINER, process_name
 
 BUCKET = "gs://"
-MOUNTED = "/realm"  # mount point of buckets in containers
 PROGRAMS = "programs"  # folder of a run in a bucket: what JAX compiled for it
 # A trainer may wait for machines, or measure baselines, for longer than a builder that is started by hand should wait.
 WAIT_FOREVER = "--wait"
@@ -284,10 +283,7 @@ class Launch(NamedTuple):
         """
         program, wait = ("train", []) if job == TRAINER else ("build-index", [WAIT_FOREVER])
         config = [f"--config={self.config}"] if self.config else []
-        # Trainer and builder share the bucket itself; this flag comes after the user's, so that it takes effect.
-        shared = [f"--config.refresh.shared={self.workdir}"] if self.is_remote else []
-        workdir = f"--workdir={self.mounted_workdir}"
-        return ["realm", program, *config, *wait, *self.overrides, *shared, workdir, *flags]
+        return ["realm", program, *config, *wait, *self.overrides, f"--workdir={self.workdir}", *flags]
 
     @property
     def is_remote(self) -> bool:
@@ -295,19 +291,9 @@ class Launch(NamedTuple):
         return self.workdir.startswith(BUCKET)
 
     @property
-    def bucket(self) -> str:
-        """Return the bucket of a remote run directory."""
-        return self.workdir.removeprefix(BUCKET).partition("/")[0]
-
-    @property
-    def mounted_workdir(self) -> str:
-        """Return the path of the run directory on the machines."""
-        return self.workdir.replace(BUCKET, f"{MOUNTED}/", 1) if self.is_remote else self.workdir
-
-    @property
     def environment(self) -> dict[str, str]:
         """Return the environment variables of all processes; in a cloud, compiled programs stay with the run."""
-        programs = {"JAX_COMPILATION_CACHE_DIR": f"{self.mounted_workdir}/{PROGRAMS}"} if self.is_remote else {}
+        programs = {"JAX_COMPILATION_CACHE_DIR": f"{self.workdir}/{PROGRAMS}"} if self.is_remote else {}
         variables = (variable.partition("=") for variable in self.spec.environment)
         return programs | {name: value for name, _, value in variables}
 

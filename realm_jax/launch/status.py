@@ -17,6 +17,7 @@ import numpy as np
 from realm_jax.errors import UserError
 from realm_jax.indexing.files import MANIFEST, export_step, generation_names, read_manifests, read_rejection
 from realm_jax.indexing.heartbeat import BUILDER, HEARTBEAT_SECONDS, TRAINER, Status, read_status, write_status
+from realm_jax.mirror import COMMIT, is_url
 from realm_jax.storage import Damaged, Folder, open_folder
 from realm_jax.train.records import (
     Lines,
@@ -221,9 +222,12 @@ def run_state(folder: Folder, jobs: list[JobState]) -> RunState:
 def newest_checkpoint(folder: Folder) -> tuple[str, int] | None:
     """Return task and step of the newest checkpoint of the last task that has one."""
     for task in reversed(task_names(folder)):
-        steps = [int(name) for name in folder.names(f"{task}/checkpoints") if name.isdigit()]
-        if steps:
-            return task, max(steps)
+        saves = f"{task}/checkpoints"
+        steps = sorted((int(name) for name in folder.names(saves) if name.isdigit()), reverse=True)
+        # In a bucket, a save has its final name from the start, and a marker at the end.
+        complete = (step for step in steps if not is_url(folder.url) or COMMIT in folder.names(f"{saves}/{step}"))
+        if (newest := next(complete, None)) is not None:
+            return task, newest
     return None
 
 

@@ -7,9 +7,13 @@ does not end training, which tries again. Readers ignore a folder whose save did
 
 The record also holds a checksum of every array. Readers compare it and name the arrays that differ, because Orbax
 detects missing data, but may load flipped bits without an error.
+
+Folders are paths in the run directory. If that is the copy of a bucket's run (`mirror.py`), its checkpoints are in the
+bucket only: Orbax writes them to their URL, and a file `commit_success.txt` in a folder says that its save finished.
 """
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -19,8 +23,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import fsspec.config
 import jax
 import numpy as np
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from realm_jax.checksums import checksums, mismatched, named_arrays
@@ -28,8 +34,9 @@ from realm_jax.environment import environment
 from realm_jax.errors import UserError, full_disk
 from realm_jax.host import delayed_signals, free_heap, releases_memory
 from realm_jax.indexing.control import SaveState
+from realm_jax.mirror import COMMIT, is_url, url_of
 from realm_jax.processes import allgather_flags, any_process, is_process_0, run_on_process_0
-from realm_jax.storage import StorageError, read_json, record_digest
+from realm_jax.storage import StorageError, record_digest
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +45,20 @@ METADATA = "_CHECKPOINT_METADATA"  # Orbax's file, which also holds our record
 TRANSIENT_STATUS = re.compile(
     "RESOURCE_EXHAUSTED|UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|CANCELLED"
 )
+STATUS = re.compile("[A-Z]+(_[A-Z]+)*: ")  # begins an error of TensorStore
 NO_STEP = -1  # stands for None between processes
 COPY_BYTES = 1 << 27  # of arrays that are copied and written at a time if memory is short
+REMOTE = ("aiohttp", "gcsfs", "google", "requests")  # packages whose errors mean that a bucket failed
 _T = TypeVar("_T")
+
+# Orbax lists buckets by fsspec, and TensorStore writes to them without it. So no listing may come from a cache.
+for _scheme in ("gs", "gcs"):
+    fsspec.config.conf.setdefault(_scheme, {})["use_listings_cache"] = False
+
+
+def orbax_path(folder: Path) -> epath.Path:
+    """Return where Orbax finds a folder of the run directory: its absolute path, or its URL in a bucket."""
+    return epath.Path(folder if is_url(str(folder)) else url_of(folder.absolute()))
 
 
 class Checkpoints:
@@ -53,7 +71,7 @@ class Checkpoints:
             folder: made if it is missing.
             keep: number of newest checkpoints that stay.
         """
-        self._folder, self._keep = folder, keep
+        self._folder, self._keep = orbax_path(folder), keep
         logging.getLogger("absl").addFilter(_is_no_orbax_error)
         self._checkpointer = self._open()
         self._is_saving = False
@@ -62,9 +80,7 @@ class Checkpoints:
     def _open(self) -> ocp.training.Checkpointer:
         """Open the folder, and remove what a save that did not finish has left there."""
         policy = ocp.training.preservation_policies.LatestN(self._keep)
-        return ocp.training.Checkpointer(
-            self._folder.absolute(), preservation_policy=policy, cleanup_tmp_directories=True
-        )
+        return ocp.training.Checkpointer(self._folder, preservation_policy=policy, cleanup_tmp_directories=True)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -83,8 +99,9 @@ class Checkpoints:
         """Turn a failed save, perhaps an earlier one in the background, into a StorageError."""
         try:
             yield
-        except (OSError, ValueError, RuntimeError) as error:
-            if not isinstance(error, OSError) and not re.match("[A-Z]+(_[A-Z]+)*: ", str(error)):
+        except Exception as error:
+            is_status = isinstance(error, ValueError | RuntimeError) and STATUS.match(str(error))
+            if not isinstance(error, OSError) and not is_status and not _is_remote(error):
                 raise  # not a status of TensorStore, or of a barrier at which another process did not arrive
             reason = full_disk(error) or f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise StorageError(
@@ -101,10 +118,9 @@ class Checkpoints:
     def generations(self) -> dict[int, str]:
         """Return step → index generation of all checkpoints; '' for an index that the trainer embedded."""
         generations = {}
-        for entry in self._folder.absolute().glob("*"):
-            if entry.name.isdigit():
-                with contextlib.suppress(CheckpointRemoved, UserError):
-                    generations[int(entry.name)] = SavedCheckpoint(entry).record.get("generation") or ""
+        for entry in _step_folders(self._folder):
+            with contextlib.suppress(CheckpointRemoved, UserError):
+                generations[int(entry.name)] = SavedCheckpoint(entry).record.get("generation") or ""
         return generations
 
     def save(self, step: int, state: Any, index: dict[str, Any], record: dict[str, Any]) -> None:
@@ -194,18 +210,50 @@ def _limit_save_memory(items: dict[str, Any]) -> contextlib.AbstractContextManag
     return context
 
 
-def _quarantine(entry: Path, error: object) -> None:
-    """Log the error of a damaged checkpoint, and rename its folder."""
+def _quarantine(entry: epath.Path, error: object) -> None:
+    """Log the error of a damaged checkpoint, and rename its folder.
+
+    A bucket copies the files and then removes them. If that is cut off, the step is damaged again, or has no marker.
+    """
     logger.error("%s; falling back to the previous checkpoint", error)
     if is_process_0():
-        earlier = len([*entry.parent.glob(f"{entry.name}{DAMAGED}*")])  # the same step may be damaged again
+        earlier = len(damaged_folders(entry.parent, entry.name))  # the same step may be damaged again
         entry.rename(entry.with_name(f"{entry.name}{DAMAGED}{earlier + 1 if earlier else ''}"))
 
 
-def saved_folders(folder: Path) -> list[Path]:
-    """Return the folders of complete checkpoints, the newest first."""
-    entries = sorted((e for e in folder.absolute().glob("*") if e.name.isdigit()), key=lambda e: -int(e.name))
-    return [entry for entry in entries if ocp.is_orbax_checkpoint(entry)]
+def _step_folders(folder: epath.Path) -> list[epath.Path]:
+    """Return the folders of steps, complete or not; [] for a missing folder."""
+    try:
+        return [entry for entry in folder.iterdir() if entry.name.isdigit()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _is_complete(entry: epath.Path) -> bool:
+    """Return True if the save of a folder has finished. Raises an error of a bucket, which Orbax takes for a no."""
+    return (entry / COMMIT).exists() if is_url(str(entry)) else bool(ocp.is_orbax_checkpoint(entry))
+
+
+def saved_folders(folder: Path) -> list[epath.Path]:
+    """Return the folders of complete checkpoints, the newest first. Raises StorageError if they cannot be listed."""
+    try:
+        entries = sorted(_step_folders(orbax_path(folder)), key=lambda entry: -int(entry.name))
+        return [entry for entry in entries if _is_complete(entry)]
+    except Exception as error:
+        if not isinstance(error, OSError) and not _is_remote(error):
+            raise
+        raise StorageError(f"{orbax_path(folder)} cannot be listed ({error}); run the command again") from error
+
+
+def damaged_folders(folder: epath.Path, step: str = "") -> list[epath.Path]:
+    """Return the folders of damaged checkpoints, sorted.
+
+    Args:
+        folder: folder of the checkpoints.
+        step: number of the step; '' for all steps.
+    """
+    entries = ((entry, *entry.name.partition(DAMAGED)) for entry in folder.iterdir())
+    return sorted(entry for entry, number, mark, _ in entries if mark and step in ("", number))
 
 
 class DamagedCheckpoint(UserError):
@@ -226,13 +274,13 @@ class SavedCheckpoint:
         step: number of steps that are done.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: epath.Path):
         self._path = path
         self.step = int(path.name)
         self._unchecked_items: dict[str, Any] | None = None  # to be compared later; None: `read` compares at once
         with self._reading():
             # Not the metadata of all arrays, which take Orbax most of a second.
-            self._record = dict(read_json(path / METADATA)["custom_metadata"])
+            self._record = dict(json.loads((path / METADATA).read_bytes())["custom_metadata"])
             if self.record["digest"] != record_digest(self.record):
                 raise ValueError("its record does not match its checksum")
 
@@ -255,7 +303,7 @@ class SavedCheckpoint:
             return NO_STEP if newest is None else newest.step
 
         step = run_on_process_0(newest_step)
-        return None if step == NO_STEP else cls(folder.absolute() / str(step))
+        return None if step == NO_STEP else cls(orbax_path(folder) / str(step))
 
     @classmethod
     def newest_intact(cls, folder: Path, load: Callable[[Self], _T]) -> _T | None:
@@ -282,7 +330,7 @@ class SavedCheckpoint:
                 raise UserError(f"{folder}: every checkpoint is damaged; start in another --workdir")
             if step == NO_STEP:
                 return None
-            entry, error = folder.absolute() / str(step), None
+            entry, error = orbax_path(folder) / str(step), None
             read_items: dict[str, Any] = {}
             try:
                 saved = cls(entry)
@@ -308,10 +356,15 @@ class SavedCheckpoint:
             with delayed_signals():  # Orbax swallows even BaseExceptions, and the checkpoint would look damaged
                 yield
         except Exception as error:
-            if not (self._path / METADATA).exists():
-                raise CheckpointRemoved(str(self._path)) from error
             reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-            if _is_transient(error):
+            is_transient = _is_transient(error)
+            try:
+                is_removed = not (self._path / METADATA).exists()
+            except Exception:  # the bucket fails
+                is_removed, is_transient = False, True
+            if is_removed:
+                raise CheckpointRemoved(str(self._path)) from error
+            if is_transient:
                 raise StorageError(f"{self._path} could not be read ({reason}); run the command again") from error
             raise DamagedCheckpoint(f"{self._path} is damaged ({reason}); see `realm storage verify`") from error
 
@@ -405,4 +458,10 @@ def _is_transient(error: Exception) -> bool:
     """Return True for an error of storage or memory, which does not mean that the checkpoint is damaged."""
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         return False
-    return isinstance(error, OSError | MemoryError) or TRANSIENT_STATUS.match(str(error)) is not None
+    is_transient = isinstance(error, OSError | MemoryError) or _is_remote(error)
+    return is_transient or TRANSIENT_STATUS.match(str(error)) is not None
+
+
+def _is_remote(error: Exception) -> bool:
+    """Return True for an error of a bucket's client."""
+    return type(error).__module__.partition(".")[0] in REMOTE

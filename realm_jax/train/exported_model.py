@@ -57,7 +57,7 @@ from realm_jax.models.weights import bert_of, find, networks, read, save, settin
 from realm_jax.processes import allgather_flags, broadcast_from_process_0, is_process_0, run_on_process_0
 from realm_jax.retrieval.token_rerank import Compression
 from realm_jax.run import Run
-from realm_jax.storage import flush_folder, publish_folder, read_json, write_json_atomic
+from realm_jax.storage import flush_folder, publish_folder, read_json, sha256_hex, write_json_atomic
 from realm_jax.train.checkpoints import SavedCheckpoint
 from realm_jax.train.restore import saved_vectors
 from realm_jax.train.workdir import with_absolute_paths
@@ -248,18 +248,22 @@ def exported_vectors(run: Run, task: str) -> NDArray[np.float32] | None:
         task: name of the task; its model may be missing.
 
     Returns:
-        float32 [passages, width], memory-mapped; None on every process unless every process sees them.
+        float32 [passages, width], memory-mapped; None on every process unless every process sees those of process 0.
 
     Raises:
         UserError: on every process, if one cannot read them.
     """
     broadcast_from_process_0(0)  # a barrier: the others must not look while process 0 still writes the model
-    vectors, error = None, None
+    vectors, error, identity = None, None, 0
     try:
         exported = find_exported_model(run.workdir / task / MODEL)
-        vectors = None if exported is None else exported.vectors(run.sources.passages.fingerprint)
+        if exported is not None:
+            vectors = exported.vectors(run.sources.passages.fingerprint)
+            identity = int(sha256_hex(exported.identity.encode())[:7], 16)
     except UserError as damage:
         error = damage
+    if broadcast_from_process_0(identity) != identity:
+        vectors = None  # of a copy of the run directory that began before process 0 exported again
     has_vectors, can_read = allgather_flags(vectors is not None, error is None).T  # [processes] each
     if not can_read.all():
         raise error or UserError(f"{run.workdir / task / MODEL}: another process cannot read it; see its log")

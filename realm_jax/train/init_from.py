@@ -38,6 +38,7 @@ from realm_jax.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from realm_jax.data.tokenizer_files import lower_case_of, read_tokenizer, tokenizer_file
 from realm_jax.errors import UserError
 from realm_jax.mesh import put_with_sharding
+from realm_jax.mirror import download_model, is_url, url_of
 from realm_jax.models.architectures.table import model_values, read_architecture
 from realm_jax.models.folders import READER, SHARED, TOWERS, model_folders, network_folder, resolve_model_path
 from realm_jax.models.layers import Params
@@ -66,7 +67,7 @@ from realm_jax.models.weights import (
 )
 from realm_jax.processes import run_on_process_0
 from realm_jax.run import Run, abstract_params
-from realm_jax.storage import make_folder, read_json, read_settings, sha256_hex, write_json_atomic
+from realm_jax.storage import make_folder, open_folder, read_json, read_settings, sha256_hex, write_json_atomic
 from realm_jax.tasks.answering import trains_qa_reader
 from realm_jax.train.exported_model import ExportedModel, exported_model
 from realm_jax.train.workdir import START, begins_with_reader, has_checkpoint, recorded_config, with_absolute_paths
@@ -298,13 +299,13 @@ def find_source(name: str, key: str = "init_from") -> Source:
     """Return the source that a key of INIT_KEYS names.
 
     Args:
-        name: run directory, folder of weights, hf:NAME or py:NAME.
+        name: run directory, folder of weights, gs://BUCKET/FOLDER of one, hf:NAME or py:NAME.
         key: the key, for messages.
 
     Raises:
         UserError: the folder has neither a run nor weights.
     """
-    folder = resolve_model_path(name, f"config.{key}")
+    folder = download_model(name) if is_url(name) else resolve_model_path(name, f"config.{key}")
     if model_folders(folder):
         return WeightsSource(key, name, folder)
     if (folder / "config.json").is_file() and (folder / "data.json").is_file():
@@ -534,6 +535,7 @@ def record_start(run: Run, params: Params) -> None:
         if path.is_file() and read_json(path).get("params") != start_digest:
             for task in task_names(run.config)[:1]:
                 shutil.rmtree(run.workdir / task, ignore_errors=True)
+                open_folder(url_of(run.workdir)).remove(task)  # in a bucket, the best parameters are only there
         trained = bool(sources) and sources[-1].gives_reader and sources[-1].has_trained_reader(run.model)
         write_json_atomic(path, {"reader": trained, "params": start_digest})
 

@@ -25,6 +25,7 @@ from realm_jax.indexing.async_provider import AsyncIndexProvider
 from realm_jax.indexing.control import ControlSignal, SaveState, put_control
 from realm_jax.indexing.heartbeat import StatusWriter
 from realm_jax.indexing.provider import InlineIndexProvider, Interrupted
+from realm_jax.mirror import upload_changes
 from realm_jax.models.layers import Params
 from realm_jax.processes import any_process, broadcast_from_process_0
 from realm_jax.run import Run, local_rows
@@ -172,6 +173,7 @@ def train_task(
                         arrays["tower"] = index.index.query_encoder
                 if (in_flight := feed.in_flight()) is not None:
                     arrays["in_flight"] = in_flight  # [batches, batch, depth] int32
+                upload_changes(run.workdir)  # so that no record is missing that comes before the checkpoint
                 index_provider.on_checkpoint(step, generation, last_failed=checkpoints.finish() == SaveState.FAILED)
                 checkpoints.save(step, state, arrays, record)
 

@@ -27,6 +27,7 @@ from realm_jax.eval.prediction import Evaluator
 from realm_jax.host import PREEMPTED, Preempted, Stop, signal_handler
 from realm_jax.indexing.heartbeat import StatusWriter, trainer_status
 from realm_jax.indexing.provider import shared_folder
+from realm_jax.mirror import upload_changes, url_of
 from realm_jax.models.layers import Params
 from realm_jax.processes import is_process_0
 from realm_jax.retrieval.analyzers import check_available
@@ -291,6 +292,7 @@ def train(run: Run, status: StatusWriter | None = None) -> Params:
             status.update(stage=task.name)
         params = train_task(run, task.name, params, make_measure(task), status=status)
         export_task(run, task.name, params, reader_is_trained(run.workdir, task.name))
+        upload_changes(run.workdir)
     return params
 
 
@@ -336,7 +338,7 @@ def show(results: dict[str, Any], workdir: Path, question: str) -> None:
         table.add_row("seconds", name, f"{value:.0f}")
     console().print(table)
     for line in (
-        f"report: {shlex.quote(str(workdir / 'report.html'))}",
+        f"report: {shlex.quote(url_of(workdir / 'report.html'))}",
         f"ask:    realm ask --workdir={shlex.quote(str(workdir))} {shlex.quote(question)}",
     ):
         console().print(Text(printable(line)), soft_wrap=True)

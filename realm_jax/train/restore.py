@@ -15,6 +15,7 @@ from realm_jax.config import task_names, with_defaults
 from realm_jax.environment import differences, environment
 from realm_jax.errors import UserError
 from realm_jax.indexing.vector_cache import embed_with_cache
+from realm_jax.mirror import download_model, is_url
 from realm_jax.models.layers import Params
 from realm_jax.processes import allgather_flags
 from realm_jax.run import Run
@@ -159,8 +160,9 @@ def vectors_from_earlier_task(run: Run, name: str, params: Params) -> NDArray | 
 def _tasks_of_source(run: Run) -> list[tuple[Path, str]]:
     """Return run directory and name of each task of the run in `init_from`, if it embeds the same
     passages in the same way."""
-    folder = Path(run.config.init_from)
-    if not run.config.init_from or not (folder / "config.json").is_file() or not (folder / "data.json").is_file():
+    name = run.config.init_from
+    folder = download_model(name) if is_url(name) else Path(name)
+    if not name or not (folder / "config.json").is_file() or not (folder / "data.json").is_file():
         return []
     source_config, data = with_defaults(read_json(folder / "config.json")), read_json(folder / "data.json")
     sections = ("model", "encoder")  # as dictionaries: a locked config is never equal to one that is not

@@ -10,6 +10,7 @@ from realm_jax.assemble import make_run
 from realm_jax.config import Config, task_names, training_keys, with_defaults, with_values
 from realm_jax.data.sources import open_sources
 from realm_jax.errors import UserError
+from realm_jax.mirror import url_of
 from realm_jax.processes import is_process_0
 from realm_jax.run import Run
 from realm_jax.storage import Folder, open_folder, read_json, write_json_atomic
@@ -91,8 +92,8 @@ def _check_training_keys(run: Run, path: Path) -> None:
     for key in sorted(current):  # other recorded keys belong to a task or backend that a differing key names
         if recorded.get(key) != current.get(key):
             raise UserError(
-                f"config.{key} is {current.get(key)!r}, but the run in {run.workdir} has {recorded.get(key)!r}; "
-                "set it back, or start in another --workdir"
+                f"config.{key} is {current.get(key)!r}, but the run in {url_of(run.workdir)} has "
+                f"{recorded.get(key)!r}; set it back, or start in another --workdir"
             )
 
 
@@ -139,7 +140,7 @@ def recorded_config(workdir: Path, name: str = "--workdir") -> Config:
     """
     if not (workdir / "config.json").is_file():
         advice = "make one with `realm index` or `realm train`"
-        raise UserError(f"{name}={workdir}: no run there (no config.json); {advice}")
+        raise UserError(f"{name}={url_of(workdir)}: no run there (no config.json); {advice}")
     config: Any = read_json(workdir / "config.json")
     if not isinstance(config, dict) or not {"tasks", "data", "model"} <= {*config}:
         raise UserError(f"{name}={workdir}: config.json there is not the config of a run of `realm train`")
@@ -170,4 +171,4 @@ def recorded_corpus(workdir: Path) -> str | None:
 
 def recorded_folder(workdir: Path) -> Folder:
     """Open the shared folder (`refresh.shared`) of a recorded run."""
-    return open_folder(recorded_config(workdir).refresh.shared or workdir)
+    return open_folder(recorded_config(workdir).refresh.shared or url_of(workdir))

@@ -213,7 +213,7 @@ def test_a_builder_serves_steps_that_are_trained_again(copied, sturdy, monkeypat
         until(lambda: not read_status(folder, TRAINER).index_done)
 
     at_step(monkeypatch, look)
-    newest = saved_folders(copied.workdir / "realm" / "checkpoints")[0]
+    newest = Path(saved_folders(copied.workdir / "realm" / "checkpoints")[0])
     largest = max(filter(Path.is_file, newest.rglob("*")), key=lambda path: path.stat().st_size)
     largest.write_bytes(bytes(byte ^ 1 for byte in largest.read_bytes()))
     with builder(copied):

@@ -23,5 +23,3 @@ def test_skypilot_reads_the_tasks_of_a_dry_run(version):
         assert (first.zone, second.zone, first.use_spot) == ("us-west4-a", "us-east5-b", True)
         assert [*first.accelerators] == [document["resources"]["accelerators"]]
         assert first.job_recovery["recover_on_exit_codes"] == [75]
-        (storage,) = task.storage_mounts.values()
-        assert (storage.source, storage.mode.value) == ("gs://my-bucket", "MOUNT")

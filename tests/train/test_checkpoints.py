@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("quick_steps")
 
 def flip(folder: Path, rng: np.random.Generator) -> None:
     """Flip one bit of one file of a checkpoint, files chosen by their size."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size]
+    files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file() and path.stat().st_size]
     sizes = np.array([path.stat().st_size for path in files], float)
     path = files[rng.choice(len(files), p=sizes / sizes.sum())]
     content = bytearray(path.read_bytes())
@@ -175,7 +175,7 @@ def test_storage_that_fails_is_no_damage(straight, tmp_path, monkeypatch):
     names = {entry.name for entry in folder.iterdir()}
     message = "could not be read .OSError: .Errno 5. Input/output error.; run the command again"
     with monkeypatch.context() as patch, pytest.raises(StorageError, match=message):
-        patch.setattr(checkpoints, "read_json", Mock(side_effect=error))
+        patch.setattr(type(saved_folders(folder)[0]), "read_bytes", Mock(side_effect=error))
         SavedCheckpoint.newest_intact(folder, lambda saved: saved.step)
     assert {entry.name for entry in folder.iterdir()} == names
     for _ in range(2):

@@ -1,6 +1,7 @@
 """`realm train` as two processes with four devices each: the same run as one process with eight, whoever is killed."""
 
 import signal
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -86,7 +87,7 @@ def test_processes_that_are_killed_go_on(people, alone, tmp_path, is_damaged, pr
     """As one, or as two that pass over the same damaged checkpoint, of which only one reads the damaged bytes."""
     flags = end_after_saves(people, tmp_path, 2, signal.SIGKILL)
     assert len(saved_folders(tmp_path / "run" / "qa" / "checkpoints")) == 0
-    newest = saved_folders(tmp_path / "run" / "realm" / "checkpoints")[0]
+    newest = Path(saved_folders(tmp_path / "run" / "realm" / "checkpoints")[0])
     if is_damaged:
         largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
         content = bytearray(largest.read_bytes())
