@@ -29,7 +29,7 @@ from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.workdir import recorded_config, recorded_corpus
 
 EXAMPLES = """examples:
-  realm build-index --config=realm_wiki --config.data.path=data/wiki --workdir=runs/wiki
+  realm build-index --config=realm_wiki --config.init_from=runs/ict --config.data.path=data/wiki --workdir=runs/wiki
   realm build-index --workdir=runs/wiki --process=1 --processes=4         the second of four, for an existing run
   realm build-index --workdir=runs/wiki --once                            the newest export only
 
