@@ -60,11 +60,14 @@ def test_vectors_are_read_after_process_0_wrote_them_and_only_if_every_process_s
     model.rename(model.with_name("written later"))
 
     def wait_for_process_0(value):
-        model.with_name("written later").rename(model)
+        if model.with_name("written later").exists():
+            model.with_name("written later").rename(model)
         return value
 
     monkeypatch.setattr(exported_model_module, "broadcast_from_process_0", wait_for_process_0)
     assert exported_vectors(trained_run, "qa") is not None
+    monkeypatch.setattr(exported_model_module, "broadcast_from_process_0", lambda value: value and value + 1)
+    assert exported_vectors(trained_run, "qa") is None  # process 0 has another model
     monkeypatch.setattr(exported_model_module, "broadcast_from_process_0", lambda value: value)
     other_process = [False, True]  # it sees no vectors
     monkeypatch.setattr(exported_model_module, "allgather_flags", lambda *flags: np.array([flags, other_process]))
