@@ -102,16 +102,14 @@ def _arrange(sizes: list[int], devices: list[jax.Device], slices: int) -> NDArra
     if devices[0].platform != "tpu":
         return np.asarray(devices).reshape(sizes)
     within = [sizes[0] // slices, *sizes[1:]]
-    by_slice = [
-        [device for device in devices if slice_of(device) == number] for number in sorted({*map(slice_of, devices)})
-    ]
     parts = []
-    for members in by_slice:
+    for number in sorted({slice_of(device) for device in devices}):
+        members = [device for device in devices if slice_of(device) == number]
         rings = _rings(members, sizes[1]) if sizes[2] == 1 else None
         if rings is None:
             rings = mesh_utils.create_device_mesh(within, members, allow_split_physical_axes=True)
         parts.append(rings.reshape(within))
-    return np.concatenate(parts)
+    return np.concatenate(parts)  # [data, fsdp, model]
 
 
 def _rings(devices: list[jax.Device], size: int) -> NDArray | None:

@@ -153,9 +153,8 @@ class Bert(nn.Module):
         if c.segment_types:
             x = x + self.segments(segments if c.segment_types > 1 else jnp.zeros_like(segments))
         x = x + self.positions(jnp.arange(length))[None]
-        x = self.dropout(self.norm(x), sequence_numbers=sequence_numbers).astype(
-            c.state_dtype
-        )  # [batch, length, width]
+        x = self.dropout(self.norm(x), sequence_numbers=sequence_numbers)  # [batch, length, width]
+        x = x.astype(c.state_dtype)
         if compute.attention == "tpu" and length % TILE:
             # The kernel takes whole tiles. The compiler would arrange other lengths in another way, and copy them at
             # every layer.

@@ -229,10 +229,8 @@ def train_task(
             step_function = make_step(task)
             compiles = CompileGuard(step_function, padded_lengths(examples))
             reduced_controls: deque[jax.Array] = deque(maxlen=2)  # of the last two steps, each [4] int32
-            retry_step, retry_pause = (
-                0,
-                CONTROL_DELAY,
-            )  # when a failed save is repeated, and the steps between two tries
+            retry_step = 0  # before which a failed save is not repeated
+            retry_pause = CONTROL_DELAY  # steps between two tries
             while step < total_steps:
                 watchdog.heartbeat()
                 if status is not None:
@@ -280,7 +278,7 @@ def train_task(
                     is_retry = control.save == SaveState.FAILED and step >= retry_step
                     if (is_retry or step % config.checkpoint.every == 0) and step < total_steps:
                         save()
-                        # Until then, the signals are still those of the failed save.
+                        # Before `retry_step`, `control` still has the state of the save before this one.
                         retry_step, retry_pause = step + retry_pause, 2 * retry_pause if is_retry else retry_pause
         except Interrupted:
             stop.requested = True  # in every process, whichever got the signal
