@@ -97,6 +97,12 @@ def folder(tmp_path):
     return PosixFolder(tmp_path)
 
 
+@pytest.fixture
+def any_recall(monkeypatch):
+    """A shard that learns with several threads may lose a little more than is allowed. Then all shards learn again."""
+    monkeypatch.setattr(build, "MAX_RECALL_LOSS", 1.0)
+
+
 def make(folder, settings, min_recall=0.0, step=1, vectors=VECTORS, asked=ASKED, edits=()):
     """A generation. edits: how many rows each added, of the last."""
     segments = [("one", len(vectors) - sum(edits)), *((f"edit {n}", rows) for n, rows in enumerate(edits) if rows)]
@@ -156,10 +162,8 @@ def test_what_no_longer_suits_is_learnt_anew(folder, caplog):
     assert second.recall["recall@8"] > 0.9
 
 
-def test_what_cannot_be_taken_is_learnt(folder, caplog, monkeypatch):
+def test_what_cannot_be_taken_is_learnt(folder, caplog, any_recall):
     """Of other settings or another size, refused, or with damaged files."""
-    # A shard that learns with several threads may lose a little more than is allowed, and then all shards learn again.
-    monkeypatch.setattr(build, "MAX_RECALL_LOSS", 1.0)
     first = make(folder, TREES)
     other = make(folder, dataclasses.replace(TREES, leaves=50), step=2, vectors=MOVED)
     larger = make(folder, TREES, step=3, vectors=np.concatenate([VECTORS, MOVED[:9]]))
@@ -208,7 +212,7 @@ def rows_of(manifest):
     return [(shard["first"], shard["last"]) for shard in manifest.searcher["shards"]]
 
 
-def test_an_edit_builds_a_shard_of_what_it_added_and_shares_the_others(tmp_path, monkeypatch):
+def test_an_edit_builds_a_shard_of_what_it_added_and_shares_the_others(tmp_path, monkeypatch, any_recall):
     folder, built, build = PosixFolder(tmp_path), [], searchers.build_shard
     monkeypatch.setattr(searchers, "build_shard", lambda rows, *rest: built.append(len(rows)) or build(rows, *rest))
     first = make(folder, SOME_TREES)
@@ -224,7 +228,7 @@ def test_an_edit_builds_a_shard_of_what_it_added_and_shares_the_others(tmp_path,
     assert found.min() >= 8000 and twice.recall == {"recall@8": 1.0}
 
 
-def test_many_added_rows_have_a_tree_which_the_next_edit_shares(folder):
+def test_many_added_rows_have_a_tree_which_the_next_edit_shares(folder, any_recall):
     few = dataclasses.replace(SOME_TREES, tree_from=500)
     make(folder, few)
     many = make(folder, few, vectors=ADDED[:8800], edits=[800])
@@ -233,13 +237,13 @@ def test_many_added_rows_have_a_tree_which_the_next_edit_shares(folder):
     assert more.searcher["shards"][3] == many.searcher["shards"][3]
 
 
-def test_an_edit_that_adds_nothing_builds_nothing(folder, monkeypatch):
+def test_an_edit_that_adds_nothing_builds_nothing(folder, monkeypatch, any_recall):
     first = make(folder, SOME_TREES)
     monkeypatch.setattr(searchers, "build_shard", None)
     assert make(folder, SOME_TREES, edits=[0]).searcher["shards"] == first.searcher["shards"]
 
 
-def test_shards_that_are_shared_stay_when_their_generation_is_removed(folder):
+def test_shards_that_are_shared_stay_when_their_generation_is_removed(folder, any_recall):
     first, edited = make(folder, SOME_TREES), make(folder, SOME_TREES, vectors=ADDED[:8300], edits=[300])
     remove_generation(folder, first.generation)
     load_searcher(folder, edited, load_vectors(folder, edited)).search(ASKED, 8)
