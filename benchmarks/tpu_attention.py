@@ -7,6 +7,9 @@ share a kernel's blocks. The kernel of packed sequences computes as many scores 
 are all that it has, as if every one of its copies was made. The last column, words for each score of 128 features, is
 what `launch/cost.py` counts with.
 
+"splash" is JAX's own kernel, which drops no weights, so compare it with `--rate=0`. Its blocks are whole sequences, which
+are the fastest of those that it takes, and of one head. It needs arrays by head; the time of these copies is apart.
+
     pip install -e '.[tpu]'
     python benchmarks/tpu_attention.py [--chips v5e:2x2 …] [--lengths 288 384]
 """
@@ -22,6 +25,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from realm_jax.flops import chip
@@ -76,6 +80,18 @@ def compare(chips: str, length: int, rate: float, folder: Path) -> None:
         each = ", ".join(f"{count / scores_held(length):.5f}" for count in counts)
         name = "packed" if added else "padded"
         print(f"| {chips} | {length} | {1e3 * plain:.2f} | {name} | " + " | ".join(cells) + f" | {each} |", flush=True)
+    if rate or length % LANES:
+        return
+    for file in folder.iterdir():
+        file.unlink()
+    lines = compiled("splash", place, length, rate).splitlines(keepends=True)
+    cost = program_cost("".join(line for line in lines if "tpu_custom_call" not in line))
+    copies = (cost.cycles + cost.invalid_cycles) / known.clock
+    counts = [words(folder, f"splash_mha_{phase}") for phase in ("fwd", "dkv")]
+    blocks = SEQUENCES * HEADS
+    forward, backward = (blocks * count / known.cores / known.clock for count in counts)
+    cells = [f"{1e3 * seconds:.2f}" for seconds in (forward, backward, forward + backward)]
+    print(f"| {chips} | {length} | copies {1e3 * copies:.2f} | splash | " + " | ".join(cells) + " | |", flush=True)
 
 
 def compiled(way: str, place: NamedSharding, length: int, rate: float) -> str:
@@ -88,7 +104,9 @@ def compiled(way: str, place: NamedSharding, length: int, rate: float) -> str:
     def both(query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array, *others: jax.Array) -> object:
         mask, seeds = others
         dropout = AttentionDropout(rate, seeds) if rate else None
-        if way == "packed":
+        if way == "splash":
+            attend = partial(splash_attention, mask=mask)
+        elif way == "packed":
             layout = packing(mask, 1, SEQUENCES * length, TILE)
             attend = partial(tpu_attention, mask=layout, heads=HEADS, dropout=dropout)
         else:
@@ -97,6 +115,19 @@ def compiled(way: str, place: NamedSharding, length: int, rate: float) -> str:
         return attended, back(cotangent)
 
     return str(jax.jit(both).lower(states, states, states, states, mask, seeds).compile().as_text())
+
+
+def splash_attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
+    """JAX's kernel for arrays like those of our kernels, [sequences, length, width]."""
+    sequences, length, width = query.shape
+    sizes = splash.BlockSizes(*[length] * 6, use_fused_bwd_kernel=True)
+    full = splash.MultiHeadMask([splash.FullMask((length, length))] * HEADS)
+    kernel = splash.make_splash_mha_single_device(full, block_sizes=sizes)
+    by_head = [x.reshape(sequences, length, HEADS, -1).swapaxes(1, 2) for x in (query, key, value)]
+    numbers = mask.astype(jnp.int32)  # a token sees those of its own number
+    scale = (width // HEADS) ** -0.5
+    attended = jax.vmap(kernel)(by_head[0] * scale, *by_head[1:], splash.SegmentIds(numbers, numbers))
+    return attended.swapaxes(1, 2).reshape(query.shape)
 
 
 def words(folder: Path, kernel: str) -> int:

@@ -29,6 +29,7 @@ from realm_jax.models.layers import (
     dropout_seeds,
     embedding,
     layer_norm,
+    unfused_gradient,
 )
 from realm_jax.models.packing import TILE, BalancedPermutation, Packing, Padded, packing
 
@@ -103,6 +104,7 @@ class Layer(nn.Module):
         packed = layout if isinstance(layout, Packing) and queries.shape == keys.shape else None
         attended = Dropout(c.dropout)(attended, sequence_numbers, packed)
         x = layer_norm("attention_norm", c.norm_epsilon)(queries + attended).astype(c.state_dtype)
+        x = unfused_gradient(x) if c.compute.attention == "tpu" else x
 
         # Feed-forward, with a residual branch.
         hidden = dense(c.feed_forward, ("embed", "mlp"), c, "intermediate")(x)
