@@ -83,7 +83,7 @@ def run_log(workdir: str, process: str) -> Iterator[None]:
 
 def save_stacks() -> None:
     """Add the stacks of all threads to the log of this process and upload it, before the process ends at once."""
-    if _current is not None:
+    if _current is not None and _current.stream is not None:
         with contextlib.suppress(OSError, ValueError):
             faulthandler.dump_traceback(_current.stream, all_threads=True)
         _current.finish()
