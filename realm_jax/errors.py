@@ -56,3 +56,24 @@ def full_disk(error: BaseException | None) -> str:
                     return reason
         error = error.__cause__ or error.__context__
     return ""
+
+
+def user_message(error: Exception) -> str:
+    """Return the message for the user, empty for a defect."""
+    if isinstance(error, UserError):
+        advice = "; make room there, then run the command again"
+        return f"{error}{advice}" if full_disk(error) and ";" not in str(error) else str(error)
+    message = " ".join(str(error).split())
+    file = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+    if full := full_disk(error):
+        cause = "" if isinstance(error, OSError) else f" ({message[:300]})"
+        return f"{file}{full}{cause}; make room there, then run the command again: saved files are complete"
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return f"{file}{error.strerror}; name a folder that can be written to"
+    # JAX initializes its devices when they are first used, so this may come from any command.
+    if isinstance(error, RuntimeError) and message.startswith("Unable to initialize backend"):
+        return f"JAX does not start: {message}; `realm doctor` shows the devices and settings"
+    if isinstance(error, RuntimeError) and message.startswith("RESOURCE_EXHAUSTED"):
+        request = message.rstrip(".")
+        return f"a device has too little memory ({request}); a step needs less with {LESS_MEMORY}; saved steps are kept"
+    return ""

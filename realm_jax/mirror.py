@@ -7,7 +7,7 @@ that is given `--workdir=gs://BUCKET/FOLDER` works in a local copy, whose name i
 
 What several machines write is in the bucket only (`SHARED`, `SAVED`): `url_of` turns a path in the copy into its URL,
 with which Orbax writes checkpoints, and trainer and builder their shared folder. Process 0 uploads; the others only
-read. Read next: `Folder` in `storage.py`.
+read, except that each keeps its own log (`run_log.py`). Read next: `Folder` in `storage.py`.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 SECONDS = 15.0  # between two uploads: what the bucket lacks if the machine vanishes
 SCHEME = quote("://", safe="")  # in the name of every copy
 LOCK = ".mirror.lock"  # held by the process that works in the copy
-SHARED = {"exports", "index", "jobs", "programs"}  # folders that several machines write, in the bucket only
+SHARED = {"exports", "index", "jobs", "logs", "programs"}  # folders that several machines write, in the bucket only
 SAVED = {"checkpoints", "best"}  # folders of a task that Orbax writes, in the bucket only
 COMMIT = "commit_success.txt"  # in a checkpoint of a bucket: Orbax's file of a finished save
 RUN_ID = "run.json"  # in the bucket only, because it is written before the status that names it

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax._src.distributed import global_state
 from numpy.typing import NDArray
 
 from realm_jax.errors import TransientFault, UserError
@@ -32,8 +33,8 @@ def add_process_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0: its machine and a free port")
 
 
-def connect_processes(args: argparse.Namespace) -> None:
-    """Connect to the other processes; touches no device if there is only one.
+def connect_processes(args: argparse.Namespace) -> int:
+    """Connect to the other processes and return the number of this one; touches no device.
 
     Raises UserError for invalid flags, and TransientFault if the processes cannot connect.
     """
@@ -44,7 +45,7 @@ def connect_processes(args: argparse.Namespace) -> None:
         count = int(args.processes)
         check_process(args.process, count)
         if count == 1:
-            return
+            return 0
         if not args.coordinator:
             raise UserError("--coordinator: name a machine and a free port that every process reaches, host:port")
         distributed = args.coordinator, count, args.process
@@ -53,8 +54,11 @@ def connect_processes(args: argparse.Namespace) -> None:
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise TransientFault(f"the processes cannot connect: {reason}; check --coordinator and --processes") from None
-    if not is_process_0():
-        logging.getLogger("realm_jax").setLevel(logging.WARNING)  # process 0 logs for all
+    number = global_state.process_id  # `jax.process_index()` opens the devices
+    if number:  # the console of process 0 is enough, but every process keeps its complete log
+        for handler in logging.getLogger("realm_jax").handlers:
+            handler.setLevel(logging.WARNING)
+    return number
 
 
 class WorkerSlice(NamedTuple):

@@ -13,6 +13,7 @@ LAYERS = (
         "errors",
         "storage",
         "mirror",
+        "run_log",
         "processes",
         "mesh",
         "console",

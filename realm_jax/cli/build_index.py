@@ -24,6 +24,7 @@ from realm_jax.indexing.provider import shared_folder
 from realm_jax.mirror import download, is_url
 from realm_jax.processes import WorkerSlice, check_process
 from realm_jax.retrieval.scann import load_scann
+from realm_jax.run_log import run_log
 from realm_jax.storage import make_folder
 from realm_jax.train.init_from import fill_from_pretrained
 from realm_jax.train.workdir import recorded_config, recorded_corpus
@@ -60,20 +61,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Build generations. Raises Preempted after SIGTERM."""
     check_process(args.process, args.processes)
-    worker, workdir = WorkerSlice(args.process, args.processes), Path(args.workdir)
-    if is_url(args.workdir):
-        workdir = download(args.workdir, process_name(BUILDER, args.process), ("config.json", "data.json"))
-    is_recorded = (workdir / "config.json").is_file()  # then --workdir is enough
-    default_config = ConfigDict(recorded_config(workdir).to_dict()) if is_recorded else default()
-    config = validate(load_config(args.config, args.overrides, lambda: default_config))
-    config = fill_from_pretrained(config, workdir, with_reader=False)
-    if config.retrieval.backend == "scann":
-        load_scann()
-    make_folder(workdir, "--workdir")
-    warn_of_other_versions()
-    cache_programs()
-    sources = open_sources(config.data.path, recorded_corpus(workdir))
-    opened = make_run(for_embedding(config, jax.local_device_count()), workdir, sources, jax.local_devices())
-    job = Job(opened, shared_folder(opened), worker, math.inf if args.wait else SILENCE)
-    with Stop() as stop:
-        job.work(stop, args.step, args.once or args.step is not None)
+    process = process_name(BUILDER, args.process)
+    with run_log(args.workdir, process):
+        worker, workdir = WorkerSlice(args.process, args.processes), Path(args.workdir)
+        if is_url(args.workdir):
+            workdir = download(args.workdir, process, ("config.json", "data.json"))
+        is_recorded = (workdir / "config.json").is_file()  # then --workdir is enough
+        default_config = ConfigDict(recorded_config(workdir).to_dict()) if is_recorded else default()
+        config = validate(load_config(args.config, args.overrides, lambda: default_config))
+        config = fill_from_pretrained(config, workdir, with_reader=False)
+        if config.retrieval.backend == "scann":
+            load_scann()
+        make_folder(workdir, "--workdir")
+        warn_of_other_versions()
+        cache_programs()
+        sources = open_sources(config.data.path, recorded_corpus(workdir))
+        opened = make_run(for_embedding(config, jax.local_device_count()), workdir, sources, jax.local_devices())
+        job = Job(opened, shared_folder(opened), worker, math.inf if args.wait else SILENCE)
+        with Stop() as stop:
+            job.work(stop, args.step, args.once or args.step is not None)

@@ -18,6 +18,7 @@ from realm_jax.launch import spec as specs
 from realm_jax.launch.checks import check_cloud, check_remote_workdir, check_training
 from realm_jax.launch.jobset import JobSets
 from realm_jax.launch.local import Local
+from realm_jax.launch.logs import show_host, show_previous
 from realm_jax.launch.skypilot import SkyPilot
 from realm_jax.launch.spec import Launch, describe
 from realm_jax.launch.status import RunState, clear_expected_jobs, describe_status, poll, status_line
@@ -35,6 +36,8 @@ EXAMPLES = """examples:
   realm launch status --workdir=gs://bucket/runs/realm
   realm launch status --target=jobset --spec=launch/v5e.py --workdir=gs://bucket/runs/realm
   realm launch logs --target=jobset --spec=launch/v5e.py --workdir=gs://bucket/runs/realm --job=builder-0 --follow
+  realm launch logs --workdir=gs://bucket/runs/realm --host=7
+  realm launch logs --workdir=gs://bucket/runs/realm --previous
   realm launch stop --target=jobset --spec=launch/v5e.py --workdir=gs://bucket/runs/realm
   realm launch plan --spec=launch/v5p.py --config=realm_wiki --price-per-chip-hour=1.2
 
@@ -100,6 +103,10 @@ def _add_flags(parser: argparse.ArgumentParser, action: Action) -> None:
         )
     if action is logs:
         add("--job", metavar="NAME", default=TRAINER, help="job to show, for example builder-0 (default: trainer)")
+        add("--host", type=int, default=None, metavar="N", help="print the log of process N of the job from the run "
+            "directory, also if its machine is gone; needs no --target (default: all machines, live)")  # fmt: skip
+        add("--previous", action="store_true", default=False, help="print the output of the job, or of process N, "
+            "between its last two starts, from a run directory in a bucket; needs no --target")  # fmt: skip
         add("--follow", action="store_true", default=False, help="keep printing new lines until Ctrl-C")
     if action in (plan, status):
         add("--json", action="store_true", default=False, help="print one JSON object")
@@ -111,7 +118,10 @@ def run(args: argparse.Namespace) -> int:
         return plan(args)
     if not args.workdir:
         raise UserError("--workdir: name the run directory")
-    if not args.target and (args.action is not status or args.spec or args.spec_overrides):
+    needs_target = args.action is not status or args.spec or args.spec_overrides
+    if args.action is logs:
+        needs_target = args.host is None and not args.previous
+    if needs_target and not args.target:
         raise UserError(f"--target: name one of {', '.join(TARGETS)}")
     if args.dry_run and args.action is not start:
         raise UserError("--dry-run: applies only to start; leave it out")
@@ -160,6 +170,12 @@ def status(args: argparse.Namespace) -> int:
 
 def logs(args: argparse.Namespace) -> int:
     """Print the output of a job; return the exit code of the tool that shows it."""
+    if args.previous and args.follow:
+        raise UserError("--previous: prints an earlier start, which has ended; leave out --follow")
+    if args.previous:
+        return show_previous(args.workdir, args.job, args.host)
+    if args.host is not None:
+        return show_host(args.workdir, args.job, args.host, args.follow)
     return _target(args).logs(args.job, args.follow)
 
 

@@ -7,7 +7,6 @@ when you use it, so that `realm --help` needs no JAX. A command that takes a con
 """
 
 import argparse
-import errno
 import importlib
 import logging
 import os
@@ -20,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import realm_jax
-from realm_jax.errors import LESS_MEMORY, TRANSIENT_FAULT, USER_ERROR, TransientFault, UserError, full_disk
+from realm_jax.errors import TRANSIENT_FAULT, USER_ERROR, TransientFault, UserError, full_disk, user_message
 from realm_jax.host import (
     INTERRUPTED,
     PREEMPTED,
@@ -104,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return _interrupted()
             if isinstance(error, BrokenPipeError) and _stdout_is_closed():
                 return BROKEN_PIPE
-            if not (message := _user_error_message(error)):
+            if not (message := user_message(error)):
                 raise
             print(f"realm: error: {message}", file=sys.stderr)
             is_transient = isinstance(error, TransientFault) or full_disk(error) or _is_backend_error(error)
@@ -117,27 +116,6 @@ def _interrupted() -> int:
     """Print that Ctrl-C ended the command, and return its exit code."""
     print("\nrealm: interrupted; run the same command again to continue", file=sys.stderr)
     return INTERRUPTED
-
-
-def _user_error_message(error: Exception) -> str:
-    """Return the message for the user, empty for a defect."""
-    if isinstance(error, UserError):
-        advice = "; make room there, then run the command again"
-        return f"{error}{advice}" if full_disk(error) and ";" not in str(error) else str(error)
-    message = " ".join(str(error).split())
-    file = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
-    if full := full_disk(error):
-        cause = "" if isinstance(error, OSError) else f" ({message[:300]})"
-        return f"{file}{full}{cause}; make room there, then run the command again: saved files are complete"
-    if isinstance(error, OSError) and error.errno == errno.EROFS:
-        return f"{file}{error.strerror}; name a folder that can be written to"
-    # JAX initializes its devices when they are first used, so this may come from any command.
-    if isinstance(error, RuntimeError) and message.startswith("Unable to initialize backend"):
-        return f"JAX does not start: {message}; `realm doctor` shows the devices and settings"
-    if isinstance(error, RuntimeError) and message.startswith("RESOURCE_EXHAUSTED"):
-        request = message.rstrip(".")
-        return f"a device has too little memory ({request}); a step needs less with {LESS_MEMORY}; saved steps are kept"
-    return ""
 
 
 def _is_backend_error(error: Exception) -> bool:

@@ -7,14 +7,13 @@ its newest checkpoint. With development questions a run ends with `results.json`
 
 import argparse
 
-import jax
-
 from realm_jax.cache import cache_programs
 from realm_jax.config import add_config_argument, load_config
 from realm_jax.environment import warn_of_other_versions
 from realm_jax.indexing.heartbeat import TRAINER, process_name
 from realm_jax.mirror import local_workdir
 from realm_jax.processes import add_process_arguments, connect_processes, is_process_0
+from realm_jax.run_log import run_log
 from realm_jax.train.recipe import open_run, run_recipe
 
 EXAMPLES = """examples:
@@ -45,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train; return 75 after SIGTERM, once the state is saved."""
     config = load_config(args.config, args.overrides)
-    connect_processes(args)
-    warn_of_other_versions()
-    cache_programs()
-    process = process_name(TRAINER, jax.process_index())
-    with local_workdir(args.workdir, process, uploads=is_process_0()) as workdir:
-        return run_recipe(open_run(config, workdir), args.command_line)
+    process = process_name(TRAINER, connect_processes(args))
+    with run_log(args.workdir, process):
+        warn_of_other_versions()
+        cache_programs()
+        with local_workdir(args.workdir, process, uploads=is_process_0()) as workdir:
+            return run_recipe(open_run(config, workdir), args.command_line)

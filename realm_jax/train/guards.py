@@ -17,6 +17,7 @@ from typing import Any, Self
 import jax
 
 from realm_jax.host import free_heap, signal_handler
+from realm_jax.run_log import save_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class Watchdog:
     """Context manager that ends the process with exit code `EXIT_HUNG` if `heartbeat` is not called for too long.
 
     A collective that waits for a dead process waits forever, and a supervisor restarts only processes that end. The
-    stacks of all threads go to stderr first.
+    stacks of all threads go to stderr and to the run's log first.
 
     Attributes:
         is_warm: set to true when the step's program is compiled, in all processes.
@@ -79,6 +80,7 @@ class Watchdog:
                     "see the stacks of all threads above; "
                     "run the command again to resume from the newest checkpoint", self._name, silent,
                 )  # fmt: skip
+                save_stacks()
                 self._end(EXIT_HUNG)
                 return
 
