@@ -56,6 +56,7 @@ def main() -> None:
     if args.page:
         PAGE.write_text(filled_page(PAGE.read_text("utf-8"), known), "utf-8")
         return
+    planned: dict[str, Any] = {}  # by program, because configs may share one
     for name in args.configs:
         config = load_config(str(ROOT / "configs" / f"{name}.py"), [], default)
         config.data.path, config.init_from = "-", ""
@@ -66,7 +67,9 @@ def main() -> None:
                 sys.exit(f"{name}: its program is not the recorded one; plan all of it, without --slices")
             known[name] = {"task": task, "keys": program_keys(config, task), "plans": {}}
         for slices in args.slices or WANTED[name]:
-            known[name]["plans"][slices] = plan(name, slices)
+            program = json.dumps([program_keys(config, task), slices], sort_keys=True)
+            planned[program] = planned.get(program) or plan(name, slices)
+            known[name]["plans"][slices] = planned[program]
             write_json_atomic(GOLDEN, known)
     PAGE.write_text(filled_page(PAGE.read_text("utf-8"), known), "utf-8")
 

@@ -7,8 +7,8 @@ share a kernel's blocks. The kernel of packed sequences computes as many scores 
 are all that it has, as if every one of its copies was made. The last column, words for each score of 128 features, is
 what `launch/cost.py` counts with.
 
-"splash" is JAX's own kernel, which drops no weights, so compare it with `--rate=0`. Its blocks are whole sequences, which
-are the fastest of those that it takes, and of one head. It needs arrays by head; the time of these copies is apart.
+"splash" is JAX's own kernel. It drops no weights, so its row needs `--rate=0`. Its blocks are complete sequences of one
+head. It reads arrays by head, and the time to copy them is in the column "plain".
 
     pip install -e '.[tpu]'
     python benchmarks/tpu_attention.py [--chips v5e:2x2 …] [--lengths 288 384]

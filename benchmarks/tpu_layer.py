@@ -79,7 +79,9 @@ def compiled(device: jax.Device) -> jax.stages.Compiled:
     mask = jax.ShapeDtypeStruct((SEQUENCES, LENGTH), bool, sharding=place)
     numbers = jax.ShapeDtypeStruct((SEQUENCES,), jnp.int32, sharding=place)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    boxed = jax.eval_shape(lambda: Layers().init(jax.random.key(0), *(jnp.zeros(a.shape, a.dtype) for a in (x, mask, numbers))))
+    boxed = jax.eval_shape(
+        lambda: Layers().init(jax.random.key(0), *(jnp.zeros(a.shape, a.dtype) for a in (x, mask, numbers)))
+    )
     at_place = partial(jax.tree.map, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place))
     return jax.jit(gradients).lower(*at_place((nn.unbox(boxed["params"]), x, mask, numbers, key, x))).compile()
 

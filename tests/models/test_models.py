@@ -17,7 +17,7 @@ from realm_jax.models import attention, bert
 from realm_jax.models.attention import cpu_attention, dot_product_attention, select_attention
 from realm_jax.models.bert import Bert
 from realm_jax.models.inputs import PassageBatch, ReaderInput, document_segments, flatten_passages, reader_inputs
-from realm_jax.models.layers import BertConfig, dense, initializer, matrix_product
+from realm_jax.models.layers import BertConfig, dense, initializer, matrix_product, unfused_gradient
 from realm_jax.models.networks import Realm
 from realm_jax.models.weights import networks
 
@@ -337,6 +337,20 @@ def test_the_bias_of_keys_has_no_gradient(monkeypatch):
         else:
             assert gradient.any()
             np.testing.assert_allclose(gradient, wanted[name], rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradient_of_attention_norm_is_complete_before_it_is_read_on_tpus():
+    """A barrier, which the compiler cannot move operations across; it changes neither the result nor the gradient."""
+    x = jnp.linspace(-1, 1, 12).reshape(3, 4)
+    result, back = jax.vjp(unfused_gradient, x)
+    np.testing.assert_array_equal(result, x)
+    np.testing.assert_array_equal(back(2 * x)[0], 2 * x)
+    ids = jnp.ones((2, 8), jnp.int32)
+    for way, barriers in (("xla", 0), ("tpu", 2)):  # one of each layer
+        network = Bert(tiny_bert(layers=2).with_compute(attention=way))
+        params = jax.eval_shape(network.init, jax.random.key(0), ids, ids * 0, ids > 0)
+        gradient = jax.grad(lambda params, network=network: network.apply(params, ids, ids * 0, ids > 0).sum())
+        assert str(jax.make_jaxpr(gradient)(params)).count("optimization_barrier") == barriers
 
 
 def test_parameters_are_float32_whatever_the_dtype_of_products():
