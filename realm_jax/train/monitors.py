@@ -150,7 +150,7 @@ class CollapseMonitor:
         best, self._best_recall = self._best_recall, max(self._best_recall, recall)
         if recall < RECALL_DROP * best:
             return self._once(
-                f"recall {step}",
+                f"recall {recall:.3f}",
                 f"step {step}: recall fell to {recall:.3f} from {best:.3f}; likely cause: the reader no longer rewards "
                 "the passages that help (watch useful_candidates), or realm.learning_rate is too high",
             )
