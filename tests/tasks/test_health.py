@@ -70,12 +70,13 @@ def test_a_null_document_that_takes_everything_from_the_start_is_told_with_its_c
     assert "p(null) is 0.9" in messages[0] and "train ict longer" in messages[0]
 
 
-def test_recall_that_falls_is_told_at_each_measurement_with_its_best():
+def test_recall_that_falls_is_told_once_with_its_best():
     watch = CollapseMonitor()
     assert [watch.recall(step, recall) for step, recall in [(0, 0.6), (50, 0.7)]] == [None, None]
     message = watch.recall(100, 0.4)
     assert message is not None and "step 100: recall fell to 0.400 from 0.700; likely cause" in message
-    assert watch.recall(150, 0.65) is None
+    assert watch.recall(150, 0.4) is watch.recall(200, 0.65) is None
+    assert "fell to 0.300" in watch.recall(250, 0.3)
 
 
 # --- The watch of a run
