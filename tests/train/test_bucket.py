@@ -26,7 +26,7 @@ from runs import (
 from realm_jax import mirror
 from realm_jax.cli import main as cli
 from realm_jax.mirror import COMMIT, Mirror, download, local_workdir, upload_changes, url_of
-from realm_jax.storage import PosixFolder, StorageError, open_folder
+from realm_jax.storage import Bucket, PosixFolder, StorageError, open_folder
 from realm_jax.train.checkpoints import DAMAGED, METADATA, Checkpoints, SavedCheckpoint, saved_folders
 from realm_jax.train.records import parse_lines
 
@@ -137,7 +137,7 @@ def test_changes_are_uploaded_in_the_background(copy, monkeypatch):
 
 
 def test_a_copy_begins_as_the_bucket_is(bucket):
-    """Files of an earlier process, which was killed before it uploaded them, are removed."""
+    """Changes of an earlier process, which was killed before it uploaded them, are removed."""
     url = f"{bucket}/runs/one"
     with local_workdir(url, "trainer-0") as workdir:
         assert url_of(workdir / "realm" / "best") == f"{url}/realm/best"
@@ -156,11 +156,50 @@ def test_a_copy_begins_as_the_bucket_is(bucket):
             pass
     assert open_folder(url).read("realm/m.jsonl") == b"more"
     model = mirror.download_model(url)
-    assert {path.relative_to(model).as_posix() for path in model.rglob("*") if path.is_file()} == {
+    assert {path.relative_to(model).as_posix() for path in model.rglob("[!.]*") if path.is_file()} == {
         "config.json", "data.json", "big.npy"
     }  # fmt: skip
-    few = download(url, "few", ("config.json", "missing.json"))
-    assert [path.name for path in few.iterdir()] == ["config.json"]
+    few = download(url, "few", {"config.json", "missing.json"}.__contains__)
+    assert [path.name for path in few.glob("[!.]*")] == ["config.json"]
+
+
+def test_a_copy_keeps_equal_files_and_replaces_others_of_the_same_size(bucket, monkeypatch):
+    url, downloaded = f"{bucket}/runs/one", []
+    get = Bucket.download
+    monkeypatch.setattr(Bucket, "download", lambda *args: downloaded.append(args[1]) or get(*args))
+    store = open_folder(url)
+    for name in ("equal", "replaced", "model/equal", "removed/file"):
+        store.write(name, b"first")
+    folder = download(url, "reader")
+    assert sorted(downloaded) == ["equal", "model/equal", "removed/file", "replaced"]
+
+    downloaded.clear()
+    store.write("replaced", b"other")
+    store.remove("removed")
+    (folder / "model" / "equal").write_bytes(b"local")  # in the copy only, at the same time and of the same size
+    stat = (folder / "equal").stat()
+    os.utime(folder / "model" / "equal", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert download(url, "reader") == folder and sorted(downloaded) == ["model/equal", "replaced"]
+    assert (folder / "replaced").read_bytes() == b"other" and (folder / "model" / "equal").read_bytes() == b"first"
+    assert not (folder / "removed").exists()
+
+
+def test_a_copy_of_a_live_run_has_the_files_of_one_model(bucket, monkeypatch):
+    """The run replaces its exported model after the first file was copied."""
+    url = f"{bucket}/runs/one"
+    store, get = open_folder(url), Bucket.download
+    for name in ("model/a.npy", "model/b.npy", "model/manifest.json"):
+        store.write(name, b"first")
+
+    def download_and_replace(*args):
+        get(*args)
+        monkeypatch.setattr(Bucket, "download", get)
+        for name in ("model/a.npy", "model/b.npy", "model/manifest.json"):
+            store.write(name, b"other")
+
+    monkeypatch.setattr(Bucket, "download", download_and_replace)
+    folder = download(url, "reader")
+    assert {path.read_bytes() for path in (folder / "model").iterdir()} == {b"other"}
 
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
