@@ -1,4 +1,5 @@
-"""A run whose directory is in a bucket: killed and resumed, watched, verified, continued, with an index builder."""
+"""A run whose directory is in a bucket: killed and resumed, watched, verified, continued, read by other commands, with
+an index builder."""
 
 import json
 import os
@@ -22,11 +23,13 @@ from runs import (
     train_measured,
     until,
 )
+from tiny_run import PEOPLE
 
 from realm_jax import mirror
 from realm_jax.cli import main as cli
-from realm_jax.mirror import COMMIT, Mirror, download, local_workdir, upload_changes, url_of
+from realm_jax.mirror import COMMIT, Mirror, copy_of, download, is_mirrored, local_workdir, upload_changes, url_of
 from realm_jax.storage import Bucket, PosixFolder, StorageError, open_folder
+from realm_jax.train import recipe
 from realm_jax.train.checkpoints import DAMAGED, METADATA, Checkpoints, SavedCheckpoint, saved_folders
 from realm_jax.train.records import parse_lines
 
@@ -247,6 +250,68 @@ def test_a_bucket_that_fails_is_no_damage(bucket, monkeypatch):
                 patch.setattr(type(entry), method, lambda *_, error=error: (_ for _ in ()).throw(error))
                 SavedCheckpoint.newest_intact(folder, lambda saved: saved.read("state"))
         assert [entry.name for entry in saved_folders(folder)] == ["1"]
+
+
+# --- Commands that read a run -----------------------------------------------------------------------------------------
+
+
+def test_commands_read_a_run_from_its_bucket(bucket, trained_run, one_device, tmp_path, capsys):
+    """They print and write what they do for the same run on a disk, and change nothing in the bucket."""
+    run, url = trained_run.workdir, f"{bucket}/runs/one"
+    store = open_folder(url)
+    for path in run.rglob("*"):
+        if path.is_file() and is_mirrored(name := path.relative_to(run).as_posix()):
+            store.upload(path, name)
+    files = store.files()
+
+    def outputs(workdir, folder):
+        folder.mkdir()
+        commands = {
+            "ask": ["ask", "When was Ada Almgren born?", "--json"],
+            "evaluate": ["evaluate", "--task=ict", "--json"],
+            "predict": ["predict", f"--output={folder / 'predictions.jsonl'}"],
+            "export": ["weights", "export", f"--output={folder / 'weights'}"],
+            "inspect": ["inspect", "text", "When was Ada Almgren born?", "--json"],
+        }
+        printed = {name: shown(capsys, *words, f"--workdir={workdir}") for name, words in commands.items()}
+        written = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        return printed, written
+
+    printed, written = outputs(run, tmp_path / "disk")
+    assert {code for code, _ in printed.values()} == {0}
+    assert json.loads(printed["ask"][1])["passage"]["title"] in PEOPLE and len(written) > 5
+    assert outputs(url, tmp_path / "bucket") == (printed, written)
+    assert store.files() == files
+    assert not (copy_of(url, "reader") / "qa" / "model").exists()  # only --task needs the model of a task
+
+    code = cli.main(["ask", "Who?", f"--workdir={bucket}/runs/two"])
+    assert code == 2 and f"--workdir={bucket}/runs/two: no run there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, flag",
+    [
+        ("serve --workdir=URL", "--workdir="),
+        ("corpus remove p1 --workdir=URL", "--workdir="),
+        ("index docs --from=py:encoder --output=URL", "--output="),
+        ("adapt docs --from=py:encoder --output=URL", "--output="),
+        ("adapt URL", ""),
+        ("quickstart --workdir=URL", "--workdir="),
+        ("ablate --workdir=URL", "--workdir="),
+    ],
+)
+def test_commands_that_need_a_disk_reject_a_bucket(capsys, words, flag):
+    url = "gs://bucket/runs/one"
+    assert cli.main(words.replace("URL", url).split()) == 2
+    message = f"realm: error: {flag}{url}: the command needs a run directory on a disk; name one there"
+    assert message in capsys.readouterr().err
+
+
+def test_the_next_commands_of_a_run_name_its_bucket(capsys):
+    url = "gs://bucket/runs/one"
+    recipe.show({"exact_match": {}, "seconds": {}}, copy_of(url, "trainer-0"), "Who?")
+    printed = capsys.readouterr().err
+    assert f"report: {url}/report.html" in printed and f"ask:    realm ask --workdir={url} 'Who?'" in printed
 
 
 # --- Runs -------------------------------------------------------------------------------------------------------------
