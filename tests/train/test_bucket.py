@@ -1,5 +1,5 @@
 """A run whose directory is in a bucket: killed and resumed, watched, verified, continued, read by other commands, with
-an index builder."""
+an index builder, and with two processes."""
 
 import json
 import os
@@ -27,6 +27,7 @@ from tiny_run import PEOPLE
 
 from realm_jax import mirror
 from realm_jax.cli import main as cli
+from realm_jax.launch.local import free_port
 from realm_jax.mirror import COMMIT, Mirror, copy_of, download, is_mirrored, local_workdir, upload_changes, url_of
 from realm_jax.storage import Bucket, PosixFolder, StorageError, open_folder
 from realm_jax.train import recipe
@@ -396,3 +397,30 @@ def test_an_index_builder_meets_the_trainer_in_the_bucket(bucket, people):
     lines = parse_lines(store.read("realm/evaluations.jsonl"))
     adopted = [(line["step"], line["index_step"]) for line in lines if "generation" in line]
     assert adopted == [(0, 0), (3, 2), (5, 4), (7, 6)]
+
+
+@pytest.mark.slow
+def test_two_processes_in_a_bucket_are_killed_and_resumed(bucket, people):
+    """Process 1 vanishes, which ends process 0. Process 0 alone uploads; each has its own copy."""
+    flags = flags_of(inline_config(people, checkpoint__every=1))
+    undisturbed, killed = (f"{bucket}/runs/{name}" for name in ("one", "two"))
+    store = open_folder(killed)
+
+    def start_both(url):
+        together = [*flags, f"--workdir={url}", "--processes=2", f"--coordinator=localhost:{free_port()}"]
+        return [command("train", *together, f"--process={process}") for process in range(2)]
+
+    finish(start_both(undisturbed))
+    first = start_both(killed)
+    until(lambda: COMMIT in store.names("realm/checkpoints/3"), PATIENCE)
+    first[1].send_signal(signal.SIGKILL)
+    for process in first:
+        process.communicate(timeout=PATIENCE)
+    assert first[0].returncode != 0 and "results.json" not in store.names()
+
+    outputs = finish(start_both(killed))
+    assert "Results" in outputs[0] and "Results" not in outputs[1]
+    assert_same(final_params(killed), final_params(undisturbed))
+    lines = parse_lines(store.read("realm/metrics.jsonl"))
+    assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
+    assert {*store.names()} == {*open_folder(undisturbed).names()}
