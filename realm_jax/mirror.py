@@ -12,16 +12,25 @@ read, except that each keeps its own log (`run_log.py`). Read next: `Folder` in 
 
 import contextlib
 import functools
+import hashlib
 import logging
-import shutil
 import threading
-from collections.abc import Iterator
+from base64 import b64encode
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from realm_jax.errors import UserError
-from realm_jax.storage import Folder, StorageError, cache_folder, exclusive_lock, open_folder, parallel_map
+from realm_jax.storage import (
+    Folder,
+    StorageError,
+    StoredFile,
+    cache_folder,
+    exclusive_lock,
+    open_folder,
+    parallel_map,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +42,7 @@ SAVED = {"checkpoints", "best"}  # folders of a task that Orbax writes, in the b
 COMMIT = "commit_success.txt"  # in a checkpoint of a bucket: Orbax's file of a finished save
 RUN_ID = "run.json"  # in the bucket only, because it is written before the status that names it
 MANIFEST = "manifest.json"  # lists the files of an exported model: written after them, removed before them
+DOWNLOADING = ".download.lock"  # held while the copy becomes equal to the bucket
 
 _mirrors: dict[Path, "Mirror"] = {}  # copy → what uploads it, in this process
 
@@ -67,32 +77,49 @@ def copy_of(url: str, process: str) -> Path:
     return cache_folder() / "runs" / process / quote(url.rstrip("/"), safe="")
 
 
-def download(url: str, process: str, names: tuple[str, ...] = ()) -> Path:
-    """Copy files of a run from its bucket.
+def download(url: str, process: str, is_needed: Callable[[str], bool] = is_mirrored) -> Path:
+    """Copy the files of a run from its bucket, except those that are in the copy already.
 
     Args:
         url: URL of the run directory.
-        process: see `copy_of`.
-        names: files, and folders ending in a slash; none for all that `is_mirrored`. Arrays in NumPy files of named
-            folders are left out.
+        process: see `copy_of`. A second process of this name waits.
+        is_needed: True for the name of a file to copy, if `is_mirrored` is True too.
 
     Returns:
-        The copy, which has only these files.
+        The copy, which has only these files, as they are in the bucket.
 
     Raises:
         StorageError: the bucket cannot be read, or the disk is full.
     """
     bucket, folder = open_folder(url), copy_of(url, process)
-    files = [name for name in bucket.files() if is_mirrored(name)]
-    if names:
-        folders = tuple(name for name in names if name.endswith("/"))
-        files = [name for name in files if name in names or (name.startswith(folders) and not name.endswith(".npy"))]
-    for name in {*_stamps(folder)} - {*files}:
-        (folder / name).unlink()
     folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):  # removed since it was listed
-        parallel_map(lambda name: bucket.download(name, folder / name), files)
-    return folder
+
+    def listed() -> dict[str, StoredFile]:
+        return {name: file for name, file in bucket.files().items() if is_mirrored(name) and is_needed(name)}
+
+    def manifests(files: dict[str, StoredFile]) -> dict[str, StoredFile]:
+        return {name: file for name, file in files.items() if name.rpartition("/")[2] == MANIFEST}
+
+    def copy(name: str, file: StoredFile) -> None:
+        path = folder / name
+        if not _is_copy(path, file):
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                bucket.download(name, path)
+
+    with exclusive_lock(folder, DOWNLOADING, wait=True):
+        while True:
+            files = listed()
+            kept = {*files, LOCK, DOWNLOADING}
+            for path in sorted(folder.rglob("*"), reverse=True):  # the content of a folder before the folder
+                if path.is_dir():
+                    with contextlib.suppress(OSError):  # it is not empty
+                        path.rmdir()
+                elif path.relative_to(folder).as_posix() not in kept:
+                    path.unlink()
+            parallel_map(copy, files.keys(), files.values())
+            if manifests(files) == manifests(listed()):  # else the run has replaced a model meanwhile
+                return folder
 
 
 @functools.cache
@@ -108,10 +135,13 @@ def download_model(url: str) -> Path:
     Raises:
         StorageError: the bucket cannot be read, or the disk is full.
     """
-    names = open_folder(url).names()
-    is_run = {"config.json", "data.json"} <= {*names}
-    folders = ["model"] if is_run else names
-    return download(url, "model", (*names, *(f"{name}/" for name in folders)))
+    is_run = {"config.json", "data.json"} <= {*open_folder(url).names()}
+
+    def is_needed(name: str) -> bool:
+        in_model = name.startswith("model/") or not is_run
+        return "/" not in name or (in_model and not name.endswith(".npy"))
+
+    return download(url, "model", is_needed)
 
 
 @contextmanager
@@ -135,12 +165,7 @@ def local_workdir(workdir: str, process: str, uploads: bool = True) -> Iterator[
     folder = copy_of(workdir, process)
     folder.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(folder, LOCK):
-        for path in folder.iterdir():  # of an earlier process, which may have been killed; the bucket is right
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != LOCK:
-                path.unlink()
-        download(workdir, process)
+        download(workdir, process)  # without what an earlier process, perhaps killed, has left: the bucket is right
         if not uploads:
             yield folder
             return
@@ -225,3 +250,12 @@ def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
                 stat = path.stat()
                 stamps[name] = stat.st_mtime_ns, stat.st_size
     return stamps
+
+
+def _is_copy(path: Path, file: StoredFile) -> bool:
+    """Return True if a file of this machine has the content of a file in a bucket, by its size and checksum."""
+    if not file.md5 or not path.is_file() or path.stat().st_size != file.bytes:
+        return False
+    with open(path, "rb") as stream:
+        digest = hashlib.file_digest(stream, "md5").digest()
+    return b64encode(digest).decode() == file.md5

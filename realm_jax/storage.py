@@ -248,6 +248,18 @@ def file_digest(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+class StoredFile(NamedTuple):
+    """A file of a `Folder` as its storage lists it.
+
+    Attributes:
+        bytes: its size.
+        md5: its checksum, in base64; '' if the storage lists none.
+    """
+
+    bytes: int
+    md5: str = ""
+
+
 def list_files(folder: Path) -> list[FileEntry]:
     """Return the entry of every file below a folder, sorted by name."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -311,8 +323,8 @@ class Folder(ABC):
         """List the names directly in a folder, sorted; [] for a missing folder. Never from a cache."""
 
     @abstractmethod
-    def files(self) -> dict[str, int]:
-        """Return name → size in bytes of every file in the folder and below; never from a cache."""
+    def files(self) -> dict[str, StoredFile]:
+        """Return every file in the folder and below, by name; never from a cache."""
 
     @abstractmethod
     def upload(self, path: Path, name: str) -> None:
@@ -433,10 +445,10 @@ class PosixFolder(Folder):
             except FileNotFoundError:
                 return []
 
-    def files(self) -> dict[str, int]:
+    def files(self) -> dict[str, StoredFile]:
         with self._storage_errors(""):
             paths = [path for path in self.root.rglob("*") if path.is_file() and path.suffix != ".partial"]
-            return {path.relative_to(self.root).as_posix(): path.stat().st_size for path in paths}
+            return {path.relative_to(self.root).as_posix(): StoredFile(path.stat().st_size) for path in paths}
 
     def upload(self, path: Path, name: str) -> None:
         with self._storage_errors(name), open(path, "rb") as source:
@@ -525,12 +537,12 @@ class Bucket(Folder):
 
         return self._with_retries("list", folder, ls)
 
-    def files(self) -> dict[str, int]:
-        def find(path: str) -> dict[str, int]:
+    def files(self) -> dict[str, StoredFile]:
+        def find(path: str) -> dict[str, StoredFile]:
             self._files.invalidate_cache()
             entries = self._files.find(path, detail=True)
             return {
-                name.removeprefix(f"{self._root}/"): entry["size"]
+                name.removeprefix(f"{self._root}/"): StoredFile(entry["size"], entry.get("md5Hash", ""))
                 for name, entry in entries.items()
                 if entry["type"] == "file" and not name.endswith("/")
             }

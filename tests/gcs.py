@@ -5,6 +5,7 @@ rewrites nothing. It does not check preconditions of writes, so no test depends 
 """
 
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
@@ -35,6 +36,17 @@ class QuietServer(ThreadingHTTPServer):
         """A client that has read enough closes its connection."""
 
 
+class SerialRouter(emulator.Router):
+    """Handles one request after another. The emulator lists and stores objects in dictionaries without a lock: a list
+    during a write breaks off the connection, and the client takes that for a failed write."""
+
+    handling = threading.Lock()
+
+    def handle(self, method):
+        with self.handling:
+            super().handle(method)
+
+
 @contextmanager
 def bucket() -> Iterator[str]:
     """The URL of an empty bucket."""
@@ -52,6 +64,7 @@ def bucket() -> Iterator[str]:
             patch.setenv(name, value)
         patch.setattr(objects, "download", with_generation(objects.download))
         patch.setattr(emulator, "server", SimpleNamespace(HTTPServer=QuietServer))  # not http.server of all modules
+        patch.setattr(emulator, "Router", SerialRouter)
         logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
         fsspec.get_filesystem_class("gs").clear_instance_cache()
         with emulator.create_server("localhost", port, in_memory=True, default_bucket=BUCKET):

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realm_jax.cache import cache_programs
+from realm_jax.cli.argument_types import local_path
 from realm_jax.cli.output import stdout
 from realm_jax.cli.quickstart import make_data
 from realm_jax.config import (
@@ -70,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--config.base.tasks: every row sets its tasks; set --config.rows.NAME.tasks")
     check(config)
     rows = rows_to_train(config, args.rows)
-    workdir = Path(args.workdir)
+    workdir = local_path(args.workdir, "--workdir=")
     make_folder(workdir, "--workdir")
     if not config.base.data.path:
         with exclusive_lock(workdir, wait=True):

@@ -8,6 +8,7 @@ import argparse
 from realm_jax.adaptation.record import MINUTES, AdaptRequest
 from realm_jax.adaptation.report import additions, headline
 from realm_jax.adaptation.run import adapt
+from realm_jax.cli.argument_types import local_path
 from realm_jax.config import add_config_argument, load_config
 
 EXAMPLES = """examples:
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Adapt the encoder, and print the decision, the additions to the run, and the paths of model and report."""
+    local_path(args.output or args.documents, "--output=" if args.output else "")
     request = AdaptRequest.of(
         args.documents,
         args.output,

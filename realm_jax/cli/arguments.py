@@ -4,14 +4,21 @@ They are used in `train/trained_run.py`.
 """
 
 import argparse
+import logging
+from pathlib import Path
 from typing import Any
 
 from realm_jax.cli.argument_types import nonempty
 from realm_jax.config import RERANKERS, SEARCHES
 from realm_jax.errors import UserError
+from realm_jax.mirror import download, is_url, url_of
+from realm_jax.retrieval import bm25
 from realm_jax.run import Run
 from realm_jax.tasks.answering import reads_passages
+from realm_jax.train.exported_model import MODEL
 from realm_jax.train.trained_run import find_task, run_changes
+
+logger = logging.getLogger(__name__)
 
 PASSAGE_FLAGS = (
     *("answering.retrieved", "answering.read", "answering.aggregate"),
@@ -19,23 +26,46 @@ PASSAGE_FLAGS = (
 )
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
+def add_run_arguments(parser: argparse.ArgumentParser, required: bool = True, in_bucket: bool = True) -> None:
     """Add `--workdir`, and take `--config.section.key=value` to override its recorded config (see `config_changes`).
 
     Args:
         parser: parser of the command.
         required: whether the command needs a run.
+        in_bucket: whether the run may be in a bucket, see `run_directory`.
     """
+    url = ": a path, or gs://BUCKET/FOLDER" if in_bucket else ""
     parser.set_defaults(config=None)  # tells `realm_jax.cli.main` that this command takes overrides
     parser.add_argument(
         "--workdir",
         type=nonempty,
         required=required,
         metavar="DIR",
-        help="run directory of `realm index`, `adapt` or `train`. Override runtime and evaluation keys of its config "
-        "with --config.section.key=value, for example --config.data.path=DIR if the prepared folder was moved "
+        help=f"run directory of `realm index`, `adapt` or `train`{url}. Override runtime and evaluation keys of its "
+        "config with --config.section.key=value, for example --config.data.path=DIR if the prepared folder was moved "
         "(`realm train --help-config` lists the keys)",
     )
+
+
+def run_directory(workdir: str, task: str | None = None) -> Path:
+    """Return the directory of a run to read; if it is in a bucket, a copy of the files that answers need.
+
+    Args:
+        workdir: a path, or the URL of a bucket's folder.
+        task: whose exported model is read; None for that of the last finished task.
+
+    Raises:
+        StorageError: the bucket cannot be read, or the disk is full.
+    """
+    if not is_url(workdir):
+        return Path(workdir)
+    folders = f"{MODEL}/", f"{bm25.FOLDER}/", f"{task}/{MODEL}/"
+
+    def is_needed(name: str) -> bool:
+        return "/" not in name or name.startswith(folders) or name.endswith("/evaluations.jsonl")
+
+    logger.info("copying %s to this machine", workdir)
+    return download(workdir, "reader", is_needed)
 
 
 def config_changes(args: argparse.Namespace) -> dict[str, Any]:
@@ -60,7 +90,7 @@ def check_passages(run: Run, args: argparse.Namespace) -> None:
         flags = [f"--{flag}" for flag in ("nbest", "search", "rerank") if vars(args).get(flag) is not None]
         flags += [f"--config.{key}" for key in changes if key in PASSAGE_FLAGS]
         if flags:
-            raise UserError(f"{flags[0]}: {run.workdir} answers without passages ({task}); leave it out")
+            raise UserError(f"{flags[0]}: {url_of(run.workdir)} answers without passages ({task}); leave it out")
         return
     read, passages = min(run.answering_qa.passages, run.context.rows), changes.get("answering.retrieved")
     if passages is not None and passages < read:

@@ -9,7 +9,6 @@ import io
 import logging
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
@@ -23,6 +22,7 @@ from realm_jax.cli.arguments import (
     add_run_arguments,
     add_search_argument,
     config_changes,
+    run_directory,
 )
 from realm_jax.cli.output import print_json, stdout
 from realm_jax.config import INDEX
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if args.generation and args.rerank:
         raise UserError(f"--rerank={args.rerank}: cannot be combined with --generation; leave one of them out")
     # --- the run, and one warning if its answers cannot be trusted
-    opened = open_run_for_inference(Path(args.workdir), config_changes(args), questions=False)
+    opened = open_run_for_inference(run_directory(args.workdir), config_changes(args), questions=False)
     single = " ".join(args.question) if args.question else None
     if single is not None:
         check_question(opened, single)

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     with run_log(args.workdir, process):
         worker, workdir = WorkerSlice(args.process, args.processes), Path(args.workdir)
         if is_url(args.workdir):
-            workdir = download(args.workdir, process, ("config.json", "data.json"))
+            workdir = download(args.workdir, process, {"config.json", "data.json"}.__contains__)
         is_recorded = (workdir / "config.json").is_file()  # then --workdir is enough
         default_config = ConfigDict(recorded_config(workdir).to_dict()) if is_recorded else default()
         config = validate(load_config(args.config, args.overrides, lambda: default_config))

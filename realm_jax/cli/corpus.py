@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from realm_jax.cli.argument_types import local_path
 from realm_jax.cli.output import print_json
 from realm_jax.config import INDEX
 from realm_jax.corpora.packer import build_store
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(
             "realm corpus: no corpus is named; pass --data=DIR (prepared folder) or --workdir=DIR (run directory)"
         )
-    workdir = Path(args.workdir) if args.workdir else None
+    workdir = local_path(args.workdir, "--workdir=") if args.workdir else None
     if workdir is not None:
         # A trainer, which locks the run directory, and its builder use the unedited corpus.
         trainer = read_status(recorded_folder(workdir), TRAINER)

@@ -14,7 +14,13 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from realm_jax.cli.argument_types import nonempty
-from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, check_passages, config_changes
+from realm_jax.cli.arguments import (
+    add_question_arguments,
+    add_run_arguments,
+    check_passages,
+    config_changes,
+    run_directory,
+)
 from realm_jax.cli.output import checked_output, is_special, print_json, print_line, stdout, table, write_output
 from realm_jax.config import with_values
 from realm_jax.data.questions import answered, gold_of
@@ -131,7 +137,7 @@ def run(args: argparse.Namespace) -> None:
     # --- or a run
     else:
         changes = config_changes(args)
-        opened = open_run_for_inference(Path(args.workdir), changes)
+        opened = open_run_for_inference(run_directory(args.workdir, args.task), changes)
         questions = load_questions(opened, args.questions, need_right=True)
         if args.unseen:
             questions = _without_training_golds(questions, [question.gold for question in questions], args)

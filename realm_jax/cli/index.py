@@ -5,8 +5,8 @@ This file has the flags; `index` of `realm_jax/search_index.py` does the work.
 
 import argparse
 import shlex
-from pathlib import Path
 
+from realm_jax.cli.argument_types import local_path
 from realm_jax.cli.prepare import add_language_argument
 from realm_jax.config import load_config
 from realm_jax.eval.format import duration
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
         IndexRequest(
             documents=args.documents,
             model=args.model,
-            workdir=Path(args.output),
+            workdir=local_path(args.output, "--output="),
             language=args.language,
             config=load_config(CONFIG, args.overrides),
             config_arguments=(*args.overrides,),

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from realm_jax.cli.argument_types import nonempty, positive
-from realm_jax.cli.arguments import add_run_arguments, config_changes
+from realm_jax.cli.arguments import add_run_arguments, config_changes, run_directory
 from realm_jax.cli.output import checked_output, print_json, stdout, write_output
 from realm_jax.config import add_config_argument, default, load_config, validate
 from realm_jax.console import printable
@@ -331,16 +331,18 @@ def run_text(args: argparse.Namespace, html: Path | None) -> None:
 
     # --- the run, and that of --bert, which has to read the text in the same tokens
     changes = config_changes(args)
-    opened = open_run_for_inference(Path(args.workdir), {"evaluation.batch_size": 1} | changes)
+    workdir = run_directory(args.workdir, args.task or ("realm" if masked else None))
+    opened = open_run_for_inference(workdir, {"evaluation.batch_size": 1} | changes)
     bert = None
     if masked is None:
         check_question(opened, args.subject)
     else:
         masked_text(opened, masked, args.pieces)
     if masked and args.bert:
-        recorded_config(Path(args.bert), "--bert")
+        bert_workdir = run_directory(args.bert)
+        recorded_config(bert_workdir, "--bert")
         try:
-            other = open_run_for_inference(Path(args.bert), changes)
+            other = open_run_for_inference(bert_workdir, changes)
             exported = exported_model(other.workdir)
             masked_text(other, masked, args.pieces)
         except UserError as error:

@@ -9,11 +9,16 @@ import logging
 import os
 import stat
 from collections.abc import Sequence
-from pathlib import Path
 from typing import IO, Any
 
 from realm_jax.cli.argument_types import positive
-from realm_jax.cli.arguments import add_question_arguments, add_run_arguments, check_passages, config_changes
+from realm_jax.cli.arguments import (
+    add_question_arguments,
+    add_run_arguments,
+    check_passages,
+    config_changes,
+    run_directory,
+)
 from realm_jax.cli.output import checked_output, is_special
 from realm_jax.console import StageProgress
 from realm_jax.data.questions import Question
@@ -23,6 +28,7 @@ from realm_jax.eval.prediction_files import question_record, resume, write_recor
 from realm_jax.forward import SearchPipeline
 from realm_jax.host import Stop
 from realm_jax.inference.predictions import FIELDS, describe, records
+from realm_jax.mirror import url_of
 from realm_jax.run import Run
 from realm_jax.storage import exclusive_lock, flush_to_disk, sha256_hex
 from realm_jax.tasks.answering import search_pipeline
@@ -70,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
         Preempted: after SIGTERM.
     """
     output, nbest = checked_output(args.output, "--output"), args.nbest or NBEST
-    run = open_run_for_inference(Path(args.workdir), config_changes(args))
+    run = open_run_for_inference(run_directory(args.workdir, args.task), config_changes(args))
     check_passages(run, args)
     questions = load_questions(run, args.questions, need_right=False)
     with Stop() as stop:
@@ -88,7 +94,8 @@ def run(args: argparse.Namespace) -> None:
                 trained = restore(run, args.task, search=args.search, rerank=args.rerank)
                 if trained.model is None or trained.model.identity != exported.identity:
                     raise UserError(
-                        f"{run.workdir}: training continued in the meantime; run the command again when the run is done"
+                        f"{url_of(run.workdir)}: training continued in the meantime; run the command again "
+                        "when the run is done"
                     )
                 with open(output, "ab") as stream:
                     _append(stream, trained, questions, nbest, done, stop)

@@ -14,6 +14,7 @@ import jax
 from ml_collections import ConfigDict
 
 from realm_jax.cache import cache_programs
+from realm_jax.cli.argument_types import local_path
 from realm_jax.cli.prepare import prepare
 from realm_jax.config import add_config_argument, load_config, validate
 from realm_jax.data import encyclopedia
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if args.asynchronous and any(override.startswith("--config.refresh.mode=") for override in args.overrides):
         raise UserError(f"--async: implies {ASYNC}; omit one of them")
     config = load_config(args.config, [*args.overrides, *([ASYNC] if args.asynchronous else [])], recipe)
-    workdir = Path(args.workdir)
+    workdir = local_path(args.workdir, "--workdir=")
     config.data.path = config.data.path or str(workdir / "data")
     validate(config)
     make_folder(workdir, "--workdir")

@@ -13,11 +13,10 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from realm_jax.cli.argument_types import nonempty, positive
+from realm_jax.cli.argument_types import local_path, nonempty, positive
 from realm_jax.cli.arguments import (
     add_reader_argument,
     add_rerank_argument,
@@ -52,7 +51,7 @@ The service loads a newer exported model or an edited corpus in the background, 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `realm serve`."""
     parser.epilog = EXAMPLES
-    add_run_arguments(parser)
+    add_run_arguments(parser, in_bucket=False)
     add = parser.add_argument_group("service").add_argument
     add("--host", type=nonempty, default="127.0.0.1", metavar="ADDRESS", help="address to listen at (default: "
         "127.0.0.1, this machine only). Other addresses need a secret in the environment variable "
@@ -83,6 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM or Ctrl-C; running requests are answered first."""
+    workdir = local_path(args.workdir, "--workdir=")
     token, host = os.environ.get(TOKEN, "").strip() or None, args.host.strip("[]")
     try:
         local = ipaddress.ip_address(host).is_loopback
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
             ) from None
         options = {name: vars(args)[name] for name in ("search", "rerank", "generation", "reader")}
         options["config"] = config_changes(args)
-        service = Service(Path(args.workdir), options, args.batch)
+        service = Service(workdir, options, args.batch)
         limits = Limits(args.batch, args.waiting, args.timeout, args.refresh)
         # A page of another site must not reach a service on this machine by another host name (DNS rebinding).
         hosts = {"localhost", "127.0.0.1", "::1", host} if local else set()

@@ -63,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the action; return 1 if `verify` finds damage."""
-    workdir = download(args.workdir, "storage", ("config.json",)) if is_url(args.workdir) else Path(args.workdir)
+    workdir = Path(args.workdir)
+    if is_url(args.workdir):
+        workdir = download(args.workdir, "storage", {"config.json"}.__contains__)
     recorded_config(workdir)  # raises UserError if there is no run
     items: dict[str, Checkpoint | Generation] = {}
     for folder in sorted(entry / "checkpoints" for entry in orbax_path(workdir).iterdir()):
@@ -125,7 +127,7 @@ class Checkpoint(NamedTuple):
             return facts | {"reason": str(error)}
         return facts | {
             "state": "complete",
-            "bytes": sum(open_folder(str(entry)).files().values()),
+            "bytes": sum(file.bytes for file in open_folder(str(entry)).files().values()),
             "saved": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime((entry / METADATA).stat().mtime)),
             "index_step": record["index_step"],
             "generation": record.get("generation") or "",

@@ -25,10 +25,11 @@ from safetensors.numpy import save_file
 
 from realm_jax.adaptation.record import RECORD as ADAPTED
 from realm_jax.cli.argument_types import nonempty
-from realm_jax.cli.arguments import add_run_arguments, config_changes
+from realm_jax.cli.arguments import add_run_arguments, config_changes, run_directory
 from realm_jax.data.wordpiece import VOCABULARY_FILE, WordPiece
 from realm_jax.errors import UserError, install_extra
 from realm_jax.indexing.token_file import FILES as TOKEN_FILES
+from realm_jax.mirror import url_of
 from realm_jax.models import tf_checkpoints
 from realm_jax.models.architectures.table import HF_REALM
 from realm_jax.models.folders import SHARED, TOWERS, open_hub, upload_model
@@ -101,13 +102,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Write the folder, or upload it and print its address."""
     if args.action == "push":
-        print(push(Path(args.workdir), args.repo, args.private, config_changes(args)))
+        print(push(run_directory(args.workdir), args.repo, args.private, config_changes(args)))
         return
     output = Path(args.output)
     if os.path.lexists(output):
         raise UserError(f"--output={output} already exists; remove it or choose another folder")
     if args.action == "export":
-        export(Path(args.workdir), output, args.names, args.task, config_changes(args))
+        export(run_directory(args.workdir, args.task), output, args.names, args.task, config_changes(args))
     else:
         convert({name: getattr(args, name) for name in CONVERTED if getattr(args, name)}, output, args.vocab)
 
@@ -139,7 +140,7 @@ def export(
         write_networks(folder, opened.config, model, params, sources.tokenizer, names, reads)
         networks = sorted(path.name for path in folder.iterdir())
         (folder / README).write_text(run_card(opened, name, step, networks, names), "utf-8")
-    logger.info("%s: %s of %s at step %d of %s", output, ", ".join(params), workdir, step, name)
+    logger.info("%s: %s of %s at step %d of %s", output, ", ".join(params), url_of(workdir), step, name)
 
 
 def push(workdir: Path, repository: str, private: bool, changes: dict[str, Any]) -> str:
@@ -157,7 +158,7 @@ def push(workdir: Path, repository: str, private: bool, changes: dict[str, Any])
     hub = open_hub(f"--repo={repository}")  # first, because it fails at once without a token or a package
     if (workdir / ADAPTED).is_file():
         if not read_json(workdir / ADAPTED).get("export"):
-            raise UserError(f"--workdir={workdir}: the adaptation is not done; run its command again")
+            raise UserError(f"--workdir={url_of(workdir)}: the adaptation is not done; run its command again")
         if changes:
             raise UserError(f"--config.{next(iter(changes))}: changes nothing in an adapted model; leave it out")
         # Without the vectors, which reveal the documents, and the config, which names folders of this machine.

@@ -38,6 +38,7 @@ from realm_jax.forward import (
 )
 from realm_jax.inference.answers import PassageSource, passage_source
 from realm_jax.mesh import to_host
+from realm_jax.mirror import url_of
 from realm_jax.models.layers import Params
 from realm_jax.models.losses import NEG_INF, log_prior, log_sum_selected
 from realm_jax.models.question_reader import QuestionReader, ReaderText
@@ -153,8 +154,8 @@ def check_has_priors(trained: TrainedRun) -> None:
     """Raise UserError for a run that does not search by vectors."""
     if trained.index.vectors is None:
         raise UserError(
-            f"task {trained.task} of {trained.run.workdir} does not search by vectors, so there is no p(z|x) to show; "
-            "choose another task"
+            f"task {trained.task} of {url_of(trained.run.workdir)} does not search by vectors, so there is no "
+            "p(z|x) to show; choose another task"
         )
 
 

@@ -135,8 +135,12 @@ class Checkpoints:
             record: a JSON object.
         """
         if any_process(self.finish() == SaveState.FAILED):
+            with contextlib.suppress(StorageError), self._writing():
+                self._checkpointer.close()  # raises the error of the failed save again
             try:
-                self._reopen()
+                with self._writing():
+                    self._checkpointer = self._open()
+                self._error = None
             except StorageError as error:
                 self._report(error)
                 return
@@ -182,14 +186,6 @@ class Checkpoints:
         self._error = error
         logger.error("%s", error)
 
-    def _reopen(self) -> None:
-        """Open the folder again after a failed save. Raises StorageError if that fails too."""
-        with contextlib.suppress(StorageError), self._writing():
-            self._checkpointer.close()  # raises the error of the failed save again
-        with self._writing():
-            self._checkpointer = self._open()
-        self._error = None
-
 
 def _is_no_orbax_error(record: logging.LogRecord) -> bool:
     """Return False for errors that Orbax's threads print with tracebacks, because a save raises them too."""
@@ -210,17 +206,6 @@ def _limit_save_memory(items: dict[str, Any]) -> contextlib.AbstractContextManag
     return context
 
 
-def _quarantine(entry: epath.Path, error: object) -> None:
-    """Log the error of a damaged checkpoint, and rename its folder.
-
-    A bucket copies the files and then removes them. If that is cut off, the step is damaged again, or has no marker.
-    """
-    logger.error("%s; falling back to the previous checkpoint", error)
-    if is_process_0():
-        earlier = len(damaged_folders(entry.parent, entry.name))  # the same step may be damaged again
-        entry.rename(entry.with_name(f"{entry.name}{DAMAGED}{earlier + 1 if earlier else ''}"))
-
-
 def _step_folders(folder: epath.Path) -> list[epath.Path]:
     """Return the folders of steps, complete or not; [] for a missing folder."""
     try:
@@ -229,20 +214,18 @@ def _step_folders(folder: epath.Path) -> list[epath.Path]:
         return []
 
 
-def _is_complete(entry: epath.Path) -> bool:
-    """Return True if the save of a folder has finished. Raises an error of a bucket, which Orbax takes for a no."""
-    return (entry / COMMIT).exists() if is_url(str(entry)) else bool(ocp.is_orbax_checkpoint(entry))
-
-
 def saved_folders(folder: Path) -> list[epath.Path]:
     """Return the folders of complete checkpoints, the newest first. Raises StorageError if they cannot be listed."""
+    location = orbax_path(folder)
     try:
-        entries = sorted(_step_folders(orbax_path(folder)), key=lambda entry: -int(entry.name))
-        return [entry for entry in entries if _is_complete(entry)]
+        entries = sorted(_step_folders(location), key=lambda entry: -int(entry.name))
+        if is_url(str(location)):  # not by Orbax, which takes an error of a bucket for an unfinished save
+            return [entry for entry in entries if (entry / COMMIT).exists()]
+        return [entry for entry in entries if ocp.is_orbax_checkpoint(entry)]
     except Exception as error:
         if not isinstance(error, OSError) and not _is_remote(error):
             raise
-        raise StorageError(f"{orbax_path(folder)} cannot be listed ({error}); run the command again") from error
+        raise StorageError(f"{location} cannot be listed ({error}); run the command again") from error
 
 
 def damaged_folders(folder: epath.Path, step: str = "") -> list[epath.Path]:
@@ -347,7 +330,13 @@ class SavedCheckpoint:
                 except DamagedCheckpoint as comparison_error:
                     error = comparison_error
             any_damaged = True
-            _quarantine(entry, error or f"{entry} is damaged: another process cannot read it")
+            reason = error or f"{entry} is damaged: another process cannot read it"
+            logger.error("%s; falling back to the previous checkpoint", reason)
+            if is_process_0():
+                # A bucket copies the files and then removes them. If that is cut off, the step is damaged again, or
+                # has no marker.
+                earlier = len(damaged_folders(entry.parent, entry.name))  # the same step may be damaged again
+                entry.rename(entry.with_name(f"{entry.name}{DAMAGED}{earlier + 1 if earlier else ''}"))
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

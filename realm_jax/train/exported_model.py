@@ -41,6 +41,7 @@ from realm_jax.indexing.provider import shared_folder
 from realm_jax.indexing.token_file import FILES as TOKEN_FILES
 from realm_jax.indexing.token_file import FREQUENCIES, PROJECTION, TOKENS
 from realm_jax.mesh import to_host
+from realm_jax.mirror import url_of
 from realm_jax.models.folders import READER, SHARED, TOWERS
 from realm_jax.models.layers import Params
 from realm_jax.models.networks import Realm
@@ -197,8 +198,8 @@ class ExportedModel:
 
     def _damaged(self, reason: str) -> UserError:
         return UserError(
-            f"{self.folder}: {reason}; remove the folder, and repeat the command that trained the run: it writes "
-            "the folder from the checkpoint"
+            f"{url_of(self.folder)}: {reason}; remove the folder, and repeat the command that trained the run: it "
+            "writes the folder from the checkpoint"
         )
 
 
@@ -211,8 +212,8 @@ def find_exported_model(folder: Path) -> ExportedModel | None:
     manifest = read_json(folder / MANIFEST)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise UserError(
-            f"{folder / MANIFEST}: has another format than {FORMAT}, the format of this version; remove the folder, "
-            "and repeat the command that trained the run"
+            f"{url_of(folder / MANIFEST)}: has another format than {FORMAT}, the format of this version; remove the "
+            "folder, and repeat the command that trained the run"
         )
     return ExportedModel(folder, manifest)
 
@@ -234,8 +235,8 @@ def exported_model(workdir: Path, task: str | None = None) -> ExportedModel:
     if model is None:
         ended = "no task has ended" if task is None else f"task {task} has not ended"
         raise UserError(
-            f"{workdir}: has no exported model yet ({ended}, or an earlier version trained it); repeat the command "
-            "that started the run: it writes one at the end of each task"
+            f"{url_of(workdir)}: has no exported model yet ({ended}, or an earlier version trained it); repeat the "
+            "command that started the run: it writes one at the end of each task"
         )
     return model
 

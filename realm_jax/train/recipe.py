@@ -339,6 +339,6 @@ def show(results: dict[str, Any], workdir: Path, question: str) -> None:
     console().print(table)
     for line in (
         f"report: {shlex.quote(url_of(workdir / 'report.html'))}",
-        f"ask:    realm ask --workdir={shlex.quote(str(workdir))} {shlex.quote(question)}",
+        f"ask:    realm ask --workdir={shlex.quote(url_of(workdir))} {shlex.quote(question)}",
     ):
         console().print(Text(printable(line)), soft_wrap=True)

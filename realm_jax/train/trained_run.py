@@ -45,6 +45,7 @@ from realm_jax.indexing.provider import shared_folder
 from realm_jax.indexing.vector_cache import embed_with_cache
 from realm_jax.indexing.watcher import generation_index
 from realm_jax.mesh import replicated
+from realm_jax.mirror import url_of
 from realm_jax.models.layers import Params
 from realm_jax.models.question_reader import QuestionReader, open_question_reader
 from realm_jax.run import Run
@@ -195,7 +196,7 @@ def open_run_for_inference(workdir: Path, changes: dict[str, Any] | None = None,
     folder = changes.get("data.path") or recorded.data.path
     if not is_remote(folder) and not (Path(folder) / PREPARED).is_file():
         raise UserError(
-            f"{folder}: the prepared folder of the run in {workdir} is not there (looked from {Path.cwd()}); "
+            f"{folder}: the prepared folder of the run in {url_of(workdir)} is not there (looked from {Path.cwd()}); "
             "name its new location with --config.data.path=DIR"
         )
     cache_programs()
@@ -242,7 +243,9 @@ def points_at_blanks(run: Run, task: str) -> bool:
 def check_reads_passages(trained: TrainedRun) -> None:
     """Raise UserError if the reader answers without passages, so that there are none to show."""
     if not reads_passages(trained.task):
-        raise UserError(f"{trained.run.workdir}: its task {trained.task} answers without passages; use `realm predict`")
+        raise UserError(
+            f"{url_of(trained.run.workdir)}: its task {trained.task} answers without passages; use `realm predict`"
+        )
 
 
 def restore(
@@ -322,7 +325,7 @@ def open_reader(run: Run, task: str) -> QuestionReader | None:
     """
     name = run.config.answering.reader
     if name and not reads_passages(task):
-        raise UserError(f"--reader={name}: {run.workdir} answers without passages ({task}); leave it out")
+        raise UserError(f"--reader={name}: {url_of(run.workdir)} answers without passages ({task}); leave it out")
     return open_question_reader(name, run.mesh) if name else None
 
 
@@ -338,7 +341,9 @@ def find_task(run: Run, task: str | None) -> ExportedModel:
     """
     names = task_names(run.config) or [INDEX]
     if task is not None and task not in names:
-        raise UserError(f"--task={task}: the run in {run.workdir} has no such task; choose among {', '.join(names)}")
+        raise UserError(
+            f"--task={task}: the run in {url_of(run.workdir)} has no such task; choose among {', '.join(names)}"
+        )
     return exported_model(run.workdir, task)
 
 
@@ -418,7 +423,7 @@ def encoder_params(trained: TrainedRun) -> Params:
     assert trained.model is not None, "a generation comes with both encoders"
     current = find_exported_model(trained.model.folder)
     if current is None or current.identity != trained.model.identity:
-        raise UserError(f"{trained.run.workdir}: the run continued after it was opened; open it again")
+        raise UserError(f"{url_of(trained.run.workdir)}: the run continued after it was opened; open it again")
     read = jax.device_put(current.params(trained.run.model, missing), replicated(trained.run.mesh))
     return {name: trained.params.get(name, read.get(name)) for name in names}
 

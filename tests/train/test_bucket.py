@@ -1,4 +1,5 @@
-"""A run whose directory is in a bucket: killed and resumed, watched, verified, continued, with an index builder."""
+"""A run whose directory is in a bucket: killed and resumed, watched, verified, continued, read by other commands, with
+an index builder, and with two processes."""
 
 import json
 import os
@@ -22,11 +23,14 @@ from runs import (
     train_measured,
     until,
 )
+from tiny_run import PEOPLE
 
 from realm_jax import mirror
 from realm_jax.cli import main as cli
-from realm_jax.mirror import COMMIT, Mirror, download, local_workdir, upload_changes, url_of
-from realm_jax.storage import PosixFolder, StorageError, open_folder
+from realm_jax.launch.local import free_port
+from realm_jax.mirror import COMMIT, Mirror, copy_of, download, is_mirrored, local_workdir, upload_changes, url_of
+from realm_jax.storage import Bucket, PosixFolder, StorageError, open_folder
+from realm_jax.train import recipe
 from realm_jax.train.checkpoints import DAMAGED, METADATA, Checkpoints, SavedCheckpoint, saved_folders
 from realm_jax.train.records import parse_lines
 
@@ -137,7 +141,7 @@ def test_changes_are_uploaded_in_the_background(copy, monkeypatch):
 
 
 def test_a_copy_begins_as_the_bucket_is(bucket):
-    """Files of an earlier process, which was killed before it uploaded them, are removed."""
+    """Changes of an earlier process, which was killed before it uploaded them, are removed."""
     url = f"{bucket}/runs/one"
     with local_workdir(url, "trainer-0") as workdir:
         assert url_of(workdir / "realm" / "best") == f"{url}/realm/best"
@@ -156,11 +160,50 @@ def test_a_copy_begins_as_the_bucket_is(bucket):
             pass
     assert open_folder(url).read("realm/m.jsonl") == b"more"
     model = mirror.download_model(url)
-    assert {path.relative_to(model).as_posix() for path in model.rglob("*") if path.is_file()} == {
+    assert {path.relative_to(model).as_posix() for path in model.rglob("[!.]*") if path.is_file()} == {
         "config.json", "data.json", "big.npy"
     }  # fmt: skip
-    few = download(url, "few", ("config.json", "missing.json"))
-    assert [path.name for path in few.iterdir()] == ["config.json"]
+    few = download(url, "few", {"config.json", "missing.json"}.__contains__)
+    assert [path.name for path in few.glob("[!.]*")] == ["config.json"]
+
+
+def test_a_copy_keeps_equal_files_and_replaces_others_of_the_same_size(bucket, monkeypatch):
+    url, downloaded = f"{bucket}/runs/one", []
+    get = Bucket.download
+    monkeypatch.setattr(Bucket, "download", lambda *args: downloaded.append(args[1]) or get(*args))
+    store = open_folder(url)
+    for name in ("equal", "replaced", "model/equal", "removed/file"):
+        store.write(name, b"first")
+    folder = download(url, "reader")
+    assert sorted(downloaded) == ["equal", "model/equal", "removed/file", "replaced"]
+
+    downloaded.clear()
+    store.write("replaced", b"other")
+    store.remove("removed")
+    (folder / "model" / "equal").write_bytes(b"local")  # in the copy only, at the same time and of the same size
+    stat = (folder / "equal").stat()
+    os.utime(folder / "model" / "equal", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert download(url, "reader") == folder and sorted(downloaded) == ["model/equal", "replaced"]
+    assert (folder / "replaced").read_bytes() == b"other" and (folder / "model" / "equal").read_bytes() == b"first"
+    assert not (folder / "removed").exists()
+
+
+def test_a_copy_of_a_live_run_has_the_files_of_one_model(bucket, monkeypatch):
+    """The run replaces its exported model after the first file was copied."""
+    url = f"{bucket}/runs/one"
+    store, get = open_folder(url), Bucket.download
+    for name in ("model/a.npy", "model/b.npy", "model/manifest.json"):
+        store.write(name, b"first")
+
+    def download_and_replace(*args):
+        get(*args)
+        monkeypatch.setattr(Bucket, "download", get)
+        for name in ("model/a.npy", "model/b.npy", "model/manifest.json"):
+            store.write(name, b"other")
+
+    monkeypatch.setattr(Bucket, "download", download_and_replace)
+    folder = download(url, "reader")
+    assert {path.read_bytes() for path in (folder / "model").iterdir()} == {b"other"}
 
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
@@ -208,6 +251,68 @@ def test_a_bucket_that_fails_is_no_damage(bucket, monkeypatch):
                 patch.setattr(type(entry), method, lambda *_, error=error: (_ for _ in ()).throw(error))
                 SavedCheckpoint.newest_intact(folder, lambda saved: saved.read("state"))
         assert [entry.name for entry in saved_folders(folder)] == ["1"]
+
+
+# --- Commands that read a run -----------------------------------------------------------------------------------------
+
+
+def test_commands_read_a_run_from_its_bucket(bucket, trained_run, one_device, tmp_path, capsys):
+    """They print and write what they do for the same run on a disk, and change nothing in the bucket."""
+    run, url = trained_run.workdir, f"{bucket}/runs/one"
+    store = open_folder(url)
+    for path in run.rglob("*"):
+        if path.is_file() and is_mirrored(name := path.relative_to(run).as_posix()):
+            store.upload(path, name)
+    files = store.files()
+
+    def outputs(workdir, folder):
+        folder.mkdir()
+        commands = {
+            "ask": ["ask", "When was Ada Almgren born?", "--json"],
+            "evaluate": ["evaluate", "--task=ict", "--json"],
+            "predict": ["predict", f"--output={folder / 'predictions.jsonl'}"],
+            "export": ["weights", "export", f"--output={folder / 'weights'}"],
+            "inspect": ["inspect", "text", "When was Ada Almgren born?", "--json"],
+        }
+        printed = {name: shown(capsys, *words, f"--workdir={workdir}") for name, words in commands.items()}
+        written = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        return printed, written
+
+    printed, written = outputs(run, tmp_path / "disk")
+    assert {code for code, _ in printed.values()} == {0}
+    assert json.loads(printed["ask"][1])["passage"]["title"] in PEOPLE and len(written) > 5
+    assert outputs(url, tmp_path / "bucket") == (printed, written)
+    assert store.files() == files
+    assert not (copy_of(url, "reader") / "qa" / "model").exists()  # only --task needs the model of a task
+
+    code = cli.main(["ask", "Who?", f"--workdir={bucket}/runs/two"])
+    assert code == 2 and f"--workdir={bucket}/runs/two: no run there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, flag",
+    [
+        ("serve --workdir=URL", "--workdir="),
+        ("corpus remove p1 --workdir=URL", "--workdir="),
+        ("index docs --from=py:encoder --output=URL", "--output="),
+        ("adapt docs --from=py:encoder --output=URL", "--output="),
+        ("adapt URL", ""),
+        ("quickstart --workdir=URL", "--workdir="),
+        ("ablate --workdir=URL", "--workdir="),
+    ],
+)
+def test_commands_that_need_a_disk_reject_a_bucket(capsys, words, flag):
+    url = "gs://bucket/runs/one"
+    assert cli.main(words.replace("URL", url).split()) == 2
+    message = f"realm: error: {flag}{url}: the command needs a run directory on a disk; name one there"
+    assert message in capsys.readouterr().err
+
+
+def test_the_next_commands_of_a_run_name_its_bucket(capsys):
+    url = "gs://bucket/runs/one"
+    recipe.show({"exact_match": {}, "seconds": {}}, copy_of(url, "trainer-0"), "Who?")
+    printed = capsys.readouterr().err
+    assert f"report: {url}/report.html" in printed and f"ask:    realm ask --workdir={url} 'Who?'" in printed
 
 
 # --- Runs -------------------------------------------------------------------------------------------------------------
@@ -292,3 +397,30 @@ def test_an_index_builder_meets_the_trainer_in_the_bucket(bucket, people):
     lines = parse_lines(store.read("realm/evaluations.jsonl"))
     adopted = [(line["step"], line["index_step"]) for line in lines if "generation" in line]
     assert adopted == [(0, 0), (3, 2), (5, 4), (7, 6)]
+
+
+@pytest.mark.slow
+def test_two_processes_in_a_bucket_are_killed_and_resumed(bucket, people):
+    """Process 1 vanishes, which ends process 0. Process 0 alone uploads; each has its own copy."""
+    flags = flags_of(inline_config(people, checkpoint__every=1))
+    undisturbed, killed = (f"{bucket}/runs/{name}" for name in ("one", "two"))
+    store = open_folder(killed)
+
+    def start_both(url):
+        together = [*flags, f"--workdir={url}", "--processes=2", f"--coordinator=localhost:{free_port()}"]
+        return [command("train", *together, f"--process={process}") for process in range(2)]
+
+    finish(start_both(undisturbed))
+    first = start_both(killed)
+    until(lambda: COMMIT in store.names("realm/checkpoints/3"), PATIENCE)
+    first[1].send_signal(signal.SIGKILL)
+    for process in first:
+        process.communicate(timeout=PATIENCE)
+    assert first[0].returncode != 0 and "results.json" not in store.names()
+
+    outputs = finish(start_both(killed))
+    assert "Results" in outputs[0] and "Results" not in outputs[1]
+    assert_same(final_params(killed), final_params(undisturbed))
+    lines = parse_lines(store.read("realm/metrics.jsonl"))
+    assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
+    assert {*store.names()} == {*open_folder(undisturbed).names()}
