@@ -377,6 +377,11 @@ class AsyncIndexProvider(InlineIndexProvider):
                 logger.warning("%s; trying again", error)
                 time.sleep(self._folder.poll_seconds)
 
+    def unwritten_export(self) -> int:
+        if self._options.adopt_after < 0:
+            return -1
+        return broadcast_from_process_0(self._exporter.unwritten_step(EXPORT_SECONDS))
+
     def on_checkpoint(self, step: int, generation: str, *, last_failed: bool) -> None:
         if last_failed:
             self._saves.pop()

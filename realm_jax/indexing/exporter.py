@@ -51,6 +51,7 @@ class Exporter:
         self._run, self._folder = run, folder
         self._pool, self._closing = ThreadPoolExecutor(1), threading.Event()
         self._pending: Future[None] | None = None
+        self._pending_step = -1
         self._batch = put_batch(run.mesh, sample_queries(run))
 
     def __enter__(self) -> Self:
@@ -74,6 +75,7 @@ class Exporter:
             return
         if self.flush(0):
             self._pending = self._pool.submit(self._write, step, [copies], queries, needed)
+            self._pending_step = step
         else:
             logger.warning("skipping the export of step %d: an earlier export is still being written", step)
 
@@ -84,6 +86,10 @@ class Exporter:
         with contextlib.suppress(TimeoutError):
             self._pending.result(seconds)
         return self._pending.done()
+
+    def unwritten_step(self, seconds: float) -> int:
+        """Wait up to `seconds` for the last export; return its step if it is not written then, else −1."""
+        return -1 if self.flush(seconds) else self._pending_step
 
     def _write(self, step: int, encoders: list[Params], queries: jax.Array, needed: set[int]) -> None:
         record = export_record(self._run, step)

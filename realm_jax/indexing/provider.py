@@ -102,6 +102,13 @@ class InlineIndexProvider:
             last_failed: true if the checkpoint before this one could not be written.
         """
 
+    def unwritten_export(self) -> int:
+        """Return the step of an export that a restart needs and that is not written, or −1. All processes call it.
+
+        A run that resumes from a checkpoint of this step or an earlier one exports it again.
+        """
+        return -1
+
     def resume(
         self, step: int, record: dict[str, Any], vectors: NDArray | None, query_encoder: Params | None
     ) -> LoadedIndex | None:

@@ -178,8 +178,19 @@ def train_task(
                 checkpoints.save(step, state, arrays, record)
 
         def save_at_once() -> None:
-            """Save this step unless that was done, and wait until it is on disk. Raises StorageError if it fails."""
-            if any_process(checkpoints.latest != step or checkpoints.state == SaveState.FAILED):
+            """Save this step unless that was done, and wait until it is on disk. Raises StorageError if it fails.
+
+            If a restart from this step would lack an export, and one from the newest checkpoint writes it again, we
+            keep to that checkpoint: the run repeats some steps, and ends with the same bits.
+            """
+            has_failed = any_process(checkpoints.state == SaveState.FAILED)
+            unwritten = index_provider.unwritten_export() if step < total_steps and task.retrieves else -1
+            if not has_failed and checkpoints.latest is not None and checkpoints.latest <= unwritten:
+                logger.warning(
+                    "step %d is not saved, because the export of step %d is not written; a restart begins at step %d",
+                    step, unwritten, checkpoints.latest,
+                )  # fmt: skip
+            elif any_process(has_failed or checkpoints.latest != step):
                 save()
             checkpoints.wait()
 
@@ -191,7 +202,7 @@ def train_task(
                     fresh = index_provider.maybe_refresh(step, state.params, index, control)
             except UserError:  # no index arrived in time: the run ends, and loses no step
                 save_at_once()
-                stop.check(f"saved {name} at step {step}")
+                stop.check(f"saved {name} at step {checkpoints.latest}")
                 raise
             watchdog.heartbeat()
             if fresh is None:
@@ -283,7 +294,7 @@ def train_task(
         except Interrupted:
             stop.requested = True  # in every process, whichever got the signal
             save_at_once()
-            stop.check(f"saved {name} at step {step}")
+            stop.check(f"saved {name} at step {checkpoints.latest}")
             raise
 
         # --- The end: the last evaluation, the best parameters, the last save -------------------------------------

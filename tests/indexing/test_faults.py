@@ -507,6 +507,22 @@ def test_the_disk_stays_full_for_an_export_that_is_due(people, stops, tmp_path, 
         left.clear()
 
 
+@pytest.mark.slow
+def test_a_restart_writes_the_export_again_that_no_disk_took(people, stops, tmp_path, before_write, monkeypatch, log):
+    """The step at which the run ended would need that export, so it is not saved."""
+    run, left = open_tiny(people, tmp_path, wait_seconds=2.0), ["full"]
+    set_key(run, "checkpoint.every", 2)
+    monkeypatch.setattr("realm_jax.indexing.async_provider.EXPORT_SECONDS", 0.5)
+    monkeypatch.setattr("realm_jax.indexing.exporter.RETRY_SECONDS", 0.1)
+    before_write(fails(errno.ENOSPC, lambda path: left and "/exports/4/" in path))
+    with stops(run, UserError, "the generation of step 4, due at step 5 did not come within"):
+        assert (
+            "step 5 is not saved, because the export of step 4 is not written; a restart begins at step 4" in log.text
+        )
+        assert SavedCheckpoint.newest(tmp_path / "realm" / "checkpoints").step == 4
+        left.clear()
+
+
 def test_a_trainer_that_cannot_clear_up_at_its_start_hears_sigterm(run, monkeypatch):
     """Exports of rolled-back steps cannot be removed."""
     folder, asked = PosixFolder(run.workdir), []
