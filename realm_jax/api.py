@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 from ml_collections import ConfigDict
 
 import realm_jax.config as configs
@@ -30,7 +31,10 @@ from realm_jax.cli.prepare import Options, Path_
 from realm_jax.cli.prepare import prepare as prepare_folder
 from realm_jax.errors import Resumable, UserError
 from realm_jax.host import Preempted
+from realm_jax.indexing.heartbeat import TRAINER, process_name
 from realm_jax.inference.model import Model
+from realm_jax.mirror import local_workdir
+from realm_jax.processes import is_process_0
 from realm_jax.search_index import CONFIG, IndexRequest
 from realm_jax.search_index import index as index_documents
 from realm_jax.storage import read_json
@@ -203,7 +207,7 @@ def train_model(
 
     Args:
         config: from `load_config`.
-        workdir: run directory, created or resumed.
+        workdir: run directory, created or resumed: a path, or gs://BUCKET/FOLDER.
         callback: function that receives every `Progress`: metrics of logged steps, and evaluations. If it raises an
             exception, training ends; the same call resumes from the last checkpoint.
 
@@ -216,9 +220,11 @@ def train_model(
     """
     cache_programs()
     command = f"realm_jax.train_model(config, {os.fspath(workdir)!r})"
-    with listening(callback):
-        code = run_recipe(open_run(config, Path(workdir)), command)
-    if code:
-        raise Resumable(f"{workdir}: stopped by SIGTERM, with the state saved; call train_model again to resume")
-    results = Path(workdir) / "results.json"
-    return dict(read_json(results)) if results.is_file() else {}
+    process = process_name(TRAINER, jax.process_index())
+    with local_workdir(os.fspath(workdir), process, uploads=is_process_0()) as folder:
+        with listening(callback):
+            code = run_recipe(open_run(config, folder), command)
+        if code:
+            raise Resumable(f"{workdir}: stopped by SIGTERM, with the state saved; call train_model again to resume")
+        results = folder / "results.json"
+        return dict(read_json(results)) if results.is_file() else {}

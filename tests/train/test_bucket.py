@@ -25,6 +25,7 @@ from runs import (
 )
 from tiny_run import PEOPLE
 
+import realm_jax
 from realm_jax import mirror
 from realm_jax.cli import main as cli
 from realm_jax.launch.local import free_port
@@ -204,6 +205,20 @@ def test_a_copy_of_a_live_run_has_the_files_of_one_model(bucket, monkeypatch):
     monkeypatch.setattr(Bucket, "download", download_and_replace)
     folder = download(url, "reader")
     assert {path.read_bytes() for path in (folder / "model").iterdir()} == {b"other"}
+
+
+def test_python_trains_in_a_bucket(bucket, monkeypatch):
+    def run_recipe(workdir, command):
+        write.order = []
+        write(workdir, "results.json", text="{}")
+        return 75 if (workdir / "config.json").exists() else write(workdir, "config.json") or 0
+
+    monkeypatch.setattr("realm_jax.api.open_run", lambda config, workdir: workdir)
+    monkeypatch.setattr("realm_jax.api.run_recipe", run_recipe)
+    assert realm_jax.train_model(None, f"{bucket}/runs/one") == {}
+    assert open_folder(f"{bucket}/runs/one").names() == ["config.json", "results.json"]
+    with pytest.raises(realm_jax.Resumable, match=f"{bucket}/runs/one: stopped by SIGTERM"):
+        realm_jax.train_model(None, f"{bucket}/runs/one")
 
 
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
