@@ -2,7 +2,7 @@
 
     realm launch --target=jobset --spec=launch/v5e.py --spec.image=IMAGE --config=realm_wiki \\
         --config.data.path=gs://BUCKET/data --config.init_from=gs://BUCKET/runs/ict \\
-        --workdir=gs://BUCKET/runs/realm --dry-run
+        --config.model.hidden_act=gelu --workdir=gs://BUCKET/runs/realm --dry-run
 
 `realm launch plan --spec=launch/v5e.py --config=realm_wiki` says what it costs. From an empty project to this
 command: `docs/launch.md`.

@@ -834,8 +834,8 @@ def validate(config: ConfigDict | Config) -> Config:
     check(bool(config.data.path), "data.path", "set it to a folder written by `realm prepare`")
     if config.init_from == REQUIRED:
         raise UserError(
-            "config.init_from: this config continues a finished run, which its file names; set --config.init_from=RUN, "
-            "or --config.init_from= to start from random parameters"
+            "config.init_from: this config continues a finished run; set --config.init_from=RUN, or "
+            "--config.init_from= to start from random parameters"
         )
     unset = inherited_keys(config)
     if unset and not config.init_from:

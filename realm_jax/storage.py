@@ -506,6 +506,7 @@ class Bucket(Folder):
         """
         import fsspec  # imported here because most runs need no bucket
 
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of failures, which we report
         self.url, self._wait = url.rstrip("/"), wait
         try:
             default, self._root = fsspec.core.url_to_fs(self.url)

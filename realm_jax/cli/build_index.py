@@ -16,6 +16,7 @@ from realm_jax.cache import cache_programs
 from realm_jax.config import add_config_argument, default, load_config, validate
 from realm_jax.data.sources import open_sources
 from realm_jax.environment import warn_of_other_versions
+from realm_jax.errors import UserError
 from realm_jax.host import Stop
 from realm_jax.indexing.build import for_embedding
 from realm_jax.indexing.heartbeat import BUILDER, process_name
@@ -67,6 +68,9 @@ def run(args: argparse.Namespace) -> None:
         if is_url(args.workdir):
             workdir = download(args.workdir, process, {"config.json", "data.json"}.__contains__)
         is_recorded = (workdir / "config.json").is_file()  # then --workdir is enough
+        if not is_recorded and not args.config and not args.overrides:
+            advice = "start the trainer first, or give the trainer's --config flags too"
+            raise UserError(f"--workdir={args.workdir}: has no config yet; {advice}")
         default_config = ConfigDict(recorded_config(workdir).to_dict()) if is_recorded else default()
         config = validate(load_config(args.config, args.overrides, lambda: default_config))
         config = fill_from_pretrained(config, workdir, with_reader=False)

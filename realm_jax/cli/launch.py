@@ -32,7 +32,7 @@ EXAMPLES = """examples:
       --config.data.path=data --workdir=runs/wiki --spec.trainer.processes=2
   realm launch --target=jobset --spec=launch/v5e.py --spec.image=IMAGE --config=realm_wiki \\
       --config.data.path=gs://bucket/wiki --config.init_from=gs://bucket/runs/ict \\
-      --workdir=gs://bucket/runs/realm --dry-run
+      --config.model.hidden_act=gelu --workdir=gs://bucket/runs/realm --dry-run
   realm launch status --workdir=gs://bucket/runs/realm
   realm launch status --target=jobset --spec=launch/v5e.py --workdir=gs://bucket/runs/realm
   realm launch logs --target=jobset --spec=launch/v5e.py --workdir=gs://bucket/runs/realm --job=builder-0 --follow
@@ -122,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
     if args.action is logs:
         needs_target = args.host is None and not args.previous
     if needs_target and not args.target:
-        raise UserError(f"--target: name one of {', '.join(TARGETS)}")
+        alternative = ", or the number of a process with --host" if args.action is logs else ""
+        raise UserError(f"--target: name one of {', '.join(TARGETS)}{alternative}")
     if args.dry_run and args.action is not start:
         raise UserError("--dry-run: applies only to start; leave it out")
     if args.target not in (None, "local"):

@@ -55,6 +55,9 @@ ERROR_HINTS = (
 )  # fmt: skip
 
 
+KUBECTL_LOG = re.compile(r"[IWEF]\d{4} ")  # begins a log line of kubectl; its error comes after these
+
+
 class Resource(NamedTuple):
     """A cloud resource of a part of the run.
 
@@ -184,7 +187,8 @@ def explain_error(tool: str, about: str, stderr: str) -> str:
         about: the request.
         stderr: its messages.
     """
-    reply = " ".join(stderr.split())
+    lines = [line for line in stderr.splitlines() if not KUBECTL_LOG.match(line)]
+    reply = " ".join((" ".join(lines) or stderr).split())
     advice = next((advice for pattern, advice in ERROR_HINTS if re.search(pattern, reply)), None)
     reason = reply.removeprefix("ERROR: ")[:300] or "it failed without a message"
     return f"{about}: {advice} ({tool}: {reason})" if advice else f"{about}: {tool} failed: {reason}"

@@ -63,7 +63,8 @@ class JobSets(CloudTarget):
 
     def plan(self) -> str:
         """Return everything that would be sent, as the commands that send it."""
-        return f"# {' '.join(self._kubectl('apply', '--filename=-'))}\n{to_yaml(manifests(self._launch))}"
+        builders_first = manifests(self._launch)[::-1]  # as `start` does
+        return f"# {' '.join(self._kubectl('apply', '--filename=-'))}\n{to_yaml(builders_first)}"
 
     def start(self) -> None:
         """Create the JobSets.

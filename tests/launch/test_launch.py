@@ -122,8 +122,8 @@ NOWHERE = ("--target=jobset", f"--spec.image={IMAGE}")
         ([*JOBSET, "--config.data.path="], "config.data.path: set it to a folder written by"),
         ([*JOBSET, "--config.data.path=data/wiki"], "config.data.path=data/wiki: the machines cannot read it"),
         ([*JOBSET, "--config.init_from=runs/ict"], "config.init_from=runs/ict: the machines cannot read it"),
-        ([*JOBSET, "--config=realm_wiki"], "config.init_from: this config continues a finished run, which"),
-        ([*JOBSET, "--config=qa_wiki"], "config.init_from: this config continues a finished run, which"),
+        ([*JOBSET, "--config=realm_wiki"], "config.init_from: this config continues a finished run; set"),
+        ([*JOBSET, "--config=qa_wiki"], "config.init_from: this config continues a finished run; set"),
         ([*JOBSET, "--config.mesh.model=7"], "spec.trainer: 1 × v5e:8x8: config.mesh"),
         ([*JOBSET, "--config.realm.batch_size=72"], "spec.trainer: 1 × v5e:8x8: config.realm.batch_size: is 72"),
         ([*JOBSET, "--config.data.path=gs://b/a\nEND-OF-JOB"], "--config.data.path: a value of one line is needed"),
@@ -233,6 +233,11 @@ def test_awkward_words_arrive_as_they_were_given():
         ("kubectl", "error: You must be logged in to the server (Unauthorized)", "kubectl is not logged in"),
         ("kubectl", "Unable to connect to the server: dial tcp: lookup x: no such host", "cannot be reached"),
         ("kubectl", "The JobSet is invalid: spec.replicatedJobs: Invalid value: field is immutable", "other settings"),
+        (
+            "kubectl",
+            'E1130 02:07:46.1 9 memcache.go:265] "Unhandled" err\nerror: quite new',
+            "kubectl failed: error: quite new",
+        ),
         ("sky", "ERROR: something\nquite new", "sky failed: something quite new"),
     ],
 )
