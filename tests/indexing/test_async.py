@@ -147,11 +147,8 @@ def test_the_first_process_alone_names_a_run(tmp_path, monkeypatch):
 
 def test_a_builder_that_starts_before_the_trainer_says_so(tmp_path, capsys):
     assert cli.main(["build-index", f"--workdir={tmp_path}"]) == 2
-    error = capsys.readouterr().err
-    assert error == (
-        f"realm: error: --workdir={tmp_path}: has no config yet; start the trainer first, or give the trainer's --config "
-        "flags too\n"
-    )
+    message = "has no config yet; start the trainer first, or give the trainer's --config flags too\n"
+    assert capsys.readouterr().err == f"realm: error: --workdir={tmp_path}: {message}"
 
 
 def test_the_earlier_of_two_trainers_in_a_run_directory_ends(tmp_path, monkeypatch):
