@@ -450,7 +450,7 @@ def test_a_corpus_has_no_more_passages_to_read_than_it_has(monkeypatch):
 )
 def test_what_is_said_about_passages_does_nothing_without_passages(monkeypatch, given, refused):
     monkeypatch.setattr(run_arguments, "find_task", lambda *_: SimpleNamespace(task="closed_book"))
-    args, opened = Namespace(**{"task": None, "overrides": []} | given), SimpleNamespace(workdir="runs/mine")
+    args, opened = Namespace(**{"task": None, "overrides": []} | given), SimpleNamespace(workdir=Path("runs/mine"))
     if refused is None:
         check_passages(opened, args)
         return

@@ -235,7 +235,7 @@ def test_awkward_words_arrive_as_they_were_given():
         ("kubectl", "The JobSet is invalid: spec.replicatedJobs: Invalid value: field is immutable", "other settings"),
         (
             "kubectl",
-            'E1130 02:07:46.1 9 memcache.go:265] "Unhandled" err\nerror: quite new',
+            'E1130 02:07:46.1 9 a.go:265] "Unhandled"\nerror: quite new',
             "kubectl failed: error: quite new",
         ),
         ("sky", "ERROR: something\nquite new", "sky failed: something quite new"),
