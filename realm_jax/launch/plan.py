@@ -413,8 +413,8 @@ def show(planned: dict[str, Any]) -> None:
         add("a step (estimated)", between(planned["seconds"], 1e3, " ms"))
         for name, seconds in planned["seconds_by_part"].items():
             add(f"  only {name}", f"{seconds * 1e3:,.1f} ms at least")
-        if invalid := planned.get("invalid_seconds"):
-            add("  other operations by the compiler", f"{invalid * 1e3:,.1f} ms, which it marks as invalid")
+        invalid = planned["invalid_seconds"]
+        add("  other operations by the compiler", f"{invalid * 1e3:,.1f} ms, which it marks as invalid")
         add("MFU", between(planned["mfu"], 100, " %"))
         add("all steps", between(planned["hours"], 1, " hours", 1))
         if "builder" in planned:
@@ -423,8 +423,7 @@ def show(planned: dict[str, Any]) -> None:
             add(name, between(planned["refresh_seconds"], 1 / 60, " minutes", 1))
             add("MFU of embedding", between(planned["refresh_mfu"], 100, " %"))
             add("steps between two indexes", f"{between(planned['steps_per_refresh'])} (paper: {PAPER_REFRESH})")
-            if devices := planned.get("builder_devices_for_paper"):
-                add(f"builder devices for {PAPER_REFRESH} steps", f"{devices}")
+            add(f"builder devices for {PAPER_REFRESH} steps", f"{planned['builder_devices_for_paper']}")
         if scann := planned.get("scann"):
             add("a host's search for a step", f"{scann['search_core_seconds'] * 1e3:,.0f} ms of one core")
             minutes = scann["build_core_seconds"] / 60

@@ -17,6 +17,7 @@ from realm_jax.assemble import abstract_run, make_run
 from realm_jax.cli import main as cli
 from realm_jax.config import default, load_config
 from realm_jax.data.sources import open_sources
+from realm_jax.environment import image_versions
 from realm_jax.flops import BertSize, chip, embedding_flops
 from realm_jax.launch import plan
 from realm_jax.launch.plan import (
@@ -267,6 +268,7 @@ def test_what_is_recorded_is_of_the_shipped_config(name):
         assert found["fits"] and found["bytes"]["peak"] < chip(found["device"]).memory, topology
         assert found.get("builder", found)["fits"], topology
         assert 0 < found["seconds"][0] <= found["seconds"][1] and found["compiler"].keys() >= {"jax", "libtpu"}
+        assert found["compiler"].items() <= image_versions().items(), f"{topology}: plan with the versions of the image"
 
 
 @pytest.mark.parametrize("text, known", [("ENTRY %main (a: f32[8]) -> f32[8] {\n}", True), ("a program", False)])
