@@ -246,7 +246,8 @@ def test_checkpoints_are_written_to_the_bucket_and_damaged_or_unfinished_ones_ar
         assert f"{url}/realm/checkpoints/3 is damaged" in caplog.text
         assert store.names() == ["2", f"3{DAMAGED}", "4"]
         with Checkpoints(folder, keep=3) as saves:
-            assert saves.latest == 2 and store.names() == ["2", f"3{DAMAGED}"]
+            assert saves.latest == 2
+            until(lambda: store.names() == ["2", f"3{DAMAGED}"])  # Orbax removes the unfinished one in the background
             saves.save(4, {"bias": np.full(3, 5)}, {}, {})
         assert SavedCheckpoint.newest(folder).read("state")["bias"].tolist() == [5, 5, 5]
 
