@@ -123,10 +123,12 @@ def splash_attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: j
     sizes = splash.BlockSizes(*[length] * 6, use_fused_bwd_kernel=True)
     full = splash.MultiHeadMask([splash.FullMask((length, length))] * HEADS)
     kernel = splash.make_splash_mha_single_device(full, block_sizes=sizes)
-    by_head = [x.reshape(sequences, length, HEADS, -1).swapaxes(1, 2) for x in (query, key, value)]
-    numbers = mask.astype(jnp.int32)  # a token sees those of its own number
+    by_head = [
+        x.reshape(sequences, length, HEADS, -1).swapaxes(1, 2) for x in (query, key, value)
+    ]  # [sequences, heads, length, 64]
+    segments = mask.astype(jnp.int32)  # [sequences, length]; a token sees those of its own segment
     scale = (width // HEADS) ** -0.5
-    attended = jax.vmap(kernel)(by_head[0] * scale, *by_head[1:], splash.SegmentIds(numbers, numbers))
+    attended = jax.vmap(kernel)(by_head[0] * scale, *by_head[1:], splash.SegmentIds(segments, segments))
     return attended.swapaxes(1, 2).reshape(query.shape)
 
 

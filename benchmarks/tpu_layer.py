@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def compiled(device: jax.Device) -> jax.stages.Compiled:
-    """Layers with the gradients of their inputs and parameters."""
+    """Compile the gradients of the layers' inputs and parameters."""
     place = NamedSharding(Mesh([device], ("one",)), PartitionSpec())
     layer = nn.remat(bert.Layer, policy=bert.REMAT["dots"])
 
@@ -75,6 +75,7 @@ def compiled(device: jax.Device) -> jax.stages.Compiled:
 
         return jax.vjp(apply, params, x)[1](dy)
 
+    # x: [parts, slots, width], packed
     x = jax.ShapeDtypeStruct((1, SEQUENCES * LENGTH, SIZES.width), jnp.bfloat16, sharding=place)
     mask = jax.ShapeDtypeStruct((SEQUENCES, LENGTH), bool, sharding=place)
     numbers = jax.ShapeDtypeStruct((SEQUENCES,), jnp.int32, sharding=place)
@@ -87,10 +88,6 @@ def compiled(device: jax.Device) -> jax.stages.Compiled:
 
 
 # --- The ways ---------------------------------------------------------------------------------------------------------
-
-
-def as_shipped() -> AbstractContextManager[Any]:
-    return nullcontext()
 
 
 def trained_key_bias() -> AbstractContextManager[Any]:
@@ -143,7 +140,7 @@ def stored_statistics() -> AbstractContextManager[Any]:
 
 
 WAYS = {
-    "shipped": as_shipped,
+    "shipped": nullcontext,
     "key-bias": trained_key_bias,
     "bfloat16-sums": bfloat16_sums,
     "ones": product_with_ones,

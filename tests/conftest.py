@@ -257,3 +257,12 @@ def tools(tmp_path, monkeypatch):
     for module in ("launch.status", "launch.skypilot", "cli.launch"):
         monkeypatch.setattr(f"realm_jax.{module}.open_folder", in_memory)
     return put
+
+
+@pytest.fixture
+def bucket():
+    """URL of an empty bucket of a stand-in for Google Cloud Storage."""
+    pytest.importorskip("gcp_storage_emulator", reason="needs gcp-storage-emulator and gcsfs (`.[test]`)")
+    gcs = pytest.importorskip("gcs")
+    with gcs.bucket() as url:
+        yield url

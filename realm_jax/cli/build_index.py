@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     with run_log(args.workdir, process):
         worker, workdir = WorkerSlice(args.process, args.processes), Path(args.workdir)
         if is_url(args.workdir):
-            workdir = download(args.workdir, process, {"config.json", "data.json"}.__contains__)
+            workdir = download(args.workdir, process, lambda name: name in ("config.json", "data.json"))
         is_recorded = (workdir / "config.json").is_file()  # then --workdir is enough
         if not is_recorded and not args.config and not args.overrides:
             advice = "start the trainer first, or give the trainer's --config flags too"

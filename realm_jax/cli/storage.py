@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the action; return 1 if `verify` finds damage."""
     workdir = Path(args.workdir)
     if is_url(args.workdir):
-        workdir = download(args.workdir, "storage", {"config.json"}.__contains__)
+        workdir = download(args.workdir, "storage", lambda name: name == "config.json")
     recorded_config(workdir)  # raises UserError if there is no run
     items: dict[str, Checkpoint | Generation] = {}
     for folder in sorted(entry / "checkpoints" for entry in orbax_path(workdir).iterdir()):

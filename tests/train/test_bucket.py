@@ -43,14 +43,6 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("REALM_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.fixture
-def bucket():
-    pytest.importorskip("gcp_storage_emulator", reason="needs gcp-storage-emulator and gcsfs (`.[test]`)")
-    gcs = pytest.importorskip("gcs")
-    with gcs.bucket() as url:
-        yield url
-
-
 # --- The copy ---------------------------------------------------------------------------------------------------------
 
 

@@ -52,14 +52,6 @@ def folder(tmp_path, monkeypatch):
     return folder
 
 
-@pytest.fixture
-def bucket():
-    pytest.importorskip("gcp_storage_emulator", reason="needs gcp-storage-emulator and gcsfs (`.[test]`)")
-    gcs = pytest.importorskip("gcs")
-    with gcs.bucket() as url:
-        yield url
-
-
 def messages(folder, name=NAME):
     """Return level and message of every record, without times."""
     lines = folder.read(name).decode().splitlines()
