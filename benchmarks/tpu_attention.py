@@ -22,6 +22,7 @@ import sys
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +121,8 @@ def compiled(way: str, place: NamedSharding, length: int, rate: float) -> str:
 def splash_attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
     """JAX's kernel for arrays like those of our kernels, [sequences, length, width]."""
     sequences, length, width = query.shape
-    sizes = splash.BlockSizes(*[length] * 6, use_fused_bwd_kernel=True)
+    names = ["block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"]
+    sizes: Any = splash.BlockSizes(**dict.fromkeys(names, length), use_fused_bwd_kernel=True)  # type: ignore[arg-type]
     full = splash.MultiHeadMask([splash.FullMask((length, length))] * HEADS)
     kernel = splash.make_splash_mha_single_device(full, block_sizes=sizes)
     by_head = [

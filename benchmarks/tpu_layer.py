@@ -56,21 +56,21 @@ def main() -> None:
         print(f"| {way} | {' | '.join(cells)} |", flush=True)
 
 
-def compiled(device: jax.Device) -> jax.stages.Compiled:
+def compiled(device: jax.Device) -> Any:
     """Compile the gradients of the layers' inputs and parameters."""
     place = NamedSharding(Mesh([device], ("one",)), PartitionSpec())
     layer = nn.remat(bert.Layer, policy=bert.REMAT["dots"])
 
     class Layers(nn.Module):
         @nn.compact
-        def __call__(self, x: jax.Array, mask: jax.Array, numbers: jax.Array) -> jax.Array:
+        def __call__(self, x: Any, mask: jax.Array, numbers: jax.Array) -> Any:
             layout = packing(mask, 1, SEQUENCES * LENGTH, TILE)
             for number in range(LAYERS):
                 x = layer(SIZES, name=f"layer_{number}")(x, x, layout, numbers)
             return x
 
     def gradients(params: Any, x: jax.Array, mask: jax.Array, numbers: jax.Array, key: jax.Array, dy: jax.Array) -> Any:
-        def apply(params: Any, x: jax.Array) -> jax.Array:
+        def apply(params: Any, x: jax.Array) -> Any:
             return Layers().apply({"params": params}, x, mask, numbers, rngs={"dropout": key})
 
         return jax.vjp(apply, params, x)[1](dy)
