@@ -382,11 +382,12 @@ class AsyncIndexProvider(InlineIndexProvider):
             return -1
         return broadcast_from_process_0(self._exporter.unwritten_step(EXPORT_SECONDS))
 
-    def on_checkpoint(self, step: int, generation: str, *, last_failed: bool) -> None:
+    def on_checkpoint(self, step: int, generation: str, *, waits_for_exports: bool, last_failed: bool) -> None:
         if last_failed:
             self._saves.pop()
         self._saves.append((step, export_step(generation) if generation else -1))
-        if self._options.adopt_after >= 0 and not self._exporter.flush(EXPORT_SECONDS):
+        seconds = EXPORT_SECONDS if waits_for_exports else 0.0
+        if self._options.adopt_after >= 0 and not self._exporter.flush(seconds):
             logger.warning("an export that a restart from the checkpoint of step %d needs is not written yet", step)
         self._update_status()  # the builder must know which exports are required before it removes anything
 

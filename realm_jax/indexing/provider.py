@@ -93,12 +93,13 @@ class InlineIndexProvider:
         """Return which generation this process has ready; called once a step, after `maybe_refresh`."""
         return ControlSignal()
 
-    def on_checkpoint(self, step: int, generation: str, *, last_failed: bool) -> None:
+    def on_checkpoint(self, step: int, generation: str, *, waits_for_exports: bool, last_failed: bool) -> None:
         """Prepare for the writing of a checkpoint.
 
         Args:
             step: step of the checkpoint.
             generation: generation that it names; '' for none.
+            waits_for_exports: wait for the exports that a restart from it needs.
             last_failed: true if the checkpoint before this one could not be written.
         """
 

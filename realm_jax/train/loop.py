@@ -157,7 +157,7 @@ def train_task(
         values: dict[str, jax.Array] = {}  # metrics of the last step, scalars on the devices
         control = ControlSignal()  # reduced over all processes, two steps old
 
-        def save() -> None:
+        def save(waits_for_exports: bool = True) -> None:
             """Save in the background. Raises UserError and saves nothing if a loss is not finite."""
             if values:
                 metrics.fetch(step, values)
@@ -174,7 +174,10 @@ def train_task(
                 if (in_flight := feed.in_flight()) is not None:
                     arrays["in_flight"] = in_flight  # [batches, batch, depth] int32
                 upload_changes(run.workdir)  # so that no record is missing that comes before the checkpoint
-                index_provider.on_checkpoint(step, generation, last_failed=checkpoints.finish() == SaveState.FAILED)
+                last_failed = checkpoints.finish() == SaveState.FAILED
+                index_provider.on_checkpoint(
+                    step, generation, waits_for_exports=waits_for_exports, last_failed=last_failed
+                )
                 checkpoints.save(step, state, arrays, record)
 
         def save_at_once() -> None:
@@ -184,14 +187,15 @@ def train_task(
             keep to that checkpoint: the run repeats some steps, and ends with the same bits.
             """
             has_failed = any_process(checkpoints.state == SaveState.FAILED)
-            unwritten = index_provider.unwritten_export() if step < total_steps and task.retrieves else -1
+            may_restart = step < total_steps and task.retrieves
+            unwritten = index_provider.unwritten_export() if may_restart else -1
             if not has_failed and checkpoints.latest is not None and checkpoints.latest <= unwritten:
                 logger.warning(
                     "step %d is not saved, because the export of step %d is not written; a restart begins at step %d",
                     step, unwritten, checkpoints.latest,
                 )  # fmt: skip
             elif any_process(has_failed or checkpoints.latest != step):
-                save()
+                save(waits_for_exports=not may_restart)  # `unwritten_export` has waited
             checkpoints.wait()
 
         def adopt_fresh_index() -> None:

@@ -10,6 +10,7 @@ from tiny_run import PEOPLE, write_lines
 
 from realm_jax.cli.prepare import prepare
 from realm_jax.tasks.realm import RealmTask
+from realm_jax.train.records import read_lines
 
 STEPS, CUT = 6, 5  # the run is cut off before step 6, and goes on from the checkpoint of step 4
 WAYS = [("padded", 0.0), ("padded", 0.1), ("packed", 0.0), ("packed", 0.1)]
@@ -35,6 +36,11 @@ def distance(params, others) -> float:
     return float(np.sqrt(sum(d for _, d in differences) / sum(n for n, _ in differences)))
 
 
+def unplaced(run) -> list[float]:
+    """Share of the tokens of each step that had no slot; other tokens on other devices would be no rounding."""
+    return [line["unplaced"] for line in read_lines(run.workdir / "realm" / "metrics.jsonl")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way, dropout", WAYS)
 def test_fewer_devices_change_only_the_rounding_of_sums(stories, tmp_path, monkeypatch, way, dropout):
@@ -56,3 +62,4 @@ def test_fewer_devices_change_only_the_rounding_of_sums(stories, tmp_path, monke
         if devices == 8:
             assert_same(final_params(run), expected)
         assert found < 1e-6
+        assert unplaced(run) == unplaced(straight)
