@@ -1,7 +1,8 @@
-"""What the shipped full-scale configs need, by the TPU compiler: writes `docs/results/plans.json`.
+"""Plan the shipped full-scale configs with the TPU compiler, and write `docs/results/plans.json`.
 
 Every entry holds the keys that decide the program; one that came later has its default. A test compares them with the
-config, so that a config and its numbers change together; run this again when it fails. Ten minutes a plan on two cores.
+config, so that a config and its numbers change together; run this again when it fails. How long a
+plan takes: docs/howto/plan-tpu.md.
 
     pip install -e '.[tpu]' -c realm_jax/launch/image-lock.txt        with the Python of the image
     python benchmarks/plans.py [CONFIG …] [--slices v5e:8x8 …]
@@ -49,12 +50,17 @@ PROGRAM_SECTIONS = ("data", "model", "encoder", "retrieval", "scann", "optimizer
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("configs", nargs="*", default=list(WANTED), metavar="CONFIG", help=f"of {', '.join(WANTED)}")
-    parser.add_argument("--slices", nargs="+", choices=SLICES, help="these alone")
+    parser.add_argument("--slices", nargs="+", choices=SLICES, help="plan only these slices")
     parser.add_argument("--page", action="store_true", help="plan nothing, and write the table")
     args = parser.parse_args()
-    known = read_json(GOLDEN) if GOLDEN.is_file() else {}
+    for name in args.configs:
+        if name not in WANTED:
+            parser.error(f"{name}: is none of {', '.join(WANTED)}")
+        if unwanted := {*(args.slices or [])} - {*WANTED[name]}:
+            parser.error(f"--slices: {name} has no plan for {', '.join(unwanted)}")
+    recorded = read_json(GOLDEN) if GOLDEN.is_file() else {}
     if args.page:
-        PAGE.write_text(filled_page(PAGE.read_text("utf-8"), known), "utf-8")
+        PAGE.write_text(filled_page(PAGE.read_text("utf-8"), recorded), "utf-8")
         return
     planned: dict[str, Any] = {}  # by program, because configs may share one
     for name in args.configs:
@@ -62,27 +68,32 @@ def main() -> None:
         config.data.path, config.init_from = "-", ""
         validate(config)
         task = task_names(config)[-1]
-        if name not in known or not is_of(known[name], config):
+        if name not in recorded or not is_of(recorded[name], config):
             if args.slices:
                 sys.exit(f"{name}: its program is not the recorded one; plan all of it, without --slices")
-            known[name] = {"task": task, "keys": program_keys(config, task), "plans": {}}
+            recorded[name] = {"task": task, "keys": program_keys(config, task), "plans": {}}
         for slices in args.slices or WANTED[name]:
             program = json.dumps([program_keys(config, task), slices], sort_keys=True)
             planned[program] = planned.get(program) or plan(name, slices)
-            known[name]["plans"][slices] = planned[program]
-            write_json_atomic(GOLDEN, known)
-    PAGE.write_text(filled_page(PAGE.read_text("utf-8"), known), "utf-8")
+            recorded[name]["plans"][slices] = planned[program]
+            write_json_atomic(GOLDEN, recorded)
+    PAGE.write_text(filled_page(PAGE.read_text("utf-8"), recorded), "utf-8")
 
 
 def filled_page(page: str, plans: dict[str, Any]) -> str:
-    """The page with the table of all plans, between the lines `<!-- table: plans -->` and `<!-- end -->`."""
+    """Return a page with the table of plans between its lines `<!-- table: plans -->` and `<!-- end -->`.
+
+    Args:
+        page: text of the page.
+        plans: config → its entry in `docs/results/plans.json`.
+    """
     head = ["config", "trainer", "memory per chip", "ms per step", "hours for all steps", "steps between two indexes"]
     rows = [head, ["---"] * len(head)]
     for name, entry in plans.items():
         for slices, plan in entry["plans"].items():
-            known = chip(plan["device"])
-            assert known is not None and known.memory is not None
-            memory = f"{plan['bytes']['peak'] / 2**30:.2f} of {known.memory / 2**30:.2f} GiB"
+            accelerator = chip(plan["device"])
+            assert accelerator is not None and accelerator.memory is not None
+            memory = f"{plan['bytes']['peak'] / 2**30:.2f} of {accelerator.memory / 2**30:.2f} GiB"
             step, hours = between(plan["seconds"], 1e3), between(plan["hours"], 1, "", 1)
             fresh = "–"
             if "steps_per_refresh" in plan:
@@ -93,7 +104,7 @@ def filled_page(page: str, plans: dict[str, Any]) -> str:
 
 
 def program_keys(config: ConfigDict, task: str) -> dict[str, Any]:
-    """The keys that decide a task's program on TPUs."""
+    """Return key → value of the keys that decide a task's program on TPUs."""
     others = {f"{name}.{field.name}" for name in TASK_SECTIONS if name != task for field in fields(TaskSection)}
     sections = {*PROGRAM_SECTIONS, *TASK_SECTIONS}
     values = {key: value for key, value in flatten(config.to_dict()).items() if key.partition(".")[0] in sections}
@@ -101,23 +112,25 @@ def program_keys(config: ConfigDict, task: str) -> dict[str, Any]:
 
 
 def is_of(entry: dict[str, Any], config: ConfigDict) -> bool:
-    """Whether an entry is of the program that a config decides now."""
+    """Return True if an entry of `docs/results/plans.json` has the program of a config."""
     task = entry["task"]
     return program_keys(default(), task) | entry["keys"] == program_keys(config, task)
 
 
 def plan(name: str, slices: str) -> dict[str, Any]:
-    """In a process of its own, since the compiler keeps its memory."""
+    """Plan a config for a slice, in its own process, because the compiler keeps its memory."""
     began = time.monotonic()
     command = [sys.executable, "-m", "realm_jax", "launch", "plan", "--json", *SLICES[slices]]
     command.append(f"--config={name}")
     ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     if not ended.stdout:
         sys.exit(f"{name} {slices}: exit code {ended.returncode}")
-    found: dict[str, Any] = json.loads(ended.stdout)
-    peak = found["bytes"]["peak"] / 2**30 if found["fits"] else float("nan")
-    print(f"{name} {slices}: fits {found['fits']}, {peak:.2f} GiB, {time.monotonic() - began:.0f} s", flush=True)
-    return found
+    planned: dict[str, Any] = json.loads(ended.stdout)
+    if "hours" not in planned:
+        sys.exit(f"{name} {slices}: does not fit, or has no time; it is not recorded")
+    peak = planned["bytes"]["peak"] / 2**30
+    print(f"{name} {slices}: {peak:.2f} GiB per chip, planned in {time.monotonic() - began:.0f} s", flush=True)
+    return planned
 
 
 if __name__ == "__main__":

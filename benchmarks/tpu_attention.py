@@ -1,14 +1,15 @@
-"""How long attention takes on TPUs, forward and backward: plain against the kernels, by their compiler.
+"""Estimate the time of attention on TPUs, forward and backward, plain and by the kernels, from their compiler.
 
-No TPU is needed. Plain attention is what XLA makes of it: the `estimated_cycles` of its operations. A kernel's are
-the instruction words of its schedule for one block (a sequence and 128 features), times the blocks, a word a cycle; the
-compiler writes that schedule into a folder if it is asked to. Neither knows of waiting for memory. A v5p's two cores
-share a kernel's blocks. The kernel of packed sequences computes as many scores as that of padded ones, and its words
-are all that it has, as if every one of its copies was made. The last column, words for each score of 128 features, is
-what `launch/cost.py` counts with.
+No TPU is needed. Plain attention is what XLA makes of it: the `estimated_cycles` of its operations. The cycles of a
+kernel are the instruction words of its schedule for one block (a sequence and 128 features), times the blocks, one word
+per cycle. The compiler writes that schedule into a folder if you ask for it. Neither includes waits for memory. The two
+cores of a v5p share a kernel's blocks. The kernel of packed sequences computes as many scores as that of padded ones,
+and we count all of its words, as if it made every one of its copies. `launch/cost.py` computes with the last column,
+words for each score of 128 features.
 
-"splash" is JAX's own kernel. It drops no weights, so its row needs `--rate=0`. Its blocks are complete sequences of one
-head. It reads arrays by head, and the time to copy them is in the column "plain".
+"splash" is JAX's own kernel. It drops no weights and takes complete tiles, so its row needs `--rate=0` and lengths that
+are multiples of 128. Its blocks are complete sequences of one head. It reads arrays by head, and the time to copy them
+is in the column "plain".
 
     pip install -e '.[tpu]'
     python benchmarks/tpu_attention.py [--chips v5e:2x2 …] [--lengths 288 384]
@@ -36,7 +37,7 @@ from realm_jax.models.attention import ATTENTION, LANES, AttentionDropout, tpu_a
 from realm_jax.models.packing import TILE, packing
 
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
-SEQUENCES, WIDTH, HEADS = 56, 768, 12  # a chip's joints in a step of `realm_wiki` on 64 of them
+SEQUENCES, WIDTH, HEADS = 56, 768, 12  # a chip's reader inputs in a step of `realm_wiki` on 64 of them
 DUMPED = "*schedule-analysis_final_bundles.txt"
 
 
@@ -52,57 +53,77 @@ def main() -> None:
         compare(args.chips[0], args.lengths[0], args.rate, args.folder)
         return
     print(f"{SEQUENCES} sequences, {HEADS} heads of {WIDTH // HEADS}, bfloat16, dropout {args.rate}; one layer")
-    print("| chip | length | plain, ms | kernel | forward | backward | together, ms | words a score |")
+    print("| chip | length | plain, ms | kernel | forward | backward | together, ms | words per score |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for chips in args.chips:
         for length in args.lengths:  # the compiler reads where to write when it is loaded
             with tempfile.TemporaryDirectory() as folder:
-                environment = os.environ | {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={folder}"}
+                flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} --xla_jf_dump_to={folder}"
+                environment = os.environ | {"LIBTPU_INIT_ARGS": flags.strip()}
                 command = [sys.executable, __file__, "--one", "--chips", chips, "--lengths", str(length)]
                 command += ["--rate", str(args.rate), "--folder", folder]
                 subprocess.run(command, env=environment, check=True)
 
 
 def compare(chips: str, length: int, rate: float, folder: Path) -> None:
-    """Print a row for each kernel."""
+    """Print a row for each kernel.
+
+    Args:
+        chips: what to compile for, such as v5e:2x2.
+        length: tokens of a sequence.
+        rate: of dropout.
+        folder: where the compiler writes schedules.
+    """
     device = devices_to_compile_for(chips)[0]
-    place, known = NamedSharding(Mesh([device], ("one",)), PartitionSpec()), chip(device.device_kind)
-    assert known is not None
-    cost = program_cost(compiled("xla", place, length, rate))
-    plain = (cost.cycles + cost.invalid_cycles) / known.clock
+    sharding, accelerator = NamedSharding(Mesh([device], ("one",)), PartitionSpec()), chip(device.device_kind)
+    assert accelerator is not None
+    cost = program_cost(compiled_text("xla", sharding, length, rate))
+    plain = (cost.cycles + cost.invalid_cycles) / accelerator.clock
     blocks = SEQUENCES * WIDTH // LANES
     for way, added in (("tpu", ""), ("packed", "_packed")):
         for file in folder.iterdir():
             file.unlink()
-        compiled(way, place, length, rate)
+        compiled_text(way, sharding, length, rate)
         counts = [words(folder, kernel + added) for kernel in ("attend", "differentiate")]
-        forward, backward = (blocks * count / known.cores / known.clock for count in counts)
+        forward, backward = (blocks * count / accelerator.cores / accelerator.clock for count in counts)
         cells = [f"{1e3 * seconds:.2f}" for seconds in (forward, backward, forward + backward)]
-        each = ", ".join(f"{count / scores_held(length):.5f}" for count in counts)
+        words_per_score = ", ".join(f"{count / scores_held(length):.5f}" for count in counts)
         name = "packed" if added else "padded"
-        print(f"| {chips} | {length} | {1e3 * plain:.2f} | {name} | " + " | ".join(cells) + f" | {each} |", flush=True)
+        print(
+            f"| {chips} | {length} | {1e3 * plain:.2f} | {name} | " + " | ".join(cells) + f" | {words_per_score} |",
+            flush=True,
+        )
     if rate or length % LANES:
         return
     for file in folder.iterdir():
         file.unlink()
-    lines = compiled("splash", place, length, rate).splitlines(keepends=True)
+    lines = compiled_text("splash", sharding, length, rate).splitlines(keepends=True)
     cost = program_cost("".join(line for line in lines if "tpu_custom_call" not in line))
-    copies = (cost.cycles + cost.invalid_cycles) / known.clock
+    copies = (cost.cycles + cost.invalid_cycles) / accelerator.clock
     counts = [words(folder, f"splash_mha_{phase}") for phase in ("fwd", "dkv")]
     blocks = SEQUENCES * HEADS
-    forward, backward = (blocks * count / known.cores / known.clock for count in counts)
+    forward, backward = (blocks * count / accelerator.cores / accelerator.clock for count in counts)
     cells = [f"{1e3 * seconds:.2f}" for seconds in (forward, backward, forward + backward)]
     print(f"| {chips} | {length} | copies {1e3 * copies:.2f} | splash | " + " | ".join(cells) + " | |", flush=True)
 
 
-def compiled(way: str, place: NamedSharding, length: int, rate: float) -> str:
-    """The program of one layer's attention with its gradients."""
-    packed = (1, SEQUENCES * length, WIDTH) if way == "packed" else (SEQUENCES, length, WIDTH)
-    states = jax.ShapeDtypeStruct(packed, jnp.bfloat16, sharding=place)
-    mask = jax.ShapeDtypeStruct((SEQUENCES, length), bool, sharding=place)
-    seeds = jax.ShapeDtypeStruct((SEQUENCES, HEADS), jnp.uint32, sharding=place)
+def compiled_text(way: str, sharding: NamedSharding, length: int, rate: float) -> str:
+    """Return the text of the compiled attention of one layer with its gradients.
 
-    def both(query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array, *others: jax.Array) -> object:
+    Args:
+        way: "xla" for plain attention, "tpu" for the padded kernel, "packed" or "splash".
+        sharding: puts arrays on one device.
+        length: tokens of a sequence.
+        rate: of dropout.
+    """
+    shape = (1, SEQUENCES * length, WIDTH) if way == "packed" else (SEQUENCES, length, WIDTH)
+    states = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)  # [1, slots, width] if packed
+    mask = jax.ShapeDtypeStruct((SEQUENCES, length), bool, sharding=sharding)  # [sequences, length]
+    seeds = jax.ShapeDtypeStruct((SEQUENCES, HEADS), jnp.uint32, sharding=sharding)  # [sequences, heads]
+
+    def attention_and_gradients(
+        query: jax.Array, key: jax.Array, value: jax.Array, cotangent: jax.Array, *others: jax.Array
+    ) -> object:
         mask, seeds = others
         dropout = AttentionDropout(rate, seeds) if rate else None
         if way == "splash":
@@ -115,11 +136,18 @@ def compiled(way: str, place: NamedSharding, length: int, rate: float) -> str:
         attended, back = jax.vjp(lambda *parts: attend(*parts), query, key, value)
         return attended, back(cotangent)
 
-    return str(jax.jit(both).lower(states, states, states, states, mask, seeds).compile().as_text())
+    return str(jax.jit(attention_and_gradients).lower(states, states, states, states, mask, seeds).compile().as_text())
 
 
 def splash_attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
-    """JAX's kernel for arrays like those of our kernels, [sequences, length, width]."""
+    """Return what JAX's kernel attends to.
+
+    Args:
+        query: [sequences, length, width], as key and value.
+        key: of the same shape.
+        value: of the same shape.
+        mask: True for tokens, [sequences, length].
+    """
     sequences, length, width = query.shape
     names = ["block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"]
     sizes: Any = splash.BlockSizes(**dict.fromkeys(names, length), use_fused_bwd_kernel=True)  # type: ignore[arg-type]
@@ -135,11 +163,16 @@ def splash_attention(query: jax.Array, key: jax.Array, value: jax.Array, mask: j
 
 
 def words(folder: Path, kernel: str) -> int:
-    """Instruction words of a kernel's schedule."""
+    """Return the number of instruction words of a kernel's schedule.
+
+    Args:
+        folder: where the compiler wrote schedules.
+        kernel: part of the kernel's name.
+    """
     file = next(file for file in folder.glob(DUMPED) if kernel in file.name)
-    found = re.search(r"total scheduled bundles:\s*(\d+)", file.read_text())
-    assert found is not None, f"{file.name} has no count"
-    return int(found[1])
+    count = re.search(r"total scheduled bundles:\s*(\d+)", file.read_text())
+    assert count is not None, f"{file.name} has no count"
+    return int(count[1])
 
 
 if __name__ == "__main__":

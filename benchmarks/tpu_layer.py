@@ -1,4 +1,4 @@
-"""What parts of a BERT layer take on a TPU, forward and backward: by its compiler, one way against another.
+"""Estimate the time of the parts of a BERT layer on a TPU, forward and backward, one way against another.
 
 No TPU is needed. We compile two layers for one chip's share of the reader in a step of `realm_wiki` on 64 chips, and
 print the compiler's cycles. Those of operations without a matrix product are marked as invalid by the compiler, so the
@@ -6,7 +6,7 @@ table has them apart, and the time in which memory passes their data. Kernels of
 included (`tpu_attention.py`).
 
     pip install -e '.[tpu]' -c realm_jax/launch/image-lock.txt
-    python benchmarks/tpu_layer.py [WAY …] [--chip v5e:2x2]
+    python benchmarks/tpu_layer.py [WAY …] [--chip v5e:2x2]                    fused+ones: two ways at once
 """
 
 import argparse
@@ -29,7 +29,7 @@ from realm_jax.launch.plan import devices_to_compile_for
 from realm_jax.models import bert, layers
 from realm_jax.models.packing import TILE, packing
 
-SEQUENCES, LENGTH = 56, 384  # a chip's joints in that step
+SEQUENCES, LENGTH = 56, 384  # a chip's reader inputs in that step
 LAYERS = 2
 SIZES = layers.BertConfig(30_522, layers=LAYERS, dropout=0.1, compute=layers.Compute(jnp.bfloat16, None, "tpu", "dots"))
 
@@ -39,26 +39,31 @@ def main() -> None:
     parser.add_argument("ways", nargs="*", default=list(WAYS), metavar="WAY", help=f"of {', '.join(WAYS)}")
     parser.add_argument("--chip", default="v5e:2x2")
     args = parser.parse_args()
+    if unknown := {part for way in args.ways for part in way.split("+")} - {*WAYS}:
+        parser.error(f"{', '.join(unknown)}: is none of {', '.join(WAYS)}")
     device = devices_to_compile_for(args.chip)[0]
-    known = chip(device.device_kind)
-    assert known is not None
+    accelerator = chip(device.device_kind)
+    assert accelerator is not None
     print(f"{SEQUENCES} sequences of {LENGTH}, bfloat16, dropout 0.1; ms for a layer on {args.chip.partition(':')[0]}")
     print("| way | with a matrix product | others | the least for others | stored, MB | compiled in, s |")
     print("|---|---|---|---|---|---|", flush=True)
     for way in args.ways:
         began = time.monotonic()
-        with WAYS[way]():
+        with ExitStack() as stack:
+            for part in way.split("+"):
+                stack.enter_context(WAYS[part]())
             program = compiled(device)
         cost = program_cost(program.as_text())
-        parts = cost.cycles / known.clock, cost.invalid_cycles / known.clock, cost.invalid_bytes / known.bandwidth
-        cells = [f"{1e3 * seconds / LAYERS:.2f}" for seconds in parts]
+        times = [cycles / accelerator.clock for cycles in (cost.cycles, cost.invalid_cycles)]
+        times.append(cost.invalid_bytes / accelerator.bandwidth)
+        cells = [f"{1e3 * seconds / LAYERS:.2f}" for seconds in times]
         cells += [f"{program.memory_analysis().temp_size_in_bytes / 1e6:.0f}", f"{time.monotonic() - began:.0f}"]
         print(f"| {way} | {' | '.join(cells)} |", flush=True)
 
 
 def compiled(device: jax.Device) -> Any:
-    """Compile the gradients of the layers' inputs and parameters."""
-    place = NamedSharding(Mesh([device], ("one",)), PartitionSpec())
+    """Return the compiled gradients of the layers' inputs and parameters."""
+    sharding = NamedSharding(Mesh([device], ("one",)), PartitionSpec())
     layer = nn.remat(bert.Layer, policy=bert.REMAT["dots"])
 
     class Layers(nn.Module):
@@ -75,16 +80,16 @@ def compiled(device: jax.Device) -> Any:
 
         return jax.vjp(apply, params, x)[1](dy)
 
-    # x: [parts, slots, width], packed
-    x = jax.ShapeDtypeStruct((1, SEQUENCES * LENGTH, SIZES.width), jnp.bfloat16, sharding=place)
-    mask = jax.ShapeDtypeStruct((SEQUENCES, LENGTH), bool, sharding=place)
-    numbers = jax.ShapeDtypeStruct((SEQUENCES,), jnp.int32, sharding=place)
+    packed = 1, SEQUENCES * LENGTH, SIZES.width
+    x = jax.ShapeDtypeStruct(packed, jnp.bfloat16, sharding=sharding)  # [parts, slots, width]
+    mask = jax.ShapeDtypeStruct((SEQUENCES, LENGTH), bool, sharding=sharding)  # [sequences, length]
+    numbers = jax.ShapeDtypeStruct((SEQUENCES,), jnp.int32, sharding=sharding)  # [sequences]
     key = jax.eval_shape(lambda: jax.random.key(0))
     boxed = jax.eval_shape(
         lambda: Layers().init(jax.random.key(0), *(jnp.zeros(a.shape, a.dtype) for a in (x, mask, numbers)))
     )
-    at_place = partial(jax.tree.map, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place))
-    return jax.jit(gradients).lower(*at_place((nn.unbox(boxed["params"]), x, mask, numbers, key, x))).compile()
+    on_device = partial(jax.tree.map, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
+    return jax.jit(gradients).lower(*on_device((nn.unbox(boxed["params"]), x, mask, numbers, key, x))).compile()
 
 
 # --- The ways ---------------------------------------------------------------------------------------------------------
@@ -133,10 +138,10 @@ def stored_statistics() -> AbstractContextManager[Any]:
         return jax.tree.map(lambda x: checkpoint_name(x, "statistics"), compute(*args, **keywords))
 
     policy = jax.checkpoint_policies.save_only_these_names(bert.PRODUCT, bert.ATTENDED, "statistics")
-    both = ExitStack()
-    both.enter_context(patch.object(normalization, "_compute_stats", named))
-    both.enter_context(patch.dict(bert.REMAT, {"dots": policy}))
-    return both
+    patches = ExitStack()
+    patches.enter_context(patch.object(normalization, "_compute_stats", named))
+    patches.enter_context(patch.dict(bert.REMAT, {"dots": policy}))
+    return patches
 
 
 WAYS = {

@@ -5,9 +5,9 @@ that is given `--workdir=gs://BUCKET/FOLDER` works in a local copy, whose name i
 
     CACHE/runs/trainer-0/gs%3A%2F%2FBUCKET%2FFOLDER/realm/metrics.jsonl    uploaded every SECONDS when it has changed
 
-What several machines write is in the bucket only (`SHARED`, `SAVED`): `url_of` turns a path in the copy into its URL,
-with which Orbax writes checkpoints, and trainer and builder their shared folder. Process 0 uploads; the others only
-read, except that each keeps its own log (`run_log.py`). Read next: `Folder` in `storage.py`.
+Files that several machines write are in the bucket only (`SHARED`, `SAVED`): `url_of` turns a path in the copy into its
+URL, with which Orbax writes checkpoints, and trainer and builder their shared folder. Process 0 uploads; the others
+only read, except that each keeps its own log (`run_log.py`). Read next: `Folder` in `storage.py`.
 """
 
 import contextlib
@@ -34,7 +34,8 @@ from realm_jax.storage import (
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 15.0  # between two uploads: what the bucket lacks if the machine vanishes
+BUCKET_SCHEME = "gs://"  # of a run directory in a bucket
+SECONDS = 15.0  # between two uploads: later changes are lost if the machine vanishes
 SCHEME = quote("://", safe="")  # in the name of every copy
 LOCK = ".mirror.lock"  # held by the process that works in the copy
 SHARED = {"exports", "index", "jobs", "logs", "programs"}  # folders that several machines write, in the bucket only
@@ -110,12 +111,12 @@ def download(url: str, process: str, is_needed: Callable[[str], bool] = is_mirro
     with exclusive_lock(folder, DOWNLOADING, wait=True):
         while True:
             files = listed()
-            kept = {*files, LOCK, DOWNLOADING}
+            known_names = {*files, LOCK, DOWNLOADING}
             for path in sorted(folder.rglob("*"), reverse=True):  # the content of a folder before the folder
                 if path.is_dir():
                     with contextlib.suppress(OSError):  # it is not empty
                         path.rmdir()
-                elif path.relative_to(folder).as_posix() not in kept:
+                elif path.relative_to(folder).as_posix() not in known_names:
                     path.unlink()
             parallel_map(copy, files.keys(), files.values())
             if manifests(files) == manifests(listed()):  # else the run has replaced a model meanwhile
@@ -139,7 +140,7 @@ def download_model(url: str) -> Path:
 
     def is_needed(name: str) -> bool:
         in_model = name.startswith("model/") or not is_run
-        return "/" not in name or (in_model and not name.endswith(".npy"))
+        return not name.endswith(".npy") and ("/" not in name or in_model)
 
     return download(url, "model", is_needed)
 
@@ -160,12 +161,12 @@ def local_workdir(workdir: str, process: str, uploads: bool = True) -> Iterator[
     if not is_url(workdir):
         yield Path(workdir)
         return
-    if not workdir.startswith("gs://"):
+    if not workdir.startswith(BUCKET_SCHEME):
         raise UserError(f"--workdir={workdir}: checkpoints need gs://BUCKET/FOLDER or a path; name one of them")
     folder = copy_of(workdir, process)
     folder.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(folder, LOCK):
-        download(workdir, process)  # without what an earlier process, perhaps killed, has left: the bucket is right
+        download(workdir, process)  # removes what a killed process has not uploaded
         if not uploads:
             yield folder
             return

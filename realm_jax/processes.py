@@ -40,8 +40,8 @@ def connect_processes(args: argparse.Namespace) -> int:
     """
     distributed: tuple[Any, ...] = ()
     if args.processes != AUTO:
-        if not args.processes.isdigit() or int(args.processes) < 1:
-            raise UserError(f"--processes={args.processes}: give a number, or 'auto'")
+        if not args.processes.isdecimal() or int(args.processes) < 1:
+            raise UserError(f"--processes={args.processes}: is not a number of processes; give one, or 'auto'")
         count = int(args.processes)
         check_process(args.process, count)
         if count == 1:

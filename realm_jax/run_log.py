@@ -6,7 +6,7 @@ A process writes its lines to a file on this machine's disk. A thread adds them 
 and at the end, after errors too. A process that is killed uploads nothing more. Its file stays, and the next start of
 the process on the same machine uploads the rest. The console shows only warnings of processes other than 0; the log has
 all their lines. For a run directory that is a path nothing is written, because `realm launch --target=local` copies the
-output of processes. Who reads logs: `launch/logs.py`.
+output of processes. Read next: `launch/logs.py`, which prints the logs.
 """
 
 import contextlib
@@ -24,20 +24,18 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from realm_jax.errors import user_message
-from realm_jax.mirror import copy_of, is_url
+from realm_jax.mirror import BUCKET_SCHEME, copy_of
 from realm_jax.storage import Folder, exclusive_lock, open_folder
 
 logger = logging.getLogger(__name__)
 
 LOGS = "logs"  # folder of a run
-SECONDS = 60.0  # between two uploads: what the bucket lacks if the process is killed
+SECONDS = 60.0  # between two uploads: later lines stay on the machine if the process is killed
 LAST_SECONDS = 15.0  # for the last upload: a bucket that fails must not delay the restart of a job
 LOG_BYTES = 4 << 20  # of a log in the bucket; older lines are removed, because an upload writes all of it
 REMOVED = b"(older lines were removed)\n"
-RECORD = re.compile(rb"^\d{4}-\d\d-\d\dT", re.MULTILINE)  # begins a record; the lines of a traceback do not match
+RECORD = re.compile(rb"^(?=\d{4}-\d\d-\d\dT)", re.MULTILINE)  # where a record begins; lines of a traceback do not
 START = re.compile(rb"\d{4}-\d\d-\d\dT\S+ INFO start of ")  # begins the first record of each start of a process
-
-_current: "RunLog | None" = None  # of this process
 
 
 @contextmanager
@@ -45,13 +43,12 @@ def run_log(workdir: str, process: str) -> Iterator[None]:
     """Keep the log lines of the block, and how it ended, in the run directory. A failure is only a warning.
 
     Args:
-        workdir: the run directory; nothing happens if it is a path.
+        workdir: the run directory; nothing happens if it is not in a bucket.
         process: name of the process, such as trainer-7.
     """
-    global _current
     with contextlib.ExitStack() as stack:
         log = None
-        if is_url(workdir):
+        if workdir.startswith(BUCKET_SCHEME):  # `local_workdir` rejects other URLs
             try:
                 folder = copy_of(workdir, f"{process}.log")
                 folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +61,6 @@ def run_log(workdir: str, process: str) -> Iterator[None]:
             return
         package = logging.getLogger("realm_jax")
         package.addHandler(log)
-        _current = log
         try:
             yield
             log.add(logging.INFO, f"end of {process}")
@@ -76,17 +72,17 @@ def run_log(workdir: str, process: str) -> Iterator[None]:
             log.add(logging.WARNING, f"{type(error).__name__}: {error}")
             raise
         finally:
-            _current = None
             package.removeHandler(log)
             log.finish()
 
 
 def save_stacks() -> None:
     """Add the stacks of all threads to the log of this process and upload it, before the process ends at once."""
-    if _current is not None and _current.stream is not None:
-        with contextlib.suppress(OSError, ValueError):
-            faulthandler.dump_traceback(_current.stream, all_threads=True)
-        _current.finish()
+    for log in list(logging.getLogger("realm_jax").handlers):
+        if isinstance(log, RunLog) and log.stream is not None:
+            with contextlib.suppress(OSError, ValueError):
+                faulthandler.dump_traceback(log.stream, all_threads=True)
+            log.finish()
 
 
 class RunLog(RotatingFileHandler):
@@ -166,14 +162,19 @@ class RunLog(RotatingFileHandler):
 
 
 def after(text: bytes, earlier: bytes) -> bytes:
-    """Return the part of a log that follows the last record of an earlier copy; all of it if the record is missing.
+    """Return the part of a log that follows its newest record which an earlier copy has; all of it if there is none.
 
     Args:
         text: the log, or its last lines.
-        earlier: an earlier copy.
+        earlier: an earlier copy. Its last record may have become longer.
     """
-    records = [match.start() for match in RECORD.finditer(earlier)]
-    return text.rpartition(earlier[records[-1] :])[2] if records else text
+    earlier_records = RECORD.split(earlier)[1:]
+    if earlier_records and earlier_records[-1] in text:
+        return text.rpartition(earlier_records[-1])[2]
+    known = set(earlier_records)  # the last one may be of another machine
+    records = RECORD.split(text)
+    newest_known = max((number for number, record in enumerate(records) if record in known), default=-1)
+    return b"".join(records[newest_known + 1 :])
 
 
 def newest(text: bytes) -> bytes:

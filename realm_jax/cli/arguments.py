@@ -20,10 +20,10 @@ from realm_jax.train.trained_run import find_task, run_changes
 
 logger = logging.getLogger(__name__)
 
-PASSAGE_FLAGS = (
-    *("answering.retrieved", "answering.read", "answering.aggregate"),
-    *("answering.rerank", "answering.rerank_depth", "answering.reader", "answering.answer_tokens"),
-)
+PASSAGE_KEYS = (  # keys of the config that only matter if passages are read
+    "answering.retrieved", "answering.read", "answering.aggregate", "answering.rerank", "answering.rerank_depth",
+    "answering.reader", "answering.answer_tokens",
+)  # fmt: skip
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, required: bool = True, in_bucket: bool = True) -> None:
@@ -31,17 +31,17 @@ def add_run_arguments(parser: argparse.ArgumentParser, required: bool = True, in
 
     Args:
         parser: parser of the command.
-        required: whether the command needs a run.
-        in_bucket: whether the run may be in a bucket, see `run_directory`.
+        required: True if the command needs a run.
+        in_bucket: True if the run may be in a bucket, see `run_directory`.
     """
-    url = ": a path, or gs://BUCKET/FOLDER" if in_bucket else ""
+    places = ": a path, or gs://BUCKET/FOLDER" if in_bucket else ""
     parser.set_defaults(config=None)  # tells `realm_jax.cli.main` that this command takes overrides
     parser.add_argument(
         "--workdir",
         type=nonempty,
         required=required,
         metavar="DIR",
-        help=f"run directory of `realm index`, `adapt` or `train`{url}. Override runtime and evaluation keys of its "
+        help=f"run directory of `realm index`, `adapt` or `train`{places}. Override runtime and evaluation keys of its "
         "config with --config.section.key=value, for example --config.data.path=DIR if the prepared folder was moved "
         "(`realm train --help-config` lists the keys)",
     )
@@ -59,13 +59,15 @@ def run_directory(workdir: str, task: str | None = None) -> Path:
     """
     if not is_url(workdir):
         return Path(workdir)
-    folders = f"{MODEL}/", f"{bm25.FOLDER}/", f"{task}/{MODEL}/"
+    folders = [f"{MODEL}/", f"{bm25.FOLDER}/"]
+    folders += [] if task is None else [f"{task}/{MODEL}/"]
 
     def is_needed(name: str) -> bool:
-        return "/" not in name or name.startswith(folders) or name.endswith("/evaluations.jsonl")
+        return "/" not in name or name.startswith(tuple(folders)) or name.endswith("/evaluations.jsonl")
 
     logger.info("copying %s to this machine", workdir)
-    return download(workdir, "reader", is_needed)
+    # A copy has only the files that one command needs, so commands that need others have their own.
+    return download(workdir, "reader" if task is None else f"reader-{task}", is_needed)
 
 
 def config_changes(args: argparse.Namespace) -> dict[str, Any]:
@@ -88,7 +90,7 @@ def check_passages(run: Run, args: argparse.Namespace) -> None:
     task = find_task(run, args.task).task
     if not reads_passages(task):
         flags = [f"--{flag}" for flag in ("nbest", "search", "rerank") if vars(args).get(flag) is not None]
-        flags += [f"--config.{key}" for key in changes if key in PASSAGE_FLAGS]
+        flags += [f"--config.{key}" for key in changes if key in PASSAGE_KEYS]
         if flags:
             raise UserError(f"{flags[0]}: {url_of(run.workdir)} answers without passages ({task}); leave it out")
         return

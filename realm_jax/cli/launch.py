@@ -102,7 +102,8 @@ def _add_flags(parser: argparse.ArgumentParser, action: Action) -> None:
             help="price of a chip for an hour, in any currency; adds the cost to the plan (default: none)",
         )
     if action is logs:
-        add("--job", metavar="NAME", default=TRAINER, help="job to show, for example builder-0 (default: trainer)")
+        add("--job", metavar="NAME", default=TRAINER, help="job to show, for example builder-0; with --host or "
+            "--previous trainer or builder (default: trainer)")  # fmt: skip
         add("--host", type=int, default=None, metavar="N", help="print the log of process N of the job from the run "
             "directory, also if its machine is gone; needs no --target (default: all machines, live)")  # fmt: skip
         add("--previous", action="store_true", default=False, help="print the output of the job, or of process N, "

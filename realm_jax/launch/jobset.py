@@ -21,7 +21,7 @@ from realm_jax.launch.status import record_expected_jobs
 RUN = "realm-jax/run"  # label: which run a JobSet belongs to
 WORKDIR = "realm-jax/workdir"  # annotation: the run directory, because names repeat
 CONTAINER = "realm"
-MOST_PODS = 1000  # of a job whose logs are followed
+MAX_LOG_REQUESTS = 1000  # pods of a job whose logs are followed
 POD = "jobset.sigs.k8s.io"  # begins the labels that JobSet gives to pods
 
 Manifest = dict[str, Any]
@@ -74,7 +74,6 @@ class JobSets(CloudTarget):
         """
         required = {manifest["metadata"]["name"]: manifest for manifest in manifests(self._launch)}
         states = {name: resource.state for name, resource in self._resources_of_run(required=False).items()}
-        record_expected_jobs(self._launch.workdir, [part.name for part in job_specs(self._launch)])
         # In a queue, suspended JobSets wait for their turn.
         queue = self._launch.spec.kubernetes.queue
         ended_states = ("completed", "failed") if queue else ("completed", "failed", "suspended")
@@ -82,6 +81,7 @@ class JobSets(CloudTarget):
         for name, manifest in reversed(required.items()):  # builders first: a trainer without them waits
             run_tool(self._kubectl("apply", "--filename=-"), f"JobSet {name}", to_yaml([manifest]))
             print(f"JobSet {name}: applied")
+        record_expected_jobs(self._launch.workdir, [part.name for part in job_specs(self._launch)])
         self._delete([name for name, state in states.items() if name not in required and state not in ended_states])
 
     def _list(self) -> list[Resource]:
@@ -116,7 +116,9 @@ class JobSets(CloudTarget):
         """
         name = self._name(choose(job, [name.removeprefix(self._name("")) for name in self._resources_of_run()]))
         flags = [f"--selector={POD}/jobset-name={name}", f"--container={CONTAINER}", "--tail=200", "--prefix"]
-        flags += [f"--max-log-requests={MOST_PODS}", "--follow"] if follow else []  # kubectl follows five by default
+        flags += (
+            [f"--max-log-requests={MAX_LOG_REQUESTS}", "--follow"] if follow else []
+        )  # kubectl follows five by default
         return stream(self._kubectl("logs", *flags))
 
     def stop(self) -> None:

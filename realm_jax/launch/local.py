@@ -57,7 +57,8 @@ EXIT_WITH_PARENT = (
     f"os.getppid() == int(sys.argv[1]) or sys.exit({PREEMPTED})\n"
     "os.execv(sys.argv[2], sys.argv[2:])"
 )
-RECORD = "launch.json"  # in WORKDIR/logs: {"pid": of the supervisor, "grace_seconds": how long it lets others save}
+# In WORKDIR/logs: {"host": of the supervisor, "pid": its process, "grace_seconds": how long it lets others save}.
+LAUNCH_RECORD = "launch.json"
 
 _T = TypeVar("_T")
 
@@ -67,12 +68,12 @@ class Process(NamedTuple):
 
     Attributes:
         name: name of the process.
-        words: words of its command.
+        command: its words.
         environment: variables in addition to those of this process.
     """
 
     name: str
-    words: list[str]
+    command: list[str]
     environment: dict[str, str]
 
 
@@ -130,8 +131,8 @@ class Job:
         children: its processes.
         failures: since the last progress.
         resume_at: time of its next start.
-        code: exit code of its last end; None before.
-        over_at: time of its last end.
+        exit_code: of its last end; None before.
+        ended_at: time of its last end.
         progress: at its last start.
     """
 
@@ -140,8 +141,8 @@ class Job:
     children: list[Child] = field(default_factory=list)
     failures: int = 0
     resume_at: float = 0.0
-    code: int | None = None
-    over_at: float = 0.0
+    exit_code: int | None = None
+    ended_at: float = 0.0
     progress: object = None
 
 
@@ -160,16 +161,18 @@ class Supervisor:
             grace_seconds: from SIGTERM to SIGKILL.
             echo: show the progress of the run and the output of its processes here.
         """
-        self._processes, self._workdir, self._echo = jobs, workdir, echo
+        self._make_jobs, self._workdir, self._echo = jobs, workdir, echo
         self._restarts, self._grace_seconds = restarts, grace_seconds
         folder = open_folder(workdir)
         self._signals: list[int] = []  # signals that were received
         self._error: Exception | None = None  # why builders in the background ended
         self._status_at = time.monotonic()  # of the last line about the run
         self._print = threading.Lock()
-        self._summary = lambda: summary(folder)
-        progress = {TRAINER: lambda: newest_checkpoint(folder)}
-        self._jobs = [Job(name, progress.get(name, lambda: newest_generation(folder))) for name in jobs(0)]
+        self._summary = functools.partial(summary, folder)
+        self._jobs = [
+            Job(name, functools.partial(newest_checkpoint if name == TRAINER else newest_generation, folder))
+            for name in jobs(0)
+        ]
 
     @classmethod
     def of(cls, launch: Launch) -> "Supervisor":
@@ -200,7 +203,7 @@ class Supervisor:
                 signal.signal(number, handler)
         if self._signals:
             return INTERRUPTED if self._signals[0] == signal.SIGINT else PREEMPTED
-        code = next((job.code for job in self._jobs if job.code), 0)
+        code = next((job.exit_code for job in self._jobs if job.exit_code), 0)
         return 128 - code if code < 0 else code  # as shells encode a signal
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -230,7 +233,7 @@ class Supervisor:
         try:
             self._watch()
             for job in self._jobs:
-                if job.code:
+                if job.exit_code:
                     log = self._workdir / "logs" / f"{job.name}.log"
                     raise UserError(f"{job.name} failed; no index will arrive. {log} says why")
         except Exception as error:  # also a defect: training would wait for an index that no builder makes
@@ -243,7 +246,7 @@ class Supervisor:
     def _watch(self) -> None:
         while not self._signals and not self._is_over():
             for job in self._jobs:
-                if job.code is None:
+                if job.exit_code is None:
                     self._check_job(job)
             if self._echo and time.monotonic() - self._status_at > STATUS_SECONDS:
                 self._status_at = time.monotonic()
@@ -253,12 +256,12 @@ class Supervisor:
     def _is_over(self) -> bool:
         trainer = next((job for job in self._jobs if job.name == TRAINER), None)
         if trainer is None:  # it is this process
-            return any(job.code for job in self._jobs)
-        if trainer.code is None:
+            return any(job.exit_code for job in self._jobs)
+        if trainer.exit_code is None:
             return False
         # Builders read in the run directory that training has ended; for the grace period we wait for them.
-        is_waiting = trainer.code == 0 and time.monotonic() - trainer.over_at < self._grace_seconds
-        return not is_waiting or all(job.code is not None for job in self._jobs)
+        is_waiting = trainer.exit_code == 0 and time.monotonic() - trainer.ended_at < self._grace_seconds
+        return not is_waiting or all(job.exit_code is not None for job in self._jobs)
 
     def _check_job(self, job: Job) -> None:
         """Start a job that does not run, or end or restart one by the exit code of the process that ended first.
@@ -269,7 +272,7 @@ class Supervisor:
             if time.monotonic() < job.resume_at:
                 return
             job.progress = self._try_read(job.read_progress, job.progress)
-            for process in self._processes(free_port())[job.name]:
+            for process in self._make_jobs(free_port())[job.name]:
                 try:
                     job.children.append(self._spawn(process))
                 except OSError as error:
@@ -278,12 +281,12 @@ class Supervisor:
         codes = [child.process.poll() for child in job.children]
         if not any(codes):
             if 0 in codes and None not in codes:
-                self._finish(job.children, SHORT_GRACE)
+                self._end_children(job.children, SHORT_GRACE)
                 self._end(job, 0)
             return
         # Of several failures report a user error first, and a preemption last.
         code = min((code for code in codes if code), key=lambda code: {USER_ERROR: 0, PREEMPTED: 2}.get(code, 1))
-        self._finish(job.children, self._grace_seconds if code == PREEMPTED else SHORT_GRACE)
+        self._end_children(job.children, self._grace_seconds if code == PREEMPTED else SHORT_GRACE)
         if any(child.process.returncode == USER_ERROR for child in job.children):
             logger.error(
                 "%s: exit code 2, an error in the configuration; not restarted, its last lines say which", job.name
@@ -304,13 +307,13 @@ class Supervisor:
         logger.warning("%s: %s; restarting it in %g s", job.name, cause, pause)
 
     def _end(self, job: Job, code: int) -> None:
-        job.code, job.over_at, job.children = code, time.monotonic(), []
+        job.exit_code, job.ended_at, job.children = code, time.monotonic(), []
         logger.info("%s: ended with %d", job.name, code)
 
     def _end_all(self) -> None:
-        self._finish([child for job in self._jobs for child in job.children], self._grace_seconds)
+        self._end_children([child for job in self._jobs for child in job.children], self._grace_seconds)
 
-    def _finish(self, children: Sequence[Child], seconds: float) -> None:
+    def _end_children(self, children: Sequence[Child], seconds: float) -> None:
         """End processes and their children: SIGTERM, and SIGKILL for the remaining ones after so many seconds."""
         for child in children:
             child.signal(signal.SIGTERM)
@@ -333,7 +336,7 @@ class Supervisor:
     def _spawn(self, process: Process) -> Child:
         log = open(self._workdir / "logs" / f"{process.name}.log", "ab", buffering=0)
         popen = subprocess.Popen(
-            [sys.executable, "-IS", "-c", EXIT_WITH_PARENT, str(os.getpid()), *PROGRAM, *process.words[1:]],
+            [sys.executable, "-IS", "-c", EXIT_WITH_PARENT, str(os.getpid()), *PROGRAM, *process.command[1:]],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -376,6 +379,20 @@ def free_port() -> int:
 # ---- the target
 
 
+class Record(NamedTuple):
+    """Facts that a running supervisor writes about itself.
+
+    Attributes:
+        host: name of its machine, because others may share the run directory.
+        pid: its process.
+        grace_seconds: from SIGTERM to SIGKILL of the processes that it started.
+    """
+
+    host: str
+    pid: int
+    grace_seconds: float
+
+
 class Local:
     """The target `local`."""
 
@@ -390,7 +407,7 @@ class Local:
         for job in processes(self._launch, "PORT").values():
             for process in job:
                 environment = [f"{key}={shlex.quote(value)}" for key, value in process.environment.items()]
-                lines.append(" ".join([f"{process.name}:", *environment, shlex.join(process.words)]) + "\n")
+                lines.append(" ".join([f"{process.name}:", *environment, shlex.join(process.command)]) + "\n")
         return "".join(lines)
 
     def start(self) -> int:
@@ -399,7 +416,9 @@ class Local:
         make_folder(self._logs, "--workdir")
         with exclusive_lock(self._logs):
             grace_seconds = self._launch.spec.grace_seconds
-            write_json_atomic(self._logs / RECORD, {"pid": os.getpid(), "grace_seconds": grace_seconds})
+            write_json_atomic(
+                self._logs / LAUNCH_RECORD, Record(socket.gethostname(), os.getpid(), grace_seconds)._asdict()
+            )
             record_expected_jobs(self._launch.workdir, list(processes(self._launch, 0)))
             try:
                 code = Supervisor.of(self._launch).run()
@@ -407,12 +426,12 @@ class Local:
                     clear_expected_jobs(self._launch.workdir)
                 return code
             finally:
-                (self._logs / RECORD).unlink(missing_ok=True)
+                (self._logs / LAUNCH_RECORD).unlink(missing_ok=True)
 
     def items(self) -> list[dict[str, str]]:
         """Return {"name", "state", "detail"} of the supervisor."""
         record = self._running()
-        state, detail = ("not running", "") if record is None else ("running", f"process {record['pid']}")
+        state, detail = ("not running", "") if record is None else ("running", f"process {record.pid} on {record.host}")
         return [{"name": self._launch.spec.name, "state": state, "detail": detail}]
 
     def logs(self, job: str, follow: bool) -> int:
@@ -432,16 +451,22 @@ class Local:
         """Send SIGTERM to the supervisor, which ends its processes, and wait until everything is saved."""
         record = self._running()
         if record is None:
-            raise UserError(f"--workdir={self._workdir}: nothing runs there")
-        pid = record["pid"]
+            raise UserError(f"--workdir={self._workdir}: no launcher runs there; check --workdir")
+        if record.host != socket.gethostname():
+            raise UserError(f"--workdir={self._workdir}: its launcher runs on {record.host}; stop it there")
         try:
-            os.kill(pid, signal.SIGTERM)
+            os.kill(record.pid, signal.SIGTERM)
+        except ProcessLookupError:  # it has just ended
+            pass
         except PermissionError:
-            raise UserError(f"process {pid} belongs to someone else; ask them to stop it") from None
-        deadline = time.monotonic() + record["grace_seconds"] + 10
+            raise UserError(f"process {record.pid} belongs to someone else; ask them to stop it") from None
+        deadline = time.monotonic() + record.grace_seconds + 10
         while is_held(self._logs):
             if time.monotonic() > deadline:
-                raise UserError(f"process {pid} does not end; look into {self._logs}")
+                raise UserError(
+                    f"process {record.pid} does not end; read the logs in {self._logs}, then end it with "
+                    f"`kill -KILL {record.pid}`"
+                )
             time.sleep(POLL_SECONDS)
         print(f"{self._launch.spec.name}: stopped")
 
@@ -449,13 +474,13 @@ class Local:
         """Raise UserError: there is nothing to delete but the run directory."""
         raise UserError("--target=local: has nothing to delete except the run directory; remove that yourself")
 
-    def _running(self) -> dict[str, int] | None:
+    def _running(self) -> Record | None:
         """Return the record of the supervisor; None if it is dead and does not lock the folder of the logs."""
         if not is_held(self._logs):
             return None
         try:
-            record = read_json(self._logs / RECORD)
-            return {name: int(record[name]) for name in ("pid", "grace_seconds")}
+            record = read_json(self._logs / LAUNCH_RECORD)
+            return Record(str(record["host"]), int(record["pid"]), float(record["grace_seconds"]))
         except (UserError, KeyError, TypeError, ValueError):  # not written yet, or by another version
             return None
 

@@ -81,14 +81,15 @@ def show_previous(workdir: str, job: str, host: int | None) -> int:
 def _open(workdir: str, job: str, host: int | None) -> tuple[Folder, list[int]]:
     """Return the folder of the logs and the numbers of a job's processes. Raises UserError if `host` has no log."""
     if job not in (TRAINER, BUILDER):
-        raise UserError(f"--job={job}: --host and --previous need the name of a job; give {TRAINER} or {BUILDER}")
+        raise UserError(f"--job={job}: --host and --previous need the name of a job; give {TRAINER} or {BUILDER}, "
+            "and the number of a process by --host")  # fmt: skip
     folder = open_folder(f"{workdir.rstrip('/')}/{LOGS}")
     matches = [re.fullmatch(rf"{job}-(\d+)\.log", name) for name in folder.names()]
     hosts = sorted(int(match[1]) for match in matches if match)
     if not hosts:
         raise UserError(f"--job={job}: {folder.url} has no log of it; start the run, or check --workdir")
     if host is not None and host not in hosts:
-        raise UserError(f"--host={host}: {job} has no log of it; choose among {', '.join(map(str, hosts))}")
+        raise UserError(f"--host={host}: there is no log of {job}-{host}; choose among {', '.join(map(str, hosts))}")
     return folder, hosts
 
 

@@ -25,6 +25,7 @@ DISK_CACHE, CACHE = "/var/lib/realm-cache", "/realm-cache"
 NO_JOBS = "No in-progress managed jobs"  # SkyPilot's error while it has no controller
 ENDED = ("succeeded", "cancelled", "failed", "failed_setup", "failed_prechecks", "failed_no_resource",
          "failed_controller")  # fmt: skip
+CANCELLING = "cancelling"
 
 
 class SkyPilot(CloudTarget):
@@ -76,11 +77,18 @@ class SkyPilot(CloudTarget):
             if name not in os.environ:
                 raise UserError(f"spec.skypilot.secrets: the environment variable {name} is not set here; export it")
         jobs = self._active_jobs()
+        for name, job in jobs.items():
+            if job.state == CANCELLING:
+                raise UserError(
+                    f"job {name}: SkyPilot still deletes its machines; start it when `realm launch status` shows that "
+                    "it is cancelled"
+                )
+        # Before the jobs, because a job ends at its start if it is not expected.
         record_expected_jobs(self._launch.workdir, [part.name for part in job_specs(self._launch)])
         print("submitting the jobs; the first one takes minutes while SkyPilot starts its controller", flush=True)
         for name, task in self.tasks().items():
             if name in jobs:
-                print(f"job {name}: is there already, {jobs[name].state}")
+                print(f"job {name}: exists already ({jobs[name].state}); stop it first to change its flags")
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder) / f"{name}.yaml"
@@ -129,8 +137,10 @@ class SkyPilot(CloudTarget):
         """Return name → job of the run that has not ended. Raises UserError if one is required and there is none."""
         jobs = {name: job for name, job in self._resources_of_run(required).items() if job.state not in ENDED}
         if required and not jobs:
-            ended = "all jobs of this run have ended, and SkyPilot has deleted their machines; leave it at that"
-            raise UserError(f"spec.name={self._launch.spec.name}: {ended}")
+            raise UserError(
+                f"spec.name={self._launch.spec.name}: all jobs of this run have ended, and SkyPilot has deleted their "
+                "machines; there is nothing to stop or delete"
+            )
         return jobs
 
     def _list(self) -> list[Resource]:

@@ -158,6 +158,7 @@ class Heartbeats:
             needs_trainer: report a trainer that never started, if no expected jobs are recorded.
         """
         self._folder, self._default_jobs = folder, [TRAINER] if needs_trainer else []
+        self.poll_seconds = min(2.5, max(0.5, folder.poll_seconds))  # between two polls; one of a bucket takes longer
         # Job → counter, time of its last change, True if a change was observed; None before the first poll.
         self._counters: dict[str, tuple[int, float, bool]] | None = None
 
@@ -199,8 +200,8 @@ def poll_jobs(heartbeats: Heartbeats, wait: Callable[[float], None] = time.sleep
     waited = 0.0
     jobs = heartbeats.poll(waited)
     while any(job.state == UNKNOWN for job in jobs):
-        wait(0.5)
-        waited += 0.5
+        wait(heartbeats.poll_seconds)
+        waited += heartbeats.poll_seconds
         jobs = heartbeats.poll(waited)
     return jobs
 
@@ -241,7 +242,8 @@ def newest_generation(folder: Folder) -> str:
 def _statuses(folder: Folder, expected: Sequence[str] = ()) -> dict[str, Status]:
     """Return job → status, the trainer first, including expected jobs that never started."""
     names = [name.removesuffix(".json") for name in folder.names("jobs") if name.endswith(".json")]
-    read = {name: read_status(folder, name) for name in (TRAINER, *names) if name.startswith((TRAINER, BUILDER))}
+    names = list(dict.fromkeys((TRAINER, *names)))  # a poll of a bucket is slow, so none is read twice
+    read = {name: read_status(folder, name) for name in names if name.startswith((TRAINER, BUILDER))}
     started = {name: status for name, status in read.items() if status is not None}
     return dict.fromkeys(expected, NEVER_STARTED) | started
 

@@ -72,7 +72,7 @@ class Checkpoints:
             keep: number of newest checkpoints that stay.
         """
         self._folder, self._keep = orbax_path(folder), keep
-        logging.getLogger("absl").addFilter(_is_no_orbax_error)
+        logging.getLogger("absl").addFilter(_is_not_orbax_error)
         self._checkpointer = self._open()
         self._is_saving = False
         self._error: StorageError | None = None  # of the newest save
@@ -116,10 +116,13 @@ class Checkpoints:
         return None if newest is None else newest.step
 
     def generations(self) -> dict[int, str]:
-        """Return step → index generation of all checkpoints; '' for an index that the trainer embedded."""
+        """Return step → index generation of the intact checkpoints; '' for an index that the trainer embedded.
+
+        Raises StorageError if they cannot be read.
+        """
         generations = {}
-        for entry in _step_folders(self._folder):
-            with contextlib.suppress(CheckpointRemoved, UserError):
+        for entry in saved_folders(self._folder):
+            with contextlib.suppress(CheckpointRemoved, DamagedCheckpoint):
                 generations[int(entry.name)] = SavedCheckpoint(entry).record.get("generation") or ""
         return generations
 
@@ -187,7 +190,7 @@ class Checkpoints:
         logger.error("%s", error)
 
 
-def _is_no_orbax_error(record: logging.LogRecord) -> bool:
+def _is_not_orbax_error(record: logging.LogRecord) -> bool:
     """Return False for errors that Orbax's threads print with tracebacks, because a save raises them too."""
     is_orbax_error = record.levelno >= logging.ERROR and f"{os.sep}orbax{os.sep}" in record.pathname
     if is_orbax_error:
@@ -206,19 +209,17 @@ def _limit_save_memory(items: dict[str, Any]) -> contextlib.AbstractContextManag
     return context
 
 
-def _step_folders(folder: epath.Path) -> list[epath.Path]:
-    """Return the folders of steps, complete or not; [] for a missing folder."""
-    try:
-        return [entry for entry in folder.iterdir() if entry.name.isdigit()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+def saved_folders(folder: Path | epath.Path) -> list[epath.Path]:
+    """Return the folders of complete checkpoints, the newest first; [] for a missing folder.
 
-
-def saved_folders(folder: Path) -> list[epath.Path]:
-    """Return the folders of complete checkpoints, the newest first. Raises StorageError if they cannot be listed."""
+    Raises StorageError if they cannot be listed.
+    """
     location = orbax_path(folder)
     try:
-        entries = sorted(_step_folders(location), key=lambda entry: -int(entry.name))
+        entries: list[epath.Path] = []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            entries = [entry for entry in location.iterdir() if entry.name.isdigit()]
+        entries.sort(key=lambda entry: -int(entry.name))
         if is_url(str(location)):  # not by Orbax, which takes an error of a bucket for an unfinished save
             return [entry for entry in entries if (entry / COMMIT).exists()]
         return [entry for entry in entries if ocp.is_orbax_checkpoint(entry)]

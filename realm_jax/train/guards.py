@@ -76,9 +76,9 @@ class Watchdog:
             if silent > self._limit and (silent > self._compile_limit > 0 or not self._may_compile()):
                 faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
                 logger.error(
-                    "%s: no progress for %.0f s (config.log.hang_seconds, or log.compile_seconds while it compiles), "
-                    "see the stacks of all threads above; "
-                    "run the command again to resume from the newest checkpoint", self._name, silent,
+                    "%s: no progress for %.0f s (config.log.hang_seconds, or log.compile_seconds while it compiles); "
+                    "the log has the stacks of all threads; run the command again to resume from the newest "
+                    "checkpoint", self._name, silent,
                 )  # fmt: skip
                 save_stacks()
                 self._end(EXIT_HUNG)

@@ -153,7 +153,7 @@ def test_a_collective_counts_once_a_channel_and_joins_its_group(notation, group,
         ('"TopK"', '"tpu_custom_call"', "%top_k.1"),
     ],
 )
-def test_what_cannot_be_read_is_an_error(known, other, named):
+def test_unreadable_programs_are_errors(known, other, named):
     with pytest.raises(ValueError, match=f"cannot be read: (?:ROOT )?{named}"):
         program_cost(JOINED.replace(known, other).replace("GATHERED", "replica_groups={{0,1}}"))
 
@@ -237,7 +237,7 @@ def test_time_is_a_range_with_all_its_parts():
     assert found.high == pytest.approx(1e-3 + 2e-3 + 2e-6 + kernels + 8e-6 + 8e6 / 45e9 + 5e-6)
 
 
-def test_what_takes_longest_is_the_least_time():
+def test_the_longest_part_is_the_shortest_time_of_a_step():
     slow = Cost(1, 0, 0, 0, {}, {}, {Collective("all-reduce", 10**9, (0, 1)): 1}, {})
     assert program_time(slow, V5E, [0, 1], [(0, 0)] * 2).low == pytest.approx(1e9 / 3.125e9)
 

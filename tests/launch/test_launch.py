@@ -25,7 +25,7 @@ AWKWARD = 'it\'s $HOME, "two" words: {{ x }} # é 😀'
 # ---- goldens
 
 
-def test_what_is_sent_is_what_was_read_and_committed():
+def test_dry_runs_are_the_golden_files():
     sys.path.insert(0, str(ROOT / "launch"))
     try:
         from update_goldens import GOLDEN, goldens
@@ -90,7 +90,7 @@ NOWHERE = ("--target=jobset", f"--spec.image={IMAGE}")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ([*NOWHERE, "--workdir=runs/one"], "--workdir=runs/one: --target=jobset needs a folder that all machines see"),
         (["stop", "--target=jobset", "--workdir=runs/one"], "--workdir=runs/one: --target=jobset needs a folder"),
@@ -141,13 +141,13 @@ NOWHERE = ("--target=jobset", f"--spec.image={IMAGE}")
         (["status", WORKDIR, "--spec.name=x"], "--target: name one of local, skypilot, jobset"),
     ],
 )  # fmt: skip
-def test_a_mistake_stops_before_anything_is_created(tools, capsys, monkeypatch, tmp_path, arguments, told):
+def test_a_mistake_stops_before_anything_is_created(tools, capsys, monkeypatch, tmp_path, arguments, message):
     folder = tools()
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "made.py").write_text("from realm_jax.config import default as get_config")
     monkeypatch.chdir(tmp_path)
     assert launch(*arguments) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert calls(folder) == [] and sorted(path.name for path in tmp_path.iterdir()) == ["bin", "tests"]
 
 
@@ -160,7 +160,7 @@ def test_an_action_refuses_the_flags_of_others(tools, capsys, flag):
     assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
 
 
-def test_what_was_said_before_the_action_counts(tools):
+def test_flags_before_the_action_count(tools):
     folder = tools({"match": "kubectl get", "stdout": '{"items": []}'})
     assert launch(*JOBSET, "status") == 0
     assert "--selector=realm-jax/run=realm" in calls(folder)[0]["words"]
@@ -172,7 +172,7 @@ def test_the_keys_of_specs_are_listed_without_any_other_argument(capsys):
     assert end.value.code == 0 and "* `skypilot.capacity` (`'on-demand'`; one of" in capsys.readouterr().out
 
 
-def test_a_mistake_in_a_spec_s_file_is_told_as_one_of_the_spec(tmp_path):
+def test_an_error_in_a_spec_file_names_the_spec(tmp_path):
     file = tmp_path / "spec.py"
     file.write_text(
         "from realm_jax.launch.spec import default\ndef get_spec():\n  s = default(); s.typo = 1; return s\n"
@@ -199,7 +199,7 @@ def test_a_job_is_called_by_its_name_or_means_its_first_process():
 # ---- quoting
 
 
-def test_awkward_words_arrive_as_they_were_given():
+def test_special_characters_reach_the_program_unchanged():
     launch = described([f"--config.data.path={AWKWARD}"])
     *_, trainer = SkyPilot(launch).tasks().values()
     script = yaml.safe_load(trainer)["run"]
@@ -241,12 +241,12 @@ def test_awkward_words_arrive_as_they_were_given():
         ("sky", "ERROR: something\nquite new", "sky failed: something quite new"),
     ],
 )
-def test_what_a_tool_complains_of_is_one_line_that_says_what_to_do(tool, complaint, advice):
-    told = explain_error(tool, "job one", complaint)
-    assert advice in told and "\n" not in told and told.startswith("job one: ")
+def test_an_error_of_a_tool_becomes_one_line_with_advice(tool, complaint, advice):
+    message = explain_error(tool, "job one", complaint)
+    assert advice in message and "\n" not in message and message.startswith("job one: ")
 
 
-def test_the_complaint_of_a_tool_ends_the_command_with_2(tools, capsys):
+def test_an_error_of_a_tool_ends_the_command_with_exit_code_2(tools, capsys):
     listed = {"match": "queue", "stdout": "[]"}
     tools(listed, {"match": "jobs launch", "stderr": "ERROR: Quota limit exceeded\n", "code": 1})
     assert launch(*SKY) == 2
@@ -260,7 +260,7 @@ def test_a_tool_that_is_not_installed_is_named(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("target", [SKY, JOBSET])
-def test_an_answer_that_is_no_json_is_told(tools, capsys, target):
+def test_status_rejects_an_answer_that_is_not_json(tools, capsys, target):
     tools({"match": "get", "stdout": "Welcome!"}, {"match": "queue", "stdout": "Welcome!"})
     assert launch("status", *target) == 2
     assert "did not answer with JSON: 'Welcome!'" in capsys.readouterr().err

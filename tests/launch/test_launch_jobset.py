@@ -154,7 +154,7 @@ def expected():
     return status.open_folder("gs://bucket/runs/one").read_json(status.EXPECTED)["jobs"]
 
 
-def test_what_is_not_there_is_applied_and_told(tools, capsys):
+def test_start_applies_missing_jobsets_and_prints_their_names(tools, capsys):
     folder = tools(there())
     assert launch(*JOBSET, "--spec.builder.slices=1") == 0
     assert verbs(folder) == ["get", "apply", "apply"]
@@ -164,7 +164,7 @@ def test_what_is_not_there_is_applied_and_told(tools, capsys):
     assert launch("stop", *JOBSET) == 2 and expected() == ["trainer", "builder-0"], "nothing was there to stop"
 
 
-def test_what_was_stopped_or_has_ended_is_made_anew_from_what_is_wanted_now(tools):
+def test_start_replaces_stopped_and_ended_jobsets(tools):
     """Almost nothing of a JobSet can be changed, so the old one goes first; a running one is only applied."""
     ended = item("realm-trainer", suspended=True), item("realm-builder-0", condition="Failed")
     folder = tools(there(*ended, item("realm-builder-1")))
@@ -174,14 +174,14 @@ def test_what_was_stopped_or_has_ended_is_made_anew_from_what_is_wanted_now(tool
     assert "4x8" in calls(folder)[-1]["stdin"] and len(applied) == 3
 
 
-def test_a_builder_that_is_not_wanted_any_more_is_removed(tools):
+def test_start_removes_builders_that_the_spec_no_longer_has(tools):
     folder = tools(there(item("realm-trainer"), item("realm-builder-0"), item("realm-builder-1")))
     assert launch(*JOBSET, "--spec.builder.slices=1") == 0
     assert verbs(folder) == ["get", "apply", "apply", "delete"]
     assert asked(folder, "kubectl")[-1][2:4] == ["jobset", "realm-builder-1"]
 
 
-def test_what_runs_is_not_touched_where_the_start_is_refused(tools, capsys):
+def test_a_rejected_start_changes_no_running_jobset(tools, capsys):
     refused = {"match": "kubectl apply", "stderr": "spec.replicatedJobs: field is immutable", "code": 1}
     folder = tools(there(item("realm-trainer"), item("realm-builder-0"), item("realm-builder-1")), refused)
     assert launch(*JOBSET, "--spec.builder.slices=1") == 2
@@ -216,7 +216,7 @@ def test_in_a_queue_suspended_means_waiting(tools):
     assert asked(folder, "kubectl")[-1][1:4] == ["delete", "jobset", "realm-trainer"]
 
 
-def test_states_are_told(tools, capsys):
+def test_status_prints_the_state_of_each_jobset(tools, capsys):
     found = [item("a", restarts=3), item("b", ready=0), item("c", suspended=True), item("d", condition="Failed")]
     tools(there(*found))
     assert launch("status", *JOBSET, "--json") == 0

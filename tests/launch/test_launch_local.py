@@ -51,9 +51,9 @@ def scripted(tmp_path, monkeypatch):
         spawn = Supervisor._spawn
 
         def spawned(self, process):
-            told = {"NAME": process.name, "RUN": str(runs.get(process.name, 0)), "FOLDER": str(tmp_path)}
+            variables = {"NAME": process.name, "RUN": str(runs.get(process.name, 0)), "FOLDER": str(tmp_path)}
             runs[process.name] = runs.get(process.name, 0) + 1
-            return spawn(self, process._replace(environment=process.environment | told))
+            return spawn(self, process._replace(environment=process.environment | variables))
 
         monkeypatch.setattr(Supervisor, "_spawn", spawned)
         monkeypatch.setattr(local, "PROGRAM", [sys.executable, "-IS", str(program)])
@@ -165,13 +165,13 @@ os.kill(os.getpid(), signal.SIGSEGV)
 
 
 @pytest.mark.parametrize(("script", "changes", "code", "runs"), ENDS.values(), ids=ENDS)
-def test_what_follows_from_the_end_of_a_process(scripted, caplog, script, changes, code, runs):
+def test_exit_codes_decide_restarts(scripted, caplog, script, changes, code, runs):
     supervisor = scripted(script, **changes)
     assert (supervisor.run(), supervisor.runs) == (code, runs)
     assert ("exit code 9; failures without progress: 3; giving up" in caplog.text) == (code == 9)
 
 
-def test_a_folder_that_cannot_be_looked_at_ends_nothing(scripted, monkeypatch, caplog):
+def test_a_run_directory_that_cannot_be_read_ends_no_process(scripted, monkeypatch, caplog):
     def broken(folder):
         raise StorageError("gs://b: cannot read it")
 
@@ -182,7 +182,7 @@ def test_a_folder_that_cannot_be_looked_at_ends_nothing(scripted, monkeypatch, c
     assert "cannot be read (gs://b: cannot read it)" in caplog.text
 
 
-def test_an_end_of_the_supervisor_lets_processes_save(scripted, tmp_path, monkeypatch):
+def test_processes_save_when_the_supervisor_ends(scripted, tmp_path, monkeypatch):
     """Whatever it stumbles over: here it cannot start the second process."""
     (tmp_path / "logs" / "trainer-1.log").mkdir(parents=True)
     (tmp_path / "logs").rename(tmp_path / "kept")
@@ -215,7 +215,7 @@ while True:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGHUP, 75)])
-def test_a_signal_is_handed_on_and_waited_for(scripted, tmp_path, monkeypatch, number, code):
+def test_signals_are_forwarded_and_the_supervisor_waits(scripted, tmp_path, monkeypatch, number, code):
     monkeypatch.setenv("SIGNAL", str(int(number)))
     before = signal.signal(number, signal.SIG_DFL)  # tests that are run in the background begin with it ignored
     try:
@@ -226,7 +226,7 @@ def test_a_signal_is_handed_on_and_waited_for(scripted, tmp_path, monkeypatch, n
 
 
 @pytest.mark.parametrize(("code", "state"), [(130, "stopped"), (75, "late"), (9, "late")])
-def test_ctrl_c_is_a_stop_and_no_other_end_is(tmp_path, monkeypatch, code, state):
+def test_only_ctrl_c_counts_as_a_stop(tmp_path, monkeypatch, code, state):
     monkeypatch.setattr(Supervisor, "run", lambda self: code)
     folder = open_folder(tmp_path)
     write_status(folder, TRAINER, Status("one", stage="realm"))
@@ -234,7 +234,7 @@ def test_ctrl_c_is_a_stop_and_no_other_end_is(tmp_path, monkeypatch, code, state
     assert [job.state for job in poll(folder, wait=lambda seconds: None).jobs] == [state]
 
 
-def test_what_does_not_end_in_its_grace_period_is_killed(scripted):
+def test_a_process_that_exceeds_its_grace_period_is_killed(scripted):
     supervisor = scripted(
         """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -248,7 +248,7 @@ while True:
     assert supervisor.run() == 75 and time.monotonic() - began < 30
 
 
-def test_what_a_dead_process_started_is_ended_with_it(scripted, tmp_path):
+def test_children_of_a_dead_process_are_ended(scripted, tmp_path):
     supervisor = scripted(
         """
 if run == 0 and os.fork() == 0:
@@ -272,7 +272,7 @@ def is_running(pid: int) -> bool:
     return stat.is_file() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_lines_come_with_the_name_of_their_process_and_lie_in_its_log(scripted, tmp_path, capfd):
+def test_lines_are_printed_with_the_name_of_their_process_and_kept_in_its_log(scripted, tmp_path, capfd):
     assert scripted("print('hello from', name, end='')", trainers=1).run() == 0
     lines = capfd.readouterr().err.splitlines()
     assert {"trainer-0 | hello from trainer-0", "builder-0 | hello from builder-0"} <= {*lines}
@@ -286,7 +286,7 @@ def test_a_line_without_an_end_is_shown_in_pieces(scripted, tmp_path, monkeypatc
     assert "trainer-0 | abcd\ntrainer-0 | efg\n" in capfd.readouterr().err
 
 
-def test_nobody_reading_does_not_end_training(scripted, tmp_path, monkeypatch):
+def test_a_closed_terminal_does_not_end_training(scripted, tmp_path, monkeypatch):
     class Lost(io.TextIOBase):
         def write(self, text):
             raise BrokenPipeError
@@ -296,13 +296,13 @@ def test_nobody_reading_does_not_end_training(scripted, tmp_path, monkeypatch):
     assert (tmp_path / "logs" / "trainer-0.log").read_text().endswith("99999\n")
 
 
-def test_a_log_that_takes_no_more_does_not_end_training(scripted, tmp_path, capfd):
+def test_a_full_disk_of_the_log_does_not_end_training(scripted, tmp_path, capfd):
     supervisor = scripted("print('still here')", trainers=1, builders=0)
     (tmp_path / "logs" / "trainer-0.log").symlink_to("/dev/full")
     assert supervisor.run() == 0 and "trainer-0 | still here" in capfd.readouterr().err
 
 
-def test_what_is_left_of_a_crashed_gang_has_no_time_to_save(scripted):
+def test_the_other_processes_of_a_crashed_job_end_soon(scripted):
     """Without the others it cannot, and nothing else is looked after meanwhile."""
     supervisor = scripted(
         """
@@ -324,13 +324,13 @@ sys.exit(0 if run else 9)
 
 def test_processes_do_not_outlive_their_supervisor(tmp_path):
     """SIGKILL, which nobody can hand on; its process hears of it from the kernel, and says so."""
-    os.mkfifo(tmp_path / "told")
+    os.mkfifo(tmp_path / "pipe")
     program = tmp_path / "program.py"
     program.write_text(
         f"""
 import os, signal
 def save(*_):
-    open({str(tmp_path / "told")!r}, "w").write("saved")
+    open({str(tmp_path / "pipe")!r}, "w").write("saved")
     os._exit(75)
 signal.signal(signal.SIGTERM, save)
 os.kill(os.getppid(), signal.SIGKILL)
@@ -350,10 +350,10 @@ local.Supervisor.of(launched(Path({str(tmp_path)!r}), 1, 0)).run()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert subprocess.run(["cat", str(tmp_path / "told")], capture_output=True, timeout=60).stdout == b"saved"
+    assert subprocess.run(["cat", str(tmp_path / "pipe")], capture_output=True, timeout=60).stdout == b"saved"
 
 
-def test_devices_are_shared_out(tmp_path):
+def test_each_process_gets_its_devices(tmp_path):
     def environments(**changes):
         found = processes(launched(tmp_path, **changes), 0)
         return [one.environment for job in found.values() for one in job]
@@ -364,34 +364,54 @@ def test_devices_are_shared_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"local__gpus": ("0",)}, "spec.local.gpus: name the devices of each of the 3 processes, such as"),
         ({"local__gpus": (0, 1, 2)}, "spec.local.gpus: name the devices of each of the 3 processes, such as"),
         ({"local__devices": 1, "local__gpus": ("0", "1", "2")}, "spec.local.devices: emulates devices of a CPU"),
     ],
 )
-def test_devices_that_cannot_be_shared_out_are_refused_by_a_dry_run_too(tmp_path, changes, told):
+def test_a_dry_run_rejects_invalid_devices_too(tmp_path, changes, message):
     for act in (Local(launched(tmp_path, **changes)).plan, Local(launched(tmp_path, **changes)).start):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             act()
 
 
 def test_logs_and_stop_say_what_is_missing(tmp_path, capsys):
-    for action, told in (("logs", "there is no such job"), ("stop", "nothing runs there"), ("delete", "remove that")):
+    for action, message in (
+        ("logs", "there is no such job"),
+        ("stop", "no launcher runs there"),
+        ("delete", "remove that"),
+    ):
         assert cli.main(["launch", action, "--target=local", f"--workdir={tmp_path}"]) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("record", ["{}", "[]", '{"pid": null}', "{", '{"pid": OURS}'])
-def test_a_record_that_a_crash_left_behind_stops_nobody(tmp_path, monkeypatch, record):
+def test_stop_ignores_the_record_of_a_crashed_launcher(tmp_path, monkeypatch, record):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "launch.json").write_text(record.replace("OURS", str(os.getpid())))
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("signals a stranger"))
     target = Local(launched(tmp_path))
     assert target.items()[0]["state"] == "not running"
-    with pytest.raises(UserError, match="nothing runs there"):
+    with pytest.raises(UserError, match="no launcher runs there"):
         target.stop()
+
+
+def test_stop_signals_no_process_of_another_machine(tmp_path, monkeypatch):
+    """The run directory is on a disk that several machines share."""
+
+    def stopped_meanwhile(supervisor):
+        assert target.items()[0]["state"] == "running"
+        with monkeypatch.context() as patch, pytest.raises(UserError, match="its launcher runs on .*; stop it there"):
+            patch.setattr(local.socket, "gethostname", lambda: "another")
+            patch.setattr(os, "kill", lambda *_: pytest.fail("signals a stranger"))
+            target.stop()
+        return 0
+
+    target = Local(launched(tmp_path))
+    monkeypatch.setattr(Supervisor, "run", stopped_meanwhile)
+    assert target.start() == 0
 
 
 def test_stop_waits_as_long_as_the_start_allowed(tmp_path, monkeypatch):
@@ -438,15 +458,15 @@ def test_builders_in_the_background_are_started_again_and_ended_with_the_trainer
 
 
 @pytest.mark.parametrize(
-    ("script", "told"), [("sys.exit(2)", "builder-0 failed; no index will arrive"), (None, "cannot")]
+    ("script", "message"), [("sys.exit(2)", "builder-0 failed; no index will arrive"), (None, "cannot")]
 )
-def test_a_builder_in_the_background_that_fails_ends_the_trainer(scripted, tmp_path, monkeypatch, script, told):
+def test_a_builder_in_the_background_that_fails_ends_the_trainer(scripted, tmp_path, monkeypatch, script, message):
     """By SIGTERM, at which it saves what it has."""
     builders_alone(monkeypatch)
     supervisor = scripted(script or "")
     if script is None:
         (tmp_path / "logs" / "builder-0.log").mkdir()
-    with pytest.raises(UserError, match=told), Stop() as stop, supervisor.in_background():
+    with pytest.raises(UserError, match=message), Stop() as stop, supervisor.in_background():
         until(lambda: stop.requested)
         raise Preempted("SIGTERM: saved")
 

@@ -52,14 +52,14 @@ def test_the_log_of_a_process_of_this_machine_is_the_file_of_the_launcher(tmp_pa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--host=1"], "--host=1: trainer has no log of it; choose among 0, 12"),
-        (["--host=-1"], "--host=-1: trainer has no log of it; choose among 0, 12"),
+        (["--host=1"], "--host=1: there is no log of trainer-1; choose among 0, 12"),
+        (["--host=-1"], "--host=-1: there is no log of trainer--1; choose among 0, 12"),
         (
             ["--host=1", "--job=builder-1"],
             "--job=builder-1: --host and --previous need the name of a job; give trainer",
         ),
         (["--previous", "--follow"], "--previous: prints an earlier start, which has ended; leave out --follow"),
-        (["--previous", "--host=3"], "--host=3: trainer has no log of it; choose among 0, 12"),
+        (["--previous", "--host=3"], "--host=3: there is no log of trainer-3; choose among 0, 12"),
         ([], "--target: name one of local, skypilot, jobset"),
     ],
 )

@@ -72,7 +72,13 @@ def test_start_again_submits_only_jobs_that_have_ended(tools, capsys):
         f'name: "{BUILDER}"',
         f'name: "{SECOND}"',
     ]
-    assert f"job {TRAINER}: is there already, recovering" in capsys.readouterr().out
+    assert f"job {TRAINER}: exists already (recovering)" in capsys.readouterr().out
+
+
+def test_start_waits_for_the_end_of_a_job_that_is_being_cancelled(tools, capsys):
+    folder = tools(queue(job(1, TRAINER, "CANCELLING"), job(2, BUILDER)))
+    assert launch(*SKY) == 2 and not did(folder, "launch")
+    assert f"job {TRAINER}: SkyPilot still deletes its machines; start it when" in capsys.readouterr().err
 
 
 def test_stop_lets_running_jobs_save_and_cancels_those_without_machines(tools, capsys, tmp_path):
@@ -162,8 +168,8 @@ def test_a_trainer_that_gives_up_ends_its_builders(tmp_path, part, expected):
 
 def test_a_machine_of_a_stopped_run_saves_and_ends_without_a_restart(tmp_path):
     docker = """case $1 in
-run) touch runs; while [ ! -e told ]; do /usr/bin/sleep 0.05; done; exit 75 ;;
-stop) [ -e runs ] && touch told ;;
+run) touch runs; while [ ! -e stopped ]; do /usr/bin/sleep 0.05; done; exit 75 ;;
+stop) [ -e runs ] && touch stopped ;;
 esac"""
     code, made = run_script(tmp_path, BUILDER, docker, stopped=True)
     assert code == 0 and made.count("run") == 1 and "stop" in made

@@ -1,4 +1,4 @@
-"""`realm launch status`: who should live, who does, and what is told of a folder in which something is damaged."""
+"""`realm launch status`: expected jobs, their heartbeats, and folders with damaged files."""
 
 import json
 
@@ -50,7 +50,7 @@ def test_a_job_whose_counter_stands_still_for_two_heartbeats_is_late(folder):
     assert [job.name for job in state.jobs] == ["trainer", "builder-0"]
 
 
-def test_who_is_done_is_not_late_and_nobody_waits_for_them(folder):
+def test_a_job_that_is_done_is_not_late_and_status_does_not_wait_for_it(folder):
     write_status(folder, "trainer", Status("", stage="ended", counter=9, done=True))
     assert states(folder, never) == {"trainer": "done"}
 
@@ -61,7 +61,7 @@ def test_a_trainer_that_needs_no_further_index_still_has_to_live(folder):
     assert states(folder) == {"trainer": "late"} and poll(folder, lambda _: None).jobs[0].status.index == 15
 
 
-def test_who_was_started_and_never_came_is_late(folder, tmp_path):
+def test_a_job_that_was_started_and_gave_no_heartbeat_is_late(folder, tmp_path):
     write_status(folder, "trainer", Status("", counter=1, done=True))
     record_expected_jobs(str(tmp_path), ["trainer", "builder-0", "builder-1"])
     put(folder, builder_0=("building", 8, 5))
@@ -72,7 +72,7 @@ def test_who_was_started_and_never_came_is_late(folder, tmp_path):
     assert states(folder, wait) == {"trainer": "late", "builder-0": "alive", "builder-1": "late"}, "a new start"
 
 
-def test_who_was_stopped_is_not_late(folder, tmp_path, monkeypatch, capsys):
+def test_a_stopped_job_is_not_late(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("realm_jax.launch.status.STALE_AFTER", 0.0)
     record_expected_jobs(str(tmp_path), ["trainer"])
     put(folder, trainer=("realm", -1, 1))
@@ -94,7 +94,7 @@ def test_a_start_forgets_builders_of_an_earlier_one(folder, tmp_path):
     assert read_status(folder, "trainer") == Status("one", counter=7, pins=(4,)), "which run it is stays known"
 
 
-def test_a_run_that_nobody_works_on_is_late_without_any_record(tmp_path, capsys, monkeypatch):
+def test_a_run_without_jobs_and_records_is_late(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("realm_jax.launch.status.STALE_AFTER", 0.0)
     (tmp_path / "config.json").write_text("{}")
     assert cli.main(["launch", "status", f"--workdir={tmp_path}"]) == 1
@@ -114,7 +114,7 @@ def test_a_run_that_nobody_works_on_is_late_without_any_record(tmp_path, capsys,
         {"qa/metrics.jsonl": {"loss": None, "step": None, "index_age": {}}},
     ],
 )
-def test_damage_is_passed_over(folder, tmp_path, capsys, monkeypatch, damage):
+def test_status_ignores_damaged_files(folder, tmp_path, capsys, monkeypatch, damage):
     monkeypatch.setattr("realm_jax.launch.status.STALE_AFTER", 0.0)
     (tmp_path / "config.json").write_text('{"tasks": "qa"}')
     put(folder, trainer=("qa", -1, 1), builder_0=("building", 8, 5))
@@ -127,7 +127,7 @@ def test_damage_is_passed_over(folder, tmp_path, capsys, monkeypatch, damage):
     assert "trainer: " in capsys.readouterr().out
 
 
-def test_nothing_there_is_said(tmp_path, capsys):
+def test_status_rejects_a_workdir_without_a_run(tmp_path, capsys):
     assert cli.main(["launch", "status", f"--workdir={tmp_path}"]) == 2
     assert "nothing is there yet" in capsys.readouterr().err
 
@@ -160,7 +160,7 @@ def test_a_job_counts_on_whatever_its_storage_does(folder, monkeypatch, caplog):
     assert read_status(folder, "builder-0") == Status("one", stage="building", step=4, counter=3) == written[-1]
 
 
-def test_what_changes_is_written_at_once_and_a_step_with_the_next_heartbeat(folder, monkeypatch):
+def test_changes_are_written_at_once_and_steps_with_the_next_heartbeat(folder, monkeypatch):
     monkeypatch.setattr(status, "HEARTBEAT_SECONDS", 60.0)
     written = flaky_writes(monkeypatch, fails=0)
     with StatusWriter(folder, "trainer", Status("one")) as writer:
@@ -173,7 +173,7 @@ def test_what_changes_is_written_at_once_and_a_step_with_the_next_heartbeat(fold
     assert [(each.counter, each.step, each.index) for each in written] == [(1, -1, -1), (2, 4, 2), (3, 5, 2)]
 
 
-def test_what_is_told_during_a_write_is_not_lost(folder, monkeypatch):
+def test_updates_during_a_write_are_not_lost(folder, monkeypatch):
     """No two statuses have one counter, or the second is no heartbeat."""
     write, written = status.write_status, []
 
@@ -191,7 +191,7 @@ def test_what_is_told_during_a_write_is_not_lost(folder, monkeypatch):
     assert read_status(folder, "trainer").index == 2
 
 
-def test_a_recipe_is_done_at_its_end_alone_and_goes_on_as_the_same_run(folder, tmp_path):
+def test_only_the_end_of_a_recipe_is_done_and_a_restart_keeps_the_run(folder, tmp_path):
     with trainer_status(folder, tmp_path, needs_index=True) as writer:
         writer.update(wait=True, stage="realm", pins=(4,))
         assert read_status(folder, "trainer").stage == "realm" and read_status(folder, "trainer").needs_index

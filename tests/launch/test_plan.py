@@ -62,7 +62,7 @@ def test_shapes_are_those_of_real_examples(people, task, tmp_path):
 
 
 @pytest.mark.parametrize("titles", [True, False])
-def test_shapes_of_a_question_beside_its_positive_passage(people, titles):
+def test_shapes_of_a_question_with_its_positive_passage(people, titles):
     config = tiny_config(people)
     config.qa.titles, config.qa.objective, config.qa.batch_size = titles, "positive", 8
     sources = open_sources(people)
@@ -137,7 +137,7 @@ def test_a_plan_of_a_small_model(capsys):
 
 
 @needs_compiler
-def test_what_does_not_fit_is_said_with_the_keys_to_change(capsys):
+def test_a_plan_that_does_not_fit_names_the_keys_to_change(capsys):
     assert cli.main(["launch", "plan", "--spec.trainer.slice=v5e:2x2", "--config.model.dtype=bfloat16"]) == 1
     assert "does NOT fit" in capsys.readouterr().out
 
@@ -158,7 +158,7 @@ def test_trainer_and_builders_have_slices_of_their_own(capsys):
 
 
 @needs_compiler
-def test_tokens_are_gathered_where_they_lie():
+def test_tokens_are_gathered_on_their_devices():
     """A TPU's usual layout of uint16 [rows, 288] has the columns one after another: a copy of all in every step."""
     config = load_config("realm_wiki", ["--config.data.path=-", "--config.mesh.fsdp=4"], default)
     run = abstract_run(config, Path("."), 1_000_000, 30522, devices_to_compile_for("v5e:2x2"))
@@ -176,7 +176,7 @@ def test_tokens_are_gathered_where_they_lie():
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20
 
 
-def test_tokens_lie_as_is_said_where_they_are_put(people, tmp_path, monkeypatch):
+def test_tokens_have_the_planned_layout(people, tmp_path, monkeypatch):
     """On a CPU rows lie together anyway; columns do where that is asked for, and are the same tokens."""
     made = [make_run(tiny_config(people), tmp_path, open_sources(people), jax.devices()[:4]) for _ in range(2)]
     usual = made[0].documents.ids
@@ -234,7 +234,7 @@ def test_tokens_of_titles_count_where_they_are_read(people, tmp_path, monkeypatc
         (["--config.data.path={people}", "--task=qa", "--config.tasks=qa"], (16, 135), False),
     ],
 )
-def test_what_is_planned_has_the_sizes_of_data_that_are_there(people, monkeypatch, capsys, flags, sizes, useful):
+def test_a_plan_has_the_sizes_of_local_data(people, monkeypatch, capsys, flags, sizes, useful):
     monkeypatch.setattr(plan, "tpu_devices", lambda *_: jax.devices()[:1])
     planned = {}
 
@@ -256,7 +256,7 @@ RECORDED = runpy.run_path(str(ROOT / "benchmarks" / "plans.py"))
 
 
 @pytest.mark.parametrize("name", RECORDED["WANTED"])
-def test_what_is_recorded_is_of_the_shipped_config(name):
+def test_recorded_plans_are_of_the_shipped_config(name):
     """`benchmarks/plans.py` writes the records anew; there is room in every topology that the project speaks of."""
     recorded = json.loads(RECORDED["GOLDEN"].read_text())[name]
     config = load_config(str(ROOT / "configs" / f"{name}.py"), [], default)
@@ -272,7 +272,7 @@ def test_what_is_recorded_is_of_the_shipped_config(name):
 
 
 @pytest.mark.parametrize("text, known", [("ENTRY %main (a: f32[8]) -> f32[8] {\n}", True), ("a program", False)])
-def test_memory_is_known_where_the_time_is_not(capsys, text, known):
+def test_a_plan_without_a_time_has_memory(capsys, text, known):
     """Of a compiler that writes its programs in another way."""
     sizes = dict.fromkeys(("argument", "output", "temp", "alias", "generated_code"), 2**30)
     compiled = types.SimpleNamespace(

@@ -153,9 +153,7 @@ def test_a_copy_begins_as_the_bucket_is(bucket):
             pass
     assert open_folder(url).read("realm/m.jsonl") == b"more"
     model = mirror.download_model(url)
-    assert {path.relative_to(model).as_posix() for path in model.rglob("[!.]*") if path.is_file()} == {
-        "config.json", "data.json", "big.npy"
-    }  # fmt: skip
+    assert {path.name for path in model.rglob("[!.]*")} == {"config.json", "data.json"}  # no vectors
     few = download(url, "few", {"config.json", "missing.json"}.__contains__)
     assert [path.name for path in few.glob("[!.]*")] == ["config.json"]
 

@@ -119,7 +119,8 @@ def test_one_process_that_is_told_to_stop_while_all_wait_for_an_index_stops_all(
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--processes=none", "--processes=none: give a number, or 'auto'"),
+        ("--processes=none", "--processes=none: is not a number of processes; give one, or 'auto'"),
+        ("--processes=²", "--processes=²: is not a number of processes; give one, or 'auto'"),
         ("--processes=2", "--coordinator: name a machine and a free port"),
         ("--processes=2 --process=2", "--process=2: must be at least 0 and below --processes=2"),
     ],

@@ -125,6 +125,7 @@ def test_the_rest_of_a_killed_process_follows_the_lines_of_another_machine(folde
         pass
     lines = messages(folder)
     assert lines.count("INFO step 1") == 1 and lines.index("INFO elsewhere") < lines.index("INFO step 1")
+    assert len(START.findall(folder.read(NAME))) == 2
 
 
 def test_a_bucket_that_fails_is_only_a_warning(folder, tmp_path, monkeypatch, capfd):
