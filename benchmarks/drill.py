@@ -308,7 +308,7 @@ def count_operations(clock: Clock, root: Path | None) -> None:
 
 
 def count_disk(folder: Any, count: Callable[[str, int], None]) -> None:
-    for name in ("read", "write", "names", "remove", "local"):
+    for name in ("read", "write", "names", "remove", "local_path"):
         act = getattr(folder, name)
 
         def counted(self: Any, *args: Any, act: Callable[..., Any] = act, name: str = name) -> Any:
