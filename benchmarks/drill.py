@@ -38,6 +38,7 @@ from realm_jax.data.store import MANIFEST, new_version
 from realm_jax.storage import read_json, write_json_atomic
 
 DELAY = 0.05  # seconds before a bucket answers
+OPERATIONS = ("read", "write", "names", "remove", "local_path")  # of a shared folder, which are counted
 
 STEPS, SAVED = 12, 10  # steps of each start; a save every so many
 TINY = (
@@ -308,7 +309,7 @@ def count_operations(clock: Clock, root: Path | None) -> None:
 
 
 def count_disk(folder: Any, count: Callable[[str, int], None]) -> None:
-    for name in ("read", "write", "names", "remove", "local_path"):
+    for name in OPERATIONS:
         act = getattr(folder, name)
 
         def counted(self: Any, *args: Any, act: Callable[..., Any] = act, name: str = name) -> Any:

@@ -33,7 +33,9 @@ def main() -> None:
     args = parser.parse_args()
     with open_unpacked(args.dump) as stream:
         xml = len(stream.read())
-    pages, reading = timed(lambda: list(wikipedia.read_pages(args.dump)))
+    pages, reading = timed(
+        lambda: [page for page in wikipedia.read_pages(args.dump) if isinstance(page, wikipedia.Page)]
+    )
     notes: Counter[Any] = Counter()
     found, cleaning = timed(lambda: [wikipedia.clean_page(page, notes) for page in pages])
     articles = [article for article in found if isinstance(article, Article)]
