@@ -58,10 +58,10 @@ def test_sigterm_while_waiting_saves_and_goes_on_with_the_same_bits(people, stur
     """The generation of step 2 is due at step 3, where there is nobody to build it."""
     run, wait = open_tiny(people, tmp_path), AsyncIndexProvider._wait
 
-    def preempted(self, step, *rest):
+    def preempted(self, step, *rest, **options):
         if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
-        return wait(self, step, *rest)
+        return wait(self, step, *rest, **options)
 
     with monkeypatch.context() as patch, first_generation_only(run):
         patch.setattr(AsyncIndexProvider, "_wait", preempted)
