@@ -1,8 +1,8 @@
 """Plan the shipped full-scale configs with the TPU compiler, and write `docs/results/plans.json`.
 
 Every entry holds the keys that decide the program; one that came later has its default. A test compares them with the
-config, so that a config and its numbers change together; run this again when it fails. How long a
-plan takes: docs/howto/plan-tpu.md.
+config, so that a config and its numbers change together; run this again when it fails.
+For the time that a plan takes see docs/howto/plan-tpu.md.
 
     pip install -e '.[tpu]' -c realm_jax/launch/image-lock.txt        with the Python of the image
     python benchmarks/plans.py [CONFIG …] [--slices v5e:8x8 …]

@@ -11,7 +11,7 @@ words for each score of 128 features.
 are multiples of 128. Its blocks are complete sequences of one head. It reads arrays by head, and the time to copy them
 is in the column "plain".
 
-    pip install -e '.[tpu]'
+    pip install -e '.[tpu]' -c realm_jax/launch/image-lock.txt
     python benchmarks/tpu_attention.py [--chips v5e:2x2 …] [--lengths 288 384]
 """
 

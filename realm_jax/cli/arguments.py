@@ -34,16 +34,16 @@ def add_run_arguments(parser: argparse.ArgumentParser, required: bool = True, in
         required: True if the command needs a run.
         in_bucket: True if the run may be in a bucket, see `run_directory`.
     """
-    places = ": a path, or gs://BUCKET/FOLDER" if in_bucket else ""
+    locations = ": a path, or gs://BUCKET/FOLDER" if in_bucket else ""
     parser.set_defaults(config=None)  # tells `realm_jax.cli.main` that this command takes overrides
     parser.add_argument(
         "--workdir",
         type=nonempty,
         required=required,
         metavar="DIR",
-        help=f"run directory of `realm index`, `adapt` or `train`{places}. Override runtime and evaluation keys of its "
-        "config with --config.section.key=value, for example --config.data.path=DIR if the prepared folder was moved "
-        "(`realm train --help-config` lists the keys)",
+        help=f"run directory of `realm index`, `adapt` or `train`{locations}. Override runtime and evaluation keys of "
+        "its config with --config.section.key=value, for example --config.data.path=DIR if the prepared folder was "
+        "moved (`realm train --help-config` lists the keys)",
     )
 
 

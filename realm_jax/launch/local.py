@@ -379,7 +379,7 @@ def free_port() -> int:
 # ---- the target
 
 
-class Record(NamedTuple):
+class LauncherRecord(NamedTuple):
     """Facts that a running supervisor writes about itself.
 
     Attributes:
@@ -417,7 +417,7 @@ class Local:
         with exclusive_lock(self._logs):
             grace_seconds = self._launch.spec.grace_seconds
             write_json_atomic(
-                self._logs / LAUNCH_RECORD, Record(socket.gethostname(), os.getpid(), grace_seconds)._asdict()
+                self._logs / LAUNCH_RECORD, LauncherRecord(socket.gethostname(), os.getpid(), grace_seconds)._asdict()
             )
             record_expected_jobs(self._launch.workdir, list(processes(self._launch, 0)))
             try:
@@ -474,13 +474,13 @@ class Local:
         """Raise UserError: there is nothing to delete but the run directory."""
         raise UserError("--target=local: has nothing to delete except the run directory; remove that yourself")
 
-    def _running(self) -> Record | None:
+    def _running(self) -> LauncherRecord | None:
         """Return the record of the supervisor; None if it is dead and does not lock the folder of the logs."""
         if not is_held(self._logs):
             return None
         try:
             record = read_json(self._logs / LAUNCH_RECORD)
-            return Record(str(record["host"]), int(record["pid"]), float(record["grace_seconds"]))
+            return LauncherRecord(str(record["host"]), int(record["pid"]), float(record["grace_seconds"]))
         except (UserError, KeyError, TypeError, ValueError):  # not written yet, or by another version
             return None
 
